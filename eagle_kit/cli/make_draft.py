@@ -37,10 +37,12 @@ from eagle_kit.train.plan.budget import (
 STATE, COMMANDS, REPORT = "make.json", "commands.sh", "report.md"
 LEAST_BUDGET_S = 300.0
 PILOT_REPLIES, PILOT_STEPS = 16, 8
-MAX_PROMPT_TOKENS, MAX_REPLY_TOKENS = 192, 256
+MAX_PROMPT_TOKENS, MAX_TASK_TOKENS, MAX_REPLY_TOKENS = 192, 768, 256
 NAME = "draft"
 """Of the draft in its evaluation."""
 SHAPES = ("4,1,5", "5,4,16", "auto")
+TASKS = 1 / 3
+"""Share of the replies' tokens that answers prompts of :mod:`eagle_kit.train.replies.prompts`."""
 HELD_OUT = 16
 """Conversations whose prompts a training is judged on."""
 STATES_OF_DISK = 0.5
@@ -102,7 +104,8 @@ class Making:
 
     def __init__(self, args: argparse.Namespace, budget_s: float, out: Path) -> None:
         self.args, self.budget_s, self.out = args, budget_s, out
-        self.replies = out / "replies.jsonl"
+        self.replies, self.answers = out / "replies.jsonl", out / "answers.jsonl"
+        self.prompts = out / "prompts.jsonl"
         self.draft = out / "draft"
         asked = {
             "target": args.target,
@@ -130,6 +133,8 @@ class Making:
             return 0
         stages = (
             self._raw,
+            self._prompts,
+            self._answers,
             self._replies,
             self._own,
             self._export,
@@ -175,23 +180,25 @@ class Making:
 
     # ---- stages
 
-    def _regenerate(self, name: str, limit: int, finish: Callable[[float], dict[str, Any]]) -> Stage:
+    def _regenerate(self, name: str, source: str, out: Path, limit: int, max_prompt_tokens: int) -> Stage:
         numbers = {
             "--limit": limit,
             "--max-turns": 1,
-            "--max-prompt-tokens": MAX_PROMPT_TOKENS,
+            "--max-prompt-tokens": max_prompt_tokens,
             "--max-tokens": MAX_REPLY_TOKENS,
         }
         flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
-        words = ("data", "regenerate", "--source", self.args.source, *self._target())
-        return Stage(name, (*words, "--out", str(self.replies), *flags), finish)
+        words = ("data", "regenerate", "--source", source, *self._target(), "--out", str(out), *flags)
 
-    def _pilot_replies(self) -> Stage:
         def finish(seconds: float) -> dict[str, Any]:
-            conversations, tokens = self._count_replies()
+            conversations, tokens = self._count_replies(out)
             return {"conversations": conversations, "tokens": tokens, "tokens_per_s": tokens / seconds}
 
-        return self._regenerate("pilot-replies", PILOT_REPLIES, finish)
+        return Stage(name, (*words, "--decontaminate", *self.args.tasks), finish)
+
+    def _pilot_replies(self) -> Stage:
+        source = self.args.source
+        return self._regenerate("pilot-replies", source, self.replies, PILOT_REPLIES, MAX_PROMPT_TOKENS)
 
     def _pilot_training(self) -> Stage:
         run = self.out / "pilot"
@@ -227,15 +234,23 @@ class Making:
         config = self._config("raw", plan.raw, 1.0, data, keeps=plan.passes > 1)
         return Stage("raw", self._train(config), self._drop_states)
 
+    def _prompts(self) -> Stage:
+        limit = max(int(TASKS * self._wanted_replies()), 1)
+        words = ("data", "prompts", "--source", self.args.source, "--limit", str(limit))
+        return Stage("prompts", (*words, "--out", str(self.prompts)))
+
+    def _answers(self) -> Stage:
+        limit = max(int(TASKS * self._wanted_replies()), 1)
+        return self._regenerate("answers", str(self.prompts), self.answers, limit, MAX_TASK_TOKENS)
+
     def _replies(self) -> Stage:
+        limit = max(int((1 - TASKS) * self._wanted_replies()), PILOT_REPLIES + 1)
+        return self._regenerate("replies", self.args.source, self.replies, limit, MAX_PROMPT_TOKENS)
+
+    def _wanted_replies(self) -> float:
+        """Conversations that make the plan's tokens of replies, were all as long as the pilot's."""
         pilot = self.state["done"]["pilot-replies"]
-        wanted = self._plan().reply_tokens / max(pilot["tokens"] / max(pilot["conversations"], 1), 1.0)
-
-        def finish(seconds: float) -> dict[str, Any]:
-            conversations, tokens = self._count_replies()
-            return {"conversations": conversations, "tokens": tokens}
-
-        return self._regenerate("replies", max(int(wanted), PILOT_REPLIES + 1), finish)
+        return self._plan().reply_tokens / max(pilot["tokens"] / max(pilot["conversations"], 1), 1.0)
 
     def _own(self) -> Stage:
         """Training on the replies, in the time that is left now and as fast as the phase before was."""
@@ -244,10 +259,13 @@ class Making:
             plan, done = self._plan(), self.state["done"]
             speed = plan.seconds[0] / self.state["spent_s"]["raw"]
             left = max(self.budget_s - plan.seconds[3] - self._spent_s, 0.25 * plan.seconds[2])
-            tokens, room = done["replies"]["tokens"], self._kept_tokens()
+            tokens = sum(done[name]["tokens"] for name in ("replies", "answers"))
+            room = self._kept_tokens()
             phase = own_phase(left * speed, tokens, self._rates(), room)
             head = {"start_from": str(self.out / "raw" / "best")}
-            data, keeps = {"source": str(self.replies)}, keeps_own(tokens, room)
+            parts = {"replies": self.replies, "answers": self.answers}
+            data = {"source": [str(file) for name, file in parts.items() if done[name]["conversations"]]}
+            keeps = keeps_own(tokens, room)
             self._config("own", phase, 2 / 3, data, head, keeps=keeps)
         return Stage("own", self._train(file), self._drop_states)
 
@@ -353,12 +371,12 @@ class Making:
     def _cache(self) -> Path:
         return self.out / "cache"
 
-    def _count_replies(self) -> tuple[int, int]:
-        """Conversations and reply tokens of the file."""
+    def _count_replies(self, path: Path) -> tuple[int, int]:
+        """Conversations and reply tokens of a file."""
         from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
         tokenizer = load_tokenizer(resolve_target(self.args.target))
-        lines = _rows(self.replies)
+        lines = _rows(path) if path.is_file() else []
         turns = (turn for line in lines for turn in line["messages"] if turn["role"] == "assistant")
         said = [turn.get("generated", turn["content"]) for turn in turns]
         return len(lines), sum(len(ids) for ids in tokenizer(said)["input_ids"]) if said else 0

@@ -58,7 +58,7 @@ def test_a_draft_is_made_in_pieces_and_measured(words, tmp_path, capfd):
         assert state["done"][name] == made, "a stage that was done is done again"
     commands = [shlex.split(command) for command in (out / make_draft.COMMANDS).read_text().splitlines()]
     assert [command[1] for command in commands] == [
-        "data", "train", "train", "data", "train", "export", "eval", "export", "tune",
+        "data", "train", "train", "data", "data", "data", "train", "export", "eval", "export", "tune",
     ]  # fmt: skip
     for name in ("config.json", "README.md", "tuning.json", "model.safetensors"):
         assert (out / "draft" / name).is_file(), name
