@@ -179,10 +179,11 @@ class HeadConfig(Section):
         kind: ``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for
             targets that have it), ``p-eagle`` (P-EAGLE: several Llama layers, all steps in one pass),
             ``eagle1`` (EAGLE-1 and 2, with a Llama layer), ``dflash`` (DFlash: Qwen3 layers over blocks of
-            masks, with captured states as keys), or ``mtp`` (DeepSeek's multi-token prediction
-            modules). The last three propose any token through the target's own output layer. What follows is
-            for EAGLE-3, except where it says otherwise; of it, P-EAGLE has no ``norm_output``,
-            ``sliding_window`` and ``start_from``, and DFlash what is said to be its.
+            masks, with captured states as keys), ``dspark`` (DSpark: DFlash whose logits are corrected by the
+            token before, with a confidence head), or ``mtp`` (DeepSeek's multi-token prediction modules). The
+            last four propose any token through the target's own output layer. What follows is for EAGLE-3,
+            except where it says otherwise; of it, P-EAGLE has no ``norm_output``, ``sliding_window`` and
+            ``start_from``, and DFlash and DSpark what is said to be ``dflash``'s.
         draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``, and of ``dflash``
@@ -203,7 +204,12 @@ class HeadConfig(Section):
             exported heads; choose one that texts do not have. Null is the last one of the target's
             vocabulary.
         block_size: of ``dflash``: rows of a block, the sampled token's included; ``training.ttt_length`` must
-            be one less, the tokens that it drafts.
+            be the tokens that it drafts, one less, or of ``dspark``, whose rows predict the next token, as
+            many.
+        markov_rank: of ``dspark``: rank of the correction of logits by the token before; 0 for none.
+        markov_head_type: of ``dspark``: ``vanilla`` reads that token's embedding alone, ``gated`` and ``rnn``
+            the row too, and ``rnn`` all tokens before.
+        confidence_head: of ``dspark``: have a head that tells how likely each token is accepted.
         num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
             trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
             target's checkpoint has, or 1.
@@ -228,6 +234,9 @@ class HeadConfig(Section):
     num_layers: int | None = Field(default=None, ge=1, le=64)
     mask_token_id: int | None = Field(default=None, ge=0)
     block_size: int = Field(default=8, ge=2, le=32)
+    markov_rank: int = Field(default=256, ge=0, le=4096)
+    markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    confidence_head: bool = True
     num_modules: int | None = Field(default=None, ge=1, le=16)
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
 
@@ -322,13 +331,15 @@ class TrainingConfig(Section):
             ``max(ratio ** k, min)`` of the rows that could learn there, others in every optimiser step.
         num_anchors: of ``dflash``: anchors of a conversation, drawn anew in every optimiser step, each with a
             block behind it; all tokens of replies where there are fewer.
+        confidence_weight: of ``dspark``: weight of the cross-entropy between the head's confidence in a token
+            and that token's acceptance rate.
         detach_steps: no gradient flows through the state that a step hands to the next (HASS).
         regression: weights of an EAGLE-1 head's loss; null are the published ones.
         loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
             at best); ``reverse-kl``; ``tv``, total variation, 1 minus the acceptance rate; ``lk-alpha``, the
             rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the rate grows. Formulas and
             sources are in ``eagle_kit/kernels/draft_loss/reference.py``. Or several with their weights, for
-            example ``{ce: 0.1, tv: 0.9}``.
+            example ``{ce: 0.1, tv: 1.8}`` (DSpark's).
         lk_eta: of ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest.
         loss_rows: ``serving``: row i carries loss at step k where a draft round can be when serving, that is
             x[i + 1] and x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k]
@@ -389,6 +400,7 @@ class TrainingConfig(Section):
     down_sample_ratio: float = Field(default=0.8, gt=0.0, le=1.0)
     down_sample_ratio_min: float = Field(default=0.2, ge=0.0, le=1.0)
     num_anchors: int = Field(default=512, ge=1)
+    confidence_weight: float = Field(default=1.0, gt=0.0)
     detach_steps: bool = False
     regression: RegressionConfig | None = None
     loss: str | dict[str, float] = "ce"
@@ -586,6 +598,16 @@ class TrainConfig(Section):
     training: TrainingConfig = TrainingConfig()
     judge: JudgeConfig = JudgeConfig()
     tracking: TrackingConfig = TrackingConfig()
+
+    @model_validator(mode="after")
+    def _confidence_is_learned_by_a_head(self) -> "TrainConfig":
+        default = TrainingConfig.model_fields["confidence_weight"].default
+        if not self.head.confidence_head and self.training.confidence_weight != default:
+            raise UserError(
+                "training.confidence_weight is set, but head.confidence_head is false.",
+                "Leave one of them out.",
+            )
+        return self
 
     @model_validator(mode="after")
     def _states_come_from_one_place(self) -> "TrainConfig":

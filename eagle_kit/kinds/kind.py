@@ -344,6 +344,10 @@ class HeadKind(DraftKind, Generic[Config, Head]):
             return None
         return config.training.regression or RegressionConfig()
 
+    def confidence_weight(self, config: TrainConfig) -> float:
+        """Weight of the loss of the head's confidence; 0 for heads without."""
+        return 0.0
+
     def sampling(self, config: TrainConfig) -> RowSampling | None:
         """Rows that an optimiser step trains; None for kinds that need all."""
         training = config.training

@@ -8,6 +8,7 @@ from typing import Any
 from eagle_kit.config.train import HeadConfig, TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.dflash import DFLASH
+from eagle_kit.kinds.dspark import DSPARK
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.kinds.eagle3 import EAGLE3
 from eagle_kit.kinds.kind import DraftKind, HeadKind
@@ -18,6 +19,7 @@ from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.models.config import HeadArchitecture
 
 KINDS: tuple[DraftKind, ...] = (
+    DSPARK,
     DFLASH,
     P_EAGLE,
     EAGLE3,
@@ -29,7 +31,9 @@ KINDS: tuple[DraftKind, ...] = (
 OTHERS = {
     "medusa": "Medusa heads",
     "dflash2": "a DFlash2 draft",
-    "dspark": "a DSpark draft",
+    **dict.fromkeys(
+        ("gemma4dspark", "omnidspark", "k3dspark"), "a DSpark draft with layers that are not Qwen3's"
+    ),
     "mlpspeculator": "an MLP speculator",
     "eagle3qwen3": "an EAGLE-3 head with a Qwen3 layer, which norms queries and keys",
     "eaglellama4": "an EAGLE head with a Llama 4 layer",
@@ -40,7 +44,7 @@ KIND_SETTINGS = (
     *(f"head.{name}" for name in HeadConfig.model_fields if name != "kind"),
     *("training.loss", "training.dpace_alpha", "training.regression", "training.feature_noise"),
     *("training.down_sample_ratio", "training.down_sample_ratio_min", "training.detach_steps"),
-    "training.num_anchors",
+    *("training.num_anchors", "training.confidence_weight"),
 )
 """Keys of a training config that have a meaning for some kinds of head only."""
 

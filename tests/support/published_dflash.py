@@ -1,5 +1,6 @@
-"""The published forward of DFlash (arXiv 2602.06036, section 3) in fp64, from a checkpoint folder alone:
-dense scores over the context and all blocks, q, k and v apart, no import of ours."""
+"""The published forwards of DFlash (arXiv 2602.06036, section 3) and DSpark (arXiv 2607.05147) in fp64, from
+a checkpoint folder alone: dense scores over the context and all blocks, q, k and v apart, no import of
+ours."""
 
 import json
 from pathlib import Path
@@ -40,7 +41,9 @@ class PublishedDFlash:
         """
         size = size or self.c["block_size"]
         context = self.norm(aux.double() @ self.w["fc.weight"].T, "hidden_norm")
-        tokens = torch.full((len(anchors), size), self.c["dflash_config"]["mask_token_id"])
+        tokens = torch.full(
+            (len(anchors), size), {**self.c, **self.c.get("dflash_config", {})}["mask_token_id"]
+        )
         tokens[:, 0] = ids[anchors]
         offset = torch.arange(size).expand(len(anchors), size).flatten()
         block = torch.arange(len(anchors)).repeat_interleave(size)
@@ -55,8 +58,8 @@ class PublishedDFlash:
                 behind = positions[len(text) :, None] - positions
                 seen = seen & (behind >= 0) & (behind < self.c["sliding_window"])
             h = self.layer(f"layers.{i}", h, context, seen, positions)
-        output = self.w.get("lm_head.weight", self.output)
-        return (self.norm(h, "norm") @ output.T).unflatten(0, (-1, size))
+        self.rows = self.norm(h, "norm").unflatten(0, (-1, size))
+        return self.rows @ self.w.get("lm_head.weight", self.output).T
 
     def layer(self, name: str, h, context, seen, positions) -> torch.Tensor:
         x = self.norm(h, f"{name}.input_layernorm")
@@ -73,3 +76,43 @@ class PublishedDFlash:
         x = self.norm(h, f"{name}.post_attention_layernorm")
         gate, up = (x @ self.w[f"{name}.mlp.{part}_proj.weight"].T for part in ("gate", "up"))
         return h + (F.silu(gate) * up) @ self.w[f"{name}.mlp.down_proj.weight"].T
+
+
+class PublishedDSpark(PublishedDFlash):
+    """The same of a DSpark head in DeepSpec's layout, whose tokens before each row are given."""
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", 0)
+
+    def values(self, row, token, state):
+        """``m [A, r]`` of one row of every block, and the state behind it, as in the paper's appendix."""
+        e, form = self.w["markov_head.markov_w1.weight"][token], self.c["markov_head_type"]
+        if form == "gated":
+            return torch.sigmoid(self.linear(torch.cat((row, e), -1), "markov_head.gate_proj")) * e, state
+        if form == "rnn":
+            a, c, o = self.linear(torch.cat((state, e, row), -1), "markov_head.joint_proj").chunk(3, -1)
+            return o.tanh(), torch.sigmoid(a) * state + torch.sigmoid(-a) * c.tanh()
+        return e, state
+
+    def corrected(self, logits, before, first: int = 0):
+        """Logits ``[A, S, V]`` of the rows from ``first`` on, and of their acceptance ``[A, S]``; ``before``
+        int64 ``[A, S]`` are the tokens before those that they draft."""
+        rows, logits = self.rows[:, first:], logits[:, first:]
+        state = rows.new_zeros(len(rows), self.c["markov_rank"])
+        out, sure = [], []
+        for k in range(before.shape[1]):
+            m, state = self.values(rows[:, k], before[:, k], state)
+            out.append(logits[:, k] + m @ self.w["markov_head.markov_w2.weight"].T)
+            e = self.w["markov_head.markov_w1.weight"][before[:, k]]
+            read = torch.cat((rows[:, k], e), -1) if self.c["confidence_head_with_markov"] else rows[:, k]
+            sure.append(self.linear(read, "confidence_head.proj")[:, 0])
+        return torch.stack(out, 1), torch.stack(sure, 1)
+
+    def rolled_out(self, logits, anchors, steps: int, words=None, first: int = 0):
+        """The greedy chain int64 ``[A, S]`` behind the tokens ``anchors`` int64 ``[A]``; ``words`` int64
+        ``[Vd]`` are the target's ids of a reduced vocabulary."""
+        tokens = anchors[:, None]
+        for _ in range(steps):
+            best = self.corrected(logits, tokens, first)[0][:, -1:].argmax(-1)
+            tokens = torch.cat((tokens, best if words is None else words[best]), 1)
+        return tokens[:, 1:]

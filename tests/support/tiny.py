@@ -5,6 +5,7 @@ import torch
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import DeltaConfig
 from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
+from eagle_kit.models.heads.dspark import DSparkConfig, DSparkHead
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
 from eagle_kit.models.targets.llama import LlamaModel
@@ -59,6 +60,17 @@ def tiny_dflash(target: LlamaModel, seed: int = 1, std: float = 0.2, **changes) 
     sizes = {"num_layers": 3, "block_size": 6, "aux_layer_ids": (0, 1, 2, 3, 4), **changes}
     config = DFlashConfig.for_target(target.config, **sizes)
     head = randomise(DFlashHead(config), seed, std)
+    return (with_random_map(head, seed) if config.owns_output else head).bind(target.lm_head)
+
+
+def tiny_dspark(target: LlamaModel, seed: int = 1, std: float = 0.2, **changes) -> DSparkHead:
+    """The same of DSpark, with a Markov head that changes most picks."""
+    sizes = {"num_layers": 3, "block_size": 6, "aux_layer_ids": (0, 1, 2, 3, 4), "markov_rank": 5, **changes}
+    config = DSparkConfig.for_target(target.config, **sizes)
+    head = randomise(DSparkHead(config), seed, std)
+    with torch.no_grad():
+        if head.markov_head is not None:
+            head.markov_head.markov_w2.weight.mul_(2)
     return (with_random_map(head, seed) if config.owns_output else head).bind(target.lm_head)
 
 

@@ -87,7 +87,7 @@ def _make_loss(m: int, h: int, vd: int, rng: RandomInputs) -> PreparedCase:
     index, weights = rng.permutation(m), torch.full((m,), 1 / m, device=rng.device)
 
     def op(backend: Backend) -> Any:
-        loss, row_losses, best, _ = linear_soft_cross_entropy(
+        loss, row_losses, best, *_ = linear_soft_cross_entropy(
             x, weight, Teacher(probs, index, weights), backend=backend
         )
         return (row_losses, best, *torch.autograd.grad(loss, (x, weight)))

@@ -153,11 +153,16 @@ def _run(head: DraftHead, source: Source, steps: int, view: View) -> list[torch.
         hidden = hidden[_moved(everywhere, view.feature_shift, row.doc_start)]
     weight = target.embed_tokens.weight if view.embedding is None else view.embedding
 
-    def embeds(at: torch.Tensor, step: int) -> torch.Tensor:
-        tokens = row.ids[(at + 1 + step + view.token_shift).clamp(0, len(row.ids) - 1)]
-        return torch.nn.functional.embedding(tokens, weight)
+    def tokens(at: torch.Tensor, step: int) -> torch.Tensor:
+        return row.ids[(at + 1 + step + view.token_shift).clamp(0, len(row.ids) - 1)]
 
-    return head.chain(ChainRows(hidden, embeds, lambda token: weight[token, None], rows, doc_start), steps)
+    def embeds(at: torch.Tensor, step: int) -> torch.Tensor:
+        return torch.nn.functional.embedding(tokens(at, step), weight)
+
+    def mask(token: int) -> torch.Tensor:
+        return weight[token, None]
+
+    return head.chain(ChainRows(hidden, tokens, embeds, mask, rows, doc_start), steps)
 
 
 def _moved(rows: torch.Tensor, shift: int, doc_start: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,13 @@ import torch
 
 from eagle_kit.kernels.backend import Backend
 from eagle_kit.kernels.draft_loss.reference import entropy, row_loss
-from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, linear_soft_cross_entropy
+from eagle_kit.kernels.soft_cross_entropy import (
+    SoftCrossEntropy,
+    Teacher,
+    WeightGrads,
+    Weights,
+    linear_soft_cross_entropy,
+)
 
 __all__ = ["NEEDS_MASS", "linear_draft_loss"]
 
@@ -19,12 +25,13 @@ ENTROPY_ROWS = 256
 
 def linear_draft_loss(
     h: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weights,
     teacher: Teacher,
     *,
     loss: str | Mapping[str, float] = "ce",
     eta: float = 3.0,
-    weight_grad: torch.Tensor | None = None,
+    tells_acceptance: bool = False,
+    weight_grad: torch.Tensor | WeightGrads | None = None,
     chunk_rows: int | None = None,
     group_rows: int | None = None,
     backend: Backend | None = None,
@@ -33,23 +40,24 @@ def linear_draft_loss(
 
     Args:
         h: ``[M, H]``.
-        weight: ``[Vd, H]``; frozen, it costs no gradient.
+        weight: ``[Vd, H]``, or several, see :mod:`eagle_kit.kernels.soft_cross_entropy`.
         teacher: distributions, and the rows that learn from them; ``mass`` for the losses of
-            :data:`NEEDS_MASS`.
+            :data:`NEEDS_MASS` and the acceptance rate.
         loss: one of :mod:`eagle_kit.kernels.draft_loss.reference`, or several with their weights, which cost
             one pass too. ``ce``, ``kl`` and mixes of the two have a Triton form, the others are torch's
             everywhere.
         eta: of ``lk-hybrid``.
+        tells_acceptance: return ``acceptance`` of rows too, which has torch's form only.
         weight_grad, chunk_rows, group_rows, backend: see :mod:`eagle_kit.kernels.soft_cross_entropy`.
     """
     mix = {loss: 1.0} if isinstance(loss, str) else loss
-    is_cross = set(mix) <= {"ce", "kl"}
+    is_cross = set(mix) <= {"ce", "kl"} and not tells_acceptance
     cross = sum(mix.values()) if is_cross else 1.0
     result = linear_soft_cross_entropy(
         h,
         weight,
         teacher if cross == 1.0 else replace(teacher, row_weights=teacher.row_weights * cross),
-        row_loss=None if is_cross else row_loss(mix, eta),
+        row_loss=None if is_cross else row_loss(mix, eta, tells_acceptance=tells_acceptance),
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
         group_rows=group_rows,

@@ -19,8 +19,8 @@ row) and r that of reverse-kl, whose loss is l,
 
     dz_v = q_v (e + t s + r (log(q_v / p_v) - l)) - e p_v - t q_v [q_v < m p_v].
 
-Mixes of ``ce`` and ``tv`` are what DSpark trains with (0.1 and 0.9, arXiv 2607.05147; its L1 distance is 2
-(1 - a)).
+Mixes of ``ce`` and ``tv`` are what DSpark trains with (0.1 and 0.9 of its L1 distance, which is 2 (1 - a),
+so 1.8 of ``tv``, arXiv 2607.05147).
 
 **Which p.** a is the probability that a token sampled from q is accepted (Leviathan et al., arXiv
 2211.17192), and 1 - a is the total variation between q, zero outside D, and the target's distribution over
@@ -55,22 +55,23 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(p).sum(-1)
 
 
-def row_loss(mix: Mapping[str, float], eta: float) -> RowLoss:
+def row_loss(mix: Mapping[str, float], eta: float, *, tells_acceptance: bool = False) -> RowLoss:
     """Loss of rows: the sum of the named losses of this module times their weights.
 
     Args:
         mix: name to weight.
         eta: of ``lk-hybrid``.
+        tells_acceptance: a, whatever the losses.
     """
     ce, kl, reverse, tv, alpha, hybrid = (
         mix.get(name, 0.0) for name in ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
     )
     learns_p, needs_kl = bool(ce or kl or hybrid), bool(kl or hybrid)
-    needs_acceptance = bool(tv or alpha or hybrid)
+    learns_rate = bool(tv or alpha or hybrid)
 
     def rows(
         z: torch.Tensor, top: torch.Tensor, p: torch.Tensor, c: torch.Tensor, mass: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         log_q = z.sub_(torch.logsumexp(z, -1, keepdim=True))
         q = log_q.exp()
         cross = -torch.linalg.vecdot(p, log_q) if learns_p else torch.zeros_like(c)
@@ -78,10 +79,12 @@ def row_loss(mix: Mapping[str, float], eta: float) -> RowLoss:
         losses = ce * cross + kl * divergence
         toward_p = torch.full_like(c, ce + kl)  # e
         of_q = toward_p.clone()
-        below = overlap = None
-        if needs_acceptance:
+        below = overlap = rate = None
+        if learns_rate or tells_acceptance:
             scaled = p if mass is None else p * mass[:, None]
             accepted = torch.minimum(scaled, q).sum(-1)
+            rate = accepted if tells_acceptance else None
+        if learns_rate:
             below = q * (q < scaled)
             share = torch.exp(-eta * accepted)
             bounded = accepted.clamp_min(LEAST_ACCEPTANCE)
@@ -101,6 +104,6 @@ def row_loss(mix: Mapping[str, float], eta: float) -> RowLoss:
             gradient = torch.addcmul(gradient, p, toward_p[:, None], value=-1.0)
         if below is not None and overlap is not None:
             gradient = gradient.addcmul_(below, overlap[:, None], value=-1.0)
-        return losses, gradient.mul_(c[:, None])
+        return losses, gradient.mul_(c[:, None]), rate
 
     return rows

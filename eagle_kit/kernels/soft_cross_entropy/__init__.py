@@ -10,24 +10,34 @@ from eagle_kit.kernels.soft_cross_entropy.reference import (
     CHUNK_ROWS,
     GROUP_ROWS,
     RowLoss,
+    RowResults,
     SoftCrossEntropy,
     Teacher,
+    WeightGrads,
+    Weights,
     carried,
     cross_entropy_rows,
     fuse,
     fused_rows,
 )
 
-__all__ = ["SoftCrossEntropy", "Teacher", "carried", "linear_soft_cross_entropy"]
+__all__ = [
+    "SoftCrossEntropy",
+    "Teacher",
+    "WeightGrads",
+    "Weights",
+    "carried",
+    "linear_soft_cross_entropy",
+]
 
 
 def linear_soft_cross_entropy(
     h: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Weights,
     teacher: Teacher,
     *,
     row_loss: RowLoss | None = None,
-    weight_grad: torch.Tensor | None = None,
+    weight_grad: torch.Tensor | WeightGrads | None = None,
     chunk_rows: int | None = None,
     group_rows: int | None = None,
     backend: Backend | None = None,
@@ -36,10 +46,10 @@ def linear_soft_cross_entropy(
 
     Args:
         h: ``[M, H]``.
-        weight: ``[Vd, H]``; frozen, it costs no gradient.
+        weight: ``[Vd, H]``, or several whose columns together are H; one that is frozen costs no gradient.
         teacher: distributions, and the rows that learn from them.
         row_loss: another loss of a row's logits; it has the torch form only, and so have ``factors`` of the
-            teacher.
+            teacher and several weights.
         weight_grad: as ``weight``; the gradient of ``weight`` is added to it at once, and ``loss`` then has
             none to give, see :func:`carried`.
         chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
@@ -47,21 +57,21 @@ def linear_soft_cross_entropy(
             form, where launches cost more than a cache saves, and 4,096 in the Triton form, whose chunks are
             its groups.
     """
-    if row_loss is None and teacher.factors is None and uses_triton(h, backend):
+    weights = (weight,) if isinstance(weight, torch.Tensor) else weight
+    given = weight_grad if isinstance(weight_grad, tuple) else (weight_grad,) * len(weights)
+    if row_loss is None and teacher.factors is None and len(weights) == 1 and uses_triton(h, backend):
         from eagle_kit.kernels.soft_cross_entropy import triton
 
         dtype, chunk = matmul_dtype(h), group_rows or triton.CHUNK_ROWS
-        weights = teacher.row_weights.float().contiguous()
-        tensors = teacher.probs.contiguous(), teacher.index.contiguous(), weights
+        row_weights = teacher.row_weights.float().contiguous()
+        tensors = teacher.probs.contiguous(), teacher.index.contiguous(), row_weights
 
-        def rows(
-            h: torch.Tensor, weight: torch.Tensor, dw: torch.Tensor | None
-        ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-            grown = weight.new_empty(0) if dw is None else dw
-            losses, best, dh = triton.linear_soft_cross_entropy_(h, weight, *tensors, grown, dtype, chunk)
-            return losses, best, weights, dh
+        def rows(h: torch.Tensor, weights: Weights, grads: WeightGrads) -> RowResults:
+            grown = weights[0].new_empty(0) if grads[0] is None else grads[0]
+            losses, best, dh = triton.linear_soft_cross_entropy_(h, weights[0], *tensors, grown, dtype, chunk)
+            return losses, best, row_weights, None, dh
 
-        return fuse(h, weight, rows, weight_grad)
+        return fuse(h, weights, rows, given)
     in_torch = partial(
         fused_rows,
         teacher=teacher,
@@ -69,4 +79,4 @@ def linear_soft_cross_entropy(
         chunk_rows=chunk_rows or (GROUP_ROWS if h.is_cuda else CHUNK_ROWS),
         group_rows=group_rows or GROUP_ROWS,
     )
-    return fuse(h, weight, in_torch, weight_grad)
+    return fuse(h, weights, in_torch, given)

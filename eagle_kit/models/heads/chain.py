@@ -23,13 +23,15 @@ class ChainRows(NamedTuple):
 
     Attributes:
         features: ``[T, H]``, of the target at every token.
-        embeds: embeddings ``[n, H]`` of the tokens that rows int64 ``[n]`` embed at a step.
+        tokens: those that rows int64 ``[n]`` embed at a step, int64 ``[n]``.
+        embeds: their embeddings ``[n, H]``.
         mask: embedding ``[1, H]`` of a token.
         rows: int64 ``[R]``, ascending: the chain of row i drafts behind token i + 1.
         doc_start: int64 ``[T]``, first token of each token's text.
     """
 
     features: torch.Tensor
+    tokens: Callable[[torch.Tensor, int], torch.Tensor]
     embeds: Callable[[torch.Tensor, int], torch.Tensor]
     mask: Callable[[int], torch.Tensor]
     rows: torch.Tensor

@@ -31,6 +31,7 @@ from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.chain import ChainRows, RowAttention
 from eagle_kit.models.heads.draft_head import Block, DraftHead, StepForm
 from eagle_kit.models.heads.eagle3 import AfterAttention, Eagle3Config
+from eagle_kit.models.heads.markov import MarkovHead
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,11 @@ class DFlashHead(DraftHead):
         return layer
 
     @property
+    def markov(self) -> MarkovHead | None:
+        """Correction of logits by the token before; None where there is none."""
+        return None
+
+    @property
     def last_norm(self) -> RMSNorm:
         """The norm in front of the output layer."""
         return self.norm
@@ -261,9 +267,10 @@ class DFlashHead(DraftHead):
         norms = [*(plain.input_layernorm for plain in self.plain[1:]), self.norm]
         return norms[layer].add(added, h)
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
-        """Input of the output layer from the last layer's output, both ``[T, H]``."""
-        return self.norm(fed_back)
+    def corrected(self, blocks: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """What the output layer reads, from the normed rows that draft ``[A, S, H]`` and the tokens
+        ``before`` those that they draft int64 ``[A, S]``: here the rows alone."""
+        return blocks
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
         """See :class:`DraftHead`: a block of as many rows as ``steps`` need behind every row."""
@@ -284,4 +291,6 @@ class DFlashHead(DraftHead):
             mine = [part.unflatten(0, (-1, size)) for part in layer.self_attn.qkv(normed, own)]
             attended = RowAttention(variant, given).block(k, v, *mine)
             normed, h = self.end_layer(i, h, attended.flatten(0, 1))
-        return list(h.unflatten(0, (-1, size))[:, self.config.first_drafted :].unbind(1))
+        drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]
+        tokens = torch.stack([given.tokens(rows, step) for step in range(steps)], 1)
+        return list(self.corrected(drafted, tokens).unbind(1))

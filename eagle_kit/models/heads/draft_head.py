@@ -144,6 +144,12 @@ class DraftHead(nn.Module, ABC):
         """Weight of the output layer, ``[Vd, H]``."""
 
     @property
+    def output_weights(self) -> tuple[torch.Tensor, ...]:
+        """Weights ``[Vd, H_j]`` whose products are summed to logits, each of its own columns of what
+        :meth:`norm_for_head` returns: that of :attr:`output`, and of what corrects its logits."""
+        return (self.output.weight,)
+
+    @property
     @abstractmethod
     def last_norm(self) -> RMSNorm:
         """Norm in front of :attr:`output`, or else the head's last norm; its weight is on the head's
@@ -251,6 +257,16 @@ class DraftHead(nn.Module, ABC):
     def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary ``[T, Vd]`` from :meth:`forward`'s output ``[T, H]``."""
         return self.output(self.norm_for_head(fed_back))
+
+    def confidence_logits(self, read: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """Logit of each row's probability to be accepted where all before it are, ``[T]``; None of heads that
+        do not tell it.
+
+        Args:
+            read: ``[T, H]``, what :meth:`norm_for_head` returns.
+            before: int64 ``[T]``, the token before the one that the row drafts.
+        """
+        return None
 
 
 class TiedHead(DraftHead):

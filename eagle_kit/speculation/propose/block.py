@@ -44,6 +44,8 @@ class BlockDrafter(ReadyDrafter):
         """See :class:`Drafter`."""
         super().check_shape(model, shape)
         assert model.head is not None
+        if getattr(model.head, "markov", None) is not None:
+            raise UserError("The draft has a Markov head.", "It is trained here, and not served yet.")
         most = min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
         if shape.steps > most:
             raise UserError(

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from eagle_kit.config.train import RegressionConfig
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
-from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, carried
+from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, WeightGrads, Weights, carried
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.targets.target import LogitForm
 from eagle_kit.train.algorithm.dpace import step_factors
@@ -68,6 +69,8 @@ class Objective:
         detach_steps: no gradient flows through the state that a step hands to the next.
         dpace_alpha: weigh the steps of each row by the draft's confidence, see
             :mod:`eagle_kit.train.algorithm.dpace`; None leaves ``row_weights`` as they are.
+        confidence_weight: of the cross-entropy between the head's confidence in a row and the row's
+            acceptance rate, as it is now; 0 for heads without.
         form: of the target's logits.
     """
 
@@ -77,16 +80,23 @@ class Objective:
     regression: RegressionConfig | None = None
     detach_steps: bool = False
     dpace_alpha: float | None = None
+    confidence_weight: float = 0.0
     form: LogitForm = field(default_factory=LogitForm)
 
     @classmethod
     def of(
-        cls, loss: str | Mapping[str, float], eta: float, head: DraftHead, head_weight: torch.Tensor
+        cls,
+        loss: str | Mapping[str, float],
+        eta: float,
+        head: DraftHead,
+        head_weight: torch.Tensor,
+        confidence_weight: float = 0.0,
     ) -> "Objective":
         """Objective for the training of ``head``; ``head_weight [V, H_target]``."""
         names = (loss,) if isinstance(loss, str) else loss
-        is_partial = any(name in NEEDS_MASS for name in names) and head.token_map is not None
-        return cls(loss, eta, head_weight if is_partial else None)
+        needs_rate = confidence_weight > 0 or any(name in NEEDS_MASS for name in names)
+        is_partial = needs_rate and head.token_map is not None
+        return cls(loss, eta, head_weight if is_partial else None, confidence_weight=confidence_weight)
 
 
 class TTTOutput(NamedTuple):
@@ -156,9 +166,9 @@ def ttt_loss(
     zero = outputs[0].new_zeros((), dtype=torch.float32)
     total, sums, leading_of = TTTOutput.nothing(zero, len(plan.rows), batch.num_groups)
     group = torch.zeros_like(batch.ids) if batch.group is None else batch.group
-    weight, weight_grad = head.output.weight, None
-    if weight.requires_grad and torch.is_grad_enabled():
-        weight_grad = torch.zeros_like(weight)
+    output = head.output_weights
+    is_learning = torch.is_grad_enabled()
+    grads = tuple(torch.zeros_like(w) if w.requires_grad and is_learning else None for w in output)
     on_gpu = argmax.is_cuda
     for block in plan.blocks(block_rows(objective, len(plan.rows), on_gpu=on_gpu)):
         states, weights, token = block.of(normed), block.of(batch.row_weights), argmax[block.teachers]
@@ -183,16 +193,20 @@ def ttt_loss(
             rows = [mine[a:b] for mine, (a, b) in zip(plan.rows, block.pieces, strict=True)]
             factors = step_factors(rows, len(plan.needed), learned, sayable, objective.dpace_alpha)
         teacher = Teacher(probs, index, weights, mass, factors)
-        part = _block_loss(objective, weight, states, hidden, teacher, weight_grad)
+        part = _block_loss(objective, output, states, hidden, teacher, grads)
         total = total + part.loss
+        if part.acceptance is not None:
+            before = batch.ids[block.teachers[learned]]  # the token before the one that a row drafts
+            total = total + _confidence_loss(head, states, before, part.acceptance, weights, objective)
         is_match, row_losses = head.to_target(part.best) == token, part.row_losses
         if not on_gpu:
             is_match = torch.zeros_like(sayable).index_copy_(0, learned, is_match)
             row_losses = row_losses.new_zeros(sayable.shape).index_copy_(0, learned, row_losses)
         still = _count(sums, block, plan, (is_match, row_losses, sayable))
         leading_of.index_add_(0, group, still)
-    if weight_grad is not None and total.requires_grad:
-        total = total + carried(weight, weight_grad)
+    for weight, grad in zip(output, grads, strict=True):
+        if grad is not None and total.requires_grad:
+            total = total + carried(weight, grad)
     return TTTOutput(total, sums, leading_of)
 
 
@@ -205,19 +219,43 @@ def block_rows(objective: Objective, steps: int, *, on_gpu: bool) -> int:
 
 def _block_loss(
     objective: Objective,
-    weight: torch.Tensor,
+    output: Weights,
     states: torch.Tensor,
     hidden: torch.Tensor,
     teacher: Teacher,
-    weight_grad: torch.Tensor | None,
+    grads: WeightGrads,
 ) -> SoftCrossEntropy:
     """Loss of a block's rows: ``states [M, H]`` learn from ``teacher``, made of the target's ``hidden
-    [P, H]``. The gradient of the output layer ``weight``, if it learns, is added to ``weight_grad``."""
+    [P, H]``. Gradients of the weights of ``output`` that learn are added to ``grads``."""
     if objective.regression is not None:
+        (weight,) = output
         return regression_loss(states, weight, hidden, teacher, objective.regression, objective.form.scale)
+    tells = objective.confidence_weight > 0
     return linear_draft_loss(
-        states, weight, teacher, loss=objective.loss, eta=objective.eta, weight_grad=weight_grad
+        states,
+        output,
+        teacher,
+        loss=objective.loss,
+        eta=objective.eta,
+        tells_acceptance=tells,
+        weight_grad=grads,
     )
+
+
+def _confidence_loss(
+    head: DraftHead,
+    states: torch.Tensor,
+    before: torch.Tensor,
+    acceptance: torch.Tensor,
+    row_weights: torch.Tensor,
+    objective: Objective,
+) -> torch.Tensor:
+    """Weighted cross-entropy of the head's confidence in rows ``states [M, H]`` behind the tokens ``before``
+    with their ``acceptance`` rates (DSpark, arXiv 2607.05147)."""
+    logits = head.confidence_logits(states, before)
+    assert logits is not None, "the head does not tell its confidence"
+    rows = binary_cross_entropy_with_logits(logits.float(), acceptance, reduction="none")
+    return objective.confidence_weight * (rows * row_weights).sum()
 
 
 def _count(

@@ -11,7 +11,8 @@ to rows of step 0 up to row i and to their own row's masks, as above. So each of
 the rows of all steps.
 
 DFlash (arXiv 2602.06036) has a block of rows behind each anchor, of which row k drafts what step k - 1 would;
-its keys are those of the target's states in front of the anchor, and the block's own.
+its keys are those of the target's states in front of the anchor, and the block's own. In DSpark (arXiv
+2607.05147) the text's own token before a row corrects its logits.
 
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Hkv heads, Dv size of a value.
 """
@@ -228,7 +229,9 @@ def _run_blocks(head: DFlashHead, batch: TTTBatch, detach_steps: bool, recompute
     normed = head.plain[0].input_layernorm(h)
     for i in range(config.num_layers):
         normed, h = _call(recompute, partial(one, i), context, normed, h)
-    blocks = h.unflatten(0, (-1, size))[:, config.first_drafted :]
+    drafted = normed.unflatten(0, (-1, size))[:, config.first_drafted :]
+    tokens = (rows[:, None] + token_of(numbers[: len(plan.rows)], 0)).clamp(max=len(batch.ids) - 1)
+    blocks = head.corrected(drafted, batch.ids[tokens])
     return [blocks[torch.searchsorted(rows, mine), step] for step, mine in enumerate(plan.rows)]
 
 

@@ -1,10 +1,10 @@
 """Optimisers of a head: AdamW, or Muon for its matrices and AdamW for the rest, both of torch.
 
 Muon (https://kellerjordan.github.io/posts/muon; arXiv 2502.16982) steps along the momentum of a matrix made
-orthogonal. It is for matrices between hidden states; output layers, norms and stacks of experts are AdamW's.
-Its update is scaled to the size that AdamW's has (0.2 sqrt(max(rows, columns))), so one learning rate serves
-both. Query, key and value lie in one matrix here, and so do gate and up; each such matrix is made orthogonal
-as a whole.
+orthogonal. It is for matrices between hidden states; embeddings, output layers, norms and stacks of experts
+are AdamW's. Its update is scaled to the size that AdamW's has (0.2 sqrt(max(rows, columns))), so one learning
+rate serves both. Query, key and value lie in one matrix here, and so do gate and up; each such matrix is made
+orthogonal as a whole.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,9 @@ def make_optimizer(head: DraftHead, training: TrainingConfig) -> torch.optim.Opt
     if training.optimizer == "adamw":
         matrices, vectors = _by_shape(list(trained.values()))
         return _adamw(matrices, vectors, training)
-    inner = [p for name, p in trained.items() if p.ndim == 2 and not name.startswith("lm_head.")]
+    tables = [module.weight for module in head.modules() if isinstance(module, torch.nn.Embedding)]
+    outside = {id(p) for p in (*head.output_weights, *tables)}
+    inner = [p for p in trained.values() if p.ndim == 2 and id(p) not in outside]
     mine = {id(p) for p in inner}
     matrices, vectors = _by_shape([p for p in trained.values() if id(p) not in mine])
     muon = torch.optim.Muon(

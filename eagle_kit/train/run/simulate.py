@@ -41,13 +41,16 @@ def match_table(
     dtype = head.dtype
     features = head.features(out.hidden[:-1].to(dtype), out.aux[:-1].to(dtype))
 
+    def tokens(at: torch.Tensor, step: int) -> torch.Tensor:
+        return ids[(at + 1 + step).clamp(max=length - 1)]
+
     def embeds(at: torch.Tensor, step: int) -> torch.Tensor:
-        return target.embed(ids[(at + 1 + step).clamp(max=length - 1)]).to(dtype)
+        return target.embed(tokens(at, step)).to(dtype)
 
     def mask(token: int) -> torch.Tensor:
         return target.embed(torch.tensor([token], device=device)).to(dtype)
 
-    given = ChainRows(features, embeds, mask, rows, torch.zeros_like(positions[:-1]))
+    given = ChainRows(features, tokens, embeds, mask, rows, torch.zeros_like(positions[:-1]))
     for step, fed_back in enumerate(head.chain(given, steps)):
         drafted = head.to_target(head.logits(fed_back).argmax(-1))
         exists = rows + 2 + step < length

@@ -151,8 +151,9 @@ class Stepper:
         device, rows, token_map = accelerator.device, self.target.head_weight, head.token_map
         if token_map is not None:
             rows = rows[token_map.to(rows.device)].contiguous()
-        objective = Objective.of(training.losses, training.lk_eta, head, self.target.head_weight.to(device))
         kind = training_kind(config)
+        weight, confidence = self.target.head_weight.to(device), kind.confidence_weight(config)
+        objective = Objective.of(training.losses, training.lk_eta, head, weight, confidence)
         regression, sampled = kind.regression(config), kind.sampling(config)
         self._drop = None
         if sampled is not None:

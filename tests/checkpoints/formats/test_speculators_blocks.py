@@ -1,4 +1,5 @@
-"""DFlash heads exported for speculators in its own model class: the logits of every row of every block."""
+"""DFlash and DSpark heads exported for speculators in its own model classes: the logits of every row of every
+block, and DSpark's corrected ones and their confidences."""
 
 import json
 from dataclasses import replace
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from published_dflash import PublishedDFlash
-from tiny import tiny_dflash
+from tiny import tiny_dflash, tiny_dspark
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
@@ -29,6 +30,18 @@ VARIANTS = {
     "one layer, biases": {"num_layers": 1, "attention_bias": True, "attention_out_bias": True},
     "causal blocks": {"sliding_window": LENGTH, "sliding_layers": (0, 1)},
 }
+CORRECTED = {
+    "vanilla": {},
+    "gated": {"markov_form": "gated", "confidence_reads_token": False},
+    "rnn": {"markov_form": "rnn", "num_layers": 1},
+    "own output, own row": {"draft_vocab_size": 150, "predicts_next": False, "num_layers": 1},
+    "without confidence": {"has_confidence": False, "confidence_reads_token": False, "num_layers": 1},
+    "rank 0": {"markov_rank": 0, "confidence_reads_token": False, "num_layers": 1},
+}
+HEADS = {
+    **{name: (tiny_dflash, changes) for name, changes in VARIANTS.items()},
+    **{f"dspark, {name}": (tiny_dspark, changes) for name, changes in CORRECTED.items()},
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +49,10 @@ def target(tmp_path_factory) -> Path:
     return make_target(tmp_path_factory.mktemp("targets") / "tiny")
 
 
-def make(folder: Path, target: Path, **changes):
+def make(folder: Path, target: Path, tiny=tiny_dflash, **changes):
     """A random head, its folder, and that of its export for speculators."""
     model = load_target(target)
-    head = tiny_dflash(model, mask_token_id=model.config.vocab_size - 3, **changes)
+    head = tiny(model, mask_token_id=model.config.vocab_size - 3, **changes)
     save_draft(head, folder / "ours", metadata={})
     export_draft(folder / "ours", folder / "theirs", format="speculators", dtype=None, target=target)
     return model, head.eval()
@@ -52,11 +65,17 @@ def load(folder: Path, target: Path):
     raw["speculators_config"]["verifier"]["name_or_path"] = str(target)
     path.write_text(json.dumps(raw))
     from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig
+    from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig
 
-    config = DFlashSpeculatorConfig.from_pretrained(folder)
+    configs, made = (
+        (DSparkSpeculatorConfig, DSparkDraftModel)
+        if raw["speculators_model_type"] == "dspark"
+        else (DFlashSpeculatorConfig, DFlashDraftModel)
+    )
+    config = configs.from_pretrained(folder)
     config.transformer_layer_config._attn_implementation = "eager"
     model = speculators.SpeculatorModel.from_pretrained(folder, config=config)
-    assert type(model) is DFlashDraftModel
+    assert type(model) is made
     return model.eval()
 
 
@@ -72,8 +91,8 @@ def make_row(vocab_size: int, width: int):
 @torch.no_grad()
 def their_logits(model, aux: torch.Tensor, ids: torch.Tensor, doc_start: torch.Tensor):
     """Their training forward, which returns a loss: logits ``[A, B, Vd]`` are what leaves its last matmul,
-    the teacher's rows ``[A, B, H]``, which are their own numbers, what enters the target's norm, and the
-    anchors that it drew are drawn again."""
+    with the bias of a Markov head, the teacher's rows ``[A, B, H]``, which are their own numbers, what enters
+    the target's norm, and the anchors that it drew are drawn again. Also logits of confidence ``[A, B]``."""
     from speculators.losses import resolve_loss_config
     from speculators.models.dflash.utils import select_anchors
 
@@ -82,6 +101,13 @@ def their_logits(model, aux: torch.Tensor, ids: torch.Tensor, doc_start: torch.T
         model.lm_head.register_forward_hook(lambda module, args, out: seen.update(logits=out[0].clone())),
         model.verifier_norm.register_forward_hook(lambda module, args, out: seen.update(rows=args[0][0])),
     ]
+    parts = {"confidence_head": "sure"} if getattr(model, "confidence_head", None) is not None else {}
+    for part, key in parts.items():
+        module = getattr(model, part)
+        handles.append(module.register_forward_hook(lambda _, args, out, key=key: seen.update({key: out})))
+    if getattr(model, "markov_head", None) is not None:
+        whole = model.markov_head.block_bias
+        model.markov_head.block_bias = lambda **given: seen.setdefault("bias", whole(**given))
     numbers = torch.arange(LENGTH)
     loss_mask = torch.ones(1, LENGTH)
     loss_mask[0, list(STARTS)] = 0  # no state is before the first token
@@ -101,43 +127,54 @@ def their_logits(model, aux: torch.Tensor, ids: torch.Tensor, doc_start: torch.T
     torch.manual_seed(3)
     anchors, valid = select_anchors(loss_mask, ANCHORS, BLOCK)
     assert valid.all()
-    return anchors, *(seen[name].unflatten(0, (-1, BLOCK)) for name in ("logits", "rows"))
+    logits, rows = (seen[name].unflatten(0, (-1, BLOCK)) for name in ("logits", "rows"))
+    return anchors, logits + seen.get("bias", 0), rows, seen.get("sure")
 
 
 @torch.no_grad()
 def our_logits(head: DFlashHead, embed, aux, ids, doc_start, anchors) -> torch.Tensor:
-    """Our head's logits ``[A, S, Vd]`` of the rows that draft."""
+    """Our head's logits ``[A, S, Vd]`` of the rows that draft, and of their confidence ``[A, S]`` or None."""
+
+    def tokens(rows: torch.Tensor, step: int) -> torch.Tensor:
+        return ids[rows + 1 + step]
 
     def embeds(rows: torch.Tensor, step: int) -> torch.Tensor:
-        return embed(ids[rows + 1 + step])
+        return embed(tokens(rows, step))
 
     def mask(token: int) -> torch.Tensor:
         return embed(torch.tensor([token]))
 
-    given = ChainRows(head.features(aux, aux), embeds, mask, anchors - 1, doc_start)
-    return torch.stack([head.logits(h) for h in head.chain(given, head.config.most_steps)], 1)
+    given = ChainRows(head.features(aux, aux), tokens, embeds, mask, anchors - 1, doc_start)
+    read = head.chain(given, head.config.most_steps)
+    sure = [head.confidence_logits(h, tokens(given.rows, step)) for step, h in enumerate(read)]
+    logits = torch.stack([head.logits(h) for h in read], 1)
+    return logits, None if sure[0] is None else torch.stack(sure, 1)
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", HEADS)
 def test_their_class_gives_our_logits_of_every_row(tmp_path, target, name):
     """Also those of the published forward, which has the anchors' rows, that draft nothing, too."""
-    model, head = make(tmp_path, target, **VARIANTS[name])
+    tiny, changes = HEADS[name]
+    model, head = make(tmp_path, target, tiny, **changes)
     theirs = load(tmp_path / "theirs", target)
     assert theirs.target_layer_ids == list(head.config.aux_layer_ids)
     aux, ids, doc_start = make_row(model.config.vocab_size, head.fc.weight.shape[1])
-    anchors, a, teacher = their_logits(theirs, aux, ids, doc_start)
+    anchors, a, teacher, their_sure = their_logits(theirs, aux, ids, doc_start)
     assert len(set(doc_start[anchors].tolist())) == len(STARTS)
-    published = PublishedDFlash(tmp_path / "ours", model.embed_tokens.weight, model.head_weight)
-    b = published(aux, ids, doc_start, anchors)
-    assert b.abs().max() > 1
-    assert close(a, b), (a - b).abs().max()
     first = head.config.first_drafted
-    c = our_logits(head, model.embed, aux, ids, doc_start, anchors)
+    c, sure = our_logits(head, model.embed, aux, ids, doc_start, anchors)
     assert close(a[:, first:], c), (a[:, first:] - c).abs().max()
+    assert (sure is None) == (their_sure is None)
+    assert sure is None or close(their_sure.view(-1, BLOCK)[:, first:], sure)
+    if head.markov is None:  # corrected rows are held to the published forward where they are trained
+        published = PublishedDFlash(tmp_path / "ours", model.embed_tokens.weight, model.head_weight)
+        b = published(aux, ids, doc_start, anchors)
+        assert b.abs().max() > 1
+        assert close(a, b), (a - b).abs().max()
     drafted = anchors[:, None] + torch.arange(
         head.config.most_steps
     )  # our step s has the teacher's row a + s
@@ -153,9 +190,9 @@ def test_a_sliding_window_ends_at_the_row_for_us_and_at_the_anchor_for_them(tmp_
     theirs = load(tmp_path / "theirs", target)
     assert theirs.sliding_window == WINDOW and theirs.sliding_window_indices == [0]
     aux, ids, doc_start = make_row(model.config.vocab_size, head.fc.weight.shape[1])
-    anchors, wide, _ = their_logits(theirs, aux, ids, doc_start)
+    anchors, wide, *_ = their_logits(theirs, aux, ids, doc_start)
     before = anchors - doc_start[anchors]
-    c = our_logits(head, model.embed, aux, ids, doc_start, anchors)
+    c, _ = our_logits(head, model.embed, aux, ids, doc_start, anchors)
     for k in range(1, BLOCK):
         fits = before <= WINDOW - 1 - k
         assert fits.any() and not fits.all()
@@ -164,10 +201,11 @@ def test_a_sliding_window_ends_at_the_row_for_us_and_at_the_anchor_for_them(tmp_
         assert close(their_logits(theirs, aux, ids, doc_start)[1][:, k], c[:, k - 1])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", HEADS)
 def test_what_their_class_saves_comes_in(tmp_path, target, name):
     """A checkpoint that speculators itself wrote: ours from there has every bit of it, and its config."""
-    model, head = make(tmp_path, target, **VARIANTS[name])
+    tiny, changes = HEADS[name]
+    model, head = make(tmp_path, target, tiny, **changes)
     load(tmp_path / "theirs", target).save_pretrained(tmp_path / "saved")
     raw = json.loads((tmp_path / "saved" / "config.json").read_text())
     raw.pop("eagle_kit", None)  # as of another trainer

@@ -1,0 +1,40 @@
+"""DSpark heads for SGLang, vLLM and speculators.
+
+SGLang and vLLM serve DeepSpec's layout, which is ours, with the vanilla Markov head.
+"""
+
+from typing import Any
+
+from eagle_kit.checkpoints.formats.blocks import BlockConverter
+from eagle_kit.checkpoints.formats.files import Format, refuse
+from eagle_kit.kinds.blocks import ROWS
+from eagle_kit.kinds.dspark import DSPARK, FORM, RANK, READS_TOKEN, markov_keys
+
+
+class DSparkConverter(BlockConverter):
+    """Between our layout of DSpark heads and the others'."""
+
+    authors = "DeepSpec"
+
+    def check_served(self, config: Any, peer: Format) -> None:
+        """See :class:`~eagle_kit.checkpoints.formats.blocks.BlockConverter`."""
+        elsewhere = "Export it for speculators."
+        if not config.markov_rank:
+            refuse(peer, f"its DSpark classes have a Markov head ({RANK})", elsewhere)
+        if config.markov_form != "vanilla":
+            refuse(peer, f"its DSpark classes know no {FORM} {config.markov_form}", elsewhere)
+        if peer != "sglang":
+            return
+        if not config.predicts_next:
+            refuse(peer, f"its DSpark rows predict the next token ({ROWS})", "Export it for vllm.")
+        if config.owns_output:
+            refuse(peer, "it serves DSpark heads with the target's output layer only", "Export it for vllm.")
+        if config.has_confidence and not config.confidence_reads_token:
+            refuse(peer, f"its confidence head reads the token before ({READS_TOKEN})", "Export it for vllm.")
+
+    def parts(self, config: Any) -> dict[str, Any]:
+        """See :class:`~eagle_kit.checkpoints.formats.blocks.BlockConverter`."""
+        return markov_keys(config)
+
+
+CONVERTER = DSparkConverter(DSPARK)

@@ -1,0 +1,342 @@
+"""Heads that draft blocks, DFlash and DSpark: what they share on disk, in checks and in training.
+
+Their authors name layers by their outputs (``target_layer_ids``, -1 is the embedding), speculators by their
+inputs (``aux_hidden_state_layer_ids``), as we do: output of layer i is input of layer i + 1.
+
+What the rows of a block predict is said by ``sample_from_anchor``: row k its own token, or, where it is true,
+the next. The wrong one gives under one percent of acceptance and no error.
+"""
+
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from eagle_kit.config.train import HeadConfig
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, soften
+from eagle_kit.kinds.support import findings
+from eagle_kit.kinds.support.config_json import layer_to_dict
+from eagle_kit.kinds.support.conventions import Convention
+from eagle_kit.kinds.support.files import OWN, DraftFiles
+from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
+from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
+from eagle_kit.models.config import TargetConfig, read_decoder
+from eagle_kit.models.config_parts import (
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    read_flag,
+    read_size,
+    read_table,
+    wrong_value,
+)
+from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead, spread_layers
+from eagle_kit.models.loading.loader import check_activation
+from eagle_kit.models.targets.target import Target
+
+FLAT_IDS, NESTED_IDS, TABLE = "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config"
+ROWS, SLIDING_BOTH = "sample_from_anchor", "sliding_window_non_causal"
+OTHER_HEADS = ("projector_type", "markov_rank", "markov_head_type", "conv_kernel_size", "selector_rank")
+"""Keys of parts that a head may have beside its body."""
+MAX_BLOCK = 64
+Config = TypeVar("Config", bound=DFlashConfig)
+Head = TypeVar("Head", bound=DFlashHead)
+
+
+class BlockKind(HeadKind[Config, Head]):
+    """Kinds whose heads draft blocks behind the target's states, with Qwen3 layers.
+
+    Attributes:
+        architecture: its name in configs of its authors.
+        speculator: in those of the speculators project.
+        known_parts: keys of :data:`OTHER_HEADS` that it has.
+    """
+
+    architecture: ClassVar[str]
+    speculator: ClassVar[str]
+    known_parts: ClassVar[frozenset[str]] = frozenset()
+    settings = frozenset(
+        {
+            *("head.aux_layer_ids", "head.intermediate_size", "head.num_layers", "head.mask_token_id"),
+            *("head.block_size", "head.sliding_window"),
+            *("training.loss", "training.dpace_alpha", "training.feature_noise", "training.num_anchors"),
+        }
+    )
+
+    def recognises(self, files: DraftFiles) -> bool:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
+        if files.config.get("speculators_model_type") is not None:
+            return bool(files.config["speculators_model_type"] == self.name)
+        return files.architecture in (self.architecture, self.speculator)
+
+    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; ``target`` gives the spread layer ids to a config that
+        names none, as the first heads' do."""
+        return self.config_class(**self.read_fields(files, target))
+
+    def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
+        """Fields of the architecture; arguments and errors as of :meth:`read_config`."""
+        raw, where = files.config, files.where
+        layer = read_table(raw, "transformer_layer_config", where) or raw
+        table = read_table(raw, TABLE, where)
+        self.refuse_other_heads({**raw, **table}, where)
+        check_activation(layer, where)
+        sizes = read_decoder(layer, where)
+        layers = read_size(layer, "num_hidden_layers", where, most=MAX_LAYERS)
+        bias = read_flag(layer, "attention_bias", where)
+        block = read_size({**table, **raw}, "block_size", where, most=MAX_BLOCK)
+        window, sliding = _sliding(raw, layer, layers, block, where)
+        return {
+            **sizes,
+            "target_hidden_size": read_size(raw, "target_hidden_size", where, sizes["hidden_size"]),
+            "draft_vocab_size": read_size(raw, "draft_vocab_size", where, sizes["vocab_size"]),
+            "max_position_embeddings": read_size(
+                layer, "max_position_embeddings", where, 2048, most=MAX_POSITIONS
+            ),
+            "aux_layer_ids": _layer_ids(raw, table, where, target),
+            "mask_token_id": _mask({**table, **raw}, sizes["vocab_size"], where),
+            "num_layers": layers,
+            "block_size": block,
+            "predicts_next": self.read_rows({**table, **raw}, where),
+            "attention_bias": bias,
+            "attention_out_bias": bias,
+            "sliding_window": window,
+            "sliding_layers": sliding,
+            **files.about,
+        }
+
+    def write_config(self, config: Config) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        slides = {
+            "use_sliding_window": bool(config.sliding_layers),
+            "sliding_window": config.sliding_window,
+            "layer_types": [
+                "full_attention" if window is None else "sliding_attention" for window in config.windows
+            ],
+        }
+        own_rows = {"draft_vocab_size": config.draft_vocab_size} if config.owns_output else {}
+        return {
+            "architectures": [self.architecture],
+            "model_type": "qwen3",
+            "num_hidden_layers": config.num_layers,
+            "target_hidden_size": config.target_hidden_size,
+            **layer_to_dict(config, config.rms_norm_eps),
+            "attention_bias": config.attention_bias,
+            **own_rows,
+            "block_size": config.block_size,
+            ROWS: config.predicts_next,
+            **slides,
+            **({SLIDING_BOTH: False} if config.sliding_layers else {}),
+            **self.own_keys(config),
+        }
+
+    def own_keys(self, config: Config) -> dict[str, Any]:
+        """Keys of a ``config.json`` for the mask and the captured layers, by their outputs."""
+        return {
+            TABLE: {
+                "mask_token_id": config.mask_token_id,
+                FLAT_IDS: [layer - 1 for layer in config.aux_layer_ids],
+            }
+        }
+
+    def refuse_other_heads(self, config: dict[str, Any], where: str) -> None:
+        """Raise UserError for a head that has more parts than ours of this kind."""
+        unknown = (key for key in OTHER_HEADS if config.get(key) and key not in self.known_parts)
+        for key in unknown:
+            if (key, config[key]) != ("projector_type", self.name):
+                raise UserError(
+                    f"The draft in {where} has {key} {shown(config[key])}: a part that our {self.title} "
+                    "has not.",
+                    "Serve it with the engine it was made for.",
+                )
+
+    def read_rows(self, config: dict[str, Any], where: str) -> bool:
+        """Whether rows predict the next token; where ``config`` does not say it, what its authors' do."""
+        return read_flag(config, ROWS, where)
+
+    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; an output layer over all of the target's tokens
+        is a copy of the target's."""
+        found = super().take(files, config, target)
+        tensors = found.tensors
+        if not config.owns_output:
+            for name in ("d2t", "t2d"):
+                tensors.pop(name, None)
+            if OUTPUT in tensors:
+                found.copies[OUTPUT] = tensors.pop(OUTPUT)
+            return found
+        d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, files.where)
+        fingerprint = files.own.get("vocab_map")
+        if fingerprint is not None and fingerprint != map_fingerprint(d2t):
+            raise UserError(
+                f"The vocabulary map of the draft in {files.where} is not the one it was saved with.",
+                "Use config.json and model.safetensors of one checkpoint.",
+            )
+        return found._replace(buffers={"d2t": d2t, "t2d": t2d})
+
+    def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; with the map of an output layer of its own."""
+        files = super().write(head, dtype)
+        if not head.config.owns_output:
+            return files
+        files.config[OWN] |= {"vocab_map": map_fingerprint(head.d2t)}
+        return DraftFiles(files.config, {**files.tensors, "d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()})
+
+    def check(self, files: DraftFiles, config: Config, target: TargetConfig) -> list[Finding]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; the captured layers and the rows' meaning too."""
+        width = {"embedding size": (config.hidden_size, target.hidden_size)}
+        return [
+            *super().check(files, config, target),
+            *findings.check_sizes(width),
+            _check_layers(config, target),
+            _check_rows(files, config),
+        ]
+
+    def describe(self, config: Config, dtype: str) -> str:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        rows = "the token behind it" if config.predicts_next else "its own token"
+        window = ""
+        if config.sliding_layers:
+            window = f", {len(config.sliding_layers)} of them with a window of {config.sliding_window}"
+        return (
+            f"{config.num_layers} decoder layers of hidden size {config.hidden_size} "
+            f"({describe_attention(config)}){window}, in {dtype}. The inputs of target layers "
+            f"{', '.join(map(str, config.aux_layer_ids))} are keys of every layer. It drafts blocks of "
+            f"{config.block_size} rows in one pass, the sampled token and masks (token "
+            f"{config.mask_token_id}); a row predicts {rows}."
+        )
+
+    def suggested_shape(self, config: Config) -> SpecShape:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`: the whole block."""
+        return SpecShape(config.most_steps, 1, config.most_steps + 1)
+
+    def conventions(self, head: Head, target: TargetConfig) -> list[Convention]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; what a row predicts too."""
+        flipped = not head.config.predicts_next
+        words = "rows that predict the next token" if flipped else "rows that predict their own token"
+        remedy = f"Set {ROWS} to {str(flipped).lower()} in the draft's config.json."
+
+        def change(head: Head) -> None:
+            object.__setattr__(head.config, "predicts_next", flipped)
+
+        rows = Convention("what rows predict", words, remedy, change)
+        return [*super().conventions(head, target), rows]
+
+    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Config:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's token is the last one by default."""
+        mask = target.vocab_size - 1 if settings.mask_token_id is None else settings.mask_token_id
+        if mask >= target.vocab_size:
+            raise UserError(
+                f"head.mask_token_id is {mask}, but the target has {target.vocab_size} tokens.",
+                "Name a token of the target that its texts do not have.",
+            )
+        ids = settings.aux_layer_ids or spread_layers(target.num_layers)
+        if not all(0 <= layer <= target.num_layers for layer in ids):
+            raise UserError(
+                f"head.aux_layer_ids is {list(ids)}, but the target has layers 0 to {target.num_layers - 1}.",
+                f"Name inputs of layers, for example {list(spread_layers(target.num_layers))}.",
+            )
+        layers = 5 if settings.num_layers is None else settings.num_layers
+        fields: dict[str, Any] = {"mask_token_id": mask, "aux_layer_ids": ids, "num_layers": layers}
+        fields |= {"block_size": settings.block_size, **self.chosen_parts(settings)}
+        if settings.intermediate_size is not None:
+            fields["intermediate_size"] = settings.intermediate_size
+        if settings.sliding_window is not None:
+            fields |= {"sliding_window": settings.sliding_window, "sliding_layers": tuple(range(layers - 1))}
+        return self.config_class.for_target(target, **fields)
+
+    def chosen_parts(self, settings: HeadConfig) -> dict[str, Any]:
+        """Fields of the architecture that a training config asks for beside those of every block."""
+        return {}
+
+    def new_head(self, settings: HeadConfig, config: Config, start: Start) -> Head:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; with a final norm that says nothing yet."""
+        head = super().new_head(settings, config, start)
+        soften(head.norm, start.target)
+        return head
+
+
+def _mask(config: dict[str, Any], vocab_size: int, where: str) -> int:
+    number = config.get("mask_token_id")
+    if number is None:
+        raise UserError(
+            f"The draft of blocks in {where} does not say which token is its mask.",
+            "Write mask_token_id into its config.json.",
+        )
+    if type(number) is not int or not 0 <= number < vocab_size:
+        raise wrong_value("mask_token_id", number, where, f"a token below {vocab_size}")
+    return number
+
+
+def _layer_ids(
+    config: dict[str, Any], table: dict[str, Any], where: str, target: TargetConfig | None
+) -> tuple[int, ...]:
+    """The captured layers by their inputs, whichever way they are stored."""
+    flat = {**config, **table}.get(FLAT_IDS)
+    nested = config.get(NESTED_IDS)
+    ids: Any = flat if nested is None else nested
+    shift = 1 if nested is None else 0
+    if ids is None and target is not None:
+        return spread_layers(target.num_layers)
+    is_list = isinstance(ids, list) and 0 < len(ids) <= MAX_LAYERS
+    if not is_list or not all(type(layer) is int and -shift <= layer <= MAX_LAYERS for layer in ids):
+        raise UserError(
+            f"The draft in {where} has the layer ids {shown(ids)}.",
+            f"Make {FLAT_IDS} a list such as [1, 9, 17, 25, 33].",
+        )
+    return tuple(layer + shift for layer in ids)
+
+
+def _sliding(
+    config: dict[str, Any], layer: dict[str, Any], layers: int, block: int, where: str
+) -> tuple[int | None, tuple[int, ...]]:
+    """Sliding window, and the layers that have it."""
+    kinds = layer.get("layer_types")
+    if kinds is None:
+        kinds = ["full_attention"] * layers
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
+        raise wrong_value("layer_types", kinds, where, f"{layers} of full_attention and sliding_attention")
+    sliding = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if not sliding:
+        return None, ()
+    if "speculators_model_type" not in config and config.get(SLIDING_BOTH) is None:
+        raise UserError(
+            f"The draft in {where} does not say whether layers with a sliding window are causal in a block.",
+            f"Write {SLIDING_BOTH} into its config.json: false if they are.",
+        )
+    if read_flag(config, SLIDING_BOTH, where):
+        raise UserError(
+            f"The draft in {where} has a sliding window over blocks in both directions, which ours has not.",
+            "Serve it with the engine it was made for.",
+        )
+    window = read_size(layer, "sliding_window", where, most=MAX_POSITIONS)
+    if window <= block:
+        raise wrong_value("sliding_window", window, where, f"more than the block of {block}")
+    return window, sliding
+
+
+def _check_layers(config: DFlashConfig, target: TargetConfig) -> Finding:
+    """Find ids out of range, and the usual ones in the other numbering, which fails silently."""
+    ids, count, usual = list(config.aux_layer_ids), target.num_layers, list(spread_layers(target.num_layers))
+    if not all(0 <= layer <= count for layer in ids):
+        cause = f"the draft reads the inputs of layers {ids}, the target has {count} layers."
+        return Finding("error", "layer ids", cause, OWN_TARGET)
+    for shift, meant in ((1, "inputs"), (-1, "outputs")):
+        if [layer - shift for layer in ids] == usual:
+            cause = (
+                f"the draft reads the inputs of layers {ids}, one off the usual {usual}: its ids look like "
+                f"{meant} that are stored as the other."
+            )
+            remedy = f"If the accept length is about 1.0, shift the layer ids in its config.json by {-shift}."
+            return Finding("warning", "layer ids", cause, remedy)
+    return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
+
+
+def _check_rows(files: DraftFiles, config: DFlashConfig) -> Finding:
+    """Report what a row predicts, and where that was only assumed."""
+    what = "the token behind it" if config.predicts_next else "its own token"
+    if ROWS in files.config:
+        return Finding("ok", "rows of a block", f"a row predicts {what} ({ROWS}).")
+    cause = f"the draft does not say {ROWS}, so that a row is taken to predict {what}."
+    return Finding("warning", "rows of a block", cause, f"Add {ROWS} to its config.json.")

@@ -1,0 +1,126 @@
+"""DSpark heads: the layout of DeepSpec, which SGLang and vLLM serve, and those of SpecForge and speculators.
+
+The architecture is DFlash's with a Markov head (``markov_rank``, ``markov_head_type``) and a confidence
+head, which reads the token before too (``confidence_head_with_markov``) or not. DeepSpec has these keys, the
+mask and the layers at the top of the config, SpecForge in ``dflash_config`` with ``projector_type`` dspark.
+Rows predict the next token. A config that does not say so (``sample_from_anchor``) means it; vLLM takes one
+of speculators without the key for the other kind.
+"""
+
+from typing import Any
+
+from eagle_kit.config.train import HeadConfig, TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.blocks import ROWS, TABLE, BlockKind
+from eagle_kit.kinds.kind import Weights
+from eagle_kit.kinds.support.files import DraftFiles
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import read_flag, read_table, wrong_value
+from eagle_kit.models.heads.dspark import DSparkConfig, DSparkHead
+from eagle_kit.models.heads.markov import MARKOV_FORMS
+from eagle_kit.models.targets.target import Target
+
+RANK, FORM = "markov_rank", "markov_head_type"
+CONFIDENCE, READS_TOKEN = "enable_confidence_head", "confidence_head_with_markov"
+MAX_RANK = 65_536
+
+
+class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
+    """DSpark (arXiv 2607.05147)."""
+
+    name, title = "dspark", "DSpark draft head"
+    algorithms, vllm_method = ("DSPARK",), "dspark"
+    architecture, speculator = "Qwen3DSparkModel", "DSparkSpeculator"
+    known_parts = frozenset({RANK, FORM})
+    config_class, head_class = DSparkConfig, DSparkHead
+    trained_as = ("dspark",)
+    settings = BlockKind.settings | {
+        *("head.markov_rank", "head.markov_head_type", "head.confidence_head", "training.confidence_weight")
+    }
+
+    def recognises(self, files: DraftFiles) -> bool:
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`; SpecForge's have the architecture of DFlash."""
+        table = files.config.get(TABLE)
+        return super().recognises(files) or (
+            isinstance(table, dict) and table.get("projector_type") == self.name
+        )
+
+    def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.blocks.BlockKind`."""
+        fields, where = super().read_fields(files, target), files.where
+        config = {**read_table(files.config, TABLE, where), **files.config}
+        rank, form = config.get(RANK), config.get(FORM) or MARKOV_FORMS[0]
+        if type(rank) is not int or not 0 <= rank <= MAX_RANK:
+            raise wrong_value(RANK, rank, where, f"a whole number from 0 to {MAX_RANK}")
+        if form not in MARKOV_FORMS:
+            raise wrong_value(FORM, form, where, f"one of {', '.join(MARKOV_FORMS)}")
+        if form == "rnn" and not fields["predicts_next"]:
+            raise UserError(
+                f"The draft in {where} has {FORM} rnn and rows that predict their own token ({ROWS}): its "
+                "state begins in a row that drafts nothing, which ours does not.",
+                "Serve it with the engine it was made for.",
+            )
+        has_confidence = read_flag(config, CONFIDENCE, where)
+        reads_token = has_confidence and read_flag(config, READS_TOKEN, where)
+        if reads_token and not rank:
+            raise UserError(
+                f"The draft in {where} has {READS_TOKEN}, and no Markov head whose embedding it could read.",
+                f"Set {READS_TOKEN} to false, or {RANK} to the rank of its weights.",
+            )
+        return fields | {
+            "markov_rank": rank,
+            "markov_form": form,
+            "has_confidence": has_confidence,
+            "confidence_reads_token": reads_token,
+        }
+
+    def own_keys(self, config: DSparkConfig) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.blocks.BlockKind`; with the Markov and the confidence head."""
+        return {**super().own_keys(config)[TABLE], **markov_keys(config)}
+
+    def read_rows(self, config: dict[str, Any], where: str) -> bool:
+        """See :class:`~eagle_kit.kinds.blocks.BlockKind`, and the top of this file."""
+        return config.get(ROWS) is None or super().read_rows(config, where)
+
+    def take(self, files: DraftFiles, config: DSparkConfig, target: Target | None) -> Weights:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; an unused placeholder is left out."""
+        found = super().take(files, config, target)
+        found.tensors.pop("mask_embedding", None)
+        return found
+
+    def describe(self, config: DSparkConfig, dtype: str) -> str:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        parts = []
+        if config.markov_rank:
+            parts.append(f"a Markov head of rank {config.markov_rank} ({config.markov_form})")
+        if config.has_confidence:
+            parts.append("a confidence head")
+        return " ".join(
+            (super().describe(config, dtype), *([f"It has {' and '.join(parts)}."] if parts else []))
+        )
+
+    def chosen_parts(self, settings: HeadConfig) -> dict[str, Any]:
+        """See :class:`~eagle_kit.kinds.blocks.BlockKind`."""
+        return {
+            "markov_rank": settings.markov_rank,
+            "markov_form": settings.markov_head_type,
+            "has_confidence": settings.confidence_head,
+            "confidence_reads_token": settings.confidence_head and settings.markov_rank > 0,
+        }
+
+    def confidence_weight(self, config: TrainConfig) -> float:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return config.training.confidence_weight if config.head.confidence_head else 0.0
+
+
+def markov_keys(config: DSparkConfig) -> dict[str, Any]:
+    """Keys of a ``config.json`` for what DSpark adds to DFlash."""
+    return {
+        RANK: config.markov_rank,
+        FORM: config.markov_form,
+        CONFIDENCE: config.has_confidence,
+        READS_TOKEN: config.confidence_reads_token,
+    }
+
+
+DSPARK = DSparkKind()
