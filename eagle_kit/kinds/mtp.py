@@ -34,9 +34,9 @@ from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig, mtp_count, text_config
 from eagle_kit.models.config_parts import read_flag, read_size
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead, MTPModule
+from eagle_kit.models.loading.arrangement import QWEN_HYBRID
 from eagle_kit.models.loading.fp8_layout import read_fp8_layout
 from eagle_kit.models.loading.loader import check_activation, check_tensors
-from eagle_kit.models.loading.qwen_hybrid import arrange
 from eagle_kit.models.targets.target import Target
 
 DEEPSEEK, GLM = ("deepseek_v2", "deepseek_v3"), "glm4_moe"
@@ -261,8 +261,9 @@ def _as_deepseeks(files: DraftFiles) -> DraftFiles:
         part, _, leaf = name.removeprefix("mtp.").partition(".")
         ours = leaf.partition(".")[2] if part == "layers" else f"{QWEN.get(part, part)}.{leaf}"
         tensors[first + ours] = files.tensors[name]
-    arranged = arrange(tensors, config, raw, read_fp8_layout(files.config, files.where))
-    return DraftFiles(files.config | raw, arranged, files.metadata, files.where)
+    tensors = QWEN_HYBRID.renamed(tensors)
+    QWEN_HYBRID.arrange(tensors, config, read_fp8_layout(files.config, files.where))
+    return DraftFiles(files.config | raw, tensors, files.metadata, files.where)
 
 
 def _family_to_dict(config: MTPConfig) -> dict[str, Any]:

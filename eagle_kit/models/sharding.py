@@ -10,11 +10,14 @@ each. Latent attention shares query heads over latents that every rank has. Of a
 experts and a part of each one's inner values, so that ranks have equal work whatever the router chooses; or,
 with expert parallelism (GShard, arXiv 2006.16668), whole experts, contiguous and nearly equal numbers of
 them: as every rank has every token, the same sum adds what they give, and there is nothing to dispatch.
+
+Recurrent layers are cut as attention is: whole groups of heads with the key head that they share, and their
+channels of convolutions, decays and gates; states are those of a rank's heads, and one sum adds the outputs.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -33,7 +36,8 @@ class Cut(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Numbers of a rank's query heads, and of the key-value heads that they share."""
+    """Numbers of a rank's query heads, and of the key-value heads that they share; of recurrent layers value
+    heads, and key heads."""
 
     query: range
     kv: range
@@ -42,11 +46,25 @@ class Heads(NamedTuple):
 Unit = Literal["query", "kv", "tokens", "values", "halves", "first"]
 """What a dimension consists of: heads, tokens of the vocabulary, inner values, or two halves of such; all of
 ``first`` is the first rank's, others have zeros."""
+State = Literal["key", "value", "head"]
+"""A section of a dimension of a recurrent layer: all key heads, all value heads, or a number of each of the
+latter."""
 
-CUTS: tuple[tuple[str, int, Unit], ...] = (
+
+class States(NamedTuple):
+    """Sections of a dimension of a recurrent layer, in order; perhaps those of each key head, one after
+    another."""
+
+    sections: tuple[State, ...]
+    by_key_head: bool = False
+
+
+KEYS_FIRST: tuple[State, ...] = "key", "key", "value"
+VALUES_FIRST: tuple[State, ...] = "value", "key", "key"
+CUTS: tuple[tuple[str, int, Unit | States], ...] = (
     (r"embed_tokens\.weight", 0, "tokens"),
     (r"lm_head\.weight", 0, "tokens"),
-    (r"self_attn\.q(_b)?_proj\.(weight|bias)", 0, "query"),
+    (r"self_attn\.(q|q_b|gate)_proj\.(weight|bias)", 0, "query"),
     (r"self_attn\.[kv]_proj\.(weight|bias)", 0, "kv"),
     (r"self_attn\.kv_b_proj\.weight", 0, "query"),
     (r"self_attn\.o_proj\.weight", 1, "query"),
@@ -57,14 +75,30 @@ CUTS: tuple[tuple[str, int, Unit], ...] = (
     (r"experts\.\d+\.(down_proj|w2)\.weight", 1, "values"),
     (r"experts\.gate_up_proj", 1, "halves"),
     (r"experts\.down_proj", 2, "values"),
+    (r"linear_attn\.(in_proj_qkv|conv1d)\.weight", 0, States(KEYS_FIRST)),
+    (r"linear_attn\.in_proj_z\.weight", 0, States(("value",))),
+    (r"linear_attn\.(in_proj_[ab]\.weight|A_log|dt_bias)", 0, States(("head",))),
+    (r"linear_attn\.in_proj_qkvz\.weight", 0, States((*KEYS_FIRST, "value"), by_key_head=True)),
+    (r"linear_attn\.in_proj_ba\.weight", 0, States(("head", "head"), by_key_head=True)),
+    (r"(linear_attn|mamba)\.out_proj\.weight", 1, States(("value",))),
+    (r"mamba\.in_proj\.(weight|bias)", 0, States(("value", *VALUES_FIRST, "head"))),
+    (r"mamba\.conv1d\.(weight|bias)", 0, States(VALUES_FIRST)),
+    (r"mamba\.(A_log|dt_bias|D)", 0, States(("head",))),
+    (r"mamba\.norm\.weight", 0, States(("value",))),
+    (r"mamba\.out_proj\.bias", 0, "first"),
 )
 """Published names as they end, the dimension that is cut, and its unit; every rank has the others whole."""
 ONE_EXPERT = r"(?:^|\.)experts\.(\d+)\."
 """An expert that is published by itself."""
 
 
-def share_heads(num_heads: int, num_kv_heads: int, share: Share) -> Heads:
+def share_heads(
+    num_heads: int, num_kv_heads: int, share: Share, names: tuple[str, str] = ("query", "key-value")
+) -> Heads:
     """The heads of a rank.
+
+    Args:
+        names: of both kinds.
 
     Raises:
         UserError: there are more ranks than query heads for them.
@@ -77,7 +111,8 @@ def share_heads(num_heads: int, num_kv_heads: int, share: Share) -> Heads:
     ranks = Share(mine, num_kv_heads).of(share.size)
     if len(ranks) > group:
         raise UserError(
-            f"{share.size} ranks cannot share {num_heads} query heads over {num_kv_heads} key-value heads.",
+            f"{share.size} ranks cannot share {num_heads} {names[0]} heads over {num_kv_heads} {names[1]} "
+            "heads.",
             f"Use at most {num_heads}.",
         )
     query = Share(share.rank - ranks.start, len(ranks)).of(group)
@@ -116,11 +151,6 @@ class Sharding:
         config, share = self.config, self.share
         if share.size == 1:
             return config
-        if config.states is not None:
-            raise UserError(
-                f"Tensor parallelism does not cut the recurrent layers of {config.model_type}.",
-                "Leave tensor_parallel at 1.",
-            )
         if self.expert_parallel and config.moe is None:
             raise UserError(
                 f"Expert parallelism shares routed experts, and this {config.model_type} has none.",
@@ -128,6 +158,18 @@ class Sharding:
             )
         query, kv = share_heads(config.num_heads, config.num_kv_heads, share)
         self._check("tokens", config.vocab_size)
+        delta, mamba = config.delta, config.mamba
+        if delta is not None:
+            heads = self._state_heads()
+            delta = replace(delta, num_key_heads=len(heads.kv), num_heads=len(heads.query))
+        if mamba is not None:
+            heads = self._state_heads()
+            if mamba.norms and share.size > mamba.num_groups:
+                groups = f"{mamba.num_groups} groups of {mamba.num_heads} heads"
+                raise UserError(
+                    f"{share.size} ranks would cut the norms of {groups}.", f"Use at most {mamba.num_groups}."
+                )
+            mamba = replace(mamba, num_groups=len(heads.kv), num_heads=len(heads.query))
         moe, has_mlp = config.moe, config.moe is None or len(config.moe.dense_layers) > 0
         if has_mlp:
             self._check("inner values of an MLP", config.intermediate_size, self.block)
@@ -146,6 +188,8 @@ class Sharding:
             num_kv_heads=len(kv),
             intermediate_size=len(self._values(config.intermediate_size)) if has_mlp else 1,
             moe=moe,
+            delta=delta,
+            mamba=mamba,
         )
 
     def has(self, part: Part) -> bool:
@@ -168,6 +212,8 @@ class Sharding:
             return None
         _, dim, unit = rule
         count = part.shape[dim]
+        if isinstance(unit, States):
+            return [Cut(dim, start, stop) for start, stop in self._of_states(unit)]
         if unit == "first":
             return [Cut(dim, 0, count)] if self.share.rank == 0 else []
         if unit == "tokens":
@@ -183,6 +229,30 @@ class Sharding:
         mine, total = (heads.query, config.num_heads) if unit == "query" else (heads.kv, config.num_kv_heads)
         size = count // total
         return [Cut(dim, mine.start * size, mine.stop * size)]
+
+    def _state_heads(self) -> Heads:
+        """Value heads of recurrent layers, and the key heads that they share."""
+        assert self.config.states is not None
+        one = self.config.states.recurrences[0]
+        return share_heads(one.num_heads, one.num_key_heads, self.share, ("value", "key"))
+
+    def _of_states(self, unit: States) -> Iterator[tuple[int, int]]:
+        """Start and stop of its parts of a dimension of a recurrent layer."""
+        assert self.config.states is not None
+        one, (query, kv) = self.config.states.recurrences[0], self._state_heads()
+        shared = one.num_heads // one.num_key_heads
+        sizes = {"key": one.key_dim, "value": one.value_dim, "head": 1}
+        groups = [range(i, i + 1) for i in range(one.num_key_heads)]
+        place = 0
+        for group in groups if unit.by_key_head else [range(one.num_key_heads)]:
+            for section in unit.sections:
+                there, mine, size = group, kv, sizes[section]
+                if section != "key":
+                    there, mine = range(group.start * shared, group.stop * shared), query
+                first, last = max(mine.start, there.start), min(mine.stop, there.stop)
+                if first < last:
+                    yield place + (first - there.start) * size, place + (last - there.start) * size
+                place += len(there) * size
 
     def _values(self, count: int) -> range:
         """Its inner values of ``count``: whole blocks."""

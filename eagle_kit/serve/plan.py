@@ -40,9 +40,12 @@ PARTS = {
     "norms and routers": r"norm|\.gate\.|shared_expert_gate",
     "MLP and shared experts": r"\.mlp\.",
     "embedding and output layer": r"^(embed_tokens|lm_head)\.",
+    "recurrent layers": r"\.(linear_attn|mamba)\.",
     "attention": "",
 }
 """Parts of a target's weights; a name belongs to the first that is found in it."""
+NOT_FP8 = ("conv1d.weight", "in_proj_a.weight", "in_proj_b.weight", "in_proj_ba.weight")
+"""Published weights of recurrent layers that are never in fp8."""
 GPU = torch.device("cuda")
 
 
@@ -167,7 +170,7 @@ class Planner:
             parameters = list(LlamaModel(self.config).named_parameters())
         for name, group in published_parts(parameters, self.config, ()).items():
             for part in group if name.startswith("layers.") else ():
-                if len(part.shape) > 1:
+                if len(part.shape) > 1 and not part.name.endswith(NOT_FP8):
                     shape = self.layout.scale_shapes(part.shape)[0]
                     scale_cuts(part, sharding.cuts(part), shape, self.block)
 

@@ -6,28 +6,34 @@ from dataclasses import replace
 
 import pytest
 import torch
+from families import COMMON, HYBRIDS
 from rank_processes import run_ranks
 from tiny_mixtures import randomised, v2, v3
 from transformers import (
+    FalconH1Config,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.collectives import Share
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.arrangement import arrangement_of
 from eagle_kit.models.loading.loader import load_target, read_published, read_target_config
 from eagle_kit.models.loading.published import Part
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.sharding import Cut, Sharding, scale_cuts, share_heads
 
-WHOLE = r"norm|(mlp|block_sparse_moe)\.gate\.|_a_proj|correction_bias"
+WHOLE = r"norm|(mlp|block_sparse_moe)\.gate\.|_a_proj|correction_bias|shared_expert_gate"
 """Names of tensors that every rank has whole."""
 SIZES = {
     "vocab_size": 131,
@@ -40,6 +46,21 @@ SIZES = {
     "max_position_embeddings": 512,
     "initializer_range": 0.2,
 }
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 21,
+    "shared_expert_intermediate_size": 33,
+}
+FALCON = {key: value for key, value in HYBRIDS["falcon_h1"].items() if key not in COMMON}
+ONE_GROUP = {"mamba_n_groups": 1, "mamba_rms_norm": False, "projectors_bias": True, "mamba_proj_bias": True}
 TARGETS = {
     "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "llama, all biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
@@ -53,6 +74,11 @@ TARGETS = {
         v2(vocab_size=131, q_lora_rank=None, attention_bias=True, mlp_bias=True, first_k_dense_replace=0)
     ),
     "deepseek-v3": lambda: randomised(v3(vocab_size=131)),
+    "qwen3-next": lambda: randomised(Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS)),
+    "qwen3.5-moe": lambda: randomised(Qwen3_5MoeTextConfig(**SIZES, **DELTA, **EXPERTS)),
+    "qwen3.5, tied": lambda: randomised(Qwen3_5TextConfig(**SIZES, **DELTA, tie_word_embeddings=True)),
+    "falcon-h1": lambda: randomised(FalconH1Config(**SIZES, **FALCON | {"mamba_n_groups": 6})),
+    "falcon-h1, one group": lambda: randomised(FalconH1Config(**SIZES, **FALCON | ONE_GROUP)),
 }
 
 
@@ -71,16 +97,20 @@ def folder(request, tmp_path_factory):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_slices_reassemble_the_checkpoint(folder, size):
-    """Bit for bit; only keys and values may be there twice. Whole experts are there once."""
+    """Bit for bit; only keys and values, and keys of recurrent layers, may be there twice. Whole experts are
+    there once."""
     config = read_target_config(folder)
     by_number = [False] if config.moe is None else [False, True]
     for expert_parallel in by_number:
         ranks = [Sharding(config, Share(rank, size), expert_parallel) for rank in range(size)]
-        check_slices(ranks, config, read_published(folder))
+        check_slices(ranks, config, arrangement_of(config).renamed(read_published(folder)))
 
 
 def check_slices(ranks, config, published):
     size = len(ranks)
+    copied = ["k_proj", "v_proj"] if size > config.num_kv_heads else []
+    if config.states is not None and size > config.states.recurrences[0].num_key_heads:
+        copied += ["in_proj.", "in_proj_qkv", "conv1d"]
     for name, tensor in published.items():
         part = Part(name, tuple(tensor.shape))
         cuts = [rank.cuts(part) for rank in ranks]
@@ -98,7 +128,7 @@ def check_slices(ranks, config, published):
             whole.narrow(cut.dim, cut.start, cut.stop - cut.start).copy_(part)
             times[cut.start : cut.stop] += 1
         assert torch.equal(whole, tensor)
-        assert (times == 1).all() or (size > config.num_kv_heads and ("k_proj" in name or "v_proj" in name))
+        assert (times == 1).all() or any(each in name for each in copied)
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (6, 2), (8, 8), (32, 8), (5, 1), (64, 4)])
@@ -116,8 +146,12 @@ def test_every_query_head_is_once_among_the_ranks_beside_its_key_value_head(head
 
 
 def test_more_ranks_than_heads_are_refused(folder):
-    config = read_target_config(folder)
-    with pytest.raises(UserError, match="7 ranks cannot share 6 query heads"):
+    config, found = read_target_config(folder), "7 ranks cannot share 6 query heads"
+    if (mamba := config.mamba) is not None:
+        groups = mamba.num_groups
+        whole = f"7 ranks cannot share 6 value heads over {groups} key heads"
+        found = f"7 ranks would cut the norms of {groups} groups" if mamba.norms else whole
+    with pytest.raises(UserError, match=found):
         for rank in range(7):
             Sharding(config, Share(rank, 7)).rank_config()
 

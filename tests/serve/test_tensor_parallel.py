@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import family_config
 from rank_processes import run_ranks
-from tiny import randomise, tiny_head, tiny_hybrid
+from tiny import randomise, tiny_head
 from tiny_mixtures import GROUPED, randomised, v3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
@@ -22,11 +23,10 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.collectives import RankLost, Share
+from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
-from eagle_kit.models.sharding import Sharding
 from eagle_kit.serve import llm as llms
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar import compiler
@@ -182,6 +182,40 @@ def test_mixtures_and_latents_are_shared(name, size, experts, tmp_path):
         return greedy, replies(llm, MIXED, ("4,1,5",))
 
     compare(tmp_path, size, work, head_of(tmp_path), expert_parallel=experts == "whole")
+
+
+SIZES = {"vocab_size": 12, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 11}
+RECURRENT = {
+    "qwen3_5_text": {"linear_num_value_heads": 6, "linear_num_key_heads": 3},
+    "qwen3_next": {},
+    "falcon_h1": {"mamba_n_groups": 1, "mamba_rms_norm": False},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("qwen3_5_text", 2),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(RECURRENT, (2, 4))),
+    ],
+)
+def test_states_of_recurrent_layers_are_shared(name, size, tmp_path):
+    """By value heads and the key heads that they share. Requests give way and go on from snapshots, prompts
+    are found in the prefix cache."""
+    config = family_config(name)
+    for key, value in (SIZES | RECURRENT[name]).items():
+        setattr(config, key, value)
+    randomised(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+
+    def work(llm):
+        params = SamplingParams(max_tokens=14)
+        greedy = replies(llm, params, ("none", "4,4,12"))
+        return greedy, replies(llm, MIXED, ("4,1,5",)), replies(llm, params, SHAPES, PROMPTS[2:3])
+
+    totals = compare(tmp_path, size, work, head_of(tmp_path), kv_tokens=104)
+    assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
+    assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10
 
 
 def eagle1_head():
@@ -342,8 +376,6 @@ def test_the_first_rank_alone_follows_grammars(folder):
 def test_what_ranks_cannot_share_is_refused_by_name(folder, monkeypatch):
     with pytest.raises(UserError, match="a loaded model was given"):
         LLM(load_target(folder), tensor_parallel=2)
-    with pytest.raises(UserError, match="recurrent layers of llama"):
-        Sharding(tiny_hybrid().config, Share(0, 2)).rank_config()
     with pytest.raises(UserError, match="among the ranks of tensor parallelism, and there is one"):
         LLM(folder, expert_parallel=True)
     for errors in run_ranks(2, load_what_one_refuses, folder):

@@ -6,13 +6,11 @@ before they are rounded to the dtype of the run. Those of the embedding and of t
 (``TargetConfig.embedding_scale`` and ``logit_scale``), since heads read plain rows and plain final states.
 """
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.loading.fp8_layout import FP8Layout
-from eagle_kit.models.loading.published import take
 
 NAMES = {
     ".feed_forward.": ".mlp.",
@@ -21,58 +19,47 @@ NAMES = {
 }
 
 
-def arrange(
-    published: dict[str, torch.Tensor],
-    config: TargetConfig,
-    raw: dict[str, Any],
-    layout: FP8Layout | None,
-) -> dict[str, torch.Tensor]:
-    """Tensors by our published names.
-
-    Args:
-        published: by their names without ``model.``; it is emptied.
-        raw: the ``config.json``, which is not needed.
-        layout: see :func:`~eagle_kit.models.loading.published.take`.
-    """
-    found = {}
-    for name in list(published):
-        if name not in published:
-            continue  # a scale, taken with its weight
-        ours = name
-        for theirs, mine in NAMES.items():
-            ours = ours.replace(theirs, mine)
-        factor = _factor(ours, config, len(published[name]))
-        if factor is None:
-            found[ours] = published.pop(name)
-        else:
-            tensor = take(published, name, torch.float32, layout)
-            found[ours] = tensor * factor.view(-1, *[1] * (tensor.ndim - 1))
-    return found
+def rename(name: str) -> str:
+    """See :class:`~eagle_kit.models.loading.arrangement.Arrangement`."""
+    for theirs, ours in NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
-def _factor(name: str, config: TargetConfig, rows: int) -> torch.Tensor | None:
-    """Factor of each row of a tensor, or one of all; None where it is 1."""
+def changes(name: str, config: TargetConfig) -> bool:
+    """See :class:`~eagle_kit.models.loading.arrangement.Arrangement`."""
+    return any(factor != 1.0 for _, factor in _sections(name, config))
+
+
+def parts(name: str, tensor: torch.Tensor, config: TargetConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """See :class:`~eagle_kit.models.loading.arrangement.Arrangement`."""
+    sections = _sections(name, config)
+    sizes = [len(tensor) if size is None else size for size, _ in sections]
+    if sum(sizes) == len(tensor):
+        pieces = zip(tensor.split(sizes), sections, strict=True)
+        tensor = torch.cat([piece * factor for piece, (_, factor) in pieces])
+    yield name, tensor
+
+
+def _sections(name: str, config: TargetConfig) -> list[tuple[int | None, float]]:
+    """Successive rows of a tensor and their factors; None for all rows."""
     mamba = config.mamba
     assert mamba is not None
     given = mamba.multipliers
     is_bias = name.endswith(".bias")  # not multiplied with the inputs
     attention_in, ssm_in = (1.0, 1.0) if is_bias else (given.attention_in, given.ssm_in)
-    if ".mamba.in_proj." in name:
+    if name.endswith((".mamba.in_proj.weight", ".mamba.in_proj.bias")):
         shared = mamba.num_groups * mamba.state_dim
         sizes = (mamba.inner, mamba.inner, shared, shared, mamba.num_heads)
-        if rows != sum(sizes):
-            return None
-        return ssm_in * torch.cat(
-            [torch.full((size,), factor) for size, factor in zip(sizes, given.sections, strict=True)]
-        )
+        return [(size, ssm_in * factor) for size, factor in zip(sizes, given.sections, strict=True)]
     factors = {
-        ".self_attn.q_proj.": attention_in,
-        ".self_attn.k_proj.": attention_in * given.key,
-        ".self_attn.v_proj.": attention_in,
-        ".self_attn.o_proj.": given.attention_out,
-        ".mamba.out_proj.": given.ssm_out,
-        ".mlp.gate_proj.": given.gate,
-        ".mlp.down_proj.": given.down,
+        ".self_attn.q_proj": attention_in,
+        ".self_attn.k_proj": attention_in * given.key,
+        ".self_attn.v_proj": attention_in,
+        ".self_attn.o_proj": given.attention_out,
+        ".mamba.out_proj": given.ssm_out,
+        ".mlp.gate_proj": given.gate,
+        ".mlp.down_proj": given.down,
     }
-    factor = next((factor for part, factor in factors.items() if part in name), 1.0)
-    return None if factor == 1.0 else torch.tensor([factor])
+    part = name.removesuffix(".weight").removesuffix(".bias")
+    return [(None, next((factor for each, factor in factors.items() if part.endswith(each)), 1.0))]

@@ -16,9 +16,9 @@ from eagle_kit.core.files import COPY_AGAIN, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged, load_ends
-from eagle_kit.models.config import FAMILIES, QWEN_HYBRIDS, TargetConfig, text_config
+from eagle_kit.models.config import FAMILIES, TargetConfig, text_config
 from eagle_kit.models.config_parts import read_architecture, read_table
-from eagle_kit.models.loading import falcon_h1, qwen_hybrid
+from eagle_kit.models.loading.arrangement import arrangement_of
 from eagle_kit.models.loading.fp8_layout import UNUSED, FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.published import (
     Part,
@@ -38,8 +38,6 @@ SAMPLE = 4096
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *UNUSED)
 EXACT_SUFFIXES = ("e_score_correction_bias",)
 """Suffixes of parameters that stay in fp32: rounded, they would choose other experts."""
-ARRANGED = {**dict.fromkeys(QWEN_HYBRIDS, qwen_hybrid.arrange), "falcon_h1": falcon_h1.arrange}
-"""Families whose published tensors are not laid out as our parameters, and what lays them out."""
 LAYER_NAME = re.compile(r"(^|\.)(layers|h|blocks|decoder_layers)\.\d+\.")
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 
@@ -96,6 +94,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
+    except UserError:  # of what is done with the tensors
+        raise
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -186,17 +186,16 @@ def load_target(
         if with_layers:
             return load_bridged(folder, config, dtype, device)
         return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
-    raw = read_raw_config(folder)
-    layout = read_fp8_layout(raw, str(folder))
+    layout, arrangement = read_fp8_layout(read_raw_config(folder), str(folder)), arrangement_of(config)
     with torch.device("meta"):
         model = LlamaModel(config)
     wanted = None
     if not with_layers:
         model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
-    tensors = read_published(folder, wanted)
-    if config.model_type in ARRANGED:
-        tensors = ARRANGED[config.model_type](tensors, config, raw, layout)
+    tensors = arrangement.renamed(read_published(folder, wanted))
     published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
+    del tensors  # which are removed as they are used
+    arrangement.arrange(published, config, layout)
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
     parts = published_parts(model.named_parameters(), config, published)

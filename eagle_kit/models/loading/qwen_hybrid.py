@@ -6,14 +6,11 @@ singular. Text models inside of models that see have a prefix.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import DeltaConfig
-from eagle_kit.models.loading.fp8_layout import FP8Layout
-from eagle_kit.models.loading.published import take
 
 PREFIX, LEFT_OUT = "language_model.", ("visual.", "mtp.")
 GATED_NORM = "linear_attn.norm.weight"
@@ -25,41 +22,20 @@ def is_exact(name: str) -> bool:
     return name.endswith(("norm.weight", "A_log", "dt_bias")) and not name.endswith(GATED_NORM)
 
 
-def arrange(
-    published: dict[str, torch.Tensor],
-    config: TargetConfig,
-    raw: dict[str, Any],
-    layout: FP8Layout | None,
-) -> dict[str, torch.Tensor]:
-    """Tensors by our published names. Those of unexpected shapes stay as they are, to be reported.
-
-    Args:
-        published: by their names without ``model.``; it is emptied.
-        raw: the ``config.json``.
-        layout: see :func:`~eagle_kit.models.loading.published.take`.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for name in list(published):
-        if name not in published:
-            continue  # a scale, taken with its weight
-        inner = name.removeprefix(PREFIX)
-        if inner.startswith(LEFT_OUT):
-            published.pop(name)
-            continue
-        if _is_rearranged(inner):
-            tensor = take(published, name, torch.float32, layout)
-            found.update(_parts(inner, tensor, config))
-        else:
-            found[inner.replace(".shared_expert.", ".shared_experts.")] = published.pop(name)
-    return found
+def rename(name: str) -> str | None:
+    """See :class:`~eagle_kit.models.loading.arrangement.Arrangement`."""
+    inner = name.removeprefix(PREFIX)
+    return None if inner.startswith(LEFT_OUT) else inner.replace(".shared_expert.", ".shared_experts.")
 
 
-def _is_rearranged(name: str) -> bool:
-    changed = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "in_proj_qkvz.weight", "in_proj_ba.weight")
-    return name.endswith(changed) or (is_exact(name) and name.endswith("norm.weight"))
+def changes(name: str, config: TargetConfig) -> bool:
+    """See :class:`~eagle_kit.models.loading.arrangement.Arrangement`."""
+    stacked = ("self_attn.q_proj.weight", "self_attn.q_proj.bias", "in_proj_qkvz.weight", "in_proj_ba.weight")
+    return name.endswith(stacked) or (is_exact(name) and name.endswith("norm.weight"))
 
 
-def _parts(name: str, tensor: torch.Tensor, config: TargetConfig) -> Iterator[tuple[str, torch.Tensor]]:
+def parts(name: str, tensor: torch.Tensor, config: TargetConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """See :class:`~eagle_kit.models.loading.arrangement.Arrangement`."""
     delta = config.delta
     if name.endswith("norm.weight"):
         yield name, tensor + 1.0

@@ -1,6 +1,6 @@
 """Loading of a rank's part of a target: only its slices are read from the files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig
-from eagle_kit.models.loading.fp8_layout import read_fp8_layout
+from eagle_kit.models.loading.arrangement import arrangement_of
+from eagle_kit.models.loading.fp8_layout import FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.loader import (
     IGNORED_SUFFIXES,
     check_tensors,
@@ -21,7 +22,7 @@ from eagle_kit.models.loading.loader import (
     read_target_config,
     weight_files,
 )
-from eagle_kit.models.loading.published import expected_shapes, is_mtp, published_parts
+from eagle_kit.models.loading.published import Part, expected_shapes, is_mtp, published_parts
 from eagle_kit.models.loading.quantize import Quantization, fill_fp8
 from eagle_kit.models.sharding import Cut, Sharding, scale_cuts
 from eagle_kit.models.targets.llama import LlamaModel
@@ -38,11 +39,11 @@ DTYPES = {
 
 
 class SlicedTensors(dict[str, torch.Tensor], AbstractContextManager["SlicedTensors"]):
-    """Tensors of a model folder by published name without ``model.``: whole ones without memory, until
-    :meth:`pop` reads a rank's part of one.
+    """Tensors of a model folder by our names: whole ones without memory, until :meth:`pop` reads a rank's
+    part of one. What is put in comes out as it is.
 
     Args:
-        wanted: whether there is a use for a tensor of a name.
+        name_of: our name of a published one without ``model.``; None where there is no use for it.
 
     Attributes:
         cuts: of the tensors that are read in part.
@@ -51,15 +52,15 @@ class SlicedTensors(dict[str, torch.Tensor], AbstractContextManager["SlicedTenso
         UserError: a file that is missing or corrupt, now or when it is read.
     """
 
-    def __init__(self, folder: Path, wanted: Callable[[str], bool]) -> None:
+    def __init__(self, folder: Path, name_of: Callable[[str], str | None]) -> None:
         super().__init__()
         self._stack, self._files = ExitStack(), {}
         self.cuts: dict[str, Sequence[Cut]] = {}
         for path in weight_files(folder):
             file = self._stack.enter_context(open_safetensors(path))
             for published in file.keys():  # noqa: SIM118
-                name = published.removeprefix("model.")
-                if published.endswith(IGNORED_SUFFIXES) or not wanted(name):
+                name = name_of(published.removeprefix("model."))
+                if name is None or published.endswith(IGNORED_SUFFIXES):
                     continue
                 about = file.get_slice(published)
                 self._files[name] = file, published
@@ -74,7 +75,9 @@ class SlicedTensors(dict[str, torch.Tensor], AbstractContextManager["SlicedTenso
         if name not in self:
             return default
         about = super().pop(name)
-        (file, published), cuts = self._files[name], self.cuts.get(name)
+        if name not in self._files:
+            return about
+        (file, published), cuts = self._files.pop(name), self.cuts.get(name)
         if cuts is None:
             return file.get_tensor(published)
         if not cuts:
@@ -109,25 +112,29 @@ def load_share(
     whole = "Leave tensor_parallel at 1."
     if isinstance(config, BridgedConfig):
         raise UserError(f"Tensor parallelism does not cut {config.model_type}, run by transformers.", whole)
-    layout = read_fp8_layout(read_raw_config(folder), str(folder))
+    layout, arrangement = read_fp8_layout(read_raw_config(folder), str(folder)), arrangement_of(config)
     block = None if layout is None else layout.block
     sharding = Sharding.of(config, ranks.share, block, expert_parallel)
     with torch.device("meta"):
         parameters = list(LlamaModel(config).named_parameters())  # of all ranks
         model = LlamaModel(sharding.rank_config(), ranks)
-    with SlicedTensors(folder, lambda name: not is_mtp(name, config)) as tensors:
+
+    def name_of(published: str) -> str | None:
+        name = arrangement.rename(published)
+        return None if name is None or is_mtp(name, config) else name
+
+    with SlicedTensors(folder, name_of) as tensors:
         if config.tie_word_embeddings and "lm_head.weight" in tensors:
             del tensors["lm_head.weight"]
-        parts = published_parts(parameters, config, tensors)
-        everything = [part for group in parts.values() for part in group]
-        check_tensors(tensors, expected_shapes(everything, tensors, layout), str(folder))
-        for part in everything:
-            if (cuts := sharding.cuts(part)) is None:
-                continue
-            tensors.cuts[part.name] = cuts
-            if layout is not None and (scales := tensors.get(part.name + layout.suffix)) is not None:
-                mine = scale_cuts(part, cuts, tuple(scales.shape), block)
-                tensors.cuts |= {} if mine is None else {part.name + layout.suffix: mine}
+        whole_tensors = dict(tensors)
+        arrangement.arrange(whole_tensors, config, layout)
+        parts = published_parts(parameters, config, whole_tensors)
+        expected = expected_shapes(
+            (part for group in parts.values() for part in group), whole_tensors, layout
+        )
+        check_tensors(whole_tensors, expected, str(folder))
+        tensors.cuts = cuts_of(tensors, sharding, layout)
+        arrangement.arrange(tensors, model.config, layout)
         parts = {name: [part for part in group if sharding.has(part)] for name, group in parts.items()}
         if quantization != "none":
             fill_fp8(model, parts, tensors, layout, dtype, device, casts=quantization == "fp8")
@@ -136,3 +143,23 @@ def load_share(
     if config.tie_word_embeddings:
         model.lm_head.weight = model.embed_tokens.weight
     return model.eval().requires_grad_(False)
+
+
+def cuts_of(
+    tensors: Mapping[str, torch.Tensor], sharding: Sharding, layout: FP8Layout | None
+) -> dict[str, Sequence[Cut]]:
+    """What a rank reads of published ``tensors`` that it does not read whole, and of their scales. Raises
+    UserError where a block of an fp8 weight would be cut apart."""
+    found: dict[str, Sequence[Cut]] = {}
+    suffix = None if layout is None else layout.suffix
+    for name, tensor in tensors.items():
+        if suffix is not None and name.endswith(suffix):
+            continue
+        part = Part(name, tuple(tensor.shape))
+        if (cuts := sharding.cuts(part)) is None:
+            continue
+        found[name] = cuts
+        if layout is not None and (scales := tensors.get(name + layout.suffix)) is not None:
+            mine = scale_cuts(part, cuts, tuple(scales.shape), layout.block)
+            found |= {} if mine is None else {name + layout.suffix: mine}
+    return found

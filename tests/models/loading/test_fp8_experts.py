@@ -2,6 +2,7 @@
 one tensor, and cast when they are loaded."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -171,4 +172,6 @@ def test_ranks_have_parts_of_experts_in_fp8(tmp_path, layout, fused):
 def test_blocks_are_not_cut_apart(tmp_path):
     small, _ = save(tmp_path, OF_BLOCKS, inner=64)
     for cause in run_ranks(2, of_a_rank, small):
-        assert "q_b_proj.weight, whose fp8 scales are those of blocks of 16" in cause
+        assert re.match(
+            r"A rank would have .*_b_proj.weight, whose fp8 scales are those of blocks of 16", cause
+        )
