@@ -6,15 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from families import family_config
 from rank_processes import run_ranks
-from tiny_mixtures import v3
+from tiny import tiny_head
+from tiny_mixtures import randomised, v3
 from tiny_run import make_target
 from transformers import AutoModelForCausalLM
 
+from eagle_kit.config.train import JudgeConfig
 from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
 from eagle_kit.train.parallel.placement import between_whole_ends, load_cut
+from eagle_kit.train.run.judge import Judge
 from eagle_kit.train.states.source import state_source
 
 LAYERS = (1, 2, 3)
@@ -45,9 +49,15 @@ def capture_cut(ranks: Any, folder: Path) -> tuple[TargetFeatures, int]:
     return state_source(target, "tensor-parallel", cut).states(row(ranks.rank), LAYERS), held
 
 
+def make_hybrid(folder: Path) -> None:
+    config = family_config("qwen3_5_text")
+    config.vocab_size = 271
+    randomised(config).save_pretrained(folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("llama", 2), pytest.param("llama", 4, marks=pytest.mark.slow), ("deepseek", 2)],
+    [("llama", 2), pytest.param("llama", 4, marks=pytest.mark.slow), ("deepseek", 2), ("hybrid", 2)],
 )
 def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
     kind: str, size: int, tmp_path: Path
@@ -55,6 +65,8 @@ def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
     folder = tmp_path / "target"
     if kind == "llama":
         make_target(folder)
+    elif kind == "hybrid":
+        make_hybrid(folder)
     else:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(v3()).save_pretrained(folder)
@@ -70,3 +82,26 @@ def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
         if kind == "llama" and size == 2:  # where heads divide by processes nothing is held twice
             assert held == whole_bytes / size
         assert held < whole_bytes
+
+
+PROMPTS = [[(5 * i + 3 * j) % 270 for j in range(9 + 4 * i)] for i in range(3)]
+JUDGE = JudgeConfig(shapes=("3,1,4", "3,3,8"), max_tokens=12, batch_size=2)
+
+
+def judge_cut(ranks: Any, folder: Path, head: Any) -> dict[str, Any]:
+    process: Any = SimpleNamespace(
+        process_index=ranks.rank, num_processes=ranks.size, device=torch.device("cpu")
+    )
+    cut = load_cut(folder, process, torch.float32, "")
+    between_whole_ends(cut, folder)
+    judge = Judge(cut, PROMPTS, JUDGE)
+    return [judge.judge(head).row() for _ in range(2)][1] | {"replies": judge.replies}
+
+
+def test_processes_judge_a_hybrid_together_as_one_alone(tmp_path: Path) -> None:
+    make_hybrid(tmp_path)
+    whole = load_target(tmp_path)
+    head = tiny_head(whole, 200)
+    judge = Judge(whole, PROMPTS, JUDGE)
+    expected = judge.judge(head).row() | {"replies": judge.replies}
+    assert run_ranks(2, judge_cut, tmp_path, head) == [expected] * 2
