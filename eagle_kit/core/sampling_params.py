@@ -11,12 +11,27 @@ MAX_LOGPROBS = 20
 """Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""
 
 
+class Thought(NamedTuple):
+    """Token ids that bound the reasoning at the beginning of a reply.
+
+    Attributes:
+        end: tokens that end it, one directly after the other.
+        opener: first token of a reply that has reasoning; None where the reasoning has begun already.
+        others: tokens besides the second of ``end`` that may follow its first one, as the reasoning goes on.
+    """
+
+    end: tuple[int, ...]
+    opener: int | None = None
+    others: tuple[int, ...] = ()
+
+
 class Grammar(NamedTuple):
     """Constraint on a reply: any JSON object, a JSON schema (``text`` is its JSON), or a regular
-    expression."""
+    expression; with ``thought`` on what is behind the reply's reasoning."""
 
     kind: Literal["json_object", "json_schema", "regex"]
     text: str = ""
+    thought: Thought | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 import json
 import uuid
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
-from eagle_kit.data.chat.reply.choice import ReplyForms
 from eagle_kit.data.chat.reply.parts import Call, ReplyParts, ReplyReader
 from eagle_kit.serve.api.answer import Answer, finish_reason
 from eagle_kit.serve.api.logprobs import chat_logprobs, off_loop_if_long
@@ -60,15 +60,21 @@ class ChatAnswer(Answer[ChatRequest]):
         service.enter(http, body, 1)
         tools = () if body.tool_choice == "none" else chat_tools(body)
         prompt = await service.off_loop(chat_prompt, service.llm, body, tools, service.max_chars)
-        # What must match a grammar has no room for markers.
-        bound = body.has_grammar or body.must_call
-        forms = ReplyForms(service.llm.tokenizer) if bound else service.reply_forms
-        generation = await service.generate(http, body, [prompt], "chatcmpl", forms.shown_tokens(bool(tools)))
-        is_parallel = body.parallel_tool_calls is not False
-        readers: list[ReplyReader | None] = []
+        forms = service.reply_forms
+        if not (body.has_grammar or body.must_call):
+            shown = forms.shown_tokens(bool(tools))
+            generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
+            make_reader = partial(forms.reader, prompt, tools, body.parallel_tool_calls is not False)
+            readers = [await service.off_loop(make_reader) for _ in generation.replies]
+            return cls(service, body, generation, readers)
+        bound = await service.off_loop(forms.bound, prompt)
+        generation = await service.generate(
+            http, body, [prompt], "chatcmpl", bound.shown_tokens, bound.thought
+        )
+        readers = []
         for _ in generation.replies:
-            chosen = ChosenCallReader(body.chosen_function) if body.must_call else None
-            readers.append(chosen or await service.off_loop(forms.reader, prompt, tools, is_parallel))
+            reader = None if bound.make_reader is None else bound.make_reader()
+            readers.append(ChosenCallReader(body.chosen_function, reader) if body.must_call else reader)
         return cls(service, body, generation, readers)
 
     async def choice(self, index: int, delta: Delta) -> ChatChoice:

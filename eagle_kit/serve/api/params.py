@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import Grammar, SamplingParams, Thought
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
 from eagle_kit.serve.api.tool_choice import call_grammar
 
@@ -17,7 +17,11 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 def sampling_params(
-    body: Sampling, num_prompt_tokens: int, max_context: int, vocab_size: int
+    body: Sampling,
+    num_prompt_tokens: int,
+    max_context: int,
+    vocab_size: int,
+    grammar: Grammar | None = None,
 ) -> list[SamplingParams]:
     """Make the parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
 
@@ -37,7 +41,7 @@ def sampling_params(
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
         "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         "ignore_eos": bool(body.ignore_eos),
-        "grammar": _grammar(body),
+        "grammar": grammar,
     }
     return [
         SamplingParams(**common, seed=None if body.seed is None else _wrapped(body.seed + i))
@@ -100,14 +104,19 @@ def _in_vocabulary(ids: list[int], vocab_size: int, name: str) -> tuple[int, ...
     return tuple(ids)
 
 
-def _grammar(body: Sampling) -> Grammar | None:
+def make_grammar(body: Sampling, thought: Thought | None = None) -> Grammar | None:
+    """Make the grammar of a request, which begins behind its reasoning; None where it has none.
+
+    Raises:
+        UserError: see :func:`~eagle_kit.serve.api.tool_choice.call_grammar`.
+    """
     if isinstance(body, ChatRequest) and body.must_call:
-        return call_grammar(body)
+        return call_grammar(body)._replace(thought=thought)
     if body.regex is not None:
-        return Grammar("regex", body.regex)
+        return Grammar("regex", body.regex, thought)
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.json_schema is not None:
-        return Grammar("json_schema", json.dumps(wanted.json_schema.json_schema))
-    return Grammar("json_object")
+        return Grammar("json_schema", json.dumps(wanted.json_schema.json_schema), thought)
+    return Grammar("json_object", thought=thought)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
-from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams, Thought
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.reply.choice import choose_forms
@@ -18,7 +18,7 @@ from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
 from eagle_kit.serve.api.logprobs import TokenNames
 from eagle_kit.serve.api.metrics import Metrics
-from eagle_kit.serve.api.params import sampling_params
+from eagle_kit.serve.api.params import make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
@@ -151,6 +151,7 @@ class Service:
         prompts: Sequence[list[int]],
         prefix: str,
         shown_tokens: frozenset[int] = frozenset(),
+        thought: Thought | None = None,
     ) -> Generation:
         """Hand the replies to all ``prompts`` to the engine; they are aborted when the HTTP request is over.
 
@@ -158,8 +159,9 @@ class Service:
             http: the request, for its id and its cleanup.
             prefix: of the response's id.
             shown_tokens: special tokens that are part of the text.
+            thought: reasoning behind which a grammar of the body begins.
         """
-        requests = await self.off_loop(self._requests, body, prompts, shown_tokens)
+        requests = await self.off_loop(self._requests, body, prompts, shown_tokens, thought)
         for request in requests:
             request.arrived_at = http.state.arrived_at
         replies = await self.engine.add(requests)
@@ -217,13 +219,19 @@ class Service:
         self._worker.shutdown(wait=False)
 
     def _requests(
-        self, body: Sampling, prompts: Sequence[list[int]], shown_tokens: frozenset[int]
+        self,
+        body: Sampling,
+        prompts: Sequence[list[int]],
+        shown_tokens: frozenset[int],
+        thought: Thought | None,
     ) -> "list[Request]":
-        llm = self.llm
+        llm, grammar = self.llm, make_grammar(body, thought)
         return [
             llm.make_request(prompt, params, body.priority or 0, shown_tokens)
             for prompt in prompts
-            for params in sampling_params(body, len(prompt), llm.max_context, llm.target.config.vocab_size)
+            for params in sampling_params(
+                body, len(prompt), llm.max_context, llm.target.config.vocab_size, grammar
+            )
         ]
 
     def _leave(self, request_id: str, replies: Sequence[ReplyStream]) -> None:

@@ -1,8 +1,7 @@
 """Calls that a request insists on: a grammar lets the model write nothing else.
 
 As in vLLM the reply is JSON, whatever form the target's own calls have: the arguments of the function that is
-named, or with ``required`` an object of ``name`` and ``arguments``. The grammar holds from the first token,
-so that there is no thought; vLLM with a reasoning parser begins it behind the thought.
+named, or with ``required`` an object of ``name`` and ``arguments``. The grammar begins behind the reasoning.
 """
 
 import json
@@ -12,7 +11,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.reply.calls import calls_of, make_call
-from eagle_kit.data.chat.reply.parts import ReplyParts
+from eagle_kit.data.chat.reply.parts import ReplyParts, ReplyReader
 from eagle_kit.serve.api.protocol import ChatRequest, FunctionDefinition
 
 DEFINITIONS = ("$defs", "definitions")
@@ -60,22 +59,28 @@ class ChosenCallReader:
 
     Args:
         name: function that the request names; None where the reply names it.
+        thoughts: reader of reasoning and content; None where all of the reply is the call.
     """
 
-    def __init__(self, name: str | None) -> None:
-        self._name = name
+    def __init__(self, name: str | None, thoughts: ReplyReader | None = None) -> None:
+        self._name, self._thoughts = name, thoughts
         self._pieces: list[str] = []
 
     def feed(self, text: str) -> ReplyParts:
-        """Keep a further piece of text."""
-        self._pieces.append(text)
-        return ReplyParts()
+        """Read the reasoning of a further piece of text, and keep the rest."""
+        return self._keep(ReplyParts(content=text) if self._thoughts is None else self._thoughts.feed(text))
 
     def finish(self) -> ReplyParts:
         """Read the call; what was cut off is content."""
+        parts = ReplyParts() if self._thoughts is None else self._keep(self._thoughts.finish())
         text = "".join(self._pieces)
         try:
             value = json.loads(text)
-            return ReplyParts(calls=calls_of(value) if self._name is None else [make_call(self._name, value)])
+            parts.calls = calls_of(value) if self._name is None else [make_call(self._name, value)]
         except (Unusable, ValueError, RecursionError):
-            return ReplyParts(content=text)
+            parts.content = text
+        return parts
+
+    def _keep(self, parts: ReplyParts) -> ReplyParts:
+        self._pieces.append(parts.content)
+        return ReplyParts(reasoning=parts.reasoning)

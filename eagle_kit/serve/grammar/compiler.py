@@ -23,7 +23,9 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.serve.grammar.protocols import Match
 from eagle_kit.serve.grammar.schema_rules import MAX_SCHEMA_CHARS, check_pattern, check_schema
+from eagle_kit.serve.grammar.thought import MatchBehindThought
 
 MAX_REGEX_CHARS = 4096
 NUM_COMPILED = 16
@@ -145,9 +147,9 @@ class GrammarCompiler:
                 f"Structured output cannot be had with the target's tokenizer ({_one_line(error)}).",
                 "Leave the grammar out.",
             ) from None
-        self._library = llguidance
+        self._library, self._vocab_size = llguidance, vocab_size
         self._limits = llguidance.LLParserLimits(**LIMITS)
-        self._stop_token_ids = frozenset(stop_token_ids)
+        self._stop_token_ids = frozenset(token for token in stop_token_ids if token < vocab_size)
         self._num_starts = itertools.count()
         self._compiled = lru_cache(maxsize=NUM_COMPILED)(self._compile)
 
@@ -156,14 +158,25 @@ class GrammarCompiler:
         """Grammars that are remembered."""
         return self._compiled.cache_info().currsize
 
-    def start(self, grammar: Grammar) -> GrammarMatch:
+    def start(self, grammar: Grammar) -> Match:
         """Return a match of ``grammar`` that has read nothing.
 
         Raises:
-            UserError: the grammar cannot be compiled within its limits, or no reply can match it.
+            UserError: the grammar cannot be compiled within its limits, or no reply can match it, or its
+                reasoning has tokens that the target does not know.
         """
-        compiled = self._compiled(grammar, next(self._num_starts) // NUM_STARTS)
-        return GrammarMatch(compiled.deep_copy(), self._stop_token_ids)
+        thought = grammar.thought
+        if (
+            thought is not None
+            and max(*thought.end, *thought.others, thought.opener or 0) >= self._vocab_size
+        ):
+            raise UserError(
+                "The tokens that bound the reasoning are outside the target's vocabulary.",
+                "Serve with --reasoning-parser none.",
+            )
+        compiled = self._compiled(grammar._replace(thought=None), next(self._num_starts) // NUM_STARTS)
+        match = GrammarMatch(compiled.deep_copy(), self._stop_token_ids)
+        return match if thought is None else MatchBehindThought(match, thought, self._stop_token_ids)
 
     def _compile(self, grammar: Grammar, generation: int) -> Any:
         name = grammar.kind.replace("_", " ")
@@ -188,7 +201,7 @@ class GrammarCompiler:
 
     def _start_rule(self, grammar: Grammar) -> str:
         """Right side of the start rule in llguidance's Lark syntax."""
-        kind, text = grammar
+        kind, text, _ = grammar
         longest = MAX_REGEX_CHARS if kind == "regex" else MAX_SCHEMA_CHARS
         if len(text) > longest:
             raise UserError(

@@ -13,8 +13,13 @@ from eagle_kit.core.sampling_params import Grammar
 class Match(Protocol):
     """State of one reply in its grammar; see :class:`~eagle_kit.serve.grammar.compiler.GrammarMatch`."""
 
-    is_complete: bool
-    is_stuck: bool
+    @property
+    def is_complete(self) -> bool:
+        """The grammar has ended, and the reply with it."""
+
+    @property
+    def is_stuck(self) -> bool:
+        """No token may follow."""
 
     def advance(self, tokens: Sequence[int]) -> int:
         """Take emitted tokens -> how many belong to the reply."""

@@ -238,9 +238,16 @@ def test_an_aborted_reply_keeps_what_was_written(served: Any) -> None:
     assert 0 < len(said["reasoning"]) < 3900 and ("hm " * 3000).startswith(said["reasoning"])
 
 
-def test_with_a_grammar_all_is_content(served: Any) -> None:
+def test_with_a_grammar_all_behind_the_reasoning_is_content(served: Any) -> None:
     form = {"type": "json_object"}
-    found = both(served("deepseek_r1", '{"a": 1}'), tools=None, response_format=form)
+    for name, text in (
+        ("deepseek_r1", 'hm</think>{"a": "</think>"}'),
+        ("qwen3", '<think>hm</think>{"a": "</think>"}'),
+        ("harmony", '<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>{"a": "</think>"}'),
+    ):
+        found = both(served(name, text), tools=None, response_format=form)
+        assert (found["reasoning"], found["content"]) == ("hm", '{"a": "</think>"}')
+    found = both(served("chatml", '{"a": 1}'), tools=None, response_format=form)
     assert (found["reasoning"], found["content"]) == ("", '{"a": 1}')
 
 

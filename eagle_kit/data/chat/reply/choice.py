@@ -1,16 +1,32 @@
 """Which form a target writes its replies in: told by name, or by what its chat template renders."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import Thought
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Tool, Unusable
 from eagle_kit.data.chat.reply.calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
 from eagle_kit.data.chat.reply.checkpoint import CheckpointReader
-from eagle_kit.data.chat.reply.harmony import MARKERS, HarmonyReader, begun_message
+from eagle_kit.data.chat.reply.harmony import (
+    CHANNEL,
+    MARKERS,
+    MESSAGE,
+    HarmonyReader,
+    begun_message,
+    begun_part,
+)
 from eagle_kit.data.chat.reply.parts import Call, ReplyReader, read_reply
-from eagle_kit.data.chat.reply.tags import END_THINK, THINK, TagReader, closes_thought, opens_thought
+from eagle_kit.data.chat.reply.tags import (
+    END_THINK,
+    THINK,
+    BoundReader,
+    TagReader,
+    closes_thought,
+    opens_thought,
+)
 from eagle_kit.data.chat.template import chat_template, end_names, render
 
 CHECKPOINT, HARMONY, TAGS = "checkpoint", "harmony", "think"
@@ -42,6 +58,20 @@ TOOL: Tool = {
     },
 }
 CALL = Call("eaglekitprobe", {"x": "y"})
+
+
+class BoundReply(NamedTuple):
+    """How a reply is read whose answer is held by a grammar.
+
+    Attributes:
+        thought: where its reasoning ends; None where the grammar holds from the first token.
+        make_reader: makes a reader of reasoning and content; None where all of it is content.
+        shown_tokens: special tokens that the reader must see in the text.
+    """
+
+    thought: Thought | None = None
+    make_reader: Callable[[], ReplyReader] | None = None
+    shown_tokens: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -78,6 +108,34 @@ class ReplyForms:
             return CheckpointReader(self.tokenizer, prompt, tools=tools, is_parallel=is_parallel, **wanted)
         tail = decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         return _reader(self.reasoning, calls, tail, tools, is_parallel)
+
+    def bound(self, prompt_ids: Sequence[int]) -> BoundReply:
+        """Say how a reply to a prompt is read whose answer is held by a grammar, which has no room for the
+        markers of calls. It has no reasoning where the prompt has closed that, or where its markers are no
+        tokens of their own."""
+        form = _probe_thoughts(self.tokenizer) if self.reasoning == CHECKPOINT else self.reasoning
+        tail = self.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+        thought = None if form is None else self._thought(form, tail)
+        if thought is None:
+            return BoundReply()
+        make_reader: Callable[[], ReplyReader] = partial(BoundReader, is_opened=thought.opener is None)
+        if form == HARMONY:
+            make_reader = partial(_reader, form, None, tail, ())
+        return BoundReply(thought, make_reader, ReplyForms(self.tokenizer, form).shown_tokens(False))
+
+    def _thought(self, form: str, prompt: str) -> Thought | None:
+        if form == HARMONY:
+            final = self._tokens(f"{CHANNEL}final{MESSAGE}")
+            is_begun = begun_part(prompt) == "content"
+            return None if is_begun else Thought(final, others=self._tokens("analysis")[:1])
+        begin, end = self._tokens(THINK), self._tokens(END_THINK)
+        if closes_thought(prompt) or len(begin) != 1 or len(end) != 1:
+            return None
+        is_opened = opens_thought(prompt) or form == DEEPSEEK_R1
+        return Thought(end, None if is_opened else begin[0])
+
+    def _tokens(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def shown_tokens(self, has_tools: bool) -> frozenset[int]:
         """Special tokens that a reader of replies must see in the text, with tools or without."""

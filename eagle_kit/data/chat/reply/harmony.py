@@ -28,6 +28,18 @@ def begun_message(prompt: str) -> str:
     return prompt[max(prompt.rfind(START), 0) :] if START in prompt else ""
 
 
+def begun_part(prompt: str) -> str:
+    """Part of the reply whose message a prompt has begun, ``reasoning`` or ``content``; empty without any."""
+    head, mark, _ = begun_message(prompt).partition(MESSAGE)
+    if not mark:
+        return ""
+    return "reasoning" if _channel(head) == "analysis" else "content"
+
+
+def _channel(header: str) -> str:
+    return (header.partition(CHANNEL)[2].replace(CONSTRAIN, " ").split() or [""])[0]
+
+
 class HarmonyReader:
     """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of harmony's messages.
 
@@ -107,7 +119,7 @@ class HarmonyReader:
         """Begin a message; ``text`` of it was in the prompt."""
         header = header.lstrip()
         self._written = header.removeprefix(f"{START}assistant") + MESSAGE
-        channel = (header.partition(CHANNEL)[2].replace(CONSTRAIN, " ").split() or [""])[0]
+        channel = _channel(header)
         recipient = RECIPIENT.search(header)
         self._name = recipient[1] if recipient is not None else ""
         if self._name.startswith(FUNCTIONS) and self._has_calls:

@@ -174,3 +174,18 @@ class TagReader:
         if text:
             self._parts.content += text
             self._has_said, self._is_fresh, self._is_behind_call = True, False, False
+
+
+class BoundReader(TagReader):
+    """Reader of replies whose answer is held by a grammar: all behind the thought is content, white space
+    included.
+
+    Args:
+        is_opened: the prompt has opened the thought.
+    """
+
+    def __init__(self, *, is_opened: bool) -> None:
+        super().__init__(has_thoughts=True, is_opened=is_opened)
+
+    def _say(self, text: str) -> None:
+        self._parts.content += text

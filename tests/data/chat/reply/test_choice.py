@@ -244,3 +244,33 @@ def test_a_response_template_that_is_none_is_refused() -> None:
     with pytest.raises(UserError, match="response_template cannot be read"):
         choose_forms(tokenizer)
     assert str(choose_forms(tokenizer, "none", "none")) == "reasoning none, tool calls none"
+
+
+def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
+    """By template and prompt; what the template renders has those tokens, and is read as it is held."""
+    for name in FORMS:
+        tokenizer = tokenizer_for(name)
+        forms = choose_forms(tokenizer)
+        ((prompt, reply),) = replies(name, [TALK[0], TALK[3]], [])
+        bound = forms.bound(prompt)
+        if "reasoning none" in FORMS[name]:
+            assert bound.thought is None and bound.make_reader is None
+            continue
+        thought = bound.thought
+        assert thought is not None and bound.make_reader is not None
+        assert (thought.opener is None) == (name != "qwen3")
+        end = "<|channel|>final<|message|>" if name == "harmony" else "</think>"
+        assert tokenizer.decode(thought.end) == end
+        stream = TextStream(tokenizer, shown=bound.shown_tokens)
+        stream.push(reply[:-1])
+        stream.finish()
+        parts = read_reply(bound.make_reader(), stream.text)
+        space = "" if name == "harmony" else "\n\n"
+        assert parts.content == space + TALK[3]["content"] and TALK[3]["reasoning_content"] in parts.reasoning
+        places = [i for i in range(len(reply)) if tuple(reply[i : i + len(thought.end)]) == thought.end]
+        assert tokenizer.decode(reply[places[0] + len(thought.end) : -1]) == parts.content
+    ((closed, _),) = replies("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
+    assert choose_forms(tokenizer_for("qwen3")).bound(closed).thought is None
+    assert choose_forms(tokenizer_for("qwen3"), "none", "none").bound([1]).thought is None
+    begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>final<|message|>")["input_ids"]
+    assert choose_forms(tokenizer_for("harmony")).bound(begun).thought is None
