@@ -64,7 +64,7 @@ class ChatAnswer(Answer[ChatRequest]):
         if not (body.has_grammar or body.must_call):
             shown = forms.shown_tokens(bool(tools))
             generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
-            make_reader = partial(forms.reader, prompt, tools, body.parallel_tool_calls is not False)
+            make_reader = partial(forms.reader, prompt, tools)
             readers = [await service.off_loop(make_reader) for _ in generation.replies]
             return cls(service, body, generation, readers)
         bound = await service.off_loop(forms.bound, prompt)
@@ -123,9 +123,17 @@ class ChatAnswer(Answer[ChatRequest]):
             return ReplyParts(content=delta.text)
         parts = reader.feed(delta.text)
         if delta.finish_reason:
-            parts.add(reader.finish())
+            parts.add(reader.finish(self._end(index)))
+        if self.body.parallel_tool_calls is False:
+            del parts.calls[max(0, 1 - self._num_calls[index]) :]
         self._num_calls[index] += len(parts.calls)
         return parts
+
+    def _end(self, index: int) -> str:
+        """Text of the token that ended a finished reply; empty where something else did."""
+        request = self.generation.replies[index].request
+        is_ended = request.finish_reason == "stop" and request.num_shown < len(request.token_ids)
+        return self.service.llm.tokenizer.convert_ids_to_tokens(request.token_ids[-1]) if is_ended else ""
 
     def _finish_reason(self, index: int, delta: Delta) -> str | None:
         """OpenAI's name of the finish reason: ``tool_calls`` of a reply with calls that came to its end, but

@@ -1,7 +1,8 @@
 """Calls that a request insists on: a grammar lets the model write nothing else.
 
 As in vLLM the reply is JSON, whatever form the target's own calls have: the arguments of the function that is
-named, or with ``required`` an object of ``name`` and ``arguments``. The grammar begins behind the reasoning.
+named, or with ``required`` an object of ``name`` and ``arguments``, and a list of them with
+``parallel_tool_calls``. The grammar begins behind the reasoning.
 """
 
 import json
@@ -19,7 +20,8 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 def call_grammar(body: ChatRequest) -> Grammar:
-    """Make the grammar of the one call that ``tool_choice`` insists on.
+    """Make the grammar of what ``tool_choice`` insists on: one call, or a list of calls where the request
+    asks for several.
 
     Raises:
         UserError: definitions of one name in the schemas of several tools differ.
@@ -29,7 +31,7 @@ def call_grammar(body: ChatRequest) -> Grammar:
         chosen = next(function for function in functions if function.name == name)
         return Grammar("json_schema", json.dumps(_parameters(chosen)))
     root: dict[str, Any] = {}
-    calls = []
+    calls: list[dict[str, Any]] = []
     for function in functions:
         parameters = _parameters(function)
         for kind in DEFINITIONS:
@@ -39,9 +41,12 @@ def call_grammar(body: ChatRequest) -> Grammar:
                         f"Two tools define {key!r} differently in their schemas.", "Rename one of them."
                     )
         properties = {"name": {"const": function.name}, "arguments": parameters}
-        call = {"type": "object", "properties": properties, "required": list(properties)}
-        calls.append({**call, "additionalProperties": False})
-    return Grammar("json_schema", json.dumps(root | ({"anyOf": calls} if len(calls) > 1 else calls[0])))
+        required = {"required": list(properties), "additionalProperties": False}
+        calls.append({"type": "object", "properties": properties, **required})
+    call = {"anyOf": calls} if len(calls) > 1 else calls[0]
+    if body.parallel_tool_calls:
+        call = {"type": "array", "items": call, "minItems": 1}
+    return Grammar("json_schema", json.dumps(root | call))
 
 
 def _parameters(function: FunctionDefinition) -> dict[str, Any]:
@@ -70,9 +75,9 @@ class ChosenCallReader:
         """Read the reasoning of a further piece of text, and keep the rest."""
         return self._keep(ReplyParts(content=text) if self._thoughts is None else self._thoughts.feed(text))
 
-    def finish(self) -> ReplyParts:
+    def finish(self, end: str = "") -> ReplyParts:
         """Read the call; what was cut off is content."""
-        parts = ReplyParts() if self._thoughts is None else self._keep(self._thoughts.finish())
+        parts = ReplyParts() if self._thoughts is None else self._keep(self._thoughts.finish(end))
         text = "".join(self._pieces)
         try:
             value = json.loads(text)

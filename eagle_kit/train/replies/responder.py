@@ -112,12 +112,14 @@ class EngineResponder:
         if reader is None:
             return reply
         tokenizer, text = self._llm.tokenizer, output.text
+        is_ended = self._is_ended(output)
         if shown := self._forms.shown_tokens(bool(tools)):
             stream = TextStream(tokenizer, stop, shown=shown)
-            stream.push(output.token_ids[:-1] if self._is_ended(output) else output.token_ids)
+            stream.push(output.token_ids[:-1] if is_ended else output.token_ids)
             stream.finish()
             text = stream.text
-        parts = read_reply(reader, text)
+        end = tokenizer.convert_ids_to_tokens(output.token_ids[-1]) if is_ended else ""
+        parts = read_reply(reader, text, end)
         if parts == ReplyParts(content=output.text):
             return reply
         calls = [{"type": "function", "function": call._asdict()} for call in parts.calls]

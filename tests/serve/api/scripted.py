@@ -73,6 +73,8 @@ class ScriptedEngine:
         return len(self.running) / self.slots
 
     num_graphs = num_grammars = 0
+    ends: tuple[list[int], ...] = ()
+    """Tokens that end a reply and are no text, each in a list."""
 
     def add_request(self, request: Request) -> None:
         if not request.prompt_ids:
@@ -113,7 +115,7 @@ class ScriptedEngine:
         tokens = script[done : done + self.per_step][: params.max_tokens - done]
         assert request.stream is not None
         request.token_ids += tokens
-        request.num_shown = len(request.token_ids)
+        request.num_shown = len(request.token_ids) - (request.token_ids[-1:] in self.ends)
         if request.has_stops:
             request.read()
         kept = request.stream.num_kept

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_templates import tokenizer_for
 
+from eagle_kit.data.chat.template import end_tokens
 from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
 from tests.serve.api.serving import serving
 
@@ -219,11 +220,30 @@ def test_calls_of_requests_with_one_id_have_ids_of_their_own(served: Any) -> Non
     assert len({call.id for choice in made for call in choice.message.tool_calls}) == 6
 
 
-def test_without_parallel_calls_later_ones_are_content(served: Any) -> None:
-    found = both(served("qwen3", QWEN3), parallel_tool_calls=False)
-    assert (found["calls"], found["reason"]) == ([CALL], "tool_calls")
-    assert found["content"] == f"One <moment. \n\n{HERMES}"
-    assert both(served("qwen3", QWEN3), parallel_tool_calls=True)["calls"] == [CALL] * 2
+def test_without_parallel_calls_later_ones_are_dropped(served: Any) -> None:
+    for name, text in (
+        ("qwen3", QWEN3),
+        ("qwen3", f"{QWEN3}\n{HERMES}"),
+        ("harmony", HARMONY + HARMONY[HARMONY.rindex("<|start|>") :]),
+    ):
+        found = both(served(name, text), parallel_tool_calls=False)
+        assert (found["calls"], found["reason"]) == ([CALL], "tool_calls")
+        assert "weather" not in found["content"]
+    for given in (True, None):
+        assert both(served("qwen3", QWEN3), parallel_tool_calls=given)["calls"] == [CALL] * 2
+
+
+def test_a_call_without_arguments_that_ends_a_reply_of_harmony_is_one(served: Any) -> None:
+    header = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    server = served("harmony", f"{header}<|call|>")
+    server.engine.ends = tuple([token] for token in end_tokens(server.llm.tokenizer))
+    try:
+        found = both(server)
+        assert (found["calls"], found["content"], found["reason"]) == ([("weather", {})], "", "tool_calls")
+        found = both(served("harmony", header))
+        assert (found["calls"], found["content"]) == ([], header)
+    finally:
+        del server.engine.ends
 
 
 def test_an_aborted_reply_keeps_what_was_written(served: Any) -> None:

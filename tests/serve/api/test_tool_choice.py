@@ -107,8 +107,39 @@ def test_definitions_are_those_of_the_whole_schema_and_may_not_differ():
         call_grammar(_request([TOOLS[0], other]))
 
 
-def _request(tools: list[dict]) -> ChatRequest:
-    return ChatRequest.model_validate({"messages": [USER], "tools": tools, "tool_choice": "required"})
+def _request(tools: list[dict], **more: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": [USER], "tools": tools, "tool_choice": "required", **more})
+
+
+def test_several_calls_are_a_list_where_the_request_asks_for_them():
+    root = json.loads(call_grammar(_request(TOOLS, parallel_tool_calls=True)).text)
+    rain, stop = {"name": "rain", "arguments": {"city": "Rome"}}, {"name": "stop", "arguments": {}}
+    for value, valid in (([rain], True), ([rain, stop, rain], True), ([], False), (rain, False)):
+        assert is_valid(root, value) is valid
+    for given in (False, None):
+        root = json.loads(call_grammar(_request(TOOLS, parallel_tool_calls=given)).text)
+        assert is_valid(root, rain) and not is_valid(root, [rain])
+
+
+def test_a_list_of_calls_is_read_from_a_server(server):
+    found = []
+    for seed in range(4):
+        (made,) = server.openai.chat.completions.create(
+            model="tiny",
+            messages=[USER],
+            tools=TOOLS,
+            tool_choice="required",
+            parallel_tool_calls=True,
+            seed=seed,
+            max_tokens=300,
+        ).choices
+        if made.finish_reason == "length":
+            continue
+        found.append(made.message.tool_calls)
+        for call in made.message.tool_calls:
+            schema = SCHEMAS.get(call.function.name, {"maxProperties": 0})
+            assert is_valid(schema, json.loads(call.function.arguments))
+    assert max(map(len, found)) > 1
 
 
 @pytest.mark.parametrize("text", ['{"name": "a"', '{"name": 1}', "[]", '{"a": 1}'])

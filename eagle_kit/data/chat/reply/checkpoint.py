@@ -9,7 +9,7 @@ from typing import Any
 
 from eagle_kit.data.chat.messages import REASONING, Tool, Unusable
 from eagle_kit.data.chat.reply.calls import calls_of
-from eagle_kit.data.chat.reply.parts import ReplyParts, calls_as_text
+from eagle_kit.data.chat.reply.parts import ReplyParts
 
 CALLS = "tool_calls"
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError, Unusable)
@@ -24,7 +24,6 @@ class CheckpointReader:
         tools: definitions of the request's tools, by which arguments get their types.
         has_thoughts: whether reasoning is read.
         has_calls: whether calls are read.
-        is_parallel: whether calls after the first one are read; otherwise they are content.
     """
 
     def __init__(
@@ -35,7 +34,6 @@ class CheckpointReader:
         tools: Sequence[Tool] = (),
         has_thoughts: bool,
         has_calls: bool,
-        is_parallel: bool = True,
     ) -> None:
         self._parser = tokenizer.get_response_parser(prefix=prompt, tools=list(tools) or None)
         self._fields = fields = tokenizer.response_template["fields"]
@@ -44,7 +42,7 @@ class CheckpointReader:
             for name, about in fields.items()
             if about.get("content", "text") == "text" and (has_thoughts or name not in REASONING)
         }
-        self._has_calls, self._is_parallel = has_calls, is_parallel
+        self._has_calls = has_calls
         self._raw = ""  # text of the reply that has not been handed on
         self._is_broken = False
         self._parts = ReplyParts()
@@ -63,7 +61,7 @@ class CheckpointReader:
                 self._give_up()
         return self._parts
 
-    def finish(self) -> ReplyParts:
+    def finish(self, end: str = "") -> ReplyParts:
         """Release what is held back, after the last piece."""
         self._parts = ReplyParts()
         if not self._is_broken:
@@ -90,11 +88,7 @@ class CheckpointReader:
                 if name in self._texts:
                     self._raw = self._raw[behind:]
             elif name == CALLS and self._has_calls:
-                calls = calls_of(event["value"])
-                num_read = len(calls) if self._is_parallel else 1
-                self._parts.calls += calls[:num_read]
-                self._parts.content += calls_as_text(calls[num_read:])
-                self._has_calls = self._is_parallel
+                self._parts.calls += calls_of(event["value"])
                 self._raw = self._raw[behind:]
             elif name not in self._texts:
                 self._parts.content += self._raw[:behind]

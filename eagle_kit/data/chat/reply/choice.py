@@ -88,15 +88,12 @@ class ReplyForms:
     reasoning: str | None = None
     calls: CallForm | str | None = None
 
-    def reader(
-        self, prompt_ids: Sequence[int], tools: Sequence[Tool] = (), is_parallel: bool = True
-    ) -> ReplyReader | None:
+    def reader(self, prompt_ids: Sequence[int], tools: Sequence[Tool] = ()) -> ReplyReader | None:
         """Make a reader of one reply; None where all of it is content.
 
         Args:
             prompt_ids: the prompt, which may have begun the reply.
             tools: those that the prompt shows; without any, calls are not read.
-            is_parallel: whether calls after the first one are read; otherwise they are content.
         """
         calls = self.calls if tools else None
         if self.reasoning is None and calls is None:
@@ -105,9 +102,9 @@ class ReplyForms:
         if CHECKPOINT in (self.reasoning, calls):
             wanted = {"has_thoughts": self.reasoning is not None, "has_calls": calls is not None}
             prompt = decode(list(prompt_ids), skip_special_tokens=False)
-            return CheckpointReader(self.tokenizer, prompt, tools=tools, is_parallel=is_parallel, **wanted)
+            return CheckpointReader(self.tokenizer, prompt, tools=tools, **wanted)
         tail = decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
-        return _reader(self.reasoning, calls, tail, tools, is_parallel)
+        return _reader(self.reasoning, calls, tail, tools)
 
     def bound(self, prompt_ids: Sequence[int]) -> BoundReply:
         """Say how a reply to a prompt is read whose answer is held by a grammar, which has no room for the
@@ -159,21 +156,18 @@ def _reader(
     calls: CallForm | str | None,
     prompt: str,
     tools: Sequence[Tool],
-    is_parallel: bool = True,
 ) -> ReplyReader:
     if HARMONY in (reasoning, calls):
         return HarmonyReader(
             has_thoughts=reasoning == HARMONY,
             has_calls=calls == HARMONY,
             begun=begun_message(prompt),
-            is_parallel=is_parallel,
         )
     return TagReader(
         has_thoughts=reasoning in (TAGS, DEEPSEEK_R1),
         form=calls if isinstance(calls, CallForm) else None,
         tools=tools,
         is_opened=opens_thought(prompt) or (reasoning == DEEPSEEK_R1 and not closes_thought(prompt)),
-        is_parallel=is_parallel,
     )
 
 

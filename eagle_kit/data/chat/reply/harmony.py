@@ -47,7 +47,6 @@ class HarmonyReader:
         has_thoughts: whether the channel analysis is reasoning.
         has_calls: whether calls of functions are read.
         begun: :func:`begun_message` of the prompt.
-        is_parallel: whether calls after the first one are read; otherwise they are content.
     """
 
     def __init__(
@@ -56,9 +55,8 @@ class HarmonyReader:
         has_thoughts: bool,
         has_calls: bool,
         begun: str = f"{START}assistant",
-        is_parallel: bool = True,
     ) -> None:
-        self._has_thoughts, self._has_calls, self._is_parallel = has_thoughts, has_calls, is_parallel
+        self._has_thoughts, self._has_calls = has_thoughts, has_calls
         self._held = self._name = self._written = ""
         self._step = self._in_header
         self._parts = ReplyParts()
@@ -75,8 +73,10 @@ class HarmonyReader:
         self._held += text
         return self._read(False)
 
-    def finish(self) -> ReplyParts:
-        """Release what is held back, after the last piece."""
+    def finish(self, end: str = "") -> ReplyParts:
+        """Release what is held back, after the last piece; with the ``end`` of a message the last one is
+        whole."""
+        self._held += end if end in ENDS else ""
         return self._read(True)
 
     def _read(self, is_end: bool) -> ReplyParts:
@@ -155,7 +155,6 @@ class HarmonyReader:
             # Without an end the arguments were cut off.
             arguments = {} if end and not body.strip() else json.loads(body)
             self._parts.calls.append(make_call(self._name.removeprefix(FUNCTIONS), arguments))
-            self._has_calls = self._is_parallel
         except (Unusable, ValueError, RecursionError):
             self._target, self._joins = "content", not self._is_first["content"]
             self._say(self._written + body + end)

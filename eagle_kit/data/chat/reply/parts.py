@@ -1,7 +1,6 @@
 """Parts of a generated reply, and what every reader of replies does."""
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -36,20 +35,16 @@ class ReplyReader(Protocol):
     def feed(self, text: str) -> ReplyParts:
         """Read a further piece of text."""
 
-    def finish(self) -> ReplyParts:
-        """Release what is held back, after the last piece."""
+    def finish(self, end: str = "") -> ReplyParts:
+        """Release what is held back, after the last piece. ``end`` is the text of the token that ended the
+        reply; empty where it was cut."""
 
 
-def read_reply(reader: ReplyReader, text: str) -> ReplyParts:
-    """Read a whole reply with a new reader."""
+def read_reply(reader: ReplyReader, text: str, end: str = "") -> ReplyParts:
+    """Read a whole reply with a new reader; ``end`` as in :meth:`ReplyReader.finish`."""
     parts = reader.feed(text)
-    parts.add(reader.finish())
+    parts.add(reader.finish(end))
     return parts
-
-
-def calls_as_text(calls: Sequence[Call]) -> str:
-    """Write calls as JSON objects, one a line, which are content where a reply may have one call only."""
-    return "\n".join(json.dumps(call._asdict(), ensure_ascii=False) for call in calls)
 
 
 def len_of_beginning(text: str, markers: Iterable[str]) -> int:

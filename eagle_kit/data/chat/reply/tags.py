@@ -7,11 +7,10 @@ to neither, as chat templates write it.
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
 from eagle_kit.data.chat.messages import Tool
 from eagle_kit.data.chat.reply.calls import BARE_BEGINNINGS, LONG_CALL, CallForm
-from eagle_kit.data.chat.reply.parts import ReplyParts, calls_as_text, len_of_beginning
+from eagle_kit.data.chat.reply.parts import ReplyParts, len_of_beginning
 
 THINK, END_THINK = "<think>", "</think>"
 OPENED, CLOSED = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
@@ -35,7 +34,6 @@ class TagReader:
         form: of calls; None leaves them in the content.
         tools: definitions of the request's tools.
         is_opened: the prompt has opened the thought.
-        is_parallel: whether calls after the first one are read; otherwise they are content.
     """
 
     def __init__(
@@ -45,9 +43,8 @@ class TagReader:
         form: CallForm | None = None,
         tools: Sequence[Tool] = (),
         is_opened: bool = False,
-        is_parallel: bool = True,
     ) -> None:
-        self._form, self._tools, self._is_parallel = form, tools, is_parallel
+        self._form, self._tools = form, tools
         self._behind_opening = self._thought if is_opened else self._content
         self._step = self._opening if has_thoughts else self._content
         self._held = self._gap = ""
@@ -66,7 +63,7 @@ class TagReader:
             return ReplyParts()
         return self._read(False)
 
-    def finish(self) -> ReplyParts:
+    def finish(self, end: str = "") -> ReplyParts:
         """Release what is held back, after the last piece."""
         parts = self._read(True)
         if not (self._is_fresh or self._is_behind_call):
@@ -155,12 +152,7 @@ class TagReader:
             self._say(written)
         else:
             self._is_behind_call, self._is_fresh = True, self._is_fresh or not self._has_said
-            if self._is_parallel:
-                self._parts.calls += taken.calls
-                return True
-            self._parts.calls.append(taken.calls[0])
-            self._say(calls_as_text(taken.calls[1:]))
-            self._form = replace(self._form, openers=(), is_bare=False)
+            self._parts.calls += taken.calls
         return True
 
     def _say(self, text: str) -> None:

@@ -188,13 +188,14 @@ def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tu
         tokenizer.response_template = None
 
 
-def test_a_response_template_reads_one_call_where_there_may_be_one() -> None:
+def test_with_a_response_template_a_grammar_begins_behind_the_marker_that_the_chat_template_writes() -> None:
     tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
-    tokenizer.response_template = OWN
     prompt = tokenizer("<|im_start|>assistant\n")["input_ids"]
-    reader = choose_forms(tokenizer).reader(prompt, [WEATHER], False)
-    assert reader is not None
-    assert read_reply(reader, f"A {WRITTEN}\n{WRITTEN}") == ReplyParts("", f"A\n{WRITTEN}", [CITY])
+    plain = choose_forms(tokenizer).bound(prompt)
+    tokenizer.response_template = OWN
+    bound = choose_forms(tokenizer).bound(prompt)
+    assert bound.thought == plain.thought is not None and bound.make_reader is not None
+    assert read_reply(bound.make_reader(), "<think>\nhm</think>4") == ReplyParts("hm", "4")
 
 
 CODER = (

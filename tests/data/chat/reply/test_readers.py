@@ -190,21 +190,7 @@ CASES: list[tuple[str, Any, str, tuple[str, str, list[Call]]]] = [
     ),
     ("llama, names of no tool", {"form": LLAMA3}, '[{"name": 1}]', ("", '[{"name": 1}]', [])),
     ("llama, list of code", {"form": LLAMA3}, "<|python_tag|>[1]", ("", "<|python_tag|>[1]", [])),
-    ("one call", {"is_parallel": False}, f"A:\n{ONE}\n{ONE}", ("", f"A:\n\n{ONE}", [OSLO])),
-    ("one call and no text", {"is_parallel": False}, f"{ONE}\n", ("", "", [OSLO])),
-    (
-        "one call, deepseek",
-        {"form": DEEPSEEK, "is_parallel": False},
-        f"{V3}<｜tool▁calls▁end｜>",
-        ("", "", [OSLO]),
-    ),
-    (
-        "one call of a list",
-        {"form": MISTRAL, "is_parallel": False},
-        f"[TOOL_CALLS][{JSON}, {JSON}] Well.",
-        ("", f"{JSON} Well.", [OSLO]),
-    ),
-    ("llama, one call", {"form": LLAMA3, "is_parallel": False}, f"{LLAMA}\n{LLAMA}", ("", LLAMA, [OSLO])),
+    ("calls of a list", {"form": MISTRAL}, f"[TOOL_CALLS][{JSON}, {JSON}] Well.", ("", "Well.", [OSLO] * 2)),
     ("llama, code", {"form": LLAMA3}, "<|python_tag|>print(1)", ("", "<|python_tag|>print(1)", [])),
     ("llama, answer in JSON", {"form": LLAMA3}, '{"names": [1]}', ("", '{"names": [1]}', [])),
     (
@@ -250,12 +236,6 @@ HARMONY_CASES: list[tuple[str, dict, str, tuple[str, str, list[Call]]]] = [
         ("", "", [OSLO]),
     ),
     ("two calls", {"begun": ""}, f"{TO}{ARGUMENTS}<|call|>{TO_LATE}{ARGUMENTS}", ("", "", [OSLO] * 2)),
-    (
-        "one call",
-        {"begun": "", "is_parallel": False},
-        f"{TO}{ARGUMENTS}<|call|>{TO}{ARGUMENTS}<|call|>",
-        ("", TO.removeprefix("<|start|>assistant") + ARGUMENTS, [OSLO]),
-    ),
     ("no arguments", {"begun": ""}, f"{TO}<|call|>", ("", "", [Call("weather", {})])),
     ("cut before the arguments", {"begun": ""}, TO, ("", TO.removeprefix("<|start|>assistant"), [])),
     (
@@ -363,3 +343,16 @@ def test_long_calls_take_time_in_proportion_to_their_length() -> None:
     for form, whole in ((HERMES, f"<tool_call>{text}</tool_call>"), (LLAMA3, text)):
         pieces = [whole[i : i + 4] for i in range(0, len(whole), 4)]
         assert parts_of_pieces(tags(form), pieces).calls[0].arguments == {"city": "x" * 10**6}
+
+
+def test_a_call_of_harmony_without_arguments_is_whole_where_its_end_ended_the_reply() -> None:
+    for end, expected in (
+        ("<|call|>", ReplyParts(calls=[Call("weather", {})])),
+        ("", ReplyParts(content=TO.removeprefix("<|start|>assistant"))),
+        ("<|endoftext|>", ReplyParts(content=TO.removeprefix("<|start|>assistant"))),
+    ):
+        reader = HarmonyReader(has_thoughts=True, has_calls=True, begun="")
+        assert read_reply(reader, TO, end) == expected
+    for text, end in ((FINAL, "<|return|>"), (f"{TO}{ARGUMENTS}", "<|call|>")):
+        both = [HarmonyReader(has_thoughts=True, has_calls=True, begun="") for _ in range(2)]
+        assert read_reply(both[0], text, end) == read_reply(both[1], text)
