@@ -141,7 +141,7 @@ def test_settings_of_other_kinds_are_refused(tmp_path):
 def test_whole_models_and_unknown_heads_are_no_heads(target, tmp_path):
     with pytest.raises(UserError, match="is a whole model, not a draft head"):
         registry.find_head_kind(open_draft(target[0]))
-    (tmp_path / "config.json").write_text('{"architectures": ["DSparkDraftModel"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma4DSparkModel"]}')
     with pytest.raises(UserError, match="is a DSpark draft"):
         registry.find_kind(open_draft(tmp_path))
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny import tiny_dflash, tiny_head, tiny_hybrid, tiny_p_eagle, tiny_target
+from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_hybrid, tiny_p_eagle, tiny_target
 from tiny_cycle import (
     BATCH,
     POLICIES,
@@ -48,7 +48,7 @@ def test_recurrent_layers_need_no_host(shape, backend):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("shape", ["1,1,2", "5,1,6", "5,4,16"])
-@pytest.mark.parametrize("make_head", [tiny_p_eagle, tiny_dflash])
+@pytest.mark.parametrize("make_head", [tiny_p_eagle, tiny_dflash, tiny_dspark])
 def test_drafts_of_one_pass_need_no_host(shape, backend, make_head):
     _trace(backend, "greedy", shape, make_head=make_head)
 

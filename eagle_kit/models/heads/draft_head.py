@@ -146,8 +146,14 @@ class DraftHead(nn.Module, ABC):
     @property
     def output_weights(self) -> tuple[torch.Tensor, ...]:
         """Weights ``[Vd, H_j]`` whose products are summed to logits, each of its own columns of what
-        :meth:`norm_for_head` returns: that of :attr:`output`, and of what corrects its logits."""
-        return (self.output.weight,)
+        :meth:`norm_for_head` returns: that of :attr:`output`, and of :attr:`correction`."""
+        weights = (self.output.weight,)
+        return weights if self.correction is None else (*weights, self.correction.weight)
+
+    @property
+    def correction(self) -> Linear | None:
+        """Output layer of what corrects its logits; None where nothing does."""
+        return None
 
     @property
     @abstractmethod

@@ -72,10 +72,9 @@ class DSparkHead(DFlashHead):
         return self.markov_head
 
     @property
-    def output_weights(self) -> tuple[torch.Tensor, ...]:
+    def correction(self) -> Linear | None:
         """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`."""
-        weights = super().output_weights
-        return weights if self.markov_head is None else (*weights, self.markov_head.markov_w2.weight)
+        return None if self.markov_head is None else self.markov_head.markov_w2
 
     def corrected(self, blocks: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """See :class:`DFlashHead`."""

@@ -1,5 +1,5 @@
-"""Drafting a block in one pass over the target's states as keys (DFlash, arXiv 2602.06036), during
-draft-extend.
+"""Drafting a block in one pass over the target's states as keys (DFlash, arXiv 2602.06036, and DSpark, whose
+logits are then corrected one depth after the other), during draft-extend.
 
 Legend: B requests, M emitted rows of a window, D depths, K candidates of each, N rows of a block, H hidden.
 
@@ -14,17 +14,16 @@ from typing import cast
 
 import torch
 
-from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.blocks.layers import KVSlots
 from eagle_kit.models.heads.dflash import DFlashHead
 from eagle_kit.models.targets.llama import TargetOutput
-from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
+from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from eagle_kit.speculation.propose.drafter import Kept, Missed
 from eagle_kit.speculation.propose.ready import Candidates, ReadyDrafter, segments_of
+from eagle_kit.speculation.propose.roll_out import roll_out
 from eagle_kit.speculation.state import CycleState
 
 
@@ -38,27 +37,6 @@ class BlockDrafter(ReadyDrafter):
         super().__init__(model, vocab_size, layout)
         self.head = cast(DFlashHead, model.head)  # as its step form says
         self.first = self.head.config.first_drafted
-
-    @classmethod
-    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
-        """See :class:`Drafter`."""
-        super().check_shape(model, shape)
-        assert model.head is not None
-        if getattr(model.head, "markov", None) is not None:
-            raise UserError("The draft has a Markov head.", "It is trained here, and not served yet.")
-        most = min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
-        if shape.steps > most:
-            raise UserError(
-                f"The shape {shape} was given for a draft of blocks, of at most {most} steps.",
-                f"Use fewer steps, such as {SpecShape(most, 1, most + 1)}.",
-            )
-
-    @classmethod
-    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
-        """See :class:`Drafter`: the whole block."""
-        assert model.head is not None and model.head.most_steps is not None
-        steps = min(MAX_WINDOW // 2 - 1, model.head.most_steps)
-        return SpecShape(steps, 1, steps + 1)
 
     def num_appended(self, kept: Kept) -> int:
         """See :class:`Drafter`."""
@@ -140,4 +118,14 @@ class BlockDrafter(ReadyDrafter):
         attends = [ways[window is not None] for window in self.head.config.windows]
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
-        return self.candidates_of(read, kept)
+        return self.candidates_of(read, kept, roots)
+
+    def num_given(self, kept: Kept) -> int:
+        """See :class:`ReadyDrafter`."""
+        return 1 if self.head.markov is None else kept.topk
+
+    def candidates_of(self, read: torch.Tensor, kept: Kept, roots: torch.Tensor) -> Candidates:
+        """See :class:`ReadyDrafter`; rolled out through the head's correction where it has one."""
+        if self.head.markov is None:
+            return super().candidates_of(read, kept, roots)
+        return roll_out(self.model, self.head.markov, read.unflatten(0, (-1, kept.steps)), roots, kept.topk)

@@ -69,14 +69,19 @@ class DraftModel(ABC):
     variants: Sequence[AttentionVariant]
 
     def __init__(self, output: Linear, token_map: torch.Tensor | None) -> None:
-        self.output, self.token_map = output, token_map
-        if token_map is not None:
-            self.token_map = token_map.to(output.weight.device)
-            self.output = Linear(output.in_features, len(token_map), bias=False)
-            self.output.weight = torch.nn.Parameter(output.weight[self.token_map], requires_grad=False)
-            self.output.pack()
+        self.token_map = None if token_map is None else token_map.to(output.weight.device)
+        self.output = self._rows_of(output)
         weight = self.output.weight
         self.draft_vocab_size, self.dtype, self.device = weight.shape[0], weight.dtype, weight.device
+
+    def _rows_of(self, output: Linear) -> Linear:
+        """Rows of an output layer that may be proposed."""
+        if self.token_map is None:
+            return output
+        mine = Linear(output.in_features, len(self.token_map), bias=False)
+        mine.weight = torch.nn.Parameter(output.weight[self.token_map], requires_grad=False)
+        mine.pack()
+        return mine
 
     @abstractmethod
     def features(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -109,6 +114,9 @@ class DraftModel(ABC):
 class HeadDraftModel(DraftModel):
     """A head of any kind behind its target.
 
+    Attributes:
+        correction: last matmul of what corrects its logits, ``[Vd, r]``; None where nothing does.
+
     Args:
         head: it is bound to the target's output layer, where it has none of its own.
         token_map: see :class:`DraftModel`.
@@ -124,6 +132,7 @@ class HeadDraftModel(DraftModel):
         if token_map is not None and head.token_map is not None:
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
         super().__init__(head.bind(target.lm_head).output, token_map)
+        self.correction = None if head.correction is None else self._rows_of(head.correction)
         self.head, self.target, self.first_slot = head, target, head.first_slot
         self.capture, self.num_modules, self.cache = head.capture, head.config.num_modules, head.cache
         self.feature_size, self.step_form = head.config.hidden_size, head.step_form

@@ -14,7 +14,6 @@ from typing import cast
 
 import torch
 
-from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kv.store import PoolLayout, Segment
@@ -38,15 +37,9 @@ class MaskedDrafter(ReadyDrafter):
             self.masks = self.head.mask_inputs()
 
     @classmethod
-    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
-        """See :class:`Drafter`."""
-        super().check_shape(model, shape)
-        most = MAX_WINDOW // 2
-        if shape.steps > most:
-            raise UserError(
-                f"The shape {shape} was given for a draft of all steps in one pass, at most {most}.",
-                f"Use fewer steps, such as {SpecShape(most, 1, most + 1)}.",
-            )
+    def most_steps(cls, model: DraftModel) -> int:
+        """See :class:`ReadyDrafter`."""
+        return MAX_WINDOW // 2
 
     @classmethod
     def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
@@ -68,7 +61,7 @@ class MaskedDrafter(ReadyDrafter):
         read = self._window(inputs, state.page_table, state.seq_lens, last + 1, kept.steps, num_columns)
         nodes = self.numbers[:length].expand(b, length)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)
-        return self.candidates_of(read, kept)
+        return self.candidates_of(read, kept, tokens.gather(1, last[:, None])[:, 0])
 
     def prefill(
         self,
@@ -83,7 +76,7 @@ class MaskedDrafter(ReadyDrafter):
         stored."""
         read = self._read_prompt(out, ids, next_ids, segments, last).read
         if kept.steps == 1 or not len(last):
-            return self.candidates_of(read, kept._replace(steps=1))
+            return self.candidates_of(read, kept._replace(steps=1), next_ids[last])
         stops = [segment.stop for segment in segments]
         which = segments_of(segments, last)
         nothing = read.new_empty(0, self.masks[0].shape[1]), read.new_empty(0, self.masks[1].shape[1])
@@ -96,7 +89,9 @@ class MaskedDrafter(ReadyDrafter):
             max(stops) + kept.steps,
         )
         return self.candidates_of(
-            torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1).flatten(0, 1), kept
+            torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1).flatten(0, 1),
+            kept,
+            next_ids[last],
         )
 
     def _window(

@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
@@ -64,20 +62,9 @@ class ModulesDrafter(ReadyDrafter):
         self._make_constants(layout)
 
     @classmethod
-    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
-        """See :class:`Drafter`."""
-        super().check_shape(model, shape)
-        count = model.num_modules
-        if shape.steps > count:
-            raise UserError(
-                f"The shape {shape} was given for a draft of {count} modules, one a step.",
-                f"Use at most {count} steps, such as {SpecShape(count, 1, count + 1)}.",
-            )
-
-    @classmethod
-    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
-        """See :class:`Drafter`: as deep as there are modules."""
-        return SpecShape(model.num_modules, 1, model.num_modules + 1)
+    def most_steps(cls, model: DraftModel) -> int:
+        """See :class:`ReadyDrafter`: one module a step."""
+        return model.num_modules
 
     def num_appended(self, kept: Kept) -> int:
         """See :class:`Drafter`."""
@@ -142,7 +129,7 @@ class ModulesDrafter(ReadyDrafter):
             ids, logprobs = self._candidates(last, topk)
             tokens = tokens.scatter(1, (counts + module)[:, None], ids[:, :1])
             drafted.append(ids)
-            scores.append(logprobs)
+            scores.append(logprobs[:, None])
             kept.append(states[request, counts])
             hidden = states
         return ModulesState(*(torch.stack(part, 1) for part in (drafted, scores, kept)))

@@ -1,7 +1,7 @@
 """Drafters whose candidates of all depths are made during draft-extend, so that a chain or a tree of them is
 ready when a cycle proposes.
 
-Legend: B requests, D depths, K candidates of each, S steps of a shape, P 1 or K.
+Legend: B requests, D depths, K candidates of each, S steps of a shape, P 1 or K, H hidden.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.best_first import best_first
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kv.store import Segment
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
+from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter, Kept
 from eagle_kit.speculation.state import CycleState
 
@@ -26,7 +28,8 @@ class Candidates(NamedTuple):
 
     Attributes:
         tokens: int64 ``[B, D, K]``.
-        scores: their log-probabilities, fp32 ``[B, D, K]``, 0 where K is 1: a chain ranks nothing.
+        scores: their log-probabilities given each candidate of the depth before, fp32 ``[B, D, P, K]``, 0
+            where K is 1: a chain ranks nothing. P is 1 where depths are drafted independently.
     """
 
     tokens: torch.Tensor
@@ -37,6 +40,29 @@ class ReadyDrafter(Drafter):
     """A drafter whose states are, or begin with, :class:`Candidates`."""
 
     can_wait = False
+
+    @classmethod
+    def most_steps(cls, model: DraftModel) -> int:
+        """Steps of the longest draft."""
+        assert model.head is not None
+        return min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
+
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super().check_shape(model, shape)
+        most = cls.most_steps(model)
+        if shape.steps > most:
+            raise UserError(
+                f"The shape {shape} was given for a draft of all steps in one pass, at most {most}.",
+                f"Use fewer steps, such as {SpecShape(most, 1, most + 1)}.",
+            )
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """See :class:`Drafter`: as deep as may be."""
+        steps = cls.most_steps(model)
+        return SpecShape(steps, 1, steps + 1)
 
     @classmethod
     def kept(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> Kept:
@@ -50,17 +76,23 @@ class ReadyDrafter(Drafter):
 
     def empty_candidates(self, count: int, kept: Kept) -> Candidates:
         """Candidates of ``count`` requests that have not been prefilled."""
-        tokens = torch.zeros(count, *kept, dtype=torch.int64, device=self.model.device)
-        return Candidates(tokens, torch.zeros_like(tokens, dtype=torch.float32))
+        (steps, topk), device = kept, self.model.device
+        tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
+        return Candidates(tokens, torch.zeros(count, steps, self.num_given(kept), topk, device=device))
 
-    def candidates_of(self, read: torch.Tensor, kept: Kept) -> Candidates:
-        """Candidates that D rows a request of ``read [B * D, H]`` give."""
+    def num_given(self, kept: Kept) -> int:
+        """P of the candidates."""
+        return 1
+
+    def candidates_of(self, read: torch.Tensor, kept: Kept, roots: torch.Tensor) -> Candidates:
+        """Candidates that D rows a request of ``read [B * D, H]`` give behind the tokens ``roots`` int64
+        ``[B]``."""
         tokens, scores = self._candidates(read, kept.topk)
-        return Candidates(tokens.view(-1, *kept), scores.view(-1, *kept))
+        return Candidates(tokens.view(-1, *kept), scores.view(-1, kept.steps, 1, kept.topk))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
         """See :class:`Drafter`."""
-        return state[1][:, 0, 0].exp() if state[1].shape[2] > 1 else None
+        return state[1][:, 0, 0, 0].exp() if state[1].shape[3] > 1 else None
 
     def propose(
         self,
@@ -77,14 +109,9 @@ class ReadyDrafter(Drafter):
         if topk == 1:
             tree = chain_build(state.roots, tokens[:, :steps, 0])
         else:
-            scores = self.path_scores(state.draft)[:, :steps, :topk, :topk]
+            scores = state.draft[1][:, :steps, :topk, :topk]
             tree = best_first(state.roots, tokens[:, :steps, :topk], scores, shape)
         return DraftOutput(tree, Deterministic())
-
-    def path_scores(self, draft: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Log-probability of each candidate given that of the depth before, fp32 ``[B, D, P, K]``: depths are
-        drafted independently here, so P is 1."""
-        return draft[1][:, :, None]
 
 
 def segments_of(segments: Sequence[Segment], rows: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A run that trains a DFlash head: learns, judges, exports, serves; and what it refuses."""
+"""Runs that train a DFlash and a DSpark head: learn, judge, export, serve; and what they refuse."""
 
 import json
 
@@ -13,24 +13,26 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.train.__main__ import main as train
 
 HEAD = "head={kind: dflash, num_layers: 2, block_size: 4}"
+DSPARK = "head={kind: dspark, num_layers: 2, block_size: 3, markov_rank: 8}"
 CHAIN = ["training.ttt_length=3", "training.num_anchors=6"]
 JUDGE = "judge={every: 4, prompts: 2, max_tokens: 8, shapes: ['3,1,4']}"
 
 
-def test_a_run_is_trained_judged_exported_and_served(tmp_path):
-    words = [str(make_config(tmp_path)), HEAD, *CHAIN, JUDGE, "training.max_steps=8", "training.save_every=8"]
+@pytest.mark.parametrize(("head", "method"), [(HEAD, "dflash"), (DSPARK, "dspark")])
+def test_a_run_is_trained_judged_exported_and_served(tmp_path, head, method):
+    words = [str(make_config(tmp_path)), head, *CHAIN, JUDGE, "training.max_steps=8", "training.save_every=8"]
     assert train([*words, "--dry-run"]) == 0
     assert train([*words, "training.learning_rate=0.01"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "loss_per_step" in row]
     assert steps[-1]["loss"] < steps[0]["loss"] and len(steps[0]["loss_per_step"]) == 3
     draft = tmp_path / "run" / "step-8"
-    head = load_draft(draft)
-    assert (head.config.block_size, head.config.num_layers) == (4, 2)
+    trained = load_draft(draft)
+    assert (trained.config.most_steps, trained.config.num_layers) == (3, 2)
     assert {finding.level for finding in validate_draft(draft, tmp_path / "target")} == {"ok"}
     export_draft(draft, tmp_path / "vllm", format="vllm", target=tmp_path / "target")
     card = (tmp_path / "vllm" / "README.md").read_text()
-    assert '"method": "dflash"' in card and '"num_speculative_tokens": 3' in card
+    assert f'"method": "{method}"' in card and '"num_speculative_tokens": 3' in card
     plain = LLM(tmp_path / "target", max_context=64)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     (expected,) = plain.generate(["a cat"], params)
@@ -47,6 +49,12 @@ def test_a_run_is_trained_judged_exported_and_served(tmp_path):
         ([*CHAIN, "judge={every: 4, shapes: ['3,2,6']}"], "judge.shapes asks for more"),
         ([*CHAIN, "head.mask_token_id=100000"], "head.mask_token_id is 100000"),
         ([*CHAIN, "head.fc_norm=true"], "head.fc_norm has no meaning"),
+        ([*CHAIN, "head.markov_rank=8"], "head.markov_rank has no meaning"),
+        ([DSPARK, *CHAIN, "head.block_size=4"], "a block drafts 4 tokens"),
+        (
+            [DSPARK, *CHAIN, "head.confidence_head=false", "training.confidence_weight=2"],
+            "confidence_weight is set",
+        ),
     ],
 )
 def test_what_does_not_fit_a_block_is_refused(tmp_path, capsys, words, message):

@@ -1,0 +1,306 @@
+"""Heads that draft all steps in one pass, P-EAGLE over masks, DFlash and DSpark in blocks: chains and trees
+of the published forwards, and text of plain decoding."""
+
+import itertools
+import math
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from published_dflash import PublishedDFlash, PublishedDSpark
+from published_p_eagle import PublishedPEagle
+from tiny import tiny_dflash, tiny_dspark, tiny_p_eagle, tiny_target
+from tiny_engine import PROMPTS, check_next_turn, decode, make_engine, record_proposals, serve
+from tiny_run import make_target
+
+from eagle_kit.checkpoints.draft import write_draft
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.eval.diagnose.chain import Source, read_chain
+from eagle_kit.eval.diagnose.row import Text, compute_states, pack
+from eagle_kit.kernels.backend import use
+from eagle_kit.kinds.registry import kind_of
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.source import load_tokenizer
+from eagle_kit.serve import cpu_graph
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.request import Request
+from eagle_kit.train.run.simulate import match_table
+
+HEADS = {
+    "p-eagle": (tiny_p_eagle, {"draft_vocab_size": 9}),
+    "dflash": (tiny_dflash, {}),
+    "dflash, next token": (tiny_dflash, {"predicts_next": True}),
+    "dflash, sliding": (tiny_dflash, {"sliding_window": 8, "sliding_layers": (0, 2)}),
+    "dflash, own output": (tiny_dflash, {"draft_vocab_size": 9}),
+    "dspark": (tiny_dspark, {"block_size": 5}),
+    "dspark, gated": (tiny_dspark, {"markov_form": "gated", "predicts_next": False}),
+    "dspark, rnn": (tiny_dspark, {"markov_form": "rnn", "draft_vocab_size": 9}),
+    "dspark, rank 0": (tiny_dspark, {"markov_rank": 0, "confidence_reads_token": False}),
+}
+KINDS = ("p-eagle", "dflash", "dspark")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(vocab_size=11)
+
+
+@pytest.fixture(scope="module")
+def pairs(target):
+    """A target and a head of each name."""
+    return {name: (target, make_head(target, name)) for name in HEADS}
+
+
+def make_head(target, name: str):
+    make, changes = HEADS[name]
+    return make(target, **changes).eval().requires_grad_(False)
+
+
+def texts(requests) -> list[list[int]]:
+    return [request.token_ids for request in requests]
+
+
+class Round(NamedTuple):
+    """A proposal behind ``length`` tokens of the pool, with what the published forward says there:
+    ``probs(path)`` are the draft's probabilities ``[Vd]`` behind a path of target ids, the root first."""
+
+    length: int
+    draft: Any
+    probs: Callable[[list[int]], torch.Tensor]
+
+
+def rounds(pair, folder, shape: SpecShape):
+    """Serve a request -> itself, its text, and its rounds, whose drafts are computed anew over the whole
+    text."""
+    (target, head), steps = pair, shape.steps
+    files = kind_of(head.config).write(head, torch.float32)
+    write_draft(folder, files.tensors, files.config, metadata={})
+    engine = make_engine(pair, page_size=4, prefill_tokens=7)
+    engine.use_shape(shape)
+    proposals = record_proposals(engine)
+    request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=30))
+    serve(engine, [request])
+    text = torch.tensor(request.prompt_ids + request.token_ids)
+    aux = target(text, torch.arange(len(text)), target.causal(), head.capture).aux
+    assert len(proposals) > 5
+    weights = folder, target.embed_tokens.weight, target.head_weight
+    return (
+        request,
+        text,
+        [Round(n, draft, published(head, weights, text, aux, n, steps)) for n, draft in proposals],
+    )
+
+
+def published(head, weights, text, aux, length: int, steps: int):
+    start = torch.zeros(length + 1, dtype=torch.int64)
+    if not hasattr(head.config, "block_size"):
+        rows = [torch.arange(length)] + [torch.tensor([length - 1])] * (steps - 1)
+        logits = PublishedPEagle(*weights[:2])(aux[:length], text[1 : length + 1], start[1:], rows)[
+            length - 1 :
+        ]
+        return lambda path: logits[len(path) - 1].softmax(-1)
+    first, anchor = head.config.first_drafted, torch.tensor([length])
+    states = torch.cat((aux[:length], torch.full_like(aux[:1], 9.0)))  # the root's own is not known
+    kind = PublishedDFlash if head.markov is None else PublishedDSpark
+    forward = kind(*weights)
+    logits = forward(states, text[: length + 1], start, anchor, steps + first)
+    if head.markov is None:
+        return lambda path: logits[0, first + len(path) - 1].softmax(-1)
+    return lambda path: forward.corrected(logits, torch.tensor([path]), first)[0][0, -1].softmax(-1)
+
+
+def best_chain(head, probs, root: int, steps: int) -> list[int]:
+    path = [root]
+    for _ in range(steps):
+        path.append(int(head.to_target(probs(path).argmax())))
+    return path[1:]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_every_chain_is_that_of_the_published_forward(pairs, tmp_path, name):
+    """After every verify, and as training's judge and diagnosis read the text."""
+    (target, head), steps = pairs[name], 4
+    request, text, made = rounds(pairs[name], tmp_path / "head", SpecShape(steps, 1, steps + 1))
+    for length, draft, probs in made:
+        assert draft.tree.tokens[0, 1:].tolist() == best_chain(head, probs, int(text[length]), steps)
+    prompt = len(request.prompt_ids)
+    table = match_table(target, head, text, prompt, steps)
+    row = pack([Text(request.prompt_ids, request.token_ids)])
+    reading = read_chain(head, Source(target, row, compute_states(target, row, head.capture)), steps)
+    for length, draft, _ in (each for each in made if each.length + steps < len(text)):
+        right = (draft.tree.tokens[0, 1:] == text[length + 1 : length + 1 + steps]).long().cumprod(0)
+        leading = table[length - prompt].long().cumprod(0)  # behind a miss, a correction reads the text
+        assert leading.tolist() == right.tolist()
+        at = row.roots.tolist().index(length)
+        assert reading.accepted[at] == right.sum()
+
+
+def candidates(head, probs, root: int, shape: SpecShape):
+    """Target ids of the candidates of each depth, and their probability behind each of the depth before: the
+    greedy chain's first, then the most likely over all of them. A path to one is greedy but for its end."""
+    greedy, before, weights, found = [root], [root], torch.ones(1, dtype=torch.float64), []
+    for _ in range(shape.steps):
+        behind = torch.stack([probs([*greedy[:-1], token]) for token in before])
+        overall = weights @ behind
+        best = behind[0].argmax()
+        rest = [i for i in overall.argsort(descending=True).tolist() if i != best]
+        ids = torch.tensor([int(best), *rest[: shape.topk - 1]])
+        before, weights = head.to_target(ids).tolist(), overall[ids]
+        greedy.append(before[0])
+        found.append((before, behind[:, ids].expand(shape.topk, -1)))
+    return found
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["p-eagle", "dflash", "dspark", "dspark, gated", "dspark, rnn"])
+def test_every_tree_has_the_most_likely_paths_of_the_published_forward(pairs, tmp_path, name):
+    """Of all paths of candidates, by the product of their probabilities over the whole text, in fp64."""
+    (_, head), shape = pairs[name], SpecShape(4, 3, 14)
+    _, text, made = rounds(pairs[name], tmp_path / "head", shape)
+    for length, draft, probs in made:
+        table, ranked = candidates(head, probs, int(text[length]), shape), []
+        for depth in range(1, shape.steps + 1):
+            for path in itertools.product(range(shape.topk), repeat=depth):
+                steps = zip(path, (0, *path), range(depth), strict=False)
+                product = math.prod(table[d][1][given, rank].item() for rank, given, d in steps)
+                ranked.append((product, [table[d][0][rank] for d, rank in enumerate(path)]))
+        best = [path for _, path in sorted(ranked, reverse=True)[: shape.tokens - 1]]
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(draft.tree.tokens[0, 1:], draft.tree.parents[0, 1:], strict=True):
+            paths.append([*paths[parent], token.item()])
+        assert sorted(paths[1:]) == sorted(best)
+
+
+OPTIONS = {
+    "alone": {"batch": 1},
+    "chunked prefill": {"batch": 3, "options": {"prefill_tokens": 7}},
+    "lag": {"batch": 3, "options": {"lag": 1}},
+    "preemption": {"batch": 4, "page_size": 2, "max_context": 100, "options": {"kv_tokens": 130}},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """Replies of plain decoding."""
+    return texts(decode((target, None)))
+
+
+RUNS = [*itertools.product(OPTIONS, ("5,1,6", "4,3,14")), ("alone", "1,1,2"), ("alone", "1,4,5")]
+
+
+@pytest.mark.parametrize(("case", "shape"), RUNS)
+@pytest.mark.parametrize("name", KINDS)
+def test_greedy_text_is_that_of_plain_decoding(pairs, plain, name, case, shape):
+    drafted = decode(pairs[name], shape, **{**OPTIONS[case], "prompts": PROMPTS[:4]})
+    assert texts(drafted) == plain[:4]
+    assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
+
+
+@pytest.mark.parametrize("shape", ["4,1,5", "4,3,14"])
+@pytest.mark.parametrize("name", KINDS)
+def test_seeded_text_is_that_of_plain_decoding(pairs, name, shape):
+    params = {"temperature": 0.9, "seed": 3, "prompts": PROMPTS[:4]}
+    drafted = decode(pairs[name], shape, batch=3, options={"lag": 1}, **params)
+    assert texts(drafted) == texts(decode(pairs[name], **params))
+
+
+LONGEST = {
+    "p-eagle": ("32,1,33", {}),
+    "dflash": ("31,1,32", {"block_size": 32}),
+    "dspark": ("31,1,32", {"block_size": 31}),
+}
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_the_longest_chain(target, plain, name):
+    shape, changes = LONGEST[name]
+    make, own = HEADS[name]
+    assert texts(decode((target, make(target, **own | changes)), shape, batch=2)) == plain
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_shape_may_follow_the_batch(pairs, plain, name):
+    engine = make_engine(pairs[name], batch=4)
+    engine.use_shape(ShapeTable.parse("5,1,6 2:3,4,9 3:2,1,3 4:none"))
+    requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
+    serve(engine, requests)
+    assert texts(requests) == plain
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_cached_prefix_has_the_drafts_entries(pairs, name):
+    check_next_turn(pairs[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("p-eagle", "4,1,5"), ("dflash", "4,3,14"), ("dspark", "4,3,14")]
+)
+def test_replies_match_their_grammar(tmp_path, name, shape):
+    target = load_target(make_target(tmp_path / "target"))
+    head, tokenizer = HEADS[name][0](target, seed=250), load_tokenizer(tmp_path / "target")
+    llm = LLM(target, head, tokenizer=tokenizer, max_context=300, max_batch_size=2)
+    params = SamplingParams(max_tokens=40, grammar=Grammar("regex", "(ab|cd){3}[0-9]{2}"))
+    plain, drafted = (llm.generate(["Tell me."], params, shape=shape)[0] for shape in ("none", shape))
+    assert re.fullmatch("(ab|cd){3}[0-9]{2}", drafted.text) and drafted.token_ids == plain.token_ids
+
+
+@pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
+@pytest.mark.parametrize("shape", ["4,1,5", "4,3,14"])
+@pytest.mark.parametrize("name", KINDS)
+def test_recorded_cycles_say_the_same(pairs, plain, name, shape):
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    llm = LLM(*pairs[name], max_batch_size=2, max_context=128, shape=shape, lag=0)
+    llm.engine().runner.graphs = cpu_graph.CpuGraphs(1)
+    ours = [output.token_ids for output in llm.generate(PROMPTS[:2], params)]
+    assert llm.engine().runner.graphs.num_graphs > 0 and not llm.engine().runner.graphs._refused
+    assert [reply[:40] for reply in ours] == plain[:2]
+
+
+@pytest.mark.parametrize("name", ["p-eagle", "dspark"])
+def test_shapes_are_chosen_among_chains_and_trees(pairs, plain, name):
+    llm = LLM(*pairs[name], max_context=128, max_batch_size=2)
+    assert llm.chooses_shapes and str(llm.default_shape) == "5,1,6"
+    outputs = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True))
+    assert [output.token_ids for output in outputs] == [reply[:30] for reply in plain[:2]]
+    assert {shape.topk for shape in llm.engine().shapes.shapes} > {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("p-eagle", {"shape": "33,1,34"}, "in one pass, at most 32. Use fewer steps, such as 32,1,33"),
+        ("p-eagle", {"shape": "2,10,30"}, "more candidates than the draft's 9 tokens"),
+        ("p-eagle", {"tree": "static"}, "masks for its later steps"),
+        ("dflash", {"shape": "6,1,7"}, "in one pass, at most 5. Use fewer steps, such as 5,1,6"),
+        ("dflash", {"tree": "static"}, "The draft has blocks"),
+        ("dspark", {"shape": "6,1,7"}, "in one pass, at most 5. Use fewer steps, such as 5,1,6"),
+    ],
+)
+def test_what_they_cannot_draft_is_refused(pairs, name, options, message):
+    with pytest.raises(UserError, match=message):
+        LLM(*pairs[name], max_context=128, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the models are on a CPU")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dflash, sliding", "dspark, gated"])
+def test_kernels_draft_the_same(pairs, triton_device, name):
+    """Every proposal and reply of Triton's kernels under the interpreter is that of the references."""
+
+    def run():
+        engine = make_engine(pairs[name], page_size=4)
+        engine.use_shape(SpecShape(4, 1, 5))
+        proposals = record_proposals(engine)
+        request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=8))
+        serve(engine, [request])
+        return request.token_ids, [draft.tree.tokens.tolist() for _, draft in proposals]
+
+    expected = run()
+    with use("triton"):
+        assert run() == expected
+    assert len(expected[1]) > 3
