@@ -49,8 +49,9 @@ head: install ## the shipped head from packages alone, in half a day on two core
 	@$(KIT) data regenerate $(CHATS) $(TARGET) --max-turns 2 --max-prompt-tokens 512 --max-tokens 256 --limit 3000 \
 	  --near-duplicates 0.8 $(APART) --out runs/smollm2-135m-replies-chats.jsonl
 	@echo "== head: two trainings"
-	@[ -f runs/smollm2-135m-words.npz ] || \
-	  $(KIT) data vocab configs/smollm2-135m-eagle3.yaml data.limit=2000 --out runs/smollm2-135m-words.npz
+	@[ -f runs/smollm2-135m-head-words.npz ] || \
+	  $(KIT) data vocab configs/smollm2-135m-head-own.yaml data.limit=300 head.start_from=null head.draft_vocab_size=8192 \
+	  --out runs/smollm2-135m-head-words.npz
 	@$(KIT) train configs/smollm2-135m-head-raw.yaml --resume
 	@$(KIT) train configs/smollm2-135m-head-own.yaml --resume
 	@echo "== head: measured, with its card and tuning table"
