@@ -272,8 +272,9 @@ def _vocab(args: argparse.Namespace) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     data.vocab_map.save(args.out)
     covered = 100 * data.vocab_map.coverage
-    print(f"{args.out}: {config.head.draft_vocab_size} draft tokens cover {covered:.1f} % of the replies.")
-    print(f"Train with head.vocab_map={args.out} head.draft_vocab_size={config.head.draft_vocab_size}.")
+    size = len(data.vocab_map.d2t)
+    print(f"{args.out}: {size} draft tokens cover {covered:.1f} % of the replies.")
+    print(f"Train with head.vocab_map={args.out} head.draft_vocab_size={size}.")
     return 0
 
 

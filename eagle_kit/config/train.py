@@ -12,8 +12,10 @@ from eagle_kit.config.options import Section
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 
-LOSSES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
+LOSSES = ("ce", "hard-ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
 """Losses of ``training.loss``."""
+DRAFT_VOCAB_SIZE = 8192
+"""Tokens that a head with an output layer of its own can propose, where a config does not say it."""
 
 
 class TemplateVariant(Section):
@@ -183,8 +185,11 @@ class HeadConfig(Section):
             token before, with a confidence head), or ``mtp`` (DeepSeek's multi-token prediction modules). The
             last four propose any token through the target's own output layer. What follows is for EAGLE-3,
             except where it says otherwise; of it, P-EAGLE has no ``norm_output``, ``sliding_window`` and
-            ``start_from``, and DFlash and DSpark what is said to be ``dflash``'s.
-        draft_vocab_size: tokens the head can propose, chosen by frequency in the supervised tokens.
+            ``start_from``, and DFlash and DSpark what is said to be ``dflash``'s and ``vocab_map``,
+            ``lm_head_init`` and ``start_from``.
+        draft_vocab_size: of ``dflash`` too: tokens the head can propose, chosen by frequency in the
+            supervised tokens, by an output layer of its own. Null is 8192, and of ``dflash`` every token,
+            through the target's output layer.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
         aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``, and of ``dflash``
             five spread from 2 to L - 2.
@@ -220,7 +225,7 @@ class HeadConfig(Section):
     """
 
     kind: str = "eagle3"
-    draft_vocab_size: int = Field(default=8192, ge=2)
+    draft_vocab_size: int | None = Field(default=None, ge=2)
     vocab_map: str | None = None
     aux_layer_ids: tuple[int, ...] | None = None
     fc_norm: bool = False
@@ -239,6 +244,11 @@ class HeadConfig(Section):
     confidence_head: bool = True
     num_modules: int | None = Field(default=None, ge=1, le=16)
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """:attr:`draft_vocab_size`, of heads whose output layer is always their own."""
+        return DRAFT_VOCAB_SIZE if self.draft_vocab_size is None else self.draft_vocab_size
 
     @model_validator(mode="after")
     def _start_from_says_the_rest(self) -> "HeadConfig":
@@ -335,7 +345,8 @@ class TrainingConfig(Section):
             and that token's acceptance rate.
         detach_steps: no gradient flows through the state that a step hands to the next (HASS).
         regression: weights of an EAGLE-1 head's loss; null are the published ones.
-        loss: ``ce``, soft cross-entropy over the draft vocabulary; ``kl``, the divergence (same gradient, 0
+        loss: ``ce``, soft cross-entropy over the draft vocabulary; ``hard-ce``, cross-entropy with the text's
+            token, as DFlash's authors train; ``kl``, the divergence (same gradient, 0
             at best); ``reverse-kl``; ``tv``, total variation, 1 minus the acceptance rate; ``lk-alpha``, the
             rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the rate grows. Formulas and
             sources are in ``eagle_kit/kernels/draft_loss/reference.py``. Or several with their weights, for

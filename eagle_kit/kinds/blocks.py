@@ -16,9 +16,10 @@ from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, soften
 from eagle_kit.kinds.support import findings
+from eagle_kit.kinds.support.beginning import check_old_head, check_vocab_size, start_output
 from eagle_kit.kinds.support.config_json import layer_to_dict
 from eagle_kit.kinds.support.conventions import Convention
-from eagle_kit.kinds.support.files import OWN, DraftFiles
+from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
 from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig, read_decoder
@@ -58,7 +59,8 @@ class BlockKind(HeadKind[Config, Head]):
     settings = frozenset(
         {
             *("head.aux_layer_ids", "head.intermediate_size", "head.num_layers", "head.mask_token_id"),
-            *("head.block_size", "head.sliding_window"),
+            *("head.block_size", "head.sliding_window", "head.start_from"),
+            *("head.draft_vocab_size", "head.vocab_map", "head.lm_head_init"),
             *("training.loss", "training.dpace_alpha", "training.feature_noise", "training.num_anchors"),
         }
     )
@@ -224,6 +226,8 @@ class BlockKind(HeadKind[Config, Head]):
 
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's token is the last one by default."""
+        if settings.start_from is not None:
+            return self._old_config(settings.start_from, target)
         mask = target.vocab_size - 1 if settings.mask_token_id is None else settings.mask_token_id
         if mask >= target.vocab_size:
             raise UserError(
@@ -241,6 +245,9 @@ class BlockKind(HeadKind[Config, Head]):
         fields |= {"block_size": settings.block_size, **self.chosen_parts(settings)}
         if settings.intermediate_size is not None:
             fields["intermediate_size"] = settings.intermediate_size
+        if settings.draft_vocab_size is not None:
+            check_vocab_size(settings.draft_vocab_size, target)
+            fields["draft_vocab_size"] = settings.draft_vocab_size
         if settings.sliding_window is not None:
             fields |= {"sliding_window": settings.sliding_window, "sliding_layers": tuple(range(layers - 1))}
         return self.config_class.for_target(target, **fields)
@@ -249,9 +256,36 @@ class BlockKind(HeadKind[Config, Head]):
         """Fields of the architecture that a training config asks for beside those of every block."""
         return {}
 
+    def vocab_size(self, settings: HeadConfig) -> int | None:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; all by default."""
+        return None if settings.draft_vocab_size is None else super().vocab_size(settings)
+
+    def _old_config(self, folder: str, target: TargetConfig) -> Config:
+        """The architecture of the head that ``start_from`` names. Raises UserError for one of another target
+        or kind, and where it may read other layers than its config says."""
+        files = open_draft(folder)
+        kind = self.name if self.recognises(files) else files.architecture
+        check_old_head(folder, [("kind", kind, self.name)])
+        found = self.read_config(files, target)
+        sizes = (
+            ("target_hidden_size", found.target_hidden_size, target.hidden_size),
+            ("vocab_size", found.vocab_size, target.vocab_size),
+        )
+        check_old_head(folder, sizes)
+        layers = _check_layers(found, target)
+        if layers.level != "ok":
+            raise UserError(f"head.start_from, {folder}: {layers.cause}", layers.remedy)
+        return found
+
     def new_head(self, settings: HeadConfig, config: Config, start: Start) -> Head:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; with a final norm that says nothing yet."""
+        if settings.start_from is not None:
+            old = self.read(open_draft(settings.start_from), start.target, device=start.device)
+            old.config = config
+            return old
         head = super().new_head(settings, config, start)
+        if config.owns_output:
+            start_output(head, settings, start)
         soften(head.norm, start.target)
         return head
 

@@ -17,6 +17,7 @@ from eagle_kit.kinds.fused_states import (
     start_new_head,
 )
 from eagle_kit.kinds.kind import Start, describe_attention
+from eagle_kit.kinds.support.beginning import check_old_head
 from eagle_kit.kinds.support.conventions import Convention
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.models.config import TargetConfig
@@ -76,7 +77,7 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
         overrides = chosen_fields(settings, target)
         if settings.sliding_window is not None:
             overrides["sliding_window"] = settings.sliding_window
-        return Eagle3Config.for_target(target, settings.draft_vocab_size, latent=latent, **overrides)
+        return Eagle3Config.for_target(target, settings.num_draft_tokens, latent=latent, **overrides)
 
     def new_head(self, settings: HeadConfig, config: Eagle3Config, start: Start) -> Eagle3Head:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
@@ -153,14 +154,10 @@ def _old_config(settings: HeadConfig, target: TargetConfig) -> Eagle3Config:
             f"The head of head.start_from, {folder}, numbers the layers it reads as other projects do.",
             f"Give the folder that eagle-kit import {folder} --out DIR writes.",
         )
-    for name, has, needs in (
+    sizes = (
         ("kind", "eagle3" if found.mla is None else "eagle3-mla", settings.kind),
         ("target_hidden_size", found.target_hidden_size, target.hidden_size),
         ("vocab_size", found.vocab_size, target.vocab_size),
-    ):
-        if has != needs:
-            raise UserError(
-                f"The head of head.start_from, {folder}, has the {name} {has}, and this run needs {needs}.",
-                "Name a head of this target and kind, or leave head.start_from out.",
-            )
+    )
+    check_old_head(folder, sizes)
     return found

@@ -14,6 +14,7 @@ from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, our_names, soften
 from eagle_kit.kinds.support import findings
+from eagle_kit.kinds.support.beginning import check_vocab_size, start_output
 from eagle_kit.kinds.support.config_json import layer_to_dict, read_layer
 from eagle_kit.kinds.support.files import OWN, DraftFiles
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
@@ -362,11 +363,7 @@ def _check_layers(raw: dict[str, Any], draft: Eagle3Config, target: TargetConfig
 def chosen_fields(settings: HeadConfig, target: TargetConfig) -> dict[str, Any]:
     """Fields of a new head's architecture that a training config chooses. Raises UserError for what the
     target has not."""
-    if settings.draft_vocab_size > target.vocab_size:
-        raise UserError(
-            f"head.draft_vocab_size is {settings.draft_vocab_size}, but the target has {target.vocab_size}.",
-            "Lower it.",
-        )
+    check_vocab_size(settings.num_draft_tokens, target)
     fields: dict[str, Any] = {flag: getattr(settings, flag) for flag in FLAGS}
     if settings.intermediate_size is not None:
         fields["intermediate_size"] = settings.intermediate_size
@@ -382,14 +379,8 @@ def chosen_fields(settings: HeadConfig, target: TargetConfig) -> dict[str, Any]:
 
 def start_new_head(head: Head, settings: HeadConfig, start: Start) -> Head:
     """Give a new head its vocabulary and the target's output rows, in fp32."""
-    # A target may have more rows than its tokenizer has tokens.
-    in_draft = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-    in_draft[: len(start.vocab.t2d)] = torch.as_tensor(start.vocab.t2d)
-    head.set_vocab_map(torch.as_tensor(start.vocab.d2t), in_draft)
     head.to(device=start.device, dtype=torch.float32)
+    start_output(head, settings, start)
     if settings.lm_head_init == "target":
-        with torch.no_grad():
-            rows = head.target_ids.to(start.target.head_weight.device)
-            head.lm_head.weight.copy_(start.target.head_weight[rows])
         soften(head.norm, start.target)
     return head

@@ -336,7 +336,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     def vocab_size(self, settings: HeadConfig) -> int | None:
         """Tokens to choose from the data; None for all of them, or those of ``start_from``."""
         chosen = "head.draft_vocab_size" in self.settings and settings.start_from is None
-        return settings.draft_vocab_size if chosen else None
+        return settings.num_draft_tokens if chosen else None
 
     def regression(self, config: TrainConfig) -> RegressionConfig | None:
         """Weights of EAGLE-1's loss; None for kinds that learn from ``training.loss``."""

@@ -136,7 +136,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
             "mask_token_id": mask,
             "num_layers": 4 if settings.num_layers is None else settings.num_layers,
         }
-        return PEagleConfig.for_target(target, settings.draft_vocab_size, **fields)
+        return PEagleConfig.for_target(target, settings.num_draft_tokens, **fields)
 
     def new_head(self, settings: HeadConfig, config: PEagleConfig, start: Start) -> PEagleHead:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's embedding begins as the mean of all."""

@@ -7,6 +7,7 @@ Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabul
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from eagle_kit.train.algorithm.dpace import step_factors
 from eagle_kit.train.algorithm.regression import regression_loss
 from eagle_kit.train.algorithm.row_plan import LossBlock, RowPlan
 from eagle_kit.train.algorithm.target_features import TargetFeatures
-from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs
+from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs, text_probs
 
 LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 256, 2048
 """Rows of step 0 whose teacher distributions exist together. Fewer blocks are better where there is memory:
@@ -61,7 +62,8 @@ class Objective:
     """Loss to minimise.
 
     Attributes:
-        loss: of :func:`~eagle_kit.kernels.draft_loss.linear_draft_loss`, one or several with weights.
+        loss: of :func:`~eagle_kit.kernels.draft_loss.linear_draft_loss`, one or several with weights or none.
+        text_weight: of the cross-entropy with the text's tokens, beside ``loss``.
         eta: of ``lk-hybrid``.
         target_head: the target's whole output layer ``[V, H_target]``, for losses in the acceptance rate when
             the draft vocabulary is a part of the target's; None otherwise.
@@ -76,6 +78,7 @@ class Objective:
 
     loss: str | Mapping[str, float] = "ce"
     eta: float = 3.0
+    text_weight: float = 0.0
     target_head: torch.Tensor | None = None
     regression: RegressionConfig | None = None
     detach_steps: bool = False
@@ -93,10 +96,16 @@ class Objective:
         confidence_weight: float = 0.0,
     ) -> "Objective":
         """Objective for the training of ``head``; ``head_weight [V, H_target]``."""
-        names = (loss,) if isinstance(loss, str) else loss
-        needs_rate = confidence_weight > 0 or any(name in NEEDS_MASS for name in names)
-        is_partial = needs_rate and head.token_map is not None
-        return cls(loss, eta, head_weight if is_partial else None, confidence_weight=confidence_weight)
+        mix = {loss: 1.0} if isinstance(loss, str) else dict(loss)
+        text_weight = mix.pop("hard-ce", 0.0)
+        needs_rate = confidence_weight > 0 or any(name in NEEDS_MASS for name in mix)
+        whole = head_weight if needs_rate and head.token_map is not None else None
+        return cls(mix, eta, text_weight, whole, confidence_weight=confidence_weight)
+
+    @property
+    def needs_target(self) -> bool:
+        """True unless rows learn from the text alone."""
+        return bool(self.loss) or self.confidence_weight > 0 or self.regression is not None
 
 
 class TTTOutput(NamedTuple):
@@ -154,7 +163,8 @@ def ttt_loss(
 ) -> TTTOutput:
     """Weighted loss over all steps.
 
-    A row whose target token is outside the draft vocabulary carries no loss and counts as a miss. On a CPU it
+    A row whose target token (the text's, where rows learn from that alone) is outside the draft vocabulary
+    carries no loss and counts as a miss. On a CPU it
     is left out; on a GPU, where the host would have to wait for how many there are, it has the weight 0,
     and zeros in place of the states of head and target.
 
@@ -172,7 +182,8 @@ def ttt_loss(
     on_gpu = argmax.is_cuda
     for block in plan.blocks(block_rows(objective, len(plan.rows), on_gpu=on_gpu)):
         states, weights, token = block.of(normed), block.of(batch.row_weights), argmax[block.teachers]
-        wanted, index, sayable = block.wanted, block.which, head.t2d[token]
+        wanted, index = block.wanted, block.which
+        sayable = head.t2d[token if objective.needs_target else batch.ids[block.teachers + 1]]
         if on_gpu:  # the host would have to wait for the number of rows that remain
             weights, states = weights * sayable, states.masked_fill(~sayable[:, None], 0.0)
             learned = torch.arange(len(token), device=token.device)
@@ -185,15 +196,20 @@ def ttt_loss(
             states, weights, token = states[learned], weights[learned], token[learned]
             wanted, index = torch.unique(block.teachers[learned], return_inverse=True)
             hidden = batch.features.hidden[wanted]
-        probs, mass = draft_vocab_probs(hidden, batch.target_head, objective.form), None
-        if objective.target_head is not None:
-            mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, objective.form)
         factors = None
         if objective.dpace_alpha is not None:
             rows = [mine[a:b] for mine, (a, b) in zip(plan.rows, block.pieces, strict=True)]
             factors = step_factors(rows, len(plan.needed), learned, sayable, objective.dpace_alpha)
-        teacher = Teacher(probs, index, weights, mass, factors)
-        part = _block_loss(objective, output, states, hidden, teacher, grads)
+        teacher = text = None
+        if objective.needs_target:
+            probs, mass = draft_vocab_probs(hidden, batch.target_head, objective.form), None
+            if objective.target_head is not None:
+                mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, objective.form)
+            teacher = Teacher(probs, index, weights, mass, factors)
+        if objective.text_weight:
+            probs = text_probs(batch.ids[wanted + 1], head.t2d, head.token_map)
+            text = Teacher(probs, index, weights * probs.sum(-1)[index], None, factors)
+        part = _block_loss(objective, output, states, hidden, (teacher, text), grads)
         total = total + part.loss
         if part.acceptance is not None:
             before = batch.ids[block.teachers[learned]]  # the token before the one that a row drafts
@@ -222,24 +238,28 @@ def _block_loss(
     output: Weights,
     states: torch.Tensor,
     hidden: torch.Tensor,
-    teacher: Teacher,
+    teachers: tuple[Teacher | None, Teacher | None],
     grads: WeightGrads,
 ) -> SoftCrossEntropy:
-    """Loss of a block's rows: ``states [M, H]`` learn from ``teacher``, made of the target's ``hidden
-    [P, H]``. Gradients of the weights of ``output`` that learn are added to ``grads``."""
-    if objective.regression is not None:
+    """Loss of a block's rows: ``states [M, H]`` learn from ``teachers``, the target's distributions, made of
+    its ``hidden [P, H]``, and the text's tokens, in a pass for each that there is. Gradients of the weights
+    of ``output`` that learn are added to ``grads``."""
+    teacher, text = teachers
+    if objective.regression is not None and teacher is not None:
         (weight,) = output
         return regression_loss(states, weight, hidden, teacher, objective.regression, objective.form.scale)
-    tells = objective.confidence_weight > 0
-    return linear_draft_loss(
-        states,
-        output,
-        teacher,
-        loss=objective.loss,
-        eta=objective.eta,
-        tells_acceptance=tells,
-        weight_grad=grads,
-    )
+    parts = []
+    if teacher is not None:
+        soft = partial(linear_draft_loss, loss=objective.loss, eta=objective.eta, weight_grad=grads)
+        parts.append(soft(states, output, teacher, tells_acceptance=objective.confidence_weight > 0))
+    if text is not None:
+        hard = linear_draft_loss(states, output, text, loss={"ce": objective.text_weight}, weight_grad=grads)
+        has_token = text.probs.sum(-1)[text.index]  # or its row says nothing
+        parts.append(hard._replace(row_losses=hard.row_losses * has_token))
+    first, *others = parts
+    for part in others:
+        first = first._replace(loss=first.loss + part.loss, row_losses=first.row_losses + part.row_losses)
+    return first
 
 
 def _confidence_loss(

@@ -1,4 +1,4 @@
-"""Distributions of the teacher: the target's probabilities over the draft vocabulary.
+"""Distributions of the teacher over the draft vocabulary: the target's probabilities, or the text's tokens.
 
 Legend: H target hidden, V / Vd target / draft vocabulary, P positions.
 """
@@ -30,6 +30,23 @@ def draft_vocab_mass(
     fp32 ``[P]``, at most 1. One matmul with the whole output layer for every teacher, shared by all steps."""
     mine, whole = (_log_total(hidden, weight, form) for weight in (head_rows, head_weight))
     return (mine - whole).exp().clamp_max(1.0)
+
+
+def text_probs(tokens: torch.Tensor, t2d: torch.Tensor, token_map: torch.Tensor | None) -> torch.Tensor:
+    """Distributions fp32 ``[P, Vd]`` that are certain of ``tokens`` int64 ``[P]``; zero for those outside the
+    draft vocabulary.
+
+    Args:
+        t2d: bool ``[V]``, the tokens of the draft vocabulary.
+        token_map: target id of every draft id, int64 ``[Vd]``; None where they are equal.
+    """
+    size, ids = len(t2d), tokens
+    if token_map is not None:
+        size, draft_ids = len(token_map), torch.zeros_like(t2d, dtype=torch.int64)
+        draft_ids[token_map] = torch.arange(size, device=tokens.device)
+        ids = draft_ids[tokens]
+    probs = torch.zeros(len(tokens), size, device=tokens.device)
+    return probs.scatter_(1, ids[:, None], t2d[tokens].float()[:, None])
 
 
 def _log_total(hidden: torch.Tensor, head_weight: torch.Tensor, form: LogitForm) -> torch.Tensor:

@@ -24,6 +24,8 @@ from eagle_kit.core.files import check_writable, sole_writer, write_text_atomica
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.run.metrics import JsonLines
 
+FORMER_DEFAULTS = {"head.draft_vocab_size": 8192}
+"""Settings of earlier versions that are null now and mean the same."""
 FREE_TO_CHANGE = (
     "output_dir",
     "data.cache_dir",
@@ -86,6 +88,7 @@ class RunFolder:
             return
         before, now = _with_defaults(self._read()["config"]), config.model_dump(mode="json")
         changed = differences(before, now)
+        changed = {key: pair for key, pair in changed.items() if pair != (FORMER_DEFAULTS.get(key), None)}
         if self.judgements.rows():
             old, new = measure(flatten(before)), measure(flatten(now))
             changed |= {key: (old[key], new[key]) for key in old if old[key] != new[key]}

@@ -46,6 +46,19 @@ CASES = {
     "dflash, sliding": Case(tiny_dflash, ANCHORS, changes=SLIDING),
     "dflash, next token": Case(tiny_dflash, ANCHORS, "published", changes={"predicts_next": True}),
     "dflash, own output": Case(tiny_dflash, ANCHORS, changes={"draft_vocab_size": 101, "num_layers": 1}),
+    "dflash, text": Case(tiny_dflash, ANCHORS, objective=Objective({}, text_weight=1.0)),
+    "dflash, text, own output": Case(
+        tiny_dflash,
+        ANCHORS._replace(most=9),
+        objective=Objective({}, text_weight=0.7),
+        changes={"draft_vocab_size": 101, "num_layers": 1},
+    ),
+    "dspark, text": Case(
+        tiny_dspark,
+        ANCHORS,
+        objective=Objective({"tv": 1.8}, text_weight=0.1, confidence_weight=0.7),
+        changes={"num_layers": 1},
+    ),
     "dspark": Case(tiny_dspark, ANCHORS, "serving", DSPARK, {"block_size": 5}),
     "dspark, gated": Case(
         tiny_dspark, None, "serving", DSPARK, {"markov_form": "gated", "confidence_reads_token": False}
@@ -125,12 +138,17 @@ def test_loss_and_every_gradient_equal_the_published_forward(tmp_path, target, n
         assert len(mine) > 3
         for i in mine.tolist():
             teacher = full[i + 1 + step]  # the target's prediction of the token that the row drafts
-            if not head.t2d[teacher.argmax()]:
+            said = batch.ids[i + 2 + step]
+            if not head.t2d[teacher.argmax() if objective.needs_target else said]:
                 continue
             logits, sure = row_of(i, step)
             p, q = teacher[words].softmax(-1), logits.softmax(-1)
             distance = (p - q).abs().sum() / 2
-            loss = -mix["ce"] * (p * logits.log_softmax(-1)).sum() + mix.get("tv", 0.0) * distance
+            log_q = logits.log_softmax(-1)
+            loss = mix.get("tv", 0.0) * distance - mix.get("ce", 0.0) * (p * log_q).sum()
+            if head.t2d[said]:
+                word = said if head.token_map is None else head.token_map.tolist().index(said)
+                loss = loss - objective.text_weight * log_q[word]
             if sure is not None:
                 rate = (1 - distance).detach()
                 loss = loss + objective.confidence_weight * binary_cross_entropy_with_logits(sure, rate)

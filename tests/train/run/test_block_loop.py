@@ -3,12 +3,14 @@
 import json
 
 import pytest
+import torch
 from tiny_run import make_config
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.__main__ import main as train
 
@@ -42,6 +44,30 @@ def test_a_run_is_trained_judged_exported_and_served(tmp_path, head, method):
         assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
 
 
+def test_a_head_with_a_vocabulary_of_its_own_is_trained_on_the_text_and_gone_on_from(tmp_path):
+    config = str(make_config(tmp_path))
+    head = "head={kind: dflash, num_layers: 1, block_size: 4, draft_vocab_size: 60}"
+    words = [*CHAIN, JUDGE, "training.save_every=8", "training.max_steps=8"]
+    first = [config, head, *words, "training.loss=hard-ce", "training.learning_rate=0.01"]
+    assert train(first) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss_per_step" in row]
+    assert losses[-1] < losses[0]
+    old = load_draft(tmp_path / "run" / "step-8")
+    assert old.config.draft_vocab_size == 60 and int(old.t2d.sum()) == 60
+    first_rows = load_target(tmp_path / "target").head_weight[old.token_map]
+    change = (old.lm_head.weight - first_rows).abs().max()
+    assert 0 < change < 0.2, "its output layer begins as the target's, and learns"
+    begun = f"head={{kind: dflash, start_from: {tmp_path / 'run' / 'step-8'}}}"
+    again = [f"output_dir={tmp_path / 'other'}", "training.loss={hard-ce: 0.1, tv: 0.9}"]
+    assert train([config, begun, *words, *again]) == 0
+    new = load_draft(tmp_path / "other" / "step-8")
+    assert new.config == old.config and torch.equal(new.token_map, old.token_map)
+    assert not torch.equal(new.lm_head.weight, old.lm_head.weight)
+    head = f"head={{kind: dspark, start_from: {tmp_path / 'run' / 'step-8'}}}"
+    assert train([config, head, *words, f"output_dir={tmp_path / 'third'}"]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -55,6 +81,7 @@ def test_a_run_is_trained_judged_exported_and_served(tmp_path, head, method):
             [DSPARK, *CHAIN, "head.confidence_head=false", "training.confidence_weight=2"],
             "confidence_weight is set",
         ),
+        ([*CHAIN, "head.draft_vocab_size=5000"], "A draft vocabulary of 5000"),
     ],
 )
 def test_what_does_not_fit_a_block_is_refused(tmp_path, capsys, words, message):

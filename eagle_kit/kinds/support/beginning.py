@@ -1,0 +1,48 @@
+"""How new heads with an output layer of their own begin, and heads that go on from another."""
+
+from collections.abc import Iterable
+
+import torch
+
+from eagle_kit.config.train import HeadConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.kind import Start
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.dflash import DFlashHead
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+
+
+def check_vocab_size(size: int, target: TargetConfig) -> None:
+    """Raise UserError for a draft vocabulary of more tokens than the target has."""
+    if size > target.vocab_size:
+        raise UserError(
+            f"head.draft_vocab_size is {size}, but the target has {target.vocab_size}.", "Lower it."
+        )
+
+
+@torch.no_grad()
+def start_output(head: Eagle3Head | DFlashHead, settings: HeadConfig, start: Start) -> None:
+    """Give a new head the vocabulary of the data, and the target's output rows of it unless the settings ask
+    for random ones."""
+    # A target may have more rows than its tokenizer has tokens.
+    in_draft = torch.zeros(head.config.vocab_size, dtype=torch.bool)
+    in_draft[: len(start.vocab.t2d)] = torch.as_tensor(start.vocab.t2d)
+    head.set_vocab_map(torch.as_tensor(start.vocab.d2t), in_draft)
+    tokens, weight = head.token_map, start.target.head_weight
+    assert tokens is not None, "the head has an output layer of its own"
+    if settings.lm_head_init == "target":
+        head.output.weight.copy_(weight[tokens.to(weight.device)])
+
+
+def check_old_head(folder: str, sizes: Iterable[tuple[str, object, object]]) -> None:
+    """Raise UserError where the head of ``head.start_from``, in ``folder``, is another one than a run needs.
+
+    Args:
+        sizes: name of each size, what the head has, and what the run needs.
+    """
+    for name, has, needs in sizes:
+        if has != needs:
+            raise UserError(
+                f"The head of head.start_from, {folder}, has the {name} {has}, and this run needs {needs}.",
+                "Name a head of this target and kind, or leave head.start_from out.",
+            )
