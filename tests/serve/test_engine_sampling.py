@@ -3,6 +3,7 @@ target's."""
 
 import pytest
 import torch
+from pair_counts import chi_square, pair_counts
 from restless import Restless
 from tiny_engine import PROMPTS, decode, make_engine, serve
 from tiny_trained import trained_models
@@ -116,34 +117,6 @@ def test_first_tokens_follow_the_distribution_of_the_prompt(models):
     assert ((counts[distribution > 0] - expected) ** 2 / expected).sum() < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def _pair_counts(models, count, **engine_options) -> torch.Tensor:
-    """How often each pair of first tokens is sampled, ``[11, 11]``."""
-    shape = engine_options.pop("shape")
-    shape = shape if isinstance(shape, Restless) else SpecShape.parse(shape)
-    options = {
-        "max_context": 24, "kv_tokens": 40_000, "page_size": 4, "mixed_prefill_tokens": 512, **engine_options
-    }  # fmt: skip
-    engine = make_engine(models, batch=1000, **options)
-    engine.use_shape(shape)
-    params = SamplingParams(max_tokens=4, temperature=1.1, top_k=6)
-    requests = [Request(i, [1, 2, 3], params) for i in range(count)]
-    serve(engine, requests)
-    if isinstance(shape, Restless):
-        assert shape.used == set(shape.shapes)
-    elif shape.steps:
-        assert engine.totals.spec.accept_length > 1.3
-    pairs = torch.tensor([r.token_ids[1] * 11 + r.token_ids[3] for r in requests])
-    return torch.bincount(pairs, minlength=121).double()
-
-
-def _chi_square(one: torch.Tensor, other: torch.Tensor) -> tuple[float, int]:
-    """Chi-square of the difference of two samples of one size, and its degrees of freedom. Rare values count
-    together."""
-    rare = one + other <= 20
-    one, other = (torch.cat((counts[~rare], counts[rare].sum()[None])) for counts in (one, other))
-    return float(((one - other) ** 2 / (one + other).clamp(min=1)).sum()), len(one) - 1
-
-
 @pytest.fixture(scope="module")
 def trained():
     return trained_models()
@@ -151,7 +124,7 @@ def trained():
 
 @pytest.fixture(scope="module", params=[4_000, pytest.param(20_000, marks=pytest.mark.slow)])
 def plain_counts(trained, request):
-    return _pair_counts(trained, request.param, shape=None)
+    return pair_counts(trained, request.param, shape=None)
 
 
 @pytest.mark.parametrize(
@@ -168,13 +141,13 @@ def plain_counts(trained, request):
 )
 def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, options):
     """Two samples of one distribution: chi-square of their difference, over pairs of later tokens."""
-    distance, freedom = _chi_square(_pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)
+    distance, freedom = chi_square(pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
 
 
 def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
     options = {"shape": "3,3,8", "seed": 6, "accept_threshold_single": 0.1, "accept_threshold_acc": 0.3}
-    distance, freedom = _chi_square(_pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)
+    distance, freedom = chi_square(pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)
     assert distance > freedom + 10 * (2 * freedom) ** 0.5
 
 

@@ -31,7 +31,6 @@ from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.chain import ChainRows, RowAttention
 from eagle_kit.models.heads.draft_head import Block, DraftHead, StepForm
 from eagle_kit.models.heads.eagle3 import AfterAttention, Eagle3Config
-from eagle_kit.models.heads.markov import MarkovHead
 
 
 @dataclass(frozen=True)
@@ -194,11 +193,6 @@ class DFlashHead(DraftHead):
         layer = self.bound if self.lm_head is None else self.lm_head
         assert layer is not None, "the head was not bound to a target"
         return layer
-
-    @property
-    def markov(self) -> MarkovHead | None:
-        """Correction of logits by the token before; None where there is none."""
-        return None
 
     @property
     def last_norm(self) -> RMSNorm:

@@ -22,6 +22,7 @@ from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.heads.chain import ChainRows, RowAttention
+from eagle_kit.models.heads.markov import MarkovHead
 
 
 class StepForm(Enum):
@@ -146,13 +147,13 @@ class DraftHead(nn.Module, ABC):
     @property
     def output_weights(self) -> tuple[torch.Tensor, ...]:
         """Weights ``[Vd, H_j]`` whose products are summed to logits, each of its own columns of what
-        :meth:`norm_for_head` returns: that of :attr:`output`, and of :attr:`correction`."""
+        :meth:`norm_for_head` returns: that of :attr:`output`, and of :attr:`markov`."""
         weights = (self.output.weight,)
-        return weights if self.correction is None else (*weights, self.correction.weight)
+        return weights if self.markov is None else (*weights, self.markov.markov_w2.weight)
 
     @property
-    def correction(self) -> Linear | None:
-        """Output layer of what corrects its logits; None where nothing does."""
+    def markov(self) -> MarkovHead | None:
+        """Correction of its logits by the token before; None where there is none."""
         return None
 
     @property

@@ -68,13 +68,8 @@ class DSparkHead(DFlashHead):
 
     @property
     def markov(self) -> MarkovHead | None:
-        """See :class:`DFlashHead`."""
-        return self.markov_head
-
-    @property
-    def correction(self) -> Linear | None:
         """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`."""
-        return None if self.markov_head is None else self.markov_head.markov_w2
+        return self.markov_head
 
     def corrected(self, blocks: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """See :class:`DFlashHead`."""

@@ -22,8 +22,7 @@ from eagle_kit.models.heads.dflash import DFlashHead
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from eagle_kit.speculation.propose.drafter import Kept, Missed
-from eagle_kit.speculation.propose.ready import Candidates, ReadyDrafter, segments_of
-from eagle_kit.speculation.propose.roll_out import roll_out
+from eagle_kit.speculation.propose.ready import ReadyDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
 
 
@@ -44,7 +43,7 @@ class BlockDrafter(ReadyDrafter):
 
     def extend(
         self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
-    ) -> Candidates:
+    ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
         features, tokens, num_committed = missed
         roots = tokens.gather(1, last[:, None])[:, 0]
@@ -61,7 +60,7 @@ class BlockDrafter(ReadyDrafter):
         segments: Sequence[Segment],
         last: torch.Tensor,
         kept: Kept,
-    ) -> Candidates:
+    ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
         context = self.model.features(out)
         rows, _ = self.kv.prompt_rows(segments)
@@ -69,7 +68,7 @@ class BlockDrafter(ReadyDrafter):
         positions = to_device(torch.cat(starts), context.device)
         self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
         if not len(last):
-            return self.empty_candidates(0, kept)
+            return self.empty_state(0, kept)
         stops, which = [segment.stop for segment in segments], segments_of(segments, last)
         size = kept.steps + self.first
         return self._block(
@@ -91,7 +90,7 @@ class BlockDrafter(ReadyDrafter):
         counts: torch.Tensor,
         kept: Kept,
         num_columns: int,
-    ) -> Candidates:
+    ) -> tuple[torch.Tensor, ...]:
         """Write entries of context rows and run a block behind them, in the scratch.
 
         Args:
@@ -118,14 +117,4 @@ class BlockDrafter(ReadyDrafter):
         attends = [ways[window is not None] for window in self.head.config.windows]
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
-        return self.candidates_of(read, kept, roots)
-
-    def num_given(self, kept: Kept) -> int:
-        """See :class:`ReadyDrafter`."""
-        return 1 if self.head.markov is None else kept.topk
-
-    def candidates_of(self, read: torch.Tensor, kept: Kept, roots: torch.Tensor) -> Candidates:
-        """See :class:`ReadyDrafter`; rolled out through the head's correction where it has one."""
-        if self.head.markov is None:
-            return super().candidates_of(read, kept, roots)
-        return roll_out(self.model, self.head.markov, read.unflatten(0, (-1, kept.steps)), roots, kept.topk)
+        return self.drafted(read, kept, roots)

@@ -9,14 +9,16 @@ from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.masked import MaskedDrafter
 from eagle_kit.speculation.propose.modules import ModulesDrafter
 from eagle_kit.speculation.propose.sampled import SampledDrafter
+from eagle_kit.speculation.propose.sampled_ready import SampledBlockDrafter, SampledMaskedDrafter
 from eagle_kit.speculation.propose.static import SampledStaticDrafter, StaticDrafter
 
-_READY: dict[StepForm, tuple[type[Drafter], str]] = {
-    StepForm.MODULES: (ModulesDrafter, "{0.num_modules} modules"),
-    StepForm.MASKED: (MaskedDrafter, "masks for its later steps"),
-    StepForm.BLOCK: (BlockDrafter, "blocks"),
+_READY: dict[StepForm, tuple[type[Drafter], type[Drafter] | None, str]] = {
+    StepForm.MODULES: (ModulesDrafter, None, "{0.num_modules} modules"),
+    StepForm.MASKED: (MaskedDrafter, SampledMaskedDrafter, "masks for its later steps"),
+    StepForm.BLOCK: (BlockDrafter, SampledBlockDrafter, "blocks"),
 }
-"""Drafters whose candidates are made during draft-extend, and what a model of theirs has."""
+"""Drafters whose candidates are made during draft-extend, of chains and trees and of sampled chains, and what
+a model of theirs has."""
 
 
 def drafter_class(model: DraftModel, config: EngineConfig) -> type[Drafter]:
@@ -26,12 +28,15 @@ def drafter_class(model: DraftModel, config: EngineConfig) -> type[Drafter]:
         UserError: a draft that has its candidates after draft-extend was asked for something else.
     """
     if (made_at_once := _READY.get(model.step_form)) is not None:
-        if config.tree == "static" or config.sampled_drafts:
+        drafter, sampled, words = made_at_once
+        chosen = sampled if config.sampled_drafts else drafter
+        if config.tree == "static" or chosen is None:
+            kinds = "chains and dynamic trees only" + (", and no sampled ones" if sampled is None else "")
             raise UserError(
-                f"The draft has {made_at_once[1].format(model)}, which draft chains and dynamic trees only.",
-                "Leave static trees and sampled drafts out.",
+                f"The draft has {words.format(model)}, which draft {kinds}.",
+                "Leave static trees out." if sampled else "Leave static trees and sampled drafts out.",
             )
-        return made_at_once[0]
+        return chosen
     if config.tree == "static":
         return SampledStaticDrafter if config.sampled_drafts else StaticDrafter
     return SampledDrafter if config.sampled_drafts else Drafter

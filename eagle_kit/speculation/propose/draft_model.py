@@ -55,6 +55,7 @@ class DraftModel(ABC):
         step_form: how the steps of a draft come about.
         is_whole_model: every drafted token costs a pass through a model of several layers.
         head: the draft head; None of a whole model.
+        correction: last matmul of the Markov head that corrects its logits, ``[Vd, r]``; None without one.
         token_map: the target id of each draft id, int64 ``[Vd]``; None when they are the same.
     """
 
@@ -65,6 +66,7 @@ class DraftModel(ABC):
     num_modules: int = 1
     step_form: StepForm = StepForm.FED_BACK
     head: DraftHead | None = None
+    correction: Linear | None = None
     cache: CacheSpec
     variants: Sequence[AttentionVariant]
 
@@ -114,9 +116,6 @@ class DraftModel(ABC):
 class HeadDraftModel(DraftModel):
     """A head of any kind behind its target.
 
-    Attributes:
-        correction: last matmul of what corrects its logits, ``[Vd, r]``; None where nothing does.
-
     Args:
         head: it is bound to the target's output layer, where it has none of its own.
         token_map: see :class:`DraftModel`.
@@ -132,7 +131,7 @@ class HeadDraftModel(DraftModel):
         if token_map is not None and head.token_map is not None:
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
         super().__init__(head.bind(target.lm_head).output, token_map)
-        self.correction = None if head.correction is None else self._rows_of(head.correction)
+        self.correction = None if head.markov is None else self._rows_of(head.markov.markov_w2)
         self.head, self.target, self.first_slot = head, target, head.first_slot
         self.capture, self.num_modules, self.cache = head.capture, head.config.num_modules, head.cache
         self.feature_size, self.step_form = head.config.hidden_size, head.step_form

@@ -21,7 +21,7 @@ from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 from eagle_kit.speculation.propose.drafter import Kept, Missed
-from eagle_kit.speculation.propose.ready import Candidates, ReadyDrafter, segments_of
+from eagle_kit.speculation.propose.ready import ReadyDrafter, segments_of
 from eagle_kit.speculation.state import CycleState
 
 
@@ -52,7 +52,7 @@ class MaskedDrafter(ReadyDrafter):
 
     def extend(
         self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
-    ) -> Candidates:
+    ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
         features, tokens, num_committed = missed
         b, length = tokens.shape
@@ -61,7 +61,7 @@ class MaskedDrafter(ReadyDrafter):
         read = self._window(inputs, state.page_table, state.seq_lens, last + 1, kept.steps, num_columns)
         nodes = self.numbers[:length].expand(b, length)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)
-        return self.candidates_of(read, kept, tokens.gather(1, last[:, None])[:, 0])
+        return self.drafted(read, kept, tokens.gather(1, last[:, None])[:, 0])
 
     def prefill(
         self,
@@ -71,12 +71,12 @@ class MaskedDrafter(ReadyDrafter):
         segments: Sequence[Segment],
         last: torch.Tensor,
         kept: Kept,
-    ) -> Candidates:
+    ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`; masks follow in a window of their own, once the prompt's entries are
         stored."""
         read = self._read_prompt(out, ids, next_ids, segments, last).read
         if kept.steps == 1 or not len(last):
-            return self.candidates_of(read, kept._replace(steps=1), next_ids[last])
+            return self.drafted(read, kept._replace(steps=1), next_ids[last])
         stops = [segment.stop for segment in segments]
         which = segments_of(segments, last)
         nothing = read.new_empty(0, self.masks[0].shape[1]), read.new_empty(0, self.masks[1].shape[1])
@@ -88,7 +88,7 @@ class MaskedDrafter(ReadyDrafter):
             kept.steps,
             max(stops) + kept.steps,
         )
-        return self.candidates_of(
+        return self.drafted(
             torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1).flatten(0, 1),
             kept,
             next_ids[last],

@@ -17,9 +17,11 @@ from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import chain_build
 from eagle_kit.kv.store import Segment
+from eagle_kit.models.heads.markov import MarkovHead
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter, Kept
+from eagle_kit.speculation.propose.roll_out import DraftLogits, roll_out
 from eagle_kit.speculation.state import CycleState
 
 
@@ -80,13 +82,21 @@ class ReadyDrafter(Drafter):
         tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
         return Candidates(tokens, torch.zeros(count, steps, self.num_given(kept), topk, device=device))
 
+    @property
+    def markov(self) -> MarkovHead | None:
+        """Correction of the draft's logits."""
+        return None if self.model.head is None else self.model.head.markov
+
     def num_given(self, kept: Kept) -> int:
         """P of the candidates."""
-        return 1
+        return 1 if self.markov is None else kept.topk
 
-    def candidates_of(self, read: torch.Tensor, kept: Kept, roots: torch.Tensor) -> Candidates:
-        """Candidates that D rows a request of ``read [B * D, H]`` give behind the tokens ``roots`` int64
+    def drafted(self, read: torch.Tensor, kept: Kept, roots: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The draft state that D rows a request, ``read [B * D, H]``, give behind the tokens ``roots`` int64
         ``[B]``."""
+        if self.markov is not None:
+            logits = DraftLogits(self.model, read.unflatten(0, (-1, kept.steps)))
+            return Candidates(*roll_out(logits, roots, kept.topk))
         tokens, scores = self._candidates(read, kept.topk)
         return Candidates(tokens.view(-1, *kept), scores.view(-1, kept.steps, 1, kept.topk))
 

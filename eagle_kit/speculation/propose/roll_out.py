@@ -5,62 +5,65 @@ other K - 1 are those with the largest probability over all candidates of the de
 its own; so they are likely somewhere in a tree and need not be likely behind the chain. A recurrent
 correction carries the state of the greedy chain, also behind other candidates.
 
-Legend: B requests, D depths, K candidates of each, P 1 or K, H hidden, Vd draft vocabulary.
+Legend: B requests, D depths, K candidates of each, P tokens before, H hidden, Vd draft vocabulary.
 """
 
 import torch
 
-from eagle_kit.models.heads.markov import MarkovHead
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
-from eagle_kit.speculation.propose.ready import Candidates
+from eagle_kit.speculation.propose.draft_model import DraftModel
 
 
-class Corrections:
-    """Corrected logits of a block's rows, one depth after the other.
+class DraftLogits:
+    """Logits of a draft's rows that are ready, one depth after the other, corrected where the head has a
+    Markov head.
 
     Args:
         read: ``[B, D, H]``, what the output layer reads of the rows that draft.
     """
 
-    def __init__(self, model: HeadDraftModel, markov: MarkovHead, read: torch.Tensor) -> None:
-        assert model.correction is not None
-        self.markov, self.read, self.output = markov, read, model.correction
+    def __init__(self, model: DraftModel, read: torch.Tensor) -> None:
+        self.model, self.read, self.markov = model, read, None if model.head is None else model.head.markov
         self.logits = model.logits(read.flatten(0, 1)).float().unflatten(0, read.shape[:2])
-        self.state = markov.first_state(read[:, 0])
+        self.state = None if self.markov is None else self.markov.first_state(read[:, 0])
+
+    @property
+    def depths(self) -> int:
+        """D."""
+        return self.read.shape[1]
 
     def behind(self, depth: int, before: torch.Tensor) -> torch.Tensor:
         """Logits fp32 ``[B, P, Vd]`` of the next ``depth`` behind each of the tokens ``before`` int64 ``[B,
-        P]``, the first of which goes on."""
+        P]``, target ids, the first of which goes on."""
         b, given = before.shape
+        mine = self.logits[:, depth, None]
+        if self.markov is None or self.state is None or self.model.correction is None:
+            return mine.expand(b, given, -1)
         rows, states = (
             part[:, None].expand(b, given, -1).flatten(0, 1) for part in (self.read[:, depth], self.state)
         )
         values, states = self.markov.step(rows, before.flatten(), states)
         self.state = states.unflatten(0, (b, given))[:, 0]
-        return self.logits[:, depth, None] + self.output(values).float().unflatten(0, (b, given))
+        return mine + self.model.correction(values).float().unflatten(0, (b, given))
 
 
-def roll_out(
-    model: HeadDraftModel, markov: MarkovHead, read: torch.Tensor, roots: torch.Tensor, topk: int
-) -> Candidates:
-    """Candidates of all depths, behind the tokens ``roots`` int64 ``[B]``; ``read`` as of
-    :class:`Corrections`."""
-    corrections, before = Corrections(model, markov, read), roots[:, None]
-    tokens, scores = [], []
+def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates of all depths behind the tokens ``roots`` int64 ``[B]``: target ids int64 ``[B, D, K]`` and
+    their log-probabilities fp32 ``[B, D, K, K]`` given those of the depth before, 0 where K is 1."""
+    before, tokens, scores = roots[:, None], [], []
     weights = torch.zeros_like(before, dtype=torch.float32)
-    for depth in range(read.shape[1]):
-        logits = corrections.behind(depth, before)
+    for depth in range(drafted.depths):
+        logits = drafted.behind(depth, before)
         if topk == 1:  # a chain ranks nothing
-            ids = logits.argmax(-1)
+            ids = logits[:, 0].argmax(-1, keepdim=True)
             mine = torch.zeros_like(ids, dtype=torch.float32)[:, None]
         else:
-            logits -= logits.logsumexp(-1, keepdim=True)
+            logits = logits - logits.logsumexp(-1, keepdim=True)
             overall = (logits + weights[:, :, None]).logsumexp(1)
             best = logits[:, 0].argmax(-1, keepdim=True)
             ids = overall.scatter(1, best, torch.inf).topk(topk, -1).indices
             weights = overall.gather(1, ids)
             mine = logits.gather(2, ids[:, None].expand(-1, logits.shape[1], -1)).expand(-1, topk, -1)
-        before = model.to_target(ids)
+        before = drafted.model.to_target(ids)
         tokens.append(before)
         scores.append(mine)
-    return Candidates(torch.stack(tokens, 1), torch.stack(scores, 1))
+    return torch.stack(tokens, 1), torch.stack(scores, 1)

@@ -40,11 +40,7 @@ class SampledDrafter(Drafter):
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
         """See :class:`Drafter`."""
         super().check_shape(model, shape)
-        if shape.topk > 1:
-            raise UserError(
-                f"The shape {shape} is a tree, and drafts are to be sampled.",
-                f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not sample drafts.",
-            )
+        check_chain(shape)
 
     def empty_state(self, count: int, kept: Kept) -> SampledDraftState:
         """See :class:`Drafter`."""
@@ -84,24 +80,33 @@ class SampledDrafter(Drafter):
             if sampling is None or uniforms is None:
                 drafted.append(self.model.to_target(logits.argmax(-1)))
                 continue
-            distributions.append(self._distribution(logits, sampling))
+            distributions.append(draft_distribution(self, logits, sampling))
             drafted.append(sample(distributions[-1], uniforms[:, step]))
         tree = chain_build(roots, torch.stack(drafted, 1))
         return DraftOutput(
             tree, SampledChain(torch.stack(distributions, 1)) if distributions else Deterministic()
         )
 
-    def _distribution(self, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
-        """Draft distribution over the target's vocabulary, fp32 ``[B, V]``, with the request's own
-        filters.
-
-        Penalties and bias are left to the target: q may be any distribution, and theirs change along the
-            path.
-        """
-        everything = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
-        ids = self.model.to_target(torch.arange(logits.shape[1], device=logits.device))
-        everything[:, ids] = logits
-        return target_probs(everything[:, None], sampling)[:, 0]
-
     def _state(self, out: StepOutput, kept: Kept) -> SampledDraftState:
         return SampledDraftState(self.model.logits(out.read).float(), self._fed_back(out))
+
+
+def draft_distribution(drafter: Drafter, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+    """Draft distribution over the target's vocabulary, fp32 ``[B, V]``, with the request's own filters, of
+    ``logits [B, Vd]``.
+
+    Penalties and bias are left to the target: q may be any distribution, and theirs change along the path.
+    """
+    everything = logits.new_full((logits.shape[0], drafter.vocab_size), float("-inf"))
+    ids = drafter.model.to_target(torch.arange(logits.shape[1], device=logits.device))
+    everything[:, ids] = logits
+    return target_probs(everything[:, None], sampling)[:, 0]
+
+
+def check_chain(shape: SpecShape) -> None:
+    """Raise UserError for a tree, which sampled drafts are not."""
+    if shape.topk > 1:
+        raise UserError(
+            f"The shape {shape} is a tree, and drafts are to be sampled.",
+            f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not sample drafts.",
+        )

@@ -17,7 +17,7 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledTree
 from eagle_kit.speculation.propose.draft_model import DraftModel, StepRows
-from eagle_kit.speculation.propose.sampled import SampledDrafter, SampledDraftState
+from eagle_kit.speculation.propose.sampled import SampledDrafter, SampledDraftState, draft_distribution
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.verifiers import RejectionSampling, Relaxed, TargetOnly
 
@@ -174,7 +174,7 @@ class StaticDrafter(SampledDrafter):
                 logits, features = self._forward(state, tokens, features, level, num_columns)
             for at, node, below, ranks, num_candidates in level.families:
                 if distributions is not None and uniforms is not None and sampled is not None:
-                    distributions[:, node] = self._distribution(logits[:, at], sampled)
+                    distributions[:, node] = draft_distribution(self, logits[:, at], sampled)
                     chosen = sample_distinct(distributions[:, node], uniforms.index_select(1, below))
                 else:
                     ids = logits[:, at].topk(num_candidates, -1).indices

@@ -1,0 +1,118 @@
+"""Sampled chains of heads that draft in one pass have the target's distribution: DSpark's, whose tokens are
+drawn behind each other, and DFlash's and P-EAGLE's, whose depths are drawn independently."""
+
+import pytest
+import torch
+from pair_counts import chi_square, pair_counts
+from tiny import tiny_dflash, tiny_dspark, tiny_p_eagle
+from tiny_engine import PROMPTS, decode
+from tiny_trained import trained_models
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.serve.llm import LLM
+from eagle_kit.speculation.propose import sampled_ready
+from eagle_kit.train.algorithm.loss import Objective, TTTBatch
+from eagle_kit.train.algorithm.row_plan import plan_row
+from eagle_kit.train.algorithm.target_features import capture_features
+from eagle_kit.train.algorithm.ttt import ttt_forward_backward
+
+HEADS = {
+    "dspark": (tiny_dspark, {"block_size": 4}),
+    "dspark, rnn": (tiny_dspark, {"block_size": 4, "markov_form": "rnn", "draft_vocab_size": 9}),
+    "dflash": (tiny_dflash, {"block_size": 5}),
+    "p-eagle": (tiny_p_eagle, {"draft_vocab_size": 9}),
+}
+COUNT, STEPS = 4_000, 4
+
+
+@pytest.fixture(scope="module")
+def target():
+    return trained_models(train_head=False)[0]
+
+
+@pytest.fixture(scope="module")
+def plain_counts(target):
+    return pair_counts((target, None), COUNT, shape="none")
+
+
+@pytest.fixture(scope="module")
+def pairs(target):
+    """The target with a head of each name, which has learned its sampled replies."""
+    replies = decode((target, None), prompts=[[i % 11, i % 7] for i in range(16)], temperature=1.0, seed=1)
+    texts = [torch.tensor([*r.prompt_ids, *r.token_ids]) for r in replies]
+    ids, lengths = torch.cat(texts), torch.tensor([len(text) for text in texts])
+    doc_start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    reply = torch.arange(len(texts)).repeat_interleave(lengths)
+    plan = plan_row(reply, doc_start, STEPS)
+    weights = [torch.full((n,), 1 / n) for n in plan.counts]
+    objective = Objective({"ce": 0.1, "tv": 1.8})
+
+    def learned(make, changes):
+        head = make(target, std=0.1, num_layers=1, **changes).requires_grad_(True)
+        features = capture_features(target, ids, doc_start, head.capture, plan.needed)
+        rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
+        batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
+        optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
+        for _ in range(30):
+            optimizer.zero_grad()
+            ttt_forward_backward(head, batch, objective)
+            optimizer.step()
+        return target, head.eval().requires_grad_(False)
+
+    return {name: learned(*each) for name, each in HEADS.items()}
+
+
+def excess(counts, plain_counts) -> float:
+    """Chi-square of the difference beyond its mean, in its standard deviations."""
+    distance, freedom = chi_square(counts, plain_counts)
+    return (distance - freedom) / (2 * freedom) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier"),
+    [
+        ("dspark", "block"),
+        ("dspark", "rejection"),
+        ("dspark, rnn", "block"),
+        ("dflash", "block"),
+        ("p-eagle", "block"),
+    ],
+)
+def test_drawn_chains_have_the_distribution_of_plain_sampling(pairs, plain_counts, name, verifier):
+    options = {"shape": "3,1,4", "seed": 2, "sampled_drafts": True, "verifier": verifier}
+    assert excess(pair_counts(pairs[name], COUNT, **options), plain_counts) < 4
+
+
+def test_a_q_without_the_correction_is_seen_by_the_same_test(pairs, plain_counts, monkeypatch):
+    """As if every token had been drawn from a flatter distribution than it was."""
+    exact = sampled_ready.sample
+    monkeypatch.setattr(sampled_ready, "sample", lambda q, u: exact(torch.softmax(q.log() * 3, -1), u))
+    options = {"shape": "3,1,4", "seed": 2, "sampled_drafts": True}
+    assert excess(pair_counts(pairs["dspark"], COUNT, **options), plain_counts) > 10
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEADS)
+def test_sampled_drafts_leave_greedy_requests_alone(target, pairs, name):
+    sampled = decode(pairs[name], "4,1,5", batch=3, options={"sampled_drafts": True})
+    greedy = decode(pairs[name], "4,1,5", batch=3)
+    assert [r.token_ids for r in sampled] == [r.token_ids for r in decode((target, None))]
+    assert [r.stats for r in sampled] == [r.stats for r in greedy]
+
+
+def test_drawn_chains_hold_together_where_they_are_corrected(pairs):
+    """Each token follows from the one before, which independent draws do not know."""
+    params = {"prompts": PROMPTS * 4, "temperature": 1.0, "seed": 1, "max_tokens": 40}
+    accepted = {}
+    for name in ("dspark", "dflash"):
+        drawn = decode(pairs[name], "4,1,5", batch=4, options={"sampled_drafts": True}, **params)
+        accepted[name] = sum(r.stats.num_emitted_tokens for r in drawn) / sum(
+            r.stats.num_verifies for r in drawn
+        )
+    assert accepted["dspark"] > accepted["dflash"] + 0.3, accepted
+
+
+def test_trees_are_not_sampled(pairs):
+    with pytest.raises(UserError, match="is a tree, and drafts are to be sampled"):
+        LLM(*pairs["dspark"], max_context=64, sampled_drafts=True, shape=SpecShape(2, 2, 4))
