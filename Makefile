@@ -50,7 +50,7 @@ head: install ## the shipped head from packages alone, in half a day on two core
 	  --near-duplicates 0.8 $(APART) --out runs/smollm2-135m-replies-chats.jsonl
 	@echo "== head: two trainings"
 	@[ -f runs/smollm2-135m-head-words.npz ] || \
-	  $(KIT) data vocab configs/smollm2-135m-head-own.yaml data.limit=300 head.start_from=null head.draft_vocab_size=8192 \
+	  $(KIT) data vocab configs/smollm2-135m-head-own.yaml data.limit=250 head.start_from=null head.draft_vocab_size=8192 \
 	  --out runs/smollm2-135m-head-words.npz
 	@$(KIT) train configs/smollm2-135m-head-raw.yaml --resume
 	@$(KIT) train configs/smollm2-135m-head-own.yaml --resume
