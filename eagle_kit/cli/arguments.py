@@ -25,6 +25,7 @@ LOADING = {
 RANKS = {
     "tensor_parallel": "--tensor-parallel",
     "expert_parallel": "--enable-expert-parallel",
+    "data_parallel_attention": "--enable-dp-attention",
     "rank_timeout_s": "--rank-timeout",
 }
 METAVARS = {int: "N", float: "X", Path: "FILE"}

@@ -65,8 +65,9 @@ def _plans(planner: "Planner", wanted: Sequence[int]) -> "tuple[dict[str, RankPl
             if size == 1 and by_number:
                 continue
             name = f"{size}e" if by_number else f"{size}"
+            own = size > 1 and planner.options.data_parallel_attention
             try:
-                plans[name] = planner.plan(size, expert_parallel=by_number)
+                plans[name] = planner.plan(size, expert_parallel=by_number, data_parallel_attention=own)
             except UserError as error:
                 refused[name] = error
     if not plans:
@@ -120,14 +121,16 @@ def _tokens(plans: "Mapping[str, RankPlan]") -> Iterator[str]:
 
 def _latents(planner: "Planner", plans: "Mapping[str, RankPlan]", gpu: str) -> Iterator[str]:
     """Lines that compare a replica of the latents on every rank with latents by request."""
-    from eagle_kit.serve.plan import split_latents
-
-    whole, kind = planner.plan(1), find_gpu(gpu)
-    costs = [split_latents(whole, plan, kind) for plan in plans.values()]
+    kind, found = find_gpu(gpu), []
+    for plan in plans.values():
+        size, by_number = plan.sharding.share.size, plan.sharding.expert_parallel
+        replica = planner.plan(size, expert_parallel=by_number)
+        own = replica
+        if size > 1:
+            own = planner.plan(size, expert_parallel=by_number, data_parallel_attention=True)
+        more = own.weights["attention"] - replica.weights["attention"]
+        found.append((_fit(replica.tokens(kind)), _fit(own.tokens(kind)), f"{more / 1e9:.2f}"))
+    names = "tokens, a replica of all", "tokens, --enable-dp-attention", "GB of attention it adds"
     yield _row(f"latents on {gpu}", [*plans])
-    fit = [plan.tokens(kind) for plan in plans.values()]
-    yield _row("  tokens, a replica of all", [f"{tokens:,}" if tokens else "no fit" for tokens in fit])
-    yield _row(
-        "  tokens, by request (not yet)", [f"{tokens:,}" if tokens else "no fit" for _, tokens in costs]
-    )
-    yield _row("  GB of attention it would add", [f"{more / 1e9:.2f}" for more, _ in costs])
+    for name, cells in zip(names, zip(*found, strict=True), strict=True):
+        yield _row(f"  {name}", cells)

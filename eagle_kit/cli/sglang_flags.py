@@ -79,8 +79,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="as many as ranks: the same as --enable-expert-parallel",
     )
     replicas = "--dp-size", "--data-parallel-size"
-    group.add_argument(*replicas, type=int, dest="data_parallel_size", metavar="N", help="1")
-    group.add_argument("--enable-dp-attention", action="store_true", help="refused")
+    meaning = "1, or with --enable-dp-attention as many as ranks"
+    group.add_argument(*replicas, type=int, dest="data_parallel_size", metavar="N", help=meaning)
     for choice in CHOICES:
         allowed = ", ".join((*choice.same, *choice.ours))
         meaning = f"{allowed}; as --{choice.option.replace('_', '-')}" if choice.option else allowed
@@ -89,16 +89,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def apply(args: argparse.Namespace) -> None:
     """Put what the flags say into the arguments of ours. Raise UserError for what does not exist here."""
-    if args.enable_dp_attention:
+    parts, ranks = args.data_parallel_size, args.tensor_parallel or 1
+    if args.data_parallel_attention and parts not in (None, ranks):
         raise UserError(
-            "--enable-dp-attention: latents of a request on one rank only do not exist here, every rank has "
-            "all.",
-            "Leave it out; serve --plan shows both costs.",
+            f"--dp-size is {parts}, and {ranks} ranks share requests: each has its own, and all heads.",
+            f"Give --dp-size {ranks}.",
         )
-    if args.data_parallel_size not in (None, 1):
+    if not args.data_parallel_attention and parts not in (None, 1):
         raise UserError(
-            f"--dp-size {args.data_parallel_size}: a server is one replica.",
-            "Start several behind a router (docs/serving.md).",
+            f"--dp-size {parts}: a server is one replica.",
+            "Start several behind a router (docs/serving.md), or give --enable-dp-attention.",
         )
     if (experts := args.expert_parallel_size) not in (None, 1):
         if experts != args.tensor_parallel:

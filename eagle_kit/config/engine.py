@@ -131,6 +131,8 @@ class EngineConfig(Options):
             key-value pool.
         expert_parallel: they share routed experts by number, whole ones each, in place of a part of every
             expert.
+        data_parallel_attention: latents of a request are in the pool of one of these processes only, which
+            attends to them with all heads; of another target's attention they share heads.
         rank_timeout_s: seconds after which a process of them that does not answer is given up.
         tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
             fixed tree, whose shape is 5,4,26.
@@ -169,6 +171,7 @@ class EngineConfig(Options):
     device: str = "auto"
     tensor_parallel: int = Field(default=1, ge=1)
     expert_parallel: bool = False
+    data_parallel_attention: bool = False
     rank_timeout_s: float = Field(default=120.0, gt=0)
     tree: Literal["dynamic", "static"] = "dynamic"
     sampled_drafts: bool = False
@@ -189,6 +192,12 @@ class EngineConfig(Options):
             raise UserError(
                 "Expert parallelism shares experts among the ranks of tensor parallelism, and there is one.",
                 "Give tensor_parallel, or leave expert_parallel out.",
+            )
+        if self.data_parallel_attention and self.tensor_parallel == 1:
+            raise UserError(
+                "Data-parallel attention shares requests among the ranks of tensor parallelism, and there is "
+                "one.",
+                "Give tensor_parallel, or leave data_parallel_attention out.",
             )
         if self.is_relaxed and self.sampled_drafts:
             raise UserError("Accept thresholds were given for sampled drafts.", "Leave one of the two out.")
@@ -259,6 +268,21 @@ class ResolvedConfig(EngineConfig):
         return -(-num_tokens // self.page_size)
 
     @property
+    def num_parts(self) -> int:
+        """Parts of the pool, each of another process: those of data-parallel attention, or one."""
+        return self.tensor_parallel if self.data_parallel_attention else 1
+
+    @property
+    def own_batch_size(self) -> int:
+        """Most requests decoded together of a part of the pool."""
+        return -(-self.max_batch_size // self.num_parts)
+
+    @property
+    def own_pages(self) -> int:
+        """Pages of a part of the pool."""
+        return self.num_pages // self.num_parts
+
+    @property
     def num_snapshots(self) -> int:
         """Snapshots of states, where the target has any."""
         given = self.state_snapshots
@@ -280,9 +304,9 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool."""
+        """Pages of the pool; all parts are equal."""
         assert self.kv_tokens is not None, "the memory plan gives the pool its size"
-        return self.num_pages_of(self.kv_tokens)
+        return self.num_pages_of(self.kv_tokens) // self.num_parts * self.num_parts
 
     @property
     def max_pages(self) -> int:

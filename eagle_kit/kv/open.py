@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from eagle_kit.kernels.collectives import Share
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.latents import PagedLatents
+from eagle_kit.kv.own_latents import OwnLatents
 from eagle_kit.kv.store import PagedStore, PoolLayout
 from eagle_kit.models.config_parts import CacheSpec, LatentSpec
 
@@ -16,10 +18,15 @@ def open_store(
     variants: Sequence[AttentionVariant],
     *,
     gathers: bool = False,
+    share: Share | None = None,
     **options: Any,
 ) -> PagedStore:
     """Open the store of a model that keeps ``spec`` of a token and whose layers attend as ``variants`` say;
-    ``options`` are those of :class:`PagedStore`, and ``gathers`` that of :class:`PagedKV`."""
+    ``options`` are those of :class:`PagedStore`, and ``gathers`` that of :class:`PagedKV`. With a ``share``
+    it is that of a rank of data-parallel attention."""
+    if share is not None:
+        assert isinstance(spec, LatentSpec)
+        return OwnLatents(spec, layout, share, **options)
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, layout, **options)
     sizes = spec.num_layers, spec.num_heads, spec.head_dim

@@ -48,6 +48,7 @@ class PageAllocation:
         passing: node, and number of its snapshot, which gives way to the request's next.
         source: node whose snapshot the request begins with, until it has done so.
         began: the same, afterwards too.
+        part: of the pool, that all pages are from.
     """
 
     nodes: list[RadixNode] = field(default_factory=list)
@@ -56,6 +57,7 @@ class PageAllocation:
     passing: tuple[RadixNode, int] | None = None
     source: RadixNode | None = None
     began: RadixNode | None = None
+    part: int = 0
 
     def __len__(self) -> int:
         return len(self.nodes) + len(self.pages)
@@ -76,24 +78,37 @@ class PageAllocation:
 class PagePool:
     """Allocator of the page numbers 0..num_pages-1 with a prefix cache of the pages of computed tokens.
 
+    Its parts are as many successive pages each, with a prefix cache of their own, for data-parallel
+    attention: a request has all its pages from one of them.
+
     Args:
         prefix_cache: keep pages after their requests have left, until their memory is needed.
         snapshots: numbers of states for snapshots; None for targets without recurrent layers.
+        num_parts: a divisor of ``num_pages``.
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, snapshots: range | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        snapshots: range | None = None,
+        num_parts: int = 1,
     ) -> None:
+        assert num_pages % num_parts == 0, "parts are equal"
+        self.num_parts, self.pages_of_part = num_parts, num_pages // num_parts
         self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
         self.has_snapshots = snapshots is not None
         self._snapshots = snapshots or range(0)
         self._free_snapshots = list(self._snapshots)
         self._with_snapshot: OrderedDict[RadixNode, None] = OrderedDict()  # the least recently used first
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._root = RadixNode(None, (), -1)
+        size = self.pages_of_part
+        self._free = [list(range((i + 1) * size - 1, i * size - 1, -1)) for i in range(num_parts)]
+        self._roots = [RadixNode(None, (), -1) for _ in range(num_parts)]
         # A request holds every ancestor of a node it holds and releases the deepest first, so the oldest
         # unused node never has children.
-        self._unused: OrderedDict[RadixNode, None] = OrderedDict()
+        self._unused: list[OrderedDict[RadixNode, None]] = [OrderedDict() for _ in range(num_parts)]
         self.num_evicted = 0
 
     @property
@@ -109,17 +124,26 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that are free, or cached and not held."""
-        return len(self._free) + len(self._unused)
+        return sum(map(self.num_available_in, range(self.num_parts)))
+
+    def num_available_in(self, part: int) -> int:
+        """Those of a part."""
+        return len(self._free[part]) + len(self._unused[part])
 
     def pages_for(self, num_tokens: int) -> int:
         """Number of pages that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def match(
-        self, tokens: Sequence[int], stop: int | None = None, known: Sequence[RadixNode] = ()
+        self,
+        tokens: Sequence[int],
+        stop: int | None = None,
+        known: Sequence[RadixNode] = (),
+        *,
+        part: int = 0,
     ) -> list[RadixNode]:
-        """Find the longest cached prefix of ``tokens``, or of the first ``stop``, whole pages only. Holds
-        nothing.
+        """Find the longest cached prefix of ``tokens``, or of the first ``stop``, in a part of the pool,
+        whole pages only. Holds nothing.
 
         Args:
             known: what was found for the same tokens before; only what has changed since is looked at.
@@ -127,7 +151,7 @@ class PagePool:
         nodes = list(known)
         while nodes and nodes[-1].parent is None:  # evicted, and so is all that was behind it
             nodes.pop()
-        node, stop = nodes[-1] if nodes else self._root, len(tokens) if stop is None else stop
+        node, stop = nodes[-1] if nodes else self._roots[part], len(tokens) if stop is None else stop
         for start in range(len(nodes) * self.page_size, stop - self.page_size + 1, self.page_size):
             child = node.children.get(tuple(tokens[start : start + self.page_size]))
             if child is None:
@@ -216,9 +240,10 @@ class PagePool:
         if began is not None and began in self._with_snapshot and began.num_begun == 1:
             self._with_snapshot.move_to_end(began, last=False)
 
-    def allocate(self, nodes: Iterable[RadixNode], num_pages: int) -> PageAllocation | None:
-        """Hold ``nodes`` and ``num_pages`` private pages; None, with no change, when too few are left."""
-        allocation = PageAllocation()
+    def allocate(self, nodes: Iterable[RadixNode], num_pages: int, part: int = 0) -> PageAllocation | None:
+        """Hold ``nodes`` and ``num_pages`` private pages of a part; None, with no change, when too few are
+        left."""
+        allocation = PageAllocation(part=part)
         for node in nodes:
             self._hold(node)
             allocation.nodes.append(node)
@@ -230,11 +255,12 @@ class PagePool:
     def extend(self, allocation: PageAllocation, num_pages: int) -> bool:
         """Add private pages to ``allocation``, all or none; evicts cached pages, least recently used
         first."""
-        if num_pages > self.num_available:
+        part = allocation.part
+        if num_pages > self.num_available_in(part):
             return False
-        while len(self._free) < num_pages:
-            self._evict()
-        allocation.pages += [self._free.pop() for _ in range(num_pages)]
+        while len(self._free[part]) < num_pages:
+            self._evict(part)
+        allocation.pages += [self._free[part].pop() for _ in range(num_pages)]
         return True
 
     def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
@@ -249,7 +275,7 @@ class PagePool:
         if not self.prefix_cache:
             return False
         changed = False
-        node = allocation.nodes[-1] if allocation.nodes else self._root
+        node = allocation.nodes[-1] if allocation.nodes else self._roots[allocation.part]
         for i in range(len(allocation.nodes), len(tokens) // self.page_size):
             key = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
             page = allocation.pages.pop(0)
@@ -257,7 +283,7 @@ class PagePool:
             if child is None:
                 child = node.children[key] = RadixNode(node, key, page)
             else:
-                self._free.append(page)
+                self._free[allocation.part].append(page)
                 changed = True
             self._hold(child)
             allocation.nodes.append(child)
@@ -270,8 +296,8 @@ class PagePool:
         for node in reversed(allocation.nodes):
             node.refs -= 1
             if node.refs == 0:
-                self._unused[node] = None
-        self._free += reversed(allocation.pages)
+                self._unused[allocation.part][node] = None
+        self._free[allocation.part] += reversed(allocation.pages)
         self._free_snapshots += [each.number for each in allocation.snapshots.values()]
         self.has_begun(allocation)
         allocation.nodes, allocation.pages = [], []
@@ -279,22 +305,23 @@ class PagePool:
 
     def clear(self) -> None:
         """Evict every cached page that is not held."""
-        while self._unused:
-            self._evict()
+        for part, unused in enumerate(self._unused):
+            while unused:
+                self._evict(part)
 
     def _hold(self, node: RadixNode) -> None:
         if node.refs == 0:
-            self._unused.pop(node, None)
+            self._unused[node.page // self.pages_of_part].pop(node, None)
         node.refs += 1
 
-    def _evict(self) -> None:
-        node, _ = self._unused.popitem(last=False)
+    def _evict(self, part: int) -> None:
+        node, _ = self._unused[part].popitem(last=False)
         assert not node.children and node.parent is not None
         if node.snapshot is not None:
             self._drop_snapshot(node)
         del node.parent.children[node.key]
         node.parent = None
-        self._free.append(node.page)
+        self._free[part].append(node.page)
         self.num_evicted += 1
 
     def check(self, allocations: Iterable[PageAllocation]) -> None:
@@ -302,22 +329,26 @@ class PagePool:
         snapshots, and that the reference count of every node is the number of ``allocations`` that hold
         it."""
         cached: list[RadixNode] = []
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            cached.append(node)
-            stack += node.children.values()
         allocations = list(allocations)
-        private = [page for allocation in allocations for page in allocation.pages]
-        everything = sorted(self._free + private + [node.page for node in cached])
-        assert everything == list(range(self.num_pages)), "a page was lost or has two owners"
+        for part, root in enumerate(self._roots):
+            stack, mine = list(root.children.values()), []
+            while stack:
+                node = stack.pop()
+                mine.append(node)
+                stack += node.children.values()
+            private = [page for each in allocations if each.part == part for page in each.pages]
+            everything = sorted(self._free[part] + private + [node.page for node in mine])
+            first, last = part * self.pages_of_part, (part + 1) * self.pages_of_part
+            assert everything == list(range(first, last)), "a page was lost or has two owners"
+            cached += mine
         holders: dict[RadixNode, int] = {}
         for allocation in allocations:
             for node in allocation.nodes:
                 holders[node] = holders.get(node, 0) + 1
         for node in cached:
             assert node.refs == holders.get(node, 0), "a cached page counts its holders wrongly"
-            assert (node.refs == 0) == (node in self._unused), "a cached page is in the wrong list"
+            unused = self._unused[node.page // self.pages_of_part]
+            assert (node.refs == 0) == (node in unused), "a cached page is in the wrong list"
             assert (node.snapshot is not None) == (node in self._with_snapshot), "a snapshot is in no list"
             readers = sum(allocation.source is node for allocation in allocations)
             assert node.readers == readers, "a snapshot counts its readers wrongly"

@@ -46,12 +46,14 @@ class PoolLayout:
 
 class Segment(NamedTuple):
     """Prompt tokens of one request at slots start..stop-1 of ``page_table [P]``. Those before ``write_from``
-    lie in pages shared with other requests and are computed again without being stored."""
+    lie in pages shared with other requests and are computed again without being stored. The pages are of a
+    ``part`` of the pool."""
 
     page_table: torch.Tensor
     start: int
     stop: int
     write_from: int
+    part: int = 0
 
 
 class PagedStore(ABC):
@@ -190,7 +192,7 @@ class PagedStore(ABC):
         """Rows int64 ``[T]`` that prompt tokens are written to (the trash row where they are not), and the
         rows of the earlier tokens of each request."""
         written, cached = [], []
-        for table, start, stop, write_from in segments:
+        for table, start, stop, write_from, _ in segments:
             positions = torch.arange(self.first_slot, stop, device=self.device)
             rows = self.slots(table[None], positions[None])[0]
             own = rows[start - self.first_slot :]

@@ -135,6 +135,7 @@ class TargetConfig(DecoderConfig):
         embedding_scale: factor of embeddings in front of the first layer; heads read them without.
         logit_scale: factor of logits.
         num_mtp_layers: next-token-prediction layers that a checkpoint has behind the decoder's.
+        attends_whole: a rank of tensor parallelism has the attention of all heads (data-parallel attention).
     """
 
     model_type: str
@@ -166,6 +167,7 @@ class TargetConfig(DecoderConfig):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     num_mtp_layers: int = 0
+    attends_whole: bool = False
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], where: str = "the model's folder") -> "TargetConfig":

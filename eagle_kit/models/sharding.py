@@ -128,19 +128,26 @@ class Sharding:
         share: the rank's part.
         expert_parallel: routed experts are shared by number, whole ones, and not cut inside.
         block: inner values that share a scale of fp8 weights, and stay together.
+        attends_whole: every rank has the whole attention, for requests of its own.
     """
 
     config: TargetConfig
     share: Share
     expert_parallel: bool = False
     block: int = 1
+    attends_whole: bool = False
 
     @classmethod
     def of(
-        cls, config: TargetConfig, share: Share, block: tuple[int, int] | None, expert_parallel: bool
+        cls,
+        config: TargetConfig,
+        share: Share,
+        block: tuple[int, int] | None,
+        expert_parallel: bool,
+        attends_whole: bool = False,
     ) -> "Sharding":
         """With fp8 scales of ``block`` rows and columns, or without blocks."""
-        return cls(config, share, expert_parallel, 1 if block is None else math.lcm(*block))
+        return cls(config, share, expert_parallel, 1 if block is None else math.lcm(*block), attends_whole)
 
     def rank_config(self) -> TargetConfig:
         """Architecture of the rank's model. Its vocabulary stays the whole one.
@@ -156,7 +163,15 @@ class Sharding:
                 f"Expert parallelism shares routed experts, and this {config.model_type} has none.",
                 "Leave expert_parallel out.",
             )
-        query, kv = share_heads(config.num_heads, config.num_kv_heads, share)
+        if self.attends_whole and config.mla is None:
+            raise UserError(
+                f"Data-parallel attention is for latents, and this {config.model_type} has keys and values, "
+                "which ranks share by heads.",
+                "Leave data_parallel_attention out.",
+            )
+        query, kv = share_heads(
+            config.num_heads, config.num_kv_heads, Share(0, 1) if self.attends_whole else share
+        )
         self._check("tokens", config.vocab_size)
         delta, mamba = config.delta, config.mamba
         if delta is not None:
@@ -190,6 +205,7 @@ class Sharding:
             moe=moe,
             delta=delta,
             mamba=mamba,
+            attends_whole=self.attends_whole,
         )
 
     def has(self, part: Part) -> bool:
@@ -207,6 +223,8 @@ class Sharding:
                 return None if self.has(part) else []
             mine = self.share.of(part.shape[0])
             return [Cut(0, mine.start, mine.stop)]
+        if self.attends_whole and "self_attn." in part.name:
+            return None
         rules = (rule for rule in CUTS if re.search(rf"(^|\.){rule[0]}$", part.name))
         if (rule := next(rules, None)) is None:
             return None

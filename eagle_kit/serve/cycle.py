@@ -16,6 +16,7 @@ from eagle_kit.kernels.accept import Accepted, Outcome, accept_greedy, outcome
 from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.kv.own_latents import OwnLatents, OwnRequests
 from eagle_kit.kv.states import StatePool, StateWindow
 from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.blocks.layers import Attend
@@ -201,7 +202,11 @@ def accept_and_commit(
     accepted = agree_path(accepted, ranks)
     after = outcome(logits, accepted, state.active, seq_lens)
     num_emitted = after.num_emitted
-    models.kv.commit_window(state.page_table, accepted.path, seq_lens, num_emitted)
+    given = state.page_table, accepted.path, seq_lens, num_emitted
+    if isinstance(models.kv, OwnLatents):
+        models.kv.own_commit_window(_own(state), *given)
+    else:
+        models.kv.commit_window(*given)
     if isinstance(attend, StateWindow):
         attend.commit(accepted.path, num_emitted)
     counts = None
@@ -233,7 +238,12 @@ def _forward(
     """Run the target over the window's nodes, ``[B * N]`` rows -> its output, with the states that the draft
     captures, and its attention."""
     n = tree.tokens.shape[1]
-    attend = models.kv.window_attend(state.page_table, state.seq_lens, tree.ancestors, n, num_columns)
+    given = state.page_table, state.seq_lens, tree.ancestors
+    attend: Attend
+    if isinstance(models.kv, OwnLatents):
+        attend = models.kv.own_window_attend(_own(state), *given, num_columns)
+    else:
+        attend = models.kv.window_attend(*given, n, num_columns)
     if models.states is not None:
         assert state.slots is not None, "recurrent layers need the slots of their states"
         attend = models.states.window(attend, state.slots, tree.ancestors)
@@ -241,6 +251,11 @@ def _forward(
     positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)
     capture = models.drafter.capture if models.drafter is not None else ()
     return models.target(tree.tokens.view(-1), positions, attend, capture), attend
+
+
+def _own(state: CycleState) -> OwnRequests:
+    assert state.own is not None, "data-parallel attention needs the rows of this rank"
+    return state.own
 
 
 def root_only(roots: torch.Tensor) -> Tree:

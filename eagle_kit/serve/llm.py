@@ -172,6 +172,7 @@ class LLM:
                     device,
                     quantization=options.quantization,
                     expert_parallel=options.expert_parallel,
+                    attends_whole=options.data_parallel_attention,
                 )
             )
             return target
@@ -311,7 +312,7 @@ class LLM:
         return options.replace(shape=options.shape or self._default_shape()).resolve(
             on_gpu=on_gpu,
             max_positions=model.max_position_embeddings,
-            can_record=cpu_graph.available(),
+            can_record=cpu_graph.available() and not options.data_parallel_attention,
         )
 
     def _default_shape(self) -> SpecShape:

@@ -54,7 +54,8 @@ class MemoryPlan:
 
     Attributes:
         kv_tokens: tokens that the pool holds.
-        bytes_per_token: of the pool, target and draft together.
+        bytes_per_token: of the pool, target and draft together; with data-parallel attention the rank's
+            share of it.
         draft_bytes_per_token: the draft's part.
         weights, scratch, logits: bytes.
         activations: bytes of a layer's tensors in the largest prefill step.
@@ -157,8 +158,9 @@ def plan_memory(
     device, free = place or Place(weight.device, free_memory(weight.device))
     width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
-    per_token = model.cache.values_per_token * width + of_draft
-    scratch = per_token * batch * MAX_WINDOW
+    of_target = model.cache.values_per_token * width
+    scratch = (of_target * config.own_batch_size + of_draft * batch) * MAX_WINDOW
+    per_token = of_target // config.num_parts + of_draft
     if draft is not None:  # states of tokens that it may read later
         scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
     if device.type != "cpu":  # graphs of every kind are captured at the start
@@ -197,7 +199,8 @@ def plan_memory(
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
-    wanted = batch * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
+    all_parts = config.own_batch_size * config.num_parts
+    wanted = all_parts * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
     shared = room if kv_tokens is None else free - needed
     extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)
     room, needed = room - graphs[extent].bytes, needed + graphs[extent].bytes

@@ -93,17 +93,13 @@ class RankPlan:
         """Bytes that are free beside the weights and the runtime."""
         return max(0, int(gpu.memory - RUNTIME_BYTES) - self.all_weights)
 
-    def tokens(self, gpu: Gpu, more_weights: int = 0) -> int:
-        """Tokens that the pool could hold, whatever the batch needs.
-
-        Args:
-            more_weights: bytes that are not free beside those of :meth:`free`.
-        """
+    def tokens(self, gpu: Gpu) -> int:
+        """Tokens that the pool could hold, that of all ranks together, whatever the batch needs."""
         plan = self.on(gpu)
         if plan is None:
             return 0
         needed = plan.scratch + plan.logits + plan.activations + plan.states + plan.graphs.bytes
-        room = FREE_SHARE[GPU.type] * (self.free(gpu) - more_weights) - needed
+        room = FREE_SHARE[GPU.type] * self.free(gpu) - needed
         return max(0, int(room) // plan.bytes_per_token)
 
     def _plan(self, place: Place) -> MemoryPlan:
@@ -119,7 +115,7 @@ class Planner:
     Attributes:
         name: of the target, see :func:`~eagle_kit.models.loading.known_targets.target_architecture`.
         draft: name of a draft, whose weights are read.
-        options: of the engine; ``tensor_parallel`` and ``expert_parallel`` are those of :meth:`plan`.
+        options: of the engine; those of its ranks are given to :meth:`plan`.
     """
 
     name: str
@@ -148,14 +144,21 @@ class Planner:
         outputs have scales."""
         return None if self.layout is None else self.layout.block
 
-    def plan(self, size: int, *, expert_parallel: bool = False) -> RankPlan:
+    def plan(
+        self, size: int, *, expert_parallel: bool = False, data_parallel_attention: bool = False
+    ) -> RankPlan:
         """Plan the last of ``size`` ranks. Raises UserError where the target cannot be shared so."""
-        sharding = Sharding.of(self.config, Share(size - 1, size), self.block, expert_parallel)
+        share, ways = Share(size - 1, size), (expert_parallel, data_parallel_attention)
+        sharding = Sharding.of(self.config, share, self.block, *ways)
         if self.block is not None:
             self._check_blocks(sharding)
         target = self._target(sharding)
         draft = self._draft(target)
-        options = self.options
+        options = self.options.replace(
+            tensor_parallel=size,
+            expert_parallel=expert_parallel,
+            data_parallel_attention=data_parallel_attention,
+        )
         if options.shape is None and draft is not None:
             kind = drafter_class(draft, options)
             options = options.replace(shape=kind.default_shape(draft, self.config.model_type))
@@ -229,14 +232,3 @@ def _use_fp8(model: LlamaModel, block: tuple[int, int] | None) -> None:
         else:
             made = FP8Linear(weight(module.weight), module.bias)
         model.set_submodule(name, made)
-
-
-def split_latents(whole: RankPlan, plan: RankPlan, gpu: Gpu) -> tuple[int, int]:
-    """Cost of latents by request (data-parallel attention) on the ranks of ``plan``, which have a replica of
-    all: bytes of attention that each would have beside its part, and tokens that all would hold together.
-
-    Args:
-        whole: the same target on one rank.
-    """
-    more = whole.weights["attention"] - plan.weights["attention"]
-    return more, plan.sharding.share.size * plan.tokens(gpu, more)

@@ -49,6 +49,7 @@ def record_drafts(
     steps, topk = shape.steps, min(shape.topk, draft.draft_vocab_size)
     batch_size = min(config.max_batch_size, len(requests))
     longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
+    parts = config.num_parts
     config = config.replace(
         graph_mode="off",
         prefix_cache=False,
@@ -56,7 +57,7 @@ def record_drafts(
         max_batch_size=batch_size,
         batch_sizes=tuple(sorted({min(size, batch_size) for size in config.batch_sizes})),
         kv_memory=None,
-        kv_tokens=batch_size * (longest + config.room(steps) + config.page_size),
+        kv_tokens=-(-batch_size // parts) * parts * (longest + config.room(steps) + config.page_size),
     )
     engine = Engine(target, draft, config)
     if type(engine.runner.drafter) is not Drafter:

@@ -58,7 +58,7 @@ class Request:
         num_missed: its last tokens that the draft has not read.
         num_branch_pages: cached pages of its tokens where it leaves those of another, without a state to go
             on from; 0 without any.
-        matched: cached pages that its tokens were found to begin with while it waited.
+        matched: cached pages that its tokens were found to begin with while it waited, by part of the pool.
         has_begun: a part of its prompt was given to the device since it was admitted.
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: its first pages that the device's table has; -1 when any of them may have changed.
@@ -94,7 +94,7 @@ class Request:
     num_verified: int = 0
     num_missed: int = 0
     num_branch_pages: int = 0
-    matched: list[RadixNode] = field(default_factory=list)
+    matched: dict[int, list[RadixNode]] = field(default_factory=dict)
     has_begun: bool = False
     slot: int = -1
     epoch: int = 0

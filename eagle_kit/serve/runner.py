@@ -21,6 +21,7 @@ from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kv.open import open_store
+from eagle_kit.kv.own_latents import OwnRequests, own_requests
 from eagle_kit.kv.states import StatePool
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.target import Target
@@ -86,12 +87,13 @@ def _texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
 class CycleInputs(NamedTuple):
     """Inputs of a cycle besides the slots: their ``rows`` int64 ``[B]`` and the sampling parameters, without
     counts. In a split cycle also the ``window``, and whether grammars mask its logits (``is_masked``), by the
-    masks of the slots."""
+    masks of the slots. ``own``: of data-parallel attention."""
 
     rows: torch.Tensor
     sampling: SamplingBatch | None
     window: DraftOutput | None = None
     is_masked: bool = False
+    own: OwnRequests | None = None
 
 
 class Batch(NamedTuple):
@@ -136,8 +138,14 @@ class Runner:
         kv_dtype = KV_DTYPES[config.kv_dtype]
         layout = PoolLayout(config.num_pages, config.page_size, config.max_batch_size, dtype=kv_dtype)
         place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
+        self._share = target.ranks.share if config.num_parts > 1 and target.ranks is not None else None
         self.kv = open_store(
-            target.config.cache, layout, target.variants, gathers=config.graph_mode == "cycle", **place
+            target.config.cache,
+            layout,
+            target.variants,
+            gathers=config.graph_mode == "cycle",
+            share=self._share,
+            **place,
         )
         self.states: StatePool | None = None
         if target.config.states is not None:
@@ -187,7 +195,7 @@ class Runner:
             self.kept = drafter.kept(shapes, tells_confidence=self._tells_confidence)
         kind = (drafter is not None, self.kept)
         if kind not in self._slots:  # graphs know the slots that they were captured with
-            sizes = self.config.max_batch_size, self.config.max_pages, self.kv.dummy_page
+            sizes = self.config.max_batch_size, self.config.max_pages, self.config.num_pages
             self._slots[kind] = Slots(*sizes, drafter, self.kept, self.device)
         self.slots = self._slots[kind]
         if drafter is not None and drafter.can_wait and NO_SPECULATION in shapes:
@@ -211,7 +219,8 @@ class Runner:
             is_last = stop == request.num_to_compute
             known = request.tokens(start + 1, stop + 1)
             next_ids += known if len(known) == stop - start else [*known, 0]
-            segments.append(Segment(self.slots.page_table[request.slot], start, stop, write_from))
+            table, part = self.slots.page_table[request.slot], request.allocation.part
+            segments.append(Segment(table, start, stop, write_from, part))
             if is_last:
                 last.append(len(ids) - 1)
                 finished.append(request)
@@ -331,9 +340,21 @@ class Runner:
         if any(request.match is not None for request in requests):
             matches = [*(request.match for request in requests), *[None] * padding]
         wants_logprobs = any(request.params.logprobs is not None for request in requests)
-        inputs, num_logprobs = CycleInputs(rows, sampling), self._num_logprobs(requests, kind)
+        inputs = CycleInputs(rows, sampling, own=self._own(requests, len(rows)))
+        num_logprobs = self._num_logprobs(requests, kind)
         self._batch = Batch(requests, epochs, padding, inputs, num_logprobs, wants_logprobs, matches)
         return self._batch
+
+    def _own(self, requests: list[Request], size: int) -> OwnRequests | None:
+        """This rank's part of a batch that is padded to ``size``: as large as every rank has at least, or as
+        a rank may have at most, so that few sizes are captured."""
+        if self._share is None:
+            return None
+        parts = [request.allocation.part for request in requests]
+        most = min(-(-size // self._share.size), self.config.own_batch_size)
+        if max(map(parts.count, parts), default=0) > most:
+            most = self.config.own_batch_size
+        return own_requests(parts, self._share, most, size, self.device)
 
     def _catch_up(self, requests: list[Request]) -> None:
         """Let the draft read what it has missed, in forwards of at most ``prefill_tokens`` rows (or of one
@@ -390,9 +411,8 @@ class Runner:
         linear layers measured and its kernels compiled."""
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
         settings = self._settings(shape, self._columns((), MAX_WINDOW), num_logprobs)
-        inputs = CycleInputs(
-            self._tensor([self.slots.dummy] * size), self._sampling.of_level(kind.level, size)
-        )
+        rows, sampling = self._tensor([self.slots.dummy] * size), self._sampling.of_level(kind.level, size)
+        inputs = CycleInputs(rows, sampling, own=self._own([], size))
         tree = None
         if ngram is not None and shape.steps:
             tree = to_tree(self._ngram_draft([], size, ngram, shape), self.device)
@@ -471,7 +491,8 @@ class Runner:
         given = None if sampling is None else tuple(part is not None for part in sampling)
         drafts = None if window is None else (type(window.proposal), window.tree.tokens.shape)
         speculates = self.models.drafter is not None
-        key = (len(inputs.rows), settings, speculates, given, drafts, inputs.is_masked)
+        own = None if inputs.own is None else len(inputs.own.rows)
+        key = (len(inputs.rows), settings, speculates, given, drafts, inputs.is_masked, own)
 
         def idle() -> CycleInputs:
             return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
@@ -509,7 +530,7 @@ class Runner:
             assert self.slots.tables is not None
             rows = (table[inputs.rows] for table in self.slots.tables)
             sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
-        return self.slots.gather(inputs.rows), sampling
+        return self.slots.gather(inputs.rows)._replace(own=inputs.own), sampling
 
     def _ngram_draft(
         self, requests: list[Request], padding: int, ngram: NgramIndex, shape: SpecShape

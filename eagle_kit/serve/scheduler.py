@@ -113,6 +113,7 @@ class Scheduler:
         self._num_waiting_tokens, self._states_stay = 0, True
         self._num_kept = 0
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
+        self._num_in = [0] * page_pool.num_parts
         self._short_turn = SHORT_TURN_TOKENS if page_pool.can_reuse else TURN_TOKENS
         self._prompt_turn = min(config.prefill_tokens, TURN_CHUNKS * config.mixed_prefill_tokens)
 
@@ -182,6 +183,7 @@ class Scheduler:
         if not self._num_held[request.group]:
             del self._num_held[request.group]
         self._slots.append(request.slot)
+        self._num_in[request.allocation.part] -= 1
         request.slot, request.num_computed, request.num_verified, request.savings = -1, 0, 0, 0.0
         request.num_missed, request.has_begun, request.num_pages_written = 0, False, -1
         request.epoch += 1
@@ -212,7 +214,9 @@ class Scheduler:
             if request.slot < 0:
                 continue
             while not self._has_pages(request):
-                victim = max(self.running, key=self._order)
+                part = request.allocation.part
+                rivals = (each for each in self.running if each.allocation.part == part)
+                victim = max(rivals, key=self._order)
                 self._preempt(victim)
                 preempted.append(victim)
                 if victim is request:
@@ -270,7 +274,8 @@ class Scheduler:
         is_long = not request.token_ids and request.num_to_compute > self._prompt_turn
         if not is_long or not self._long_prompts():
             return False
-        shared = self.page_pool.reusable(self._matched(request))
+        parts = range(self.page_pool.num_parts)
+        shared = max((self.page_pool.reusable(self._matched(request, part)) for part in parts), key=len)
         return request.num_to_compute - len(shared) * self.page_pool.page_size > self._prompt_turn
 
     def _long_prompts(self) -> list[Request]:
@@ -368,40 +373,60 @@ class Scheduler:
             return is_longer and self._has_had_prompt_turn(other) and not request.token_ids
 
         victims = [other for other in dispensable if gives_way(other)]
-        return victims if self._would_fit(request, victims) else []
+        for part in range(self.page_pool.num_parts):
+            there = [other for other in victims if other.allocation.part == part]
+            if self._would_fit(request, there, part):
+                return there
+        return []
 
-    def _would_fit(self, request: Request, victims: Sequence[Request]) -> bool:
-        """Return True if all ``victims`` together make room for a request."""
-        need = self.page_pool.pages_for(request.num_tokens + self.room) + len(self.running) - len(victims)
+    def _would_fit(self, request: Request, victims: Sequence[Request], part: int) -> bool:
+        """Return True if all ``victims`` together make room for a request in their part of the pool."""
+        others = self._num_in[part] - len(victims)
+        if others >= self.config.own_batch_size:
+            return False
+        need = self.page_pool.pages_for(request.num_tokens + self.room) + others
         freed = sum(
             len(each.allocation.pages) + sum(node.refs == 1 for node in each.allocation.nodes)
             for each in victims
         )
-        return need <= self.page_pool.num_available + freed
+        return need <= self.page_pool.num_available_in(part) + freed
 
-    def _matched(self, request: Request) -> list[RadixNode]:
-        """Cached pages that a waiting request begins with: looked for once, then followed."""
+    def _matched(self, request: Request, part: int) -> list[RadixNode]:
+        """Cached pages of a part that a waiting request begins with: looked for once, then followed."""
         stop = request.num_to_compute - 1
         tokens = request.tokens(0, stop) if request.token_ids else request.prompt_ids
-        request.matched = self.page_pool.match(tokens, stop, request.matched)
-        return request.matched
+        known = request.matched.get(part, ())
+        request.matched[part] = found = self.page_pool.match(tokens, stop, known, part=part)
+        return found
 
     def _admit(self, request: Request) -> bool:
-        """Admit the first request of its group, if there is a slot and it fits."""
-        if not self._slots:
-            return False
-        cached = self._matched(request) if self.page_pool.can_reuse else []
+        """Admit the first request of its group, if there is a slot and it fits: where most of its tokens are
+        cached, or else where most pages are free."""
+        parts = [part for part, count in enumerate(self._num_in) if count < self.config.own_batch_size]
+        if len(parts) > 1:
+
+            def lacks(part: int) -> tuple[bool, int]:
+                cached = len(self._matched(request, part)) if self.page_pool.can_reuse else 0
+                is_most = 2 * cached * self.page_pool.page_size >= request.num_tokens
+                return not is_most, -self.page_pool.num_available_in(part)
+
+            parts.sort(key=lacks)
+        return bool(self._slots) and any(self._admit_to(part, request) for part in parts)
+
+    def _admit_to(self, part: int, request: Request) -> bool:
+        """Admit a request to a part of the pool, if it fits."""
+        cached = self._matched(request, part) if self.page_pool.can_reuse else []
         shared = self.page_pool.reusable(cached)
         need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
         # A page is left for each running request to grow into, or the new one would be preempted at once.
-        allocation = self.page_pool.allocate(shared, need)
+        allocation = self.page_pool.allocate(shared, need, part)
         if allocation is None:
             return False
-        if self.page_pool.num_available < len(self.running):
+        if self.page_pool.num_available_in(part) < self._num_in[part]:
             self.page_pool.release(allocation)
             return False
         self._dequeue(request)
-        request.matched = []
+        request.matched = {}
         self.page_pool.begin(allocation)
         is_branch = len(cached) > len(shared) and bool(cached[-1].children)
         request.num_branch_pages = len(cached) if is_branch else 0
@@ -412,6 +437,7 @@ class Scheduler:
         if not request.num_preemptions:
             request.num_cached_tokens = request.num_shared_tokens
         self.running.append(request)
+        self._num_in[part] += 1
         self._num_held[request.group] += 1
         return True
 

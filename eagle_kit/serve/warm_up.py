@@ -146,7 +146,7 @@ def _prompts(engine: Engine) -> Iterator[list[Request]]:
     size of a tile, which are powers of two, a full step and more, a cached prefix, and all kinds of first
     tokens."""
     config, rng = engine.config, random.Random(0)
-    most = min(config.max_context - 2, (config.num_pages - 2) * config.page_size - config.room(63))
+    most = min(config.max_context - 2, (config.own_pages - 2) * config.page_size - config.room(63))
     if most < 1:  # no room for a prompt
         return
     step = min(config.prefill_tokens, most)

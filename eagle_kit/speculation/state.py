@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.kv.own_latents import OwnRequests
+
 
 class CycleState(NamedTuple):
     """Per-request state at the start of a cycle.
@@ -16,6 +18,7 @@ class CycleState(NamedTuple):
         active: bool ``[B]``, False for padding, whose state does not change.
         draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
         slots: int64 ``[B]``, the states of recurrent layers (``kv/states.py``); None where there are none.
+        own: the requests that this rank attends for, of data-parallel attention.
     """
 
     page_table: torch.Tensor
@@ -24,3 +27,4 @@ class CycleState(NamedTuple):
     active: torch.Tensor
     draft: tuple[torch.Tensor, ...] | None
     slots: torch.Tensor | None = None
+    own: OwnRequests | None = None

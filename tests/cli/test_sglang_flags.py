@@ -21,6 +21,10 @@ def config_of(*flags):
         (("--tp-size", "4"), {"tensor_parallel": 4, "expert_parallel": False}),
         (("--tensor-parallel-size", "2", "--ep-size", "2"), {"tensor_parallel": 2, "expert_parallel": True}),
         (("--tp-size", "2", "--ep-size", "1", "--dp-size", "1"), {"expert_parallel": False}),
+        (
+            ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+            {"tensor_parallel": 2, "data_parallel_attention": True},
+        ),
         (("--attention-backend", "fa3"), {"prefill_backend": "flash-attn"}),
         (("--prefill-attention-backend", "flashinfer"), {"prefill_backend": "flashinfer"}),
         (("--attention-backend", "triton", "--prefill-backend", "triton"), {"prefill_backend": "triton"}),
@@ -35,7 +39,8 @@ def test_flags_mean_our_options(flags, wanted):
 @pytest.mark.parametrize(
     ("flags", "cause"),
     [
-        (("--enable-dp-attention",), "every rank has all"),
+        (("--enable-dp-attention", "--tp-size", "4", "--dp-size", "2"), "--dp-size is 2, and 4 ranks share"),
+        (("--enable-dp-attention",), "among the ranks of tensor parallelism, and there is one"),
         (("--dp-size", "2"), "a server is one replica"),
         (("--tp-size", "4", "--ep-size", "2"), "--ep-size is 2, and 4 ranks share"),
         (("--ep-size", "2"), "--ep-size is 2, and 1 ranks share"),

@@ -134,3 +134,27 @@ def test_no_order_of_events_loses_or_mixes_up_a_snapshot(page_size):
     pool.clear()
     pool.check([])
     assert pool.num_available == 23
+
+
+def test_parts_of_the_pool_have_pages_and_caches_of_their_own():
+    """In any order of events: every request has its pages from one part, whose cache alone it finds."""
+    pool, rng = PagePool(12, 2, num_parts=3), random.Random(1)
+    held, texts = [], [[i % 3, *[rng.randrange(4) for _ in range(6)]] for i in range(6)]
+    for _ in range(400):
+        part, tokens = rng.randrange(3), rng.choice(texts)
+        shared = pool.match(tokens, part=part)
+        assert all(node.page // 4 == part for node in shared)
+        allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared), part)
+        if allocation is not None:
+            assert {page // 4 for page in allocation.table} == {part}
+            pool.publish(allocation, tokens)
+            held.append(allocation)
+        while held and (allocation is None or rng.random() < 0.4):
+            pool.release(held.pop(rng.randrange(len(held))))
+            allocation = held
+        pool.check(held)
+    assert pool.num_evicted > 20
+    for allocation in held:
+        pool.release(allocation)
+    pool.clear()
+    assert pool.num_available == 12 and [pool.num_available_in(part) for part in range(3)] == [4] * 3

@@ -9,12 +9,13 @@ from tiny_mixtures import MIXTURES, randomised, v3
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import GPUS, RUNTIME_BYTES, Gpu
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import FREE_SHARE
-from eagle_kit.serve.plan import PARTS, Planner, split_latents
+from eagle_kit.serve.plan import PARTS, Planner
 from eagle_kit.serve.ranks import Start
 
 OPTIONS = EngineConfig(dtype="float32", max_context=96, max_batch_size=3, page_size=4, lag=0)
@@ -53,9 +54,9 @@ def test_the_planned_rank_is_the_largest_of_those_that_are_loaded(folder, expert
     assert plan.weights["draft"] == 0 and all(plan.weights[part] for part in kinds)
 
 
-def engine_of_rank(ranks, folder, draft):
+def engine_of_rank(ranks, folder, draft, **choices):
     start = Start(ranks.rank, None, folder, None, None)
-    options = OPTIONS.replace(device="cpu", tensor_parallel=ranks.size, shape="none")
+    options = OPTIONS.replace(device="cpu", tensor_parallel=ranks.size, shape="none", **choices)
     llm = LLM(folder, draft, options, start=start, tokenizer=None if ranks.rank else object())
     llm.engine("none")
     llm.close()  # where the other rank ends
@@ -85,12 +86,29 @@ def test_what_fits_is_what_is_free(folder):
     room = FREE_SHARE["cuda"] * (5e8 - plan.all_weights) - needed
     assert plan.tokens(gpu) == room // memory.bytes_per_token > memory.kv_tokens
     assert plan.on(Gpu(RUNTIME_BYTES + plan.all_weights, 1e15, 1e15, 1e12, 1e11)) is None
+
+
+def own_latents_of_rank(ranks, folder, draft):
+    return engine_of_rank(ranks, folder, draft, data_parallel_attention=True)
+
+
+def test_latents_by_request_are_planned_as_they_are_made(folder, tmp_path):
+    """A token takes its latents on one of the ranks, and its entries of the draft on all."""
+    save_draft(tiny_head(load_target(folder)), tmp_path / "draft", metadata={})
+    planner = Planner(str(folder), str(tmp_path / "draft"), OPTIONS.replace(shape="none"))
     if planner.config.mla is None:
+        with pytest.raises(UserError, match="Data-parallel attention is for latents, and this .* has keys"):
+            planner.plan(2, data_parallel_attention=True)
         return
-    more, tokens = split_latents(planner.plan(1), plan, gpu)
-    attention = [planner.plan(size).weights["attention"] for size in (1, 2)]
-    assert more == attention[0] - attention[1] > 0
-    assert tokens == 2 * int((room - FREE_SHARE["cuda"] * more) / memory.bytes_per_token)
+    plan, replica = (planner.plan(2, data_parallel_attention=own) for own in (True, False))
+    assert plan.weights["attention"] == planner.plan(1).weights["attention"]
+    memory, whole = (each.on(GPUS["h100-80g"]) for each in (plan, replica))
+    real, of_draft = run_ranks(2, own_latents_of_rank, folder, tmp_path / "draft")[0]
+    latents = 4 * planner.config.cache.values_per_token
+    assert memory.bytes_per_token == real.bytes_per_token == latents // 2 + 4 * of_draft
+    assert whole.bytes_per_token == latents + 4 * of_draft
+    assert memory.kv_tokens == real.kv_tokens and memory.scratch < whole.scratch
+    assert plan.tokens(GPUS["h100-80g"]) > 1.3 * replica.tokens(GPUS["h100-80g"])
 
 
 def test_a_plan_is_printed_without_weights_or_a_network(capsys):

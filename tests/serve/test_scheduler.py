@@ -3,11 +3,13 @@
 Waiting times are counted in steps of the engine, so they are the same on every machine."""
 
 import pytest
-from tiny_engine import make_engine
+from tiny_engine import make_engine, resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.serve.request import Request
+from eagle_kit.serve.scheduler import Scheduler
 
 SLOTS, TURN = 4, 32
 LONG = [(3 * i + i * i) % 11 for i in range(400)]
@@ -378,3 +380,60 @@ def test_giving_way_changes_no_reply(models, shape, temperature, lag):
     preempted, crowded = serve(2, arrivals())
     assert preempted > 3
     assert crowded == serve(10, arrivals())[1]
+
+
+def scheduler_of_ranks(batch, num_pages):
+    """Scheduler of two ranks of data-parallel attention; a request needs a page more than its tokens."""
+    config = resolved(batch, 64, page_size=4, tensor_parallel=2, data_parallel_attention=True)
+    pool = PagePool(num_pages, 4, num_parts=2)
+    return Scheduler(pool, config.replace(kv_tokens=4 * num_pages), room=4, needs_last=False)
+
+
+def admitted(scheduler, requests):
+    """Parts of the pool that requests are given to; None of those that wait."""
+    for request in requests:
+        scheduler.add(request)
+    scheduler.plan()
+    scheduler.page_pool.check(request.allocation for request in scheduler.running)
+    return [request.allocation.part if request.slot >= 0 else None for request in requests]
+
+
+def test_requests_are_given_to_the_rank_with_most_free_latents():
+    scheduler = scheduler_of_ranks(6, 40)
+    long, *short = requests_of([[1] * 32, *([i] * 5 for i in range(2, 5))])
+    assert admitted(scheduler, [long, *short]) == [0, 1, 1, 1]  # 9 pages beside 3, 6 and 9
+    assert admitted(scheduler, requests_of([[6] * 5], first=10)) == [0]
+    scheduler.remove(long)
+    assert admitted(scheduler, requests_of([[7] * 5], first=11)) == [0]
+
+
+def test_a_rank_takes_no_more_than_its_part_of_the_batch():
+    scheduler = scheduler_of_ranks(4, 200)
+    many = requests_of([[i] * 3 for i in range(5)])
+    assert admitted(scheduler, many) == [0, 1, 0, 1, None]
+    scheduler.remove(many[2])
+    scheduler.plan()
+    assert many[4].allocation.part == 0 and many[4].slot >= 0
+
+
+def test_a_request_goes_where_most_of_its_tokens_are_cached():
+    scheduler = scheduler_of_ranks(4, 40)
+    first, second = requests_of([[1] * 16, [2] * 16])
+    assert admitted(scheduler, [first, second]) == [0, 1]
+    for request in (first, second):
+        scheduler.page_pool.publish(request.allocation, request.prompt_ids)
+    scheduler.remove(first)  # the second goes on, so that the first part has more room
+    again = requests_of([[*second.prompt_ids, 5], [*second.prompt_ids[:4], *[6] * 13]], first=10)
+    assert admitted(scheduler, again[:1]) == [1] and again[0].num_cached_tokens == 16
+    assert admitted(scheduler, again[1:]) == [0] and again[1].num_cached_tokens == 0
+
+
+def test_requests_give_way_on_the_rank_that_lacks_pages():
+    scheduler = scheduler_of_ranks(4, 16)
+    mine = requests_of([[i] * 7 for i in range(4)])
+    assert admitted(scheduler, mine) == [0, 1, 0, 1]
+    for request in mine:
+        request.num_computed = len(request.prompt_ids)
+    mine[0].token_ids = [0] * 13  # with the next cycle 6 of 8 pages, of which the third has 3
+    preempted = scheduler.plan().preempted
+    assert preempted == [mine[2]] and mine[1].slot >= 0 and mine[3].slot >= 0

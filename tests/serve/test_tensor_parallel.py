@@ -127,7 +127,8 @@ def serve(ranks, folder, head, work, options):
 
 def compare(folder, size, work, head=None, **options):
     """What ``work(llm)`` says of one process and of several, and the first of these ranks' counters."""
-    alone = {name: value for name, value in options.items() if name != "expert_parallel"}
+    of_ranks = "expert_parallel", "data_parallel_attention"
+    alone = {name: value for name, value in options.items() if name not in of_ranks}
     expected = work(LLM(folder, head, **{**OPTIONS, **alone}))
     ((found, totals), first), *others = run_ranks(size, serve, folder, head, work, options, timeout_s=280)
     assert [steps for _, steps in others] == [first] * (size - 1)
@@ -184,6 +185,30 @@ def test_mixtures_and_latents_are_shared(name, size, experts, tmp_path):
     compare(tmp_path, size, work, head_of(tmp_path), expert_parallel=experts == "whole")
 
 
+OWN = [*itertools.product(("EAGLE3", "NGRAM"), (2, 4))]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "size"), [OWN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in OWN[1:])]
+)
+def test_requests_have_latents_on_one_rank(algorithm, size, tmp_path):
+    """Greedy for every shape, then all kinds of requests in one batch; ranks run out of latents, and have
+    some prompts cached."""
+    randomised(MIXTURES["deepseek-v3"]).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+
+    def work(llm):
+        params = SamplingParams(max_tokens=14)
+        greedy = replies(llm, params, SHAPES), replies(llm, params, ("none",), PROMPTS[2:3] * 2)
+        return greedy, replies(llm, MIXED, ("none", "4,1,5"))
+
+    head = head_of(tmp_path) if algorithm == "EAGLE3" else None
+    options = {"kv_tokens": 76 * size, "data_parallel_attention": True, "max_context": 72}
+    totals = compare(tmp_path, size, work, head, algorithm=algorithm, **options)
+    assert totals.num_cached_prompt_tokens > 0
+    assert totals.spec.num_emitted_tokens > totals.spec.num_verifies
+
+
 SIZES = {"vocab_size": 12, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 11}
 RECURRENT = {
     "qwen3_5_text": {"linear_num_value_heads": 6, "linear_num_key_heads": 3},
@@ -237,6 +262,20 @@ def test_other_drafts_are_whole_on_every_rank(folder, algorithm):
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies
 
 
+def volume_of_cycle(llm, shape, params):
+    engine, ranks = llm.engine(shape), llm.group.ranks
+    request = llm.make_request(PROMPTS[2], params)
+    engine.add_request(request)
+    engine.step()  # the prompt
+    before = ranks.volume.copy()
+    engine.step()
+    assert len(request.token_ids) > 1
+    found = dict(ranks.volume - before)
+    engine.abort(request)
+    engine.drain()
+    return found
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_cycle_communicates_what_its_formula_says(folder, shape, temperature):
@@ -245,26 +284,58 @@ def test_a_cycle_communicates_what_its_formula_says(folder, shape, temperature):
     size, hidden, layers, vocab = 2, 48, 3, 12
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
     (steps, _, nodes), length = SpecShape.parse(shape), 4
-
-    def work(llm):
-        engine, ranks = llm.engine(shape), llm.group.ranks
-        request = llm.make_request(PROMPTS[2], params)
-        engine.add_request(request)
-        engine.step()  # the prompt
-        before = ranks.volume.copy()
-        engine.step()
-        assert len(request.token_ids) > 1
-        found = dict(ranks.volume - before)
-        engine.abort(request)
-        engine.drain()
-        return found
-
+    work = partial(volume_of_cycle, shape=shape, params=params)
     ((per_cycle, _), _), _ = run_ranks(size, serve, folder, head_of(folder), work, {})
     assert per_cycle == {
         "sum": 2 * layers * nodes * hidden * length,
         "stack": nodes * (vocab // size * length if temperature else 16),
         "first": 8 * (2 * (steps + 1) + 1 + 4 * nodes * (steps > 0)),
     }
+
+
+def test_attention_of_own_requests_is_gathered(tmp_path):
+    """In place of one of the two sums, a rank gives the rows of as many requests as any rank has."""
+    randomised(MIXTURES["deepseek-v3"]).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    work = partial(volume_of_cycle, shape="4,4,12", params=params)
+    options = {"data_parallel_attention": True}
+    ((per_cycle, _), _), _ = run_ranks(2, serve, tmp_path, head_of(tmp_path), work, options)
+    hidden, layers, nodes, length = 48, 3, 12, 4
+    states = layers * nodes * hidden * length
+    assert (per_cycle["sum"], per_cycle["stack"]) == (states, states + 16 * nodes)
+
+
+def weather(llm, num_events, every=40):
+    """Requests of all kinds arrive, are aborted, and give way, in shapes that change."""
+    rng, live, engine = random.Random(4), [], llm.engine("none")
+    for event in range(num_events):
+        if not engine.has_work:
+            engine.use_shape(SpecShape.parse(rng.choice(SHAPES)))
+        if rng.random() < 0.6 and event % every < 10:
+            prompt = rng.choice(PROMPTS)[: rng.randint(1, 39)] + [rng.randrange(11)]
+            request = llm.make_request(prompt, rng.choice(MIXED))
+            engine.add_request(request)
+            live.append(request)
+        if live and rng.random() < 0.05:
+            engine.abort(rng.choice(live))
+        if engine.has_work:
+            for request in engine.step():
+                if request.has_stops:
+                    request.read()
+                    engine.stop(request)
+            engine.check()
+        live = [request for request in live if request.finish_reason is None]
+    for request in live:
+        engine.abort(request)
+    engine.drain()
+
+
+def check_weather(results, num_events):
+    (_, totals), first = results[0]
+    assert len(first) > num_events / 2 and [steps for _, steps in results] == [first] * len(results)
+    assert totals.num_preemptions > 0 and min(totals.num_finished[way] for way in ("abort", "stop")) > 0
+    assert len(totals.shapes) > 1
 
 
 STORMS = (2, 120), (4, 1200), (2, 20_000)
@@ -275,36 +346,23 @@ STORMS = (2, 120), (4, 1200), (2, 20_000)
     [STORMS[0], *(pytest.param(*storm, marks=pytest.mark.slow) for storm in STORMS[1:])],
 )
 def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
-    """Requests of all kinds arrive, are aborted, and give way, in shapes that change."""
-
-    def work(llm):
-        rng, live, engine = random.Random(4), [], llm.engine("none")
-        for event in range(num_events):
-            if not engine.has_work:
-                engine.use_shape(SpecShape.parse(rng.choice(SHAPES)))
-            if rng.random() < 0.6 and event % 40 < 10:
-                prompt = rng.choice(PROMPTS)[: rng.randint(1, 39)] + [rng.randrange(11)]
-                request = llm.make_request(prompt, rng.choice(MIXED))
-                engine.add_request(request)
-                live.append(request)
-            if live and rng.random() < 0.05:
-                engine.abort(rng.choice(live))
-            if engine.has_work:
-                for request in engine.step():
-                    if request.has_stops:
-                        request.read()
-                        engine.stop(request)
-                engine.check()
-            live = [request for request in live if request.finish_reason is None]
-        for request in live:
-            engine.abort(request)
-        engine.drain()
-
+    work = partial(weather, num_events=num_events)
     results = run_ranks(size, serve, folder, head_of(folder), work, {"kv_tokens": 88}, timeout_s=900)
-    (_, totals), first = results[0]
-    assert len(first) > num_events / 2 and [steps for _, steps in results] == [first] * size
-    assert totals.num_preemptions > 0 and min(totals.num_finished[way] for way in ("abort", "stop")) > 0
-    assert len(totals.shapes) > 1
+    check_weather(results, num_events)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_events"),
+    [STORMS[0], *(pytest.param(*storm, marks=pytest.mark.slow) for storm in STORMS[1:])],
+)
+def test_all_ranks_take_in_the_same_tokens_in_a_storm_of_own_latents(size, num_events, tmp_path):
+    randomised(MIXTURES["deepseek-v3"]).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    sizes = {"kv_tokens": 64 * size, "max_context": 58, "max_batch_size": 2 * size}
+    options = {"data_parallel_attention": True, **sizes}
+    work = partial(weather, num_events=num_events, every=50)
+    results = run_ranks(size, serve, tmp_path, head_of(tmp_path), work, options, timeout_s=900)
+    check_weather(results, num_events)
 
 
 class Sleepy(Engine):

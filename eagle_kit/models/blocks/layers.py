@@ -46,6 +46,25 @@ def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
     return None if kv_slots is None else kv_slots(layer)
 
 
+class OwnRows(NamedTuple):
+    """Rows of a forward that this rank attends for, where ranks attend for different ones.
+
+    Attributes:
+        rows: int64 ``[m]``.
+        places: int64 ``[T]``, where each row of the forward is among those of all ranks, ``most`` of each.
+        most: largest m of a rank.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    most: int
+
+
+def own_rows_of(attend: Attend) -> OwnRows | None:
+    """Rows that ``attend`` computes; None where it computes all."""
+    return getattr(attend, "own_rows", None)
+
+
 class RMSNorm(nn.Module):
     """``x / rms(x) * weight`` over the last dimension, computed in fp32 for half types."""
 

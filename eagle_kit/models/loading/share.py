@@ -95,6 +95,7 @@ def load_share(
     *,
     quantization: Quantization = "none",
     expert_parallel: bool = False,
+    attends_whole: bool = False,
 ) -> LlamaModel:
     """Load a rank's part of a target, frozen and in eval mode.
 
@@ -103,7 +104,7 @@ def load_share(
         ranks: the processes that share it; each reads its own part of the weights.
         dtype, quantization: see :func:`~eagle_kit.models.loading.loader.load_target`; what is cast to fp8
             gets scales of the rank's own part of an output.
-        expert_parallel: see :class:`~eagle_kit.models.sharding.Sharding`.
+        expert_parallel, attends_whole: see :class:`~eagle_kit.models.sharding.Sharding`.
 
     Raises:
         UserError: as ``load_target``; a target that tensor parallelism does not cut.
@@ -114,7 +115,7 @@ def load_share(
         raise UserError(f"Tensor parallelism does not cut {config.model_type}, run by transformers.", whole)
     layout, arrangement = read_fp8_layout(read_raw_config(folder), str(folder)), arrangement_of(config)
     block = None if layout is None else layout.block
-    sharding = Sharding.of(config, ranks.share, block, expert_parallel)
+    sharding = Sharding.of(config, ranks.share, block, expert_parallel, attends_whole)
     with torch.device("meta"):
         parameters = list(LlamaModel(config).named_parameters())  # of all ranks
         model = LlamaModel(sharding.rank_config(), ranks)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.collectives import Ranks
@@ -17,7 +18,7 @@ from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.rope import Rotation
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.delta import GatedDeltaNet
-from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope
+from eagle_kit.models.blocks.layers import MLP, Attend, OwnRows, RMSNorm, Rope, own_rows_of
 from eagle_kit.models.blocks.mamba import Mamba2
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
@@ -37,7 +38,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: TargetConfig, layer: int, ranks: Ranks | None = None) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.shares_heads = ranks, not config.attends_whole
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         recurrent = () if config.delta is None else config.delta.layers
         self.number = sum((each in recurrent) == (layer in recurrent) for each in range(layer))
@@ -62,12 +63,28 @@ class DecoderLayer(nn.Module):
         the next norm adds because it reads both."""
         if self.is_recurrent:
             added = self.linear_attn(normed, self.number, attend)
+        elif (own := own_rows_of(attend)) is not None:
+            added = self._gathered(normed, rotation, attend, own)
         else:
             added = self.self_attn(normed, rotation, self.number, attend)
         if self.mamba is not None:
             added = added + self.mamba(normed, self.number, attend)
-        normed, h = self.post_attention_layernorm.add(self._summed(added), h)
+        if self.shares_heads:
+            added = self._summed(added)
+        normed, h = self.post_attention_layernorm.add(added, h)
         return h, self._summed(self.mlp(normed))
+
+    def _gathered(
+        self, normed: torch.Tensor, rotation: Rotation, attend: Attend, own: OwnRows
+    ) -> torch.Tensor:
+        """Outputs ``[T, H]`` of attention, which every rank computes for its own rows, whose ``rotation``
+        is given."""
+        assert self.ranks is not None and not self.shares_heads
+        mine = normed[own.rows]
+        if len(mine):
+            mine = self.self_attn(mine, rotation, self.number, attend)
+        padded = F.pad(mine, (0, 0, 0, own.most - len(mine)))
+        return self.ranks.stack(padded).flatten(0, 1)[own.places]
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of what every rank's heads or inner values give."""
@@ -120,7 +137,8 @@ class LlamaModel(Target):
     ) -> TargetOutput:
         """See :class:`Target`."""
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
-        rotation = self.rope.at(positions)
+        own = own_rows_of(attend)
+        rotation = self.rope.at(positions if own is None else positions[own.rows])
         h = self.embed(ids)
         if self.config.embedding_scale != 1.0:
             h = h * self.config.embedding_scale

@@ -292,7 +292,7 @@ class Drafter:
         rows, tokens, positions, mine = [], [], [], []
         arange = partial(torch.arange, device=features.device)
         at, first_slot = 0, self.model.first_slot
-        for table, start, stop, _ in segments:
+        for table, start, stop, *_ in segments:
             count = stop - start
             # A model whose entries begin at slot 0 enters the first token as well; it has no row of its own.
             head = 1 if start == first_slot == 0 else 0

@@ -197,7 +197,7 @@ class ModulesDrafter(ReadyDrafter):
         """Run a module over prompt rows and store its entries -> its states, and the rows of each segment."""
         mine = [
             Segment(table, first, stop + 1, max(first, write_from))
-            for table, start, stop, write_from in segments
+            for table, start, stop, write_from, _ in segments
             for first in [start + 1 + module]
         ]
         sizes = [max(0, segment.stop - segment.start) for segment in mine]
