@@ -432,8 +432,8 @@ def test_requests_give_way_on_the_rank_that_lacks_pages():
     scheduler = scheduler_of_ranks(4, 16)
     mine = requests_of([[i] * 7 for i in range(4)])
     assert admitted(scheduler, mine) == [0, 1, 0, 1]
-    for request in mine:
-        request.num_computed = len(request.prompt_ids)
     mine[0].token_ids = [0] * 13  # with the next cycle 6 of 8 pages, of which the third has 3
+    for request in mine:
+        request.num_computed = request.num_to_compute
     preempted = scheduler.plan().preempted
     assert preempted == [mine[2]] and mine[1].slot >= 0 and mine[3].slot >= 0
