@@ -286,6 +286,10 @@ class HeadArchitecture:
         """Steps that it is trained for, no more and no fewer; None for any number."""
         return self.num_modules if self.num_modules > 1 else None
 
+    def block_rows(self, steps: int) -> int:
+        """Rows of the block that drafts ``steps`` tokens; 0 of heads that draft in no blocks."""
+        return 0
+
     @property
     def cache(self) -> CacheSpec:
         """Entry of a token in the cache of all modules."""

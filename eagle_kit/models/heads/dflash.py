@@ -100,6 +100,10 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
         """Tokens that a block drafts."""
         return self.block_size - self.first_drafted
 
+    def block_rows(self, steps: int) -> int:
+        """See :class:`~eagle_kit.models.config.HeadArchitecture`."""
+        return steps + self.first_drafted
+
     @property
     def windows(self) -> list[int | None]:
         """Sliding window of each layer, None for none."""

@@ -3,7 +3,8 @@
 Counted tensor by tensor for the code of ``ttt.py`` and of the heads; a test compares the sum with what
 autograd really saves. On a GPU attention, SwiGLU, norms and rotations are kernels.
 
-Legend: T tokens, R rows with loss at step 0, K steps, H hidden, I inner size of the MLP, Vd draft vocabulary.
+Legend: T tokens, R rows with loss at step 0 (anchors, of heads that draft blocks), K steps, H hidden, I inner
+size of the MLP, Vd draft vocabulary.
 """
 
 from typing import NamedTuple
@@ -51,6 +52,8 @@ def saved_bytes(draft: HeadArchitecture, tokens: int, rows: int, steps: int, num
         rows: R; later steps have a few less, which is not counted.
         steps: K.
     """
+    if size := draft.block_rows(steps):
+        return _saved_by_blocks(draft, tokens, rows * size, size, numerics)
     row = _row_bytes(draft, numerics)
     layer = draft.layer
     if draft.num_modules > 1:
@@ -73,6 +76,38 @@ def saved_bytes(draft: HeadArchitecture, tokens: int, rows: int, steps: int, num
         + prefix
         + own
         + (steps - 1) * rows * (row.before + row.behind)
+    )
+
+
+def _saved_by_blocks(draft: HeadArchitecture, tokens: int, rows: int, size: int, numerics: Numerics) -> float:
+    """:func:`saved_bytes` of ``rows`` in blocks of ``size`` behind anchors. Of the text only its context is
+    there, and every layer's keys and values of it."""
+    width, hidden = numerics.operand, draft.hidden_size
+    copies = 3 if width < FP32 and not numerics.is_gpu else 2  # what fc gives, and its norm
+    tables = 2 * draft.layer.head_dim * FP32
+    per_layer = tokens * _keys_bytes(draft, numerics) + rows * _block_row_bytes(draft, size, numerics)
+    once = tokens * (copies * hidden * width + tables) + rows * (hidden * width + tables)
+    return draft.cache.num_layers * per_layer + once
+
+
+def _keys_bytes(draft: HeadArchitecture, numerics: Numerics) -> float:
+    """Bytes of a row's queries, keys and values, whose queries and keys are normed, before attention."""
+    layer, width = draft.layer, numerics.operand
+    queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+    if numerics.is_gpu:  # inputs of the two norms, and what attention reads of keys and values
+        return float((queries + 3 * keys) * width)
+    read = 2 * keys * FP32 if width < FP32 else (queries + keys) * FP32  # copies, or rotated in one tensor
+    return float((queries + 2 * keys) * width + read)
+
+
+def _block_row_bytes(draft: HeadArchitecture, size: int, numerics: Numerics) -> float:
+    """Bytes that a layer saves of one row of a block of ``size``."""
+    layer, width = draft.layer, numerics.operand
+    queries = layer.num_heads * layer.head_dim
+    scores = layer.num_heads * FP32 * (1 if numerics.is_gpu else 1 + size)  # on a CPU those of own keys
+    attended = 2 * queries * numerics.attention + queries * width + scores
+    return (
+        _keys_bytes(draft, numerics) + attended + 4 * draft.hidden_size * width + _mlp_bytes(layer, numerics)
     )
 
 
@@ -105,20 +140,24 @@ def _mlp_bytes(layer: DecoderConfig, numerics: Numerics) -> float:
     return float(routed + inner * moe.shared_intermediate_size + 3 * FP32 * moe.num_experts)
 
 
-def loss_bytes(draft: HeadArchitecture, rows: int, steps: int, block: int, numerics: Numerics) -> float:
+def loss_bytes(
+    draft: HeadArchitecture, tokens: int, rows: int, steps: int, block: int, numerics: Numerics
+) -> float:
     """Bytes of the loss: teachers and logits of a block of rows, gradients of states and output layer.
 
     Args:
-        block: rows of step 0 whose teachers exist together.
+        block: rows of step 0 whose teachers exist together; anchors have gaps between them, and so have
+            their teachers up to ``steps`` positions each.
     """
     vocab, size, width = draft.draft_vocab_size, draft.hidden_size, numerics.operand
     mine = min(rows, block)
-    teachers = (mine + steps) * vocab * FP32
+    positions = min(mine * steps, tokens) if draft.block_rows(steps) else mine + steps
+    teachers = positions * vocab * FP32
     logits = min(GPU_LOGIT_ROWS if numerics.is_gpu else GROUP_ROWS, mine * steps) * vocab * width
     is_trained = draft.owns_output
     weight = vocab * size * (FP32 if is_trained else width)
     gradients = 2 * weight if is_trained else 0  # what has been gathered, and the product that is added
-    copies = vocab * size * width * (2 if width < FP32 else 1)
+    copies = vocab * size * width * (2 if width < FP32 else int(is_trained))  # a frozen one is read as it is
     states = steps * size * (2 * FP32 * rows + (FP32 + width) * mine)
     return float(teachers + logits + gradients + copies + states)
 
@@ -131,7 +170,9 @@ def training_bytes(
 
     To what is saved comes one step's worth of gradients, with which the backward pass begins.
     """
-    row = _row_bytes(draft, numerics)
     saved = saved_bytes(draft, tokens, rows, steps, numerics)
-    gradients = rows * (row.before + row.behind)
-    return saved + gradients, loss_bytes(draft, rows, steps, block, numerics)
+    loss = loss_bytes(draft, tokens, rows, steps, block, numerics)
+    if size := draft.block_rows(steps):
+        return saved + rows * size * _block_row_bytes(draft, size, numerics), loss
+    row = _row_bytes(draft, numerics)
+    return saved + rows * (row.before + row.behind), loss

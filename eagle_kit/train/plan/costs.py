@@ -75,8 +75,9 @@ def head_flops(draft: HeadArchitecture, work: Workload) -> float:
     Counted: the teacher's logits over Vd at R rows once; the head's fusion, keys and values at T tokens and
     everything else at R rows, in each of the K steps (a few rows less carry loss at later steps). Of several
     layers each runs over T tokens, and those behind the first over the rows of all steps too (what P-EAGLE
-    drops of them is not counted). A backward pass is twice its forward, but the fusion's input needs no
-    gradient.
+    drops of them is not counted). Of blocks behind anchors, which R are, the teacher's logits are those at
+    all positions that their rows learn from, and the layers run over the rows of blocks. A backward pass is
+    twice its forward, but the fusion's input needs no gradient.
     """
     sizes, T, R = head_sizes(draft), work.tokens, work.rows
     flops = 2.0 * R * draft.target_hidden_size * draft.draft_vocab_size + 4.0 * T * sizes.fuse
@@ -85,6 +86,11 @@ def head_flops(draft: HeadArchitecture, work: Workload) -> float:
     if sizes.num_layers > 1:
         everywhere = keys + 2.0 * sizes.behind + attention
         return flops + 3.0 * work.steps * (T * everywhere + R * 2.0 * sizes.output)
+    if size := draft.block_rows(work.steps):  # the text's rows go through fc, keys and values alone
+        layers, rows = 1 + sizes.num_plain, R * size
+        flops += 2.0 * (min(R * work.steps, T) - R) * draft.target_hidden_size * draft.draft_vocab_size
+        flops += 3.0 * layers * (T * keys + rows * (keys + 2.0 * sizes.behind + attention))
+        return flops + 3.0 * R * work.steps * 2.0 * sizes.output
     later = (work.steps - 1) * R
     if sizes.num_plain:
         everywhere = keys + 2.0 * (sizes.behind + sizes.plain) + (1 + sizes.num_plain) * attention

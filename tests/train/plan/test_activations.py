@@ -10,17 +10,19 @@ from tiny_mixtures import v3
 
 from eagle_kit.kernels.backend import triton_available, use
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
 from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
 from eagle_kit.train.algorithm.loss import LOSS_BLOCK, TTTBatch
+from eagle_kit.train.algorithm.row_drop import RowDrop
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
 from eagle_kit.train.plan.activations import Numerics, saved_bytes, training_bytes
 
 LLAMA = {"hidden_size": 160, "num_heads": 5, "num_kv_heads": 1, "head_dim": 30, "intermediate_size": 448}
-KINDS = ("llama", "latent", "llama for latent", "mtp", "three mtp", "p-eagle")
+KINDS = ("llama", "latent", "llama for latent", "mtp", "three mtp", "p-eagle", "dflash")
 
 
 def make_head(kind):
@@ -29,6 +31,9 @@ def make_head(kind):
     deepseek = TargetConfig.from_dict({**raw, "architectures": ["DeepseekV3ForCausalLM"]})
     if kind == "p-eagle":
         return PEagleHead(PEagleConfig.for_target(llama, 601, num_layers=3))
+    if kind == "dflash":
+        config = DFlashConfig.for_target(llama, num_layers=2, block_size=4, aux_layer_ids=(0, 1, 2))
+        return DFlashHead(config)
     if kind == "llama":
         return Eagle3Head(Eagle3Config.for_target(llama, 601))
     if "mtp" in kind:
@@ -45,7 +50,11 @@ class Row:
         self.ids = torch.randint(0, 100, (tokens,), generator=generator)
         reply = torch.zeros(tokens, dtype=torch.int64)
         reply[: tokens // 4] = -1
-        self.plan = plan_row(reply, torch.zeros_like(reply), steps)
+        drop = ()
+        if config.block_rows(steps):  # anchors have gaps between them
+            every = RowDrop(1.0, 1.0, seed=0, step=0, most=tokens // 8)
+            drop = every.shares(steps), every.uniforms([0], [tokens]), every.most
+        self.plan = plan_row(reply, torch.zeros_like(reply), steps, "serving", *drop)
 
         def random(rows, size):
             return torch.randn(rows, size, generator=generator).to(dtype)
@@ -85,7 +94,7 @@ class Row:
         """Most bytes alive at once in a forward and backward, beyond what was there before."""
         for parameter in self.head.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        if isinstance(self.head, MTPHead):
+        if not self.head.config.owns_output:
             output = torch.nn.Linear(*self.target_rows.shape[::-1], bias=False, dtype=self.dtype)
             self.head.bind(output.requires_grad_(False))
         weights = [torch.full((count,), 1 / count) for count in self.plan.counts]
@@ -119,7 +128,7 @@ def test_saved_tensors_are_those_of_the_formula(kind: str, numerics: str) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["llama", "latent", "mtp"])
+@pytest.mark.parametrize("kind", ["llama", "latent", "mtp", "dflash"])
 @pytest.mark.parametrize(("tokens", "steps"), [(240, 3), (760, 4)])
 def test_peak_of_a_forward_and_backward_is_that_of_the_formula(
     kind: str, dtype: torch.dtype, tokens: int, steps: int

@@ -5,6 +5,7 @@ import torch
 
 from eagle_kit.config.train import DataConfig, TrainConfig
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.dflash import DFlashConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.targets.llama import LlamaModel
@@ -81,6 +82,13 @@ def test_arithmetic_of_a_layer_behind_the_first_is_that_of_all_rows_of_all_steps
     work = Workload(128, 70, 5, 0)
     matrices = 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100
     assert head_flops(three, work) - head_flops(two, work) == 6 * (128 + 4 * 70) * matrices
+
+
+def test_arithmetic_of_a_layer_over_blocks_is_keys_of_the_text_and_rows_of_the_blocks() -> None:
+    two, three = (DFlashConfig.for_target(TARGET, num_layers=n, block_size=6) for n in (2, 3))
+    work = Workload(128, 20, 5, 0)
+    keys, behind = 48 * (48 + 32), 48 * 48 + 3 * 48 * 100
+    assert head_flops(three, work) - head_flops(two, work) == 6 * (128 * keys + 20 * 6 * (keys + behind))
 
 
 def test_arithmetic_of_the_matmuls_equals_a_count_by_torch() -> None:
