@@ -72,8 +72,9 @@ class Logprobs(NamedTuple):
 class Emitted(NamedTuple):
     """Tokens of a cycle: ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]`` are new;
     ``logprobs`` when asked for; ``is_finite`` bool ``[B]``, False where the target's logits on the accepted
-    path are not finite, so that the tokens mean nothing; ``confidence`` fp32 ``[B]``, the draft's probability
-    of the first token that it proposes next, where that is asked for and it has read the emitted ones."""
+    path are not finite, so that the tokens mean nothing; ``confidence`` of :meth:`Drafter.confidence` fp32
+    ``[B]`` or ``[B, D]``, in the tokens that the draft proposes next, where that is asked for and it has read
+    the emitted ones."""
 
     tokens: torch.Tensor
     num_emitted: torch.Tensor

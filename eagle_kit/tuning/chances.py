@@ -3,6 +3,7 @@
 Legend: M shapes, C classes of confidence, S steps of the deepest shape, G values of ease.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,10 @@ LEAST, MOST = 0.02, 0.98
 """Bounds of a chance: text that was never seen may be different."""
 UNKNOWN = 0.05
 """Chance of a depth that was never reached."""
+EASES = np.linspace(-6.0, 6.0, 49)
+VARIANCE, CHANGE = 1.0, 0.01
+"""Variance of the ease of texts beside what they have in common, and what is added to that of a request's
+with every cycle: texts change."""
 
 
 def conditional_log_odds(acceptance: AcceptanceTable, shapes: Sequence[SpecShape]) -> np.ndarray:
@@ -44,3 +49,28 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         chance: np.ndarray = 1.0 / (1.0 + np.exp(-x))
     return chance
+
+
+def learn_offset(
+    value: float, variance: float, odds: Sequence[float], num_accepted: int
+) -> tuple[float, float, float]:
+    """A number that is added to the log-odds of each depth, its variance, and the information of a cycle
+    about it, behind a cycle that accepted so many."""
+    surprise, information = float(num_accepted), 0.0
+    for each in odds[: num_accepted + 1]:
+        chance = 1.0 / (1.0 + math.exp(-each - value))
+        surprise -= chance
+        information += chance * (1.0 - chance)
+    left = variance / (1.0 + variance * information)
+    value = min(max(value + left * surprise, EASES[0]), EASES[-1])
+    return value, min(left + CHANGE, VARIANCE), information
+
+
+def log_odds_of(survival: Sequence[float]) -> list[float]:
+    """Log-odds of each depth where all before it are accepted, from probabilities of all up to it; none where
+    one is not a number."""
+    if not all(0.0 <= each <= 1.0 for each in survival):
+        return []
+    pairs = zip(survival, (1.0, *survival), strict=False)
+    chances = [min(max(each / max(before, 1e-6), 1e-4), 1.0 - 1e-4) for each, before in pairs]
+    return [math.log(chance / (1.0 - chance)) for chance in chances]

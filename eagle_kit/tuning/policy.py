@@ -6,7 +6,10 @@ token is more likely to be accepted. Whatever shape is in use tells it, and it p
 
 Every few cycles the policy decides, from averages, whether to speculate at all and in which shape at most.
 While it speculates, the draft's confidence shortens or widens single cycles: a step that is worth less than
-the time that it takes is not drafted. How sure the draft is differs by text as well, and a request's *mix*
+the time that it takes is not drafted. A draft that tells how likely each depth is accepted (DSpark's
+confidence head) is believed for chains, but for a bias that is learnt from its cycles. Whatever it tells, it
+tells of the text and not of tokens that will be drawn, so that no choice changes a distribution. How sure the
+draft is differs by text as well, and a request's *mix*
 says how often each class of confidence comes up in it. Cycles that are chosen one by one are worth more than
 any single shape, so what counts for speculation is the average of what was expected of them. A shape is for a
 batch, not for a request: requests of a cycle share its forwards, so a window that is small for one of them
@@ -25,14 +28,19 @@ import numpy as np
 
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
-from eagle_kit.tuning.chances import conditional_log_odds, expected_lengths
+from eagle_kit.tuning.chances import (
+    CHANGE,
+    EASES,
+    VARIANCE,
+    conditional_log_odds,
+    expected_lengths,
+    learn_offset,
+    log_odds_of,
+    sigmoid,
+)
 from eagle_kit.tuning.clock import Clock
 from eagle_kit.tuning.shapes import Seconds
 
-EASES = np.linspace(-6.0, 6.0, 49)
-VARIANCE, CHANGE = 1.0, 0.01
-"""Variance of the ease of texts beside what they have in common, and what is added to that of a request's
-with every cycle: texts change."""
 SHARED_VARIANCE, SHARED_CHANGE = 0.25, 0.03
 """Variance at first of what texts have in common, and what every new request adds to it: tasks change."""
 MIX_RATE, SHARED_RATE = 0.1, 0.02
@@ -66,8 +74,10 @@ Reading = Callable[[int, int, int], float]
 class Ease:
     """Outlook of one request: the ease of its text, learnt from its cycles, with the ``variance`` that it is
     known to; the ``mix [C]`` of classes of the draft's confidence in its next token, and this class, None
-    where it is not known; ``num_missed``, tokens that the draft has not read; and the ``information`` that
-    its drafts have given about it, one over a variance."""
+    where it is not known; ``num_missed``, tokens that the draft has not read; the ``information`` that its
+    drafts have given about it, one over a variance; and the log-odds of ``told`` confidences, that each depth
+    of a chain is accepted where all before it are, empty where the draft does not tell them, with the ``bias
+    [2]`` by which they are wrong, and its variance."""
 
     value: float
     mix: np.ndarray
@@ -75,6 +85,8 @@ class Ease:
     variance: float = VARIANCE
     num_missed: int = 0
     information: float = 0.0
+    told: Sequence[float] = ()
+    bias: tuple[float, float] = (0.0, VARIANCE)
 
 
 @dataclass(frozen=True)
@@ -137,6 +149,8 @@ class ShapePolicy:
             [*(each[: shape.steps].tolist() for each in odds[i]), mean_chances[i]]
             for i, shape in enumerate(self.shapes)
         ]
+        self._depths = np.array([shape.steps for shape in self.shapes])
+        self._chains = np.array([shape.steps > 0 and shape.topk == 1 for shape in self.shapes])
         self._sizes = sorted(menus)
         self._is_on_menu = {
             size: np.array([shape in (NO_SPECULATION, *menu) for shape in self.shapes])
@@ -190,7 +204,9 @@ class ShapePolicy:
             self._tokens = self._spent = 0.0
             return self.shape
         costs = self._cost(len(eases), context)
-        expected = self._lengths[_rows(eases), :, np.array(classes)].sum(0)
+        lengths = self._lengths[_rows(eases), :, np.array(classes)]
+        told = [self._with_told(ease, mine) for ease, mine in zip(eases, lengths, strict=True)]
+        expected = np.stack(told).sum(0)
         worth = expected - self._rate * costs
         worth[~self._allowed(len(eases))] = worth[0] = -math.inf
         best, base = int(worth.argmax()), self._number[self.shape]
@@ -203,6 +219,15 @@ class ShapePolicy:
         self._tokens += rate * (float(expected[best]) - self._tokens)
         self._spent += rate * (float(costs[best]) - self._spent)
         return self.shape if self._is_probe else self.shapes[best]
+
+    def _with_told(self, ease: Ease, lengths: np.ndarray) -> np.ndarray:
+        """Expected tokens in every shape, ``[M]``, those of chains by the draft's own confidences."""
+        if not ease.told:
+            return lengths
+        chances = sigmoid(np.array(ease.told) + ease.bias[0])
+        reached = np.concatenate(([1.0], 1.0 + chances.cumprod().cumsum()))
+        is_told = self._chains & (self._depths < len(reached))
+        return np.where(is_told, reached[np.minimum(self._depths, len(reached) - 1)], lengths)
 
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
@@ -311,23 +336,24 @@ class ShapePolicy:
             return
         known = -1 if ease.confidence is None else ease.confidence
         odds = self._odds[self._number[shape]][known]
-        surprise, information = float(num_accepted), 0.0
-        for each in odds[: num_accepted + 1]:
-            chance = 1.0 / (1.0 + math.exp(-each - ease.value))
-            surprise -= chance
-            information += chance * (1.0 - chance)
-        left = ease.variance / (1.0 + ease.variance * information)
-        ease.value = min(max(ease.value + left * surprise, EASES[0]), EASES[-1])
-        ease.variance = min(left + CHANGE, VARIANCE)
+        ease.value, ease.variance, information = learn_offset(ease.value, ease.variance, odds, num_accepted)
+        if self._chains[self._number[shape]] and len(ease.told) >= shape.steps:
+            *bias, _ = learn_offset(*ease.bias, ease.told[: shape.steps], num_accepted)
+            ease.bias = bias[0], bias[1]
         before, ease.information = ease.information, ease.information + information
         told = _about_all(ease.information) - _about_all(before)
         rate = self._shared_variance * told / (1.0 + self._shared_variance * told)
         self.shared_ease += rate * (ease.value - self.shared_ease)
         self._shared_variance *= 1.0 - rate
 
-    def see(self, ease: Ease, probability: float | None) -> None:
-        """Take in the probability that the draft gives its next first token."""
-        is_known = probability is not None and probability == probability and self._edges
+    def see(self, ease: Ease, confidence: float | Sequence[float] | None) -> None:
+        """Take in the probability that the draft gives its next first token, or those with which each depth
+        is accepted with all before it."""
+        depths = [] if confidence is None or isinstance(confidence, float) else list(confidence)
+        ease.told = log_odds_of(depths)
+        probability = depths[0] if depths else confidence
+        assert probability is None or isinstance(probability, float)
+        is_known = probability is not None and probability == probability and (self._edges or ease.told)
         ease.confidence = bisect_right(self._edges, probability or 0.0) if is_known else None
         if ease.confidence is not None:
             seen = np.zeros(len(ease.mix))

@@ -1,6 +1,9 @@
 """Sampled chains of heads that draft in one pass have the target's distribution: DSpark's, whose tokens are
 drawn behind each other, and DFlash's and P-EAGLE's, whose depths are drawn independently."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 import torch
 from pair_counts import chi_square, pair_counts
@@ -16,6 +19,8 @@ from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
+from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.policy import ShapePolicy
 
 HEADS = {
     "dspark": (tiny_dspark, {"block_size": 4}),
@@ -46,7 +51,6 @@ def pairs(target):
     reply = torch.arange(len(texts)).repeat_interleave(lengths)
     plan = plan_row(reply, doc_start, STEPS)
     weights = [torch.full((n,), 1 / n) for n in plan.counts]
-    objective = Objective({"ce": 0.1, "tv": 1.8})
 
     def learned(make, changes):
         head = make(target, std=0.1, num_layers=1, **changes).requires_grad_(True)
@@ -56,7 +60,8 @@ def pairs(target):
         optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
         for _ in range(30):
             optimizer.zero_grad()
-            ttt_forward_backward(head, batch, objective)
+            sure = 1.0 if head.tells_confidence else 0.0
+            ttt_forward_backward(head, batch, Objective({"ce": 0.1, "tv": 1.8}, confidence_weight=sure))
             optimizer.step()
         return target, head.eval().requires_grad_(False)
 
@@ -90,6 +95,32 @@ def test_a_q_without_the_correction_is_seen_by_the_same_test(pairs, plain_counts
     monkeypatch.setattr(sampled_ready, "sample", lambda q, u: exact(torch.softmax(q.log() * 3, -1), u))
     options = {"shape": "3,1,4", "seed": 2, "sampled_drafts": True}
     assert excess(pair_counts(pairs["dspark"], COUNT, **options), plain_counts) > 10
+
+
+class Sure(ShapePolicy):
+    """Verifies as many depths as the confidences of the first request call likely."""
+
+    def __init__(self):
+        shapes = [SpecShape(steps, 1, steps + 1) for steps in (1, 2, 3)]
+        super().__init__(lambda batch_size, shape, context: 1.0, AcceptanceTable.even(shapes), {1: shapes})
+        self.used = Counter()
+
+    def choose(self, eases, context):
+        chances = 1 / (1 + np.exp(-np.array(eases[0].told or [-9.0] * 3)))
+        likely = chances[:3].cumprod() > np.array([0.0, 0.45, 0.23])  # of the head at hand, each at times
+        steps = int(likely.cumprod().sum())
+        self.used[steps] += 1
+        return SpecShape(steps, 1, steps + 1)
+
+
+@pytest.mark.parametrize("verifier", ["block", "rejection"])
+def test_windows_cut_by_confidences_keep_the_distribution(pairs, plain_counts, verifier):
+    """The confidences are those of the greedy chain: of the text, and not of what is drawn behind it."""
+    policy = Sure()
+    options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 20}
+    counts = pair_counts(pairs["dspark"], COUNT, **options)
+    assert len(policy.used) == 3 and min(policy.used.values()) > 20, policy.used
+    assert excess(counts, plain_counts) < 4
 
 
 @torch.no_grad()

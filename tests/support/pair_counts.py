@@ -7,23 +7,25 @@ from tiny_engine import make_engine, serve
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.request import Request
+from eagle_kit.tuning.policy import ShapePolicy
 
 
 def pair_counts(models, count, **engine_options) -> torch.Tensor:
     """How often each pair of first tokens is sampled, ``[11, 11]``."""
     shape = engine_options.pop("shape")
-    shape = shape if isinstance(shape, Restless) else SpecShape.parse(shape)
+    shape = shape if isinstance(shape, ShapePolicy) else SpecShape.parse(shape)
     options = {
         "max_context": 24, "kv_tokens": 40_000, "page_size": 4, "mixed_prefill_tokens": 512, **engine_options
     }  # fmt: skip
-    engine = make_engine(models, batch=1000, **options)
+    batch = options.pop("batch", 1000)
+    engine = make_engine(models, batch=batch, **options)
     engine.use_shape(shape)
     params = SamplingParams(max_tokens=4, temperature=1.1, top_k=6)
     requests = [Request(i, [1, 2, 3], params) for i in range(count)]
     serve(engine, requests)
     if isinstance(shape, Restless):
         assert shape.used == set(shape.shapes)
-    elif shape.steps:
+    elif isinstance(shape, SpecShape) and shape.steps:
         assert engine.totals.spec.accept_length > 1.3
     pairs = torch.tensor([r.token_ids[1] * 11 + r.token_ids[3] for r in requests])
     return torch.bincount(pairs, minlength=121).double()

@@ -137,6 +137,52 @@ def test_drafting_stops_early_where_the_draft_is_unsure():
     assert used[0.1].most_common(1)[0][0].steps <= 1 < used[0.9].most_common(1)[0][0].steps
 
 
+def told_speed(see, choose, observe=lambda *_: None, bias=0.0, num_tokens=20000):
+    """Tokens per second of a request whose chains hold up to a depth that the draft knows: it tells each
+    depth's confidence, whose log-odds are off by ``bias``. Its first token is as sure everywhere."""
+    rng, time, count = random.Random(1), 0.0, 0
+    while count < num_tokens:
+        depth = rng.choice((1, 3, 6))
+        chances = [0.9 if d < depth else 0.1 for d in range(6)]
+        odds = [math.log(chance / (1 - chance)) + bias for chance in chances]
+        see(np.cumprod([1 / (1 + math.exp(-each)) for each in odds]).tolist())
+        shape = choose()
+        time += seconds(1, shape, 300)
+        accepted = 0
+        while accepted < shape.steps and rng.random() < chances[accepted]:
+            accepted += 1
+        observe(shape, accepted)
+        count += accepted + 1
+    return count / time
+
+
+@pytest.mark.parametrize("bias", [0.0, 1.5, -1.5])
+def test_windows_end_where_the_draft_tells_that_its_chain_does(bias):
+    """Faster than any fixed shape, and than what the first token tells; a bias is learnt."""
+
+    def run(told):
+        policy = make_policy()
+        ease = policy.new_request()
+        return told_speed(
+            lambda survival: policy.see(ease, survival if told else survival[0]),
+            lambda: policy.choose([ease], 300),
+            lambda shape, accepted: policy.observe(ease, shape, accepted),
+            bias=bias,
+        )
+
+    fixed = [told_speed(lambda _: None, lambda shape=shape: shape) for shape in SHAPES]
+    ours, first_only = run(told=True), run(told=False)
+    assert ours > 1.05 * max(fixed) and ours > 1.05 * first_only, (ours, first_only, fixed)
+
+
+def test_confidences_that_are_no_numbers_are_not_believed():
+    policy = make_policy()
+    ease = policy.new_request()
+    policy.see(ease, [float("nan")] * 6)
+    assert not ease.told and ease.confidence is None
+    assert policy.choose([ease], 300) in SHAPES
+
+
 def test_text_of_which_the_draft_is_never_sure_is_decoded_plainly():
     """Its drafts are as good as the draft thinks, so its ease says nothing."""
     policy = make_policy(confident_table())

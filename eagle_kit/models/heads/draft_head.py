@@ -145,6 +145,11 @@ class DraftHead(nn.Module, ABC):
         """Weight of the output layer, ``[Vd, H]``."""
 
     @property
+    def tells_confidence(self) -> bool:
+        """True for a head that has :meth:`confidence_logits`."""
+        return False
+
+    @property
     def output_weights(self) -> tuple[torch.Tensor, ...]:
         """Weights ``[Vd, H_j]`` whose products are summed to logits, each of its own columns of what
         :meth:`norm_for_head` returns: that of :attr:`output`, and of :attr:`markov`."""

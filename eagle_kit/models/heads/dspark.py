@@ -71,6 +71,11 @@ class DSparkHead(DFlashHead):
         """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`."""
         return self.markov_head
 
+    @property
+    def tells_confidence(self) -> bool:
+        """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`."""
+        return self.confidence_head is not None
+
     def corrected(self, blocks: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """See :class:`DFlashHead`."""
         if self.markov_head is None:

@@ -137,8 +137,9 @@ class Drafter:
         )
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """Probability of the first token to be proposed behind a draft state, fp32 ``[B]``; None where one
-        candidate is kept, which is not weighed."""
+        """Probability of the first token to be proposed behind a draft state, fp32 ``[B]``, or of each depth
+        to be accepted with all before it, ``[B, D]``, of heads that tell it; None where one candidate is
+        kept, which is not weighed. It depends on the text alone, not on tokens that will be drawn."""
         assert isinstance(state, DraftState)
         return state.scores[:, 0].exp() if state.scores.shape[1] > 1 else None
 

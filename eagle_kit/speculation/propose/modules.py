@@ -73,8 +73,10 @@ class ModulesDrafter(ReadyDrafter):
     def empty_state(self, count: int, kept: Kept) -> ModulesState:
         """See :class:`Drafter`."""
         modules, size, device = self.model.num_modules, self.model.feature_size, self.model.device
+        empty = self.empty_candidates(count, kept._replace(steps=modules))
         return ModulesState(
-            *self.empty_candidates(count, kept._replace(steps=modules)),
+            empty.tokens,
+            empty.scores,
             torch.zeros(count, modules, size, dtype=self.model.dtype, device=device),
         )
 

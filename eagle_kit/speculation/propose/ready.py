@@ -32,10 +32,13 @@ class Candidates(NamedTuple):
         tokens: int64 ``[B, D, K]``.
         scores: their log-probabilities given each candidate of the depth before, fp32 ``[B, D, P, K]``, 0
             where K is 1: a chain ranks nothing. P is 1 where depths are drafted independently.
+        survival: fp32 ``[B, D]``, the probability by the head's confidences that the chain of the best is
+            accepted up to each depth; ``[B, 0]`` of heads that do not tell it.
     """
 
     tokens: torch.Tensor
     scores: torch.Tensor
+    survival: torch.Tensor
 
 
 class ReadyDrafter(Drafter):
@@ -80,7 +83,13 @@ class ReadyDrafter(Drafter):
         """Candidates of ``count`` requests that have not been prefilled."""
         (steps, topk), device = kept, self.model.device
         tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
-        return Candidates(tokens, torch.zeros(count, steps, self.num_given(kept), topk, device=device))
+        scores = torch.zeros(count, steps, self.num_given(kept), topk, device=device)
+        return Candidates(tokens, scores, torch.zeros(count, self.num_told(kept), device=device))
+
+    def num_told(self, kept: Kept) -> int:
+        """Depths that the head tells its confidence in."""
+        head = self.model.head
+        return kept.steps if head is not None and head.tells_confidence else 0
 
     @property
     def markov(self) -> MarkovHead | None:
@@ -89,19 +98,22 @@ class ReadyDrafter(Drafter):
 
     def num_given(self, kept: Kept) -> int:
         """P of the candidates."""
-        return 1 if self.markov is None else kept.topk
+        return kept.topk if self.markov is not None or self.num_told(kept) else 1
 
     def drafted(self, read: torch.Tensor, kept: Kept, roots: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The draft state that D rows a request, ``read [B * D, H]``, give behind the tokens ``roots`` int64
         ``[B]``."""
-        if self.markov is not None:
+        if self.markov is not None or self.num_told(kept):
             logits = DraftLogits(self.model, read.unflatten(0, (-1, kept.steps)))
             return Candidates(*roll_out(logits, roots, kept.topk))
         tokens, scores = self._candidates(read, kept.topk)
-        return Candidates(tokens.view(-1, *kept), scores.view(-1, kept.steps, 1, kept.topk))
+        tokens, scores = tokens.view(-1, *kept), scores.view(-1, kept.steps, 1, kept.topk)
+        return Candidates(tokens, scores, scores.new_zeros(len(tokens), 0))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """See :class:`Drafter`."""
+        """See :class:`Drafter`; of all depths where the head tells its confidences."""
+        if isinstance(state, Candidates) and state.survival.shape[1]:
+            return state.survival
         return state[1][:, 0, 0, 0].exp() if state[1].shape[3] > 1 else None
 
     def propose(

@@ -8,6 +8,8 @@ correction carries the state of the greedy chain, also behind other candidates.
 Legend: B requests, D depths, K candidates of each, P tokens before, H hidden, Vd draft vocabulary.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from eagle_kit.speculation.propose.draft_model import DraftModel
@@ -45,13 +47,37 @@ class DraftLogits:
         self.state = states.unflatten(0, (b, given))[:, 0]
         return mine + self.model.correction(values).float().unflatten(0, (b, given))
 
+    def confidence(self, depth: int, before: torch.Tensor) -> torch.Tensor | None:
+        """The head's confidence in the token of ``depth`` behind the token ``before`` int64 ``[B]``, a
+        probability fp32 ``[B]``; None of heads that do not tell it."""
+        head = self.model.head
+        logits = None if head is None else head.confidence_logits(self.read[:, depth], before)
+        return None if logits is None else logits.float().sigmoid()
 
-def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates of all depths behind the tokens ``roots`` int64 ``[B]``: target ids int64 ``[B, D, K]`` and
-    their log-probabilities fp32 ``[B, D, K, K]`` given those of the depth before, 0 where K is 1."""
+
+class RolledOut(NamedTuple):
+    """Candidates of all depths.
+
+    Attributes:
+        tokens: target ids int64 ``[B, D, K]``.
+        scores: log-probabilities fp32 ``[B, D, K, K]`` given those of the depth before, 0 where K is 1.
+        survival: fp32 ``[B, D]``, the probability by the head's confidences that the greedy chain is accepted
+            up to each depth; ``[B, 0]`` of heads that do not tell it.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    survival: torch.Tensor
+
+
+def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int) -> RolledOut:
+    """Roll the greedy chain and the candidates beside it out, behind the tokens ``roots`` int64 ``[B]``."""
     before, tokens, scores = roots[:, None], [], []
+    confidences: list[torch.Tensor] = []
     weights = torch.zeros_like(before, dtype=torch.float32)
     for depth in range(drafted.depths):
+        sure = drafted.confidence(depth, before[:, 0])
+        confidences += [] if sure is None else [sure]
         logits = drafted.behind(depth, before)
         if topk == 1:  # a chain ranks nothing
             ids = logits[:, 0].argmax(-1, keepdim=True)
@@ -66,4 +92,6 @@ def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int) -> tuple[torc
         before = drafted.model.to_target(ids)
         tokens.append(before)
         scores.append(mine)
-    return torch.stack(tokens, 1), torch.stack(scores, 1)
+    nothing = torch.zeros(len(roots), 0, device=roots.device)
+    survival = torch.stack(confidences, 1).cumprod(1) if confidences else nothing
+    return RolledOut(torch.stack(tokens, 1), torch.stack(scores, 1), survival)

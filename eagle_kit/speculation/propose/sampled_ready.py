@@ -22,7 +22,7 @@ from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Kept
 from eagle_kit.speculation.propose.masked import MaskedDrafter
 from eagle_kit.speculation.propose.ready import ReadyDrafter
-from eagle_kit.speculation.propose.roll_out import DraftLogits
+from eagle_kit.speculation.propose.roll_out import DraftLogits, roll_out
 from eagle_kit.speculation.propose.sampled import check_chain, draft_distribution
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.verifiers import BlockVerification, RejectionSampling
@@ -30,7 +30,9 @@ from eagle_kit.speculation.verify.verifiers import BlockVerification, RejectionS
 
 class ReadyRows(NamedTuple):
     """Result of draft-extend: ``read [B, D, H]``, what the output layer reads of the rows that draft, and
-    ``confidence`` fp32 ``[B]``, the largest probability of the first token, 0 where nobody asks for it."""
+    ``confidence`` fp32 ``[B]``, the largest probability of the first token, or ``[B, D]``, that of each depth
+    of the greedy chain to be accepted with all before it, of heads that tell it; 0 where nobody asks for it.
+    It is made of the text alone, before any token is drawn."""
 
     read: torch.Tensor
     confidence: torch.Tensor
@@ -52,16 +54,21 @@ class SampledReadyDrafter(ReadyDrafter):
         """See :class:`~eagle_kit.speculation.propose.drafter.Drafter`."""
         model = self.model
         read = torch.zeros(count, kept.steps, model.feature_size, dtype=model.dtype, device=model.device)
-        return ReadyRows(read, torch.zeros(count, device=model.device))
+        return ReadyRows(read, self._unasked(count, kept))
+
+    def _unasked(self, count: int, kept: Kept) -> torch.Tensor:
+        told = self.num_told(kept)
+        return torch.zeros((count, told) if told else (count,), device=self.model.device)
 
     def drafted(self, read: torch.Tensor, kept: Kept, roots: torch.Tensor) -> ReadyRows:
         """See :class:`~eagle_kit.speculation.propose.ready.ReadyDrafter`."""
         rows = read.unflatten(0, (-1, kept.steps))
-        confidence = torch.zeros(len(rows), device=read.device)
-        if kept.topk > 1:  # as :meth:`kept` says where confidence is asked for
-            confidence = (
-                DraftLogits(self.model, rows[:, :1]).behind(0, roots[:, None])[:, 0].softmax(-1).amax(-1)
-            )
+        confidence = self._unasked(len(rows), kept)
+        if kept.topk > 1 and self.num_told(kept):  # as :meth:`kept` says where confidence is asked for
+            confidence = roll_out(DraftLogits(self.model, rows), roots, 1).survival
+        elif kept.topk > 1:
+            first = DraftLogits(self.model, rows[:, :1]).behind(0, roots[:, None])
+            confidence = first[:, 0].softmax(-1).amax(-1)
         return ReadyRows(rows, confidence)
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:

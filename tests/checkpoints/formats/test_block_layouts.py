@@ -1,4 +1,5 @@
-"""DFlash heads in the layouts of their authors and of speculators, there and back, and wrong conventions."""
+"""DFlash and DSpark heads in the layouts of their authors and of speculators, there and back, and wrong
+conventions."""
 
 import json
 from dataclasses import replace
@@ -6,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_dflash
+from tiny import tiny_dflash, tiny_dspark
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
@@ -15,6 +16,8 @@ from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.dflash import DFLASH
+from eagle_kit.kinds.dspark import DSPARK
+from eagle_kit.kinds.registry import find_kind, kind_of
 from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.models.heads.dflash import spread_layers
 from eagle_kit.models.loading.loader import load_target
@@ -22,15 +25,24 @@ from eagle_kit.models.loading.loader import load_target
 PEERS = ("sglang", "vllm", "speculators")
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Folders of a target and of a head for it, the target, and the head."""
-    folder = tmp_path_factory.mktemp("dflash")
+def make(folder, tiny):
     make_target(folder / "target")
     target = load_target(folder / "target")
-    head = tiny_dflash(target, mask_token_id=5, aux_layer_ids=(0, 2, 3))
+    head = tiny(target, mask_token_id=5, aux_layer_ids=(0, 2, 3))
     save_draft(head, folder / "ours", metadata={"step": 7}, dtype=torch.float32)
     return folder / "target", folder / "ours", target, head
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Folders of a target and of a DFlash head for it, the target, and the head."""
+    return make(tmp_path_factory.mktemp("dflash"), tiny_dflash)
+
+
+@pytest.fixture(scope="module")
+def corrected(tmp_path_factory):
+    """The same of a DSpark head."""
+    return make(tmp_path_factory.mktemp("dspark"), tiny_dspark)
 
 
 def contents(folder):
@@ -39,8 +51,9 @@ def contents(folder):
 
 
 @pytest.mark.parametrize("peer", PEERS)
-def test_there_and_back_bit_for_bit(made, tmp_path, peer):
-    target, ours, _, _ = made
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_there_and_back_bit_for_bit(made, corrected, tmp_path, kind, peer):
+    target, ours, _, head = made if kind == "dflash" else corrected
     export_draft(ours, tmp_path / peer, format=peer, dtype=None, target=target)
     (config, _), tensors = contents(tmp_path / peer)
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.2.self_attn.k_norm.weight"} <= set(
@@ -48,12 +61,18 @@ def test_there_and_back_bit_for_bit(made, tmp_path, peer):
     )
     assert not {"embed_tokens.weight", "lm_head.weight"} & set(tensors)
     if peer == "speculators":  # layers by their inputs
-        assert (config["speculators_model_type"], config["mask_token_id"]) == ("dflash", 5)
+        assert (config["speculators_model_type"], config["mask_token_id"]) == (kind, 5)
         assert "sliding_window_non_causal" not in config  # false makes whole layers causal in vLLM
         assert config["aux_hidden_state_layer_ids"] == [0, 2, 3]
         assert config["transformer_layer_config"]["num_hidden_layers"] == 3
         proposal = config["speculators_config"]["proposal_methods"][0]
-        assert proposal["speculative_tokens"] == config["block_size"] - 1 == 5
+        assert proposal["speculative_tokens"] == head.most_steps
+        assert kind == "dflash" or (config["markov_rank"], config["sample_from_anchor"]) == (5, True)
+    elif kind == "dspark":
+        assert (config["mask_token_id"], config["target_layer_ids"]) == (5, [-1, 1, 2])
+        assert config["architectures"] == ["Qwen3DSparkModel"] and config["markov_head_type"] == "vanilla"
+        assert config["enable_confidence_head"] and config["confidence_head_with_markov"]
+        assert {"markov_head.markov_w1.weight", "confidence_head.proj.bias"} <= set(tensors)
     else:  # by their outputs
         assert config["dflash_config"] == {"mask_token_id": 5, "target_layer_ids": [-1, 1, 2]}
         assert config["architectures"] == ["DFlashDraftModel"] and config["block_size"] == 6
@@ -65,8 +84,9 @@ def test_there_and_back_bit_for_bit(made, tmp_path, peer):
 
 
 @pytest.mark.parametrize("peer", ["sglang", "speculators"])
-def test_heads_of_others_are_read_and_go_back_as_they_came(made, tmp_path, peer):
-    target, ours, model, head = made
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_heads_of_others_are_read_and_go_back_as_they_came(made, corrected, tmp_path, kind, peer):
+    target, ours, model, head = made if kind == "dflash" else corrected
     export_draft(ours, tmp_path / peer, format=peer, dtype=None, target=target)
     config = json.loads((tmp_path / peer / "config.json").read_text())
     del config["eagle_kit"]
@@ -79,7 +99,7 @@ def test_heads_of_others_are_read_and_go_back_as_they_came(made, tmp_path, peer)
     assert all(finding.level != "error" for finding in validate_draft(theirs, target))
     import_draft(theirs, tmp_path / "imported", target=target)
     for folder in (theirs, tmp_path / "imported"):
-        read = DFLASH.read(open_draft(folder), model)
+        read = kind_of(head.config).read(open_draft(folder), model)
         assert read.config.aux_layer_ids == (0, 2, 3)
         for (name, mine), other in zip(head.named_parameters(), read.parameters(), strict=True):
             assert torch.equal(mine, other), name
@@ -164,3 +184,70 @@ def test_deepspec_s_baseline_has_rows_of_the_next_token(made):
     assert not DFLASH.read_config(files).predicts_next
     files.config["markov_rank"] = 0
     assert DFLASH.read_config(files).predicts_next
+
+
+def test_specforge_s_keys_are_in_the_table_of_dflash(corrected):
+    files = open_draft(corrected[1])
+    parts = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head")
+    moved = {key: files.config.pop(key) for key in (*parts, "confidence_head_with_markov")}
+    table = {**moved, "projector_type": "dspark"}
+    files.config.update(architectures=["DFlashDraftModel"], dflash_config=table)
+    assert find_kind(files) is DSPARK
+    assert DSPARK.read_config(files) == corrected[3].config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"markov_rank": -1}, "markov_rank"),
+        ({"markov_head_type": "lstm"}, "one of vanilla, gated, rnn"),
+        ({"markov_rank": 0}, "no Markov head whose embedding it could read"),
+        ({"markov_head_type": "rnn", "sample_from_anchor": False}, "begins in a row that drafts nothing"),
+        ({"selector_rank": 16}, "selector_rank"),
+        ({"mask_token_id": None}, "which token is its mask"),
+    ],
+)
+def test_impossible_dspark_configs_are_refused(corrected, change, message):
+    files = open_draft(corrected[1])
+    files.config.update(change)
+    with pytest.raises(UserError, match=message):
+        DSPARK.read_config(files)
+
+
+def test_weights_of_another_form_are_named(corrected):
+    files = open_draft(corrected[1])
+    files.config["markov_head_type"] = "gated"
+    with pytest.raises(UserError, match=r"markov_head.gate_proj.weight is missing"):
+        DSPARK.weights(files, DSPARK.read_config(files))
+
+
+@pytest.mark.parametrize(
+    ("changes", "peer", "message"),
+    [
+        ({"markov_form": "gated"}, "vllm", "know no markov_head_type gated"),
+        ({"markov_form": "rnn"}, "sglang", "know no markov_head_type rnn"),
+        ({"markov_rank": 0, "confidence_reads_token": False}, "vllm", "have a Markov head"),
+        ({"draft_vocab_size": 100}, "sglang", "output layer only"),
+        ({"predicts_next": False}, "sglang", "rows predict the next token"),
+        ({"confidence_reads_token": False}, "sglang", "reads the token before"),
+        ({}, "eagle", "no class for dspark heads"),
+    ],
+)
+def test_what_a_peer_does_not_serve_is_named(corrected, tmp_path, changes, peer, message):
+    target, _, model, _ = corrected
+    save_draft(tiny_dspark(model, **changes), tmp_path / "ours", metadata={}, dtype=torch.float32)
+    with pytest.raises(UserError, match=message):
+        export_draft(tmp_path / "ours", tmp_path / "no", format=peer, target=target)
+    assert not (tmp_path / "no").exists()
+
+
+def test_rows_that_nothing_tells_are_of_the_next_token_and_warned_of(corrected):
+    _, ours, model, head = corrected
+    files = open_draft(ours)
+    del files.config["sample_from_anchor"]
+    config = DSPARK.read_config(files)
+    assert config.predicts_next
+    warned = {each.subject for each in DSPARK.check(files, config, model.config) if each.level == "warning"}
+    assert "rows of a block" in warned
+    words = [each.words for each in DSPARK.conventions(head, model.config)]
+    assert "rows that predict their own token" in words
