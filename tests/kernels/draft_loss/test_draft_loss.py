@@ -212,3 +212,26 @@ def test_only_losses_in_the_acceptance_rate_read_the_mass():
             for m in (mass, 0.5 * mass)
         ]
         assert (values[0] != values[1]) == (loss in NEEDS_MASS)
+
+
+@pytest.mark.parametrize("loss", ["ce", {"ce": 0.1, "tv": 1.8}], ids=str)
+def test_weights_side_by_side_are_one_and_a_frozen_one_costs_no_gradient(loss):
+    """A frozen output layer and a correction that learns, as of DSpark; and each row's acceptance rate."""
+    h, w, full, index, weights = inputs()
+    probs, mass = teacher(full)
+    given = Teacher(probs, index, weights, mass)
+    whole = linear_draft_loss(h, w, given, loss=loss, chunk_rows=7, group_rows=20)
+    expected = torch.autograd.grad(whole.loss, (h, w))
+    frozen, learned = w[:, :16].detach(), w[:, 16:].detach().requires_grad_()
+    parts = linear_draft_loss(
+        h, (frozen, learned), given, loss=loss, chunk_rows=7, group_rows=20, tells_acceptance=True
+    )
+    assert whole.acceptance is None and frozen.grad is None
+    torch.testing.assert_close(parts.loss, whole.loss)
+    ours = torch.autograd.grad(parts.loss, (h, learned), retain_graph=True)
+    torch.testing.assert_close(ours, (expected[0], expected[1][:, 16:]), rtol=1e-4, atol=1e-5)
+    rate = 1.0 - formula("tv", (h @ w.t()).double(), full[index])
+    torch.testing.assert_close(parts.acceptance.double(), rate.detach(), rtol=1e-4, atol=1e-5)
+    grown = torch.zeros_like(learned)
+    linear_draft_loss(h, (frozen, learned), given, loss=loss, weight_grad=(None, grown))
+    torch.testing.assert_close(grown, ours[1], rtol=1e-4, atol=1e-5)
