@@ -398,6 +398,8 @@ class TrainingConfig(Section):
         state_format: format of captured states: ``computed``, to the bit; ``bf16``; or ``fp8`` (e4m3
             with a scale per token and layer). A ``data.store`` that has another one than is set is refused.
         cpu_threads: threads per process on a CPU; null uses the cores shared out over the processes.
+        peer_timeout_s: of several processes, seconds without a heartbeat of one, as of a machine without
+            power or network, after which the others end.
         save_every: optimiser steps between checkpoints.
         keep_last: checkpoints kept besides ``best/``.
         log_every: optimiser steps between reports to the tracker; ``metrics.jsonl`` gets every step.
@@ -446,6 +448,7 @@ class TrainingConfig(Section):
     cache_hidden_states: Literal["off", "disk"] = "off"
     state_format: Literal["computed", "bf16", "fp8"] = "computed"
     cpu_threads: int | None = Field(default=None, ge=1)
+    peer_timeout_s: float = Field(default=300.0, gt=0.0)
     save_every: int = Field(default=200, ge=1)
     keep_last: int = Field(default=2, ge=1)
     log_every: int = Field(default=1, ge=1)

@@ -225,9 +225,11 @@ class LLM:
         return warm_up(self._engine, extent, on_step)
 
     def on_lost(self, call: Callable[[RankLost], None]) -> None:
-        """Call ``call``, in another thread, when another rank that this one has started ends too soon."""
-        if self.group is not None and self.group.workers is not None:
-            self.group.workers.on_end(lambda sentence: call(RankLost(sentence)))
+        """Call ``call``, in another thread, when another rank ends too soon that this one has started, or is
+        not heard of any more that ``torchrun`` has."""
+        watch = None if self.group is None else self.group.workers or self.group.missed
+        if watch is not None:
+            watch.on_end(lambda sentence: call(RankLost(sentence)))
 
     def close(self) -> None:
         """End the other ranks, if there are any; the model is of no use afterwards."""

@@ -26,9 +26,11 @@ import torch
 import torch.distributed as dist
 
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores
 from eagle_kit.kernels.collectives import START_TIMEOUT, RankLost, Ranks, connect
+from eagle_kit.kernels.heartbeat import Heartbeat, launched_store
 from eagle_kit.serve.options import devices_of
 
 if TYPE_CHECKING:
@@ -148,14 +150,51 @@ class Workers:
             each(self._ended)
 
 
+class Missed:
+    """What happens on a rank that ``torchrun`` has started when another has no heartbeat any more, as on a
+    machine without power or network: later calls say so, and so do callbacks of the first rank; others, which
+    may wait for its next message for ever, end.
+
+    Args:
+        ranks: of this process.
+        timeout_s: of :class:`~eagle_kit.kernels.heartbeat.Heartbeat`.
+    """
+
+    def __init__(self, ranks: Ranks, timeout_s: float) -> None:
+        self._ranks, self._tell = ranks, list[Callable[[str], None]]()
+        self._heartbeat = Heartbeat(launched_store, ranks.rank, ranks.size, timeout_s, self._miss)
+
+    def on_end(self, tell: Callable[[str], None]) -> None:
+        """See :meth:`Workers.on_end`."""
+        self._tell.append(tell)
+        if self._ranks.lost is not None:
+            tell(self._ranks.lost)
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._heartbeat.close()
+
+    def _miss(self, sentence: str) -> None:
+        self._ranks.lost = self._ranks.lost or sentence
+        if not self._ranks.is_first:
+            print_error(
+                UserError(sentence, "See whether its machine runs, and start all ranks again."),
+                f"rank {self._ranks.rank}",
+            )
+            os._exit(1)
+        for each in self._tell:
+            each(sentence)
+
+
 @dataclass
 class Group:
     """The ranks of a model; and where the first one has started the others, these, and the folder of the file
-    by which they met."""
+    by which they met; where ``torchrun`` has, those that are ``missed``."""
 
     ranks: Ranks
     workers: Workers | None = None
     folder: "tempfile.TemporaryDirectory[str] | None" = None
+    missed: Missed | None = None
 
     def why(self, error: RankLost) -> RankLost:
         """The error, with the name of the process that has ended where it can be known."""
@@ -189,6 +228,8 @@ class Group:
 
     def close(self) -> None:
         """Leave the others, and end child processes."""
+        if self.missed is not None:
+            self.missed.close()
         self.ranks.close()
         if self.workers is not None:
             self.workers.close()
@@ -222,7 +263,9 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
             )
         local, count = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", size)
         device = _take_device(config, int(local), int(count))
-        return Group(connect(rank, size, device, config.rank_timeout_s))
+        ranks = connect(rank, size, device, config.rank_timeout_s)
+        has_store = "MASTER_ADDR" in os.environ
+        return Group(ranks, missed=Missed(ranks, config.rank_timeout_s) if has_store else None)
     if dist.is_initialized():
         raise UserError(
             "This process is a member of a process group already, of another model with tensor parallelism.",

@@ -59,6 +59,10 @@ def children_of(process):
     return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
 
 
+def environ_of(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
 def expected(folder):
     llm = LLM(folder, max_context=128, device="cpu")
     ids = llm.tokenizer("The cat sees")["input_ids"]
@@ -101,6 +105,18 @@ def test_a_server_that_is_told_to_end_ends_its_ranks(folder):
         assert process.wait(30) == 0
         time.sleep(0.2)
         assert not is_there(child)
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
+    """As one on a machine without network: nothing is asked of it, and no connection is closed."""
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
+    with server(folder, *launcher) as (process, _):
+        silent = next(pid for pid in children_of(process) if b"RANK=1" in environ_of(pid))
+        os.kill(silent, signal.SIGSTOP)
+        assert process.wait(90) == 1
+        last = process.stderr.read()
+    assert "Process 1 of 2 has not been heard of for 5 seconds." in last
 
 
 @pytest.mark.slow

@@ -1,17 +1,20 @@
 """Processes, devices and precision: everything that asks accelerate for something."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores, warn_of_spinning
 from eagle_kit.data.states.manifest import read_manifest
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
+from eagle_kit.kernels.heartbeat import Heartbeat, launched_store
 from eagle_kit.train.parallel.placement import PATIENCE
 from eagle_kit.train.run.trackers import tracker_options
 
@@ -62,6 +65,29 @@ def make_process_state(config: TrainConfig) -> "PartialState":
     state: PartialState = _accelerate().PartialState(cpu=_is_on_cpu())
     _set_up(state.device, config)
     return state
+
+
+@contextmanager
+def watching(config: TrainConfig, process: "Accelerator | PartialState") -> Iterator[None]:
+    """Context manager: this process is ended with one sentence when another has no heartbeat any more. It may
+    be in a collective meanwhile, which nothing else ends."""
+    if process.num_processes == 1 or "MASTER_ADDR" not in os.environ:
+        yield
+        return
+    rank, size = process.process_index, process.num_processes
+
+    def end(sentence: str) -> None:
+        missing = UserError(
+            sentence, "See whether its machine runs and can be reached; then go on with --resume."
+        )
+        print_error(missing, f"process {rank} of {size}")
+        os._exit(1)
+
+    heartbeat = Heartbeat(launched_store, rank, size, config.training.peer_timeout_s, end)
+    try:
+        yield
+    finally:
+        heartbeat.close()
 
 
 def _accelerate() -> Any:

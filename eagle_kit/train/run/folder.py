@@ -33,6 +33,7 @@ FREE_TO_CHANGE = (
     "data.preview",
     "training.cache_hidden_states",
     "training.cpu_threads",
+    "training.peer_timeout_s",
     "training.gradient_checkpointing",
     "training.target_placement",
     "training.save_every",

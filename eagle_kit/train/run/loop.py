@@ -25,7 +25,13 @@ from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.optim.strategy import on_device
 from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
 from eagle_kit.train.parallel.placement import output_layer, place_target
-from eagle_kit.train.parallel.processes import gather_objects, make_accelerator, sum_numbers, with_precision
+from eagle_kit.train.parallel.processes import (
+    gather_objects,
+    make_accelerator,
+    sum_numbers,
+    watching,
+    with_precision,
+)
 from eagle_kit.train.run.checkpoint import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.describe import (
@@ -114,7 +120,8 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
         check_trackers(config)
         accelerator = make_accelerator(config)
         try:
-            return Trainer(config, options, folder, accelerator).run()
+            with watching(config, accelerator):
+                return Trainer(config, options, folder, accelerator).run()
         finally:
             accelerator.end_training()
 

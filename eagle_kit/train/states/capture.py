@@ -33,7 +33,7 @@ from eagle_kit.train.algorithm.batch import make_micro_batch
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.parallel.launch import go_on
 from eagle_kit.train.parallel.placement import place_target
-from eagle_kit.train.parallel.processes import largest, make_process_state, with_precision
+from eagle_kit.train.parallel.processes import largest, make_process_state, watching, with_precision
 from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
 from eagle_kit.train.plan.sizes import HeadArchitecture
@@ -132,6 +132,12 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     out = options.out.expanduser()
     _check_out(out)
     config, process = with_precision(config), make_process_state(config)
+    with watching(config, process):
+        return _capture(config, options, process, out)
+
+
+def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialState", out: Path) -> int:
+    """:func:`capture` in each of the processes."""
     drives_engine = options.other is not None and options.other.python is not None
     if drives_engine and process.num_processes > 1:
         raise UserError(

@@ -72,6 +72,27 @@ def test_a_machine_that_is_lost_ends_the_run_on_the_other_one_with_one_sentence(
 
 
 @pytest.mark.slow
+def test_a_machine_that_falls_silent_is_missed_by_the_other_one(make_run: Callable) -> None:
+    """Its processes are stopped: no connection is closed, and collectives wait."""
+    training = {**TRAINING, "max_steps": 10_000, "keep_last": 1, "peer_timeout_s": 8.0}
+    run = make_run(training=training)
+    nodes = start_nodes(2, 1, "train", str(run.config))
+    while not any(run.output.glob("step-*")) and all(node.poll() is None for node in nodes):
+        time.sleep(0.1)
+    tree = [*psutil.Process(nodes[1].pid).children(recursive=True), psutil.Process(nodes[1].pid)]
+    for process in tree:
+        process.suspend()
+    try:
+        left = finish(nodes[:1], 120)[0]
+    finally:
+        for process in tree:
+            process.kill()
+    assert left.code not in (0, None)
+    assert "error in process 0 of 2: Process 1 of 2 has not been heard of for 8 seconds." in left.said
+    assert run("--resume", "--max-steps", str(len(run.metrics()) + 1)) == 0
+
+
+@pytest.mark.slow
 def test_machines_write_a_store_together_and_learn_from_it(make_run: Callable, tmp_path: Path) -> None:
     """A part of the rows each, computed here or read from another engine's files; all are read by both."""
     run = make_run(training=TRAINING)
