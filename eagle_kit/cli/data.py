@@ -324,7 +324,7 @@ def _prompts(args: argparse.Namespace) -> int:
 
     from eagle_kit.core.files import check_writable, write_text_atomically
     from eagle_kit.data.chat.records import SkipLog, read_conversations
-    from eagle_kit.train.replies.prompts import task_prompts
+    from eagle_kit.train.replies.prompts import CATEGORIES, task_prompts
 
     if args.limit < 1 or args.skip < 0:
         raise UserError("--limit is below 1, or --skip below 0.", "Ask for at least one prompt.")
@@ -339,7 +339,10 @@ def _prompts(args: argparse.Namespace) -> int:
     for note in skipped.notes:
         print(note, file=sys.stderr)
     counts = Counter(one["category"] for one in made)
-    print(f"{args.out}: " + ", ".join(f"{count} {name}" for name, count in counts.most_common()) + ".")
+    print(f"{args.out}: " + ", ".join(f"{counts[name]} {name}" for name in CATEGORIES) + ".")
+    if len(made) < args.limit:
+        few = f"The texts of {args.source} serve {len(made)} of {args.limit} prompts"
+        print(f"{few}; other sources, or fewer skipped, may serve more.", file=sys.stderr)
     return 0
 
 

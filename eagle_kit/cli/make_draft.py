@@ -244,7 +244,8 @@ class Making:
         return self._regenerate("answers", str(self.prompts), self.answers, limit, MAX_TASK_TOKENS)
 
     def _replies(self) -> Stage:
-        limit = max(int((1 - TASKS) * self._wanted_replies()), PILOT_REPLIES + 1)
+        answered = self.state["done"]["answers"]["conversations"]  # fewer where the texts serve few prompts
+        limit = max(int(self._wanted_replies()) - answered, PILOT_REPLIES + 1)
         return self._regenerate("replies", self.args.source, self.replies, limit, MAX_PROMPT_TOKENS)
 
     def _wanted_replies(self) -> float:

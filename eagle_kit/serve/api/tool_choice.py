@@ -1,8 +1,8 @@
 """Calls that a request insists on: a grammar lets the model write nothing else.
 
 As in vLLM the reply is JSON, whatever form the target's own calls have: the arguments of the function that is
-named, or with ``required`` an object of ``name`` and ``arguments``, and a list of them with
-``parallel_tool_calls``. The grammar begins behind the reasoning.
+named, or with ``required`` a list of objects of ``name`` and ``arguments``, and one of them where
+``parallel_tool_calls`` is false. The grammar begins behind the reasoning.
 """
 
 import json
@@ -20,8 +20,8 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 
 def call_grammar(body: ChatRequest) -> Grammar:
-    """Make the grammar of what ``tool_choice`` insists on: one call, or a list of calls where the request
-    asks for several.
+    """Make the grammar of what ``tool_choice`` insists on: a list of calls, or one call where
+    the request allows no more.
 
     Raises:
         UserError: definitions of one name in the schemas of several tools differ.
@@ -44,7 +44,7 @@ def call_grammar(body: ChatRequest) -> Grammar:
         required = {"required": list(properties), "additionalProperties": False}
         calls.append({"type": "object", "properties": properties, **required})
     call = {"anyOf": calls} if len(calls) > 1 else calls[0]
-    if body.parallel_tool_calls:
+    if body.parallel_tool_calls is not False:
         call = {"type": "array", "items": call, "minItems": 1}
     return Grammar("json_schema", json.dumps(root | call))
 

@@ -56,6 +56,8 @@ PASSAGES = 3
 """Of a prompt that is answered from passages: one of the conversation itself, the others of earlier ones."""
 SLACK = 3
 """Prompts that one category may be ahead of the scarcest one."""
+PATIENCE = 200
+"""Conversations after which a category that none of them served holds up the others no longer."""
 
 NAMES = ("Anna", "Omar", "Lucia", "Tom", "Mei", "Jonas", "Priya", "Sam", "Clara", "Diego")
 THINGS = ("apples", "pencils", "stickers", "books", "marbles", "cookies", "postcards", "tickets")
@@ -92,7 +94,8 @@ class Material:
 
 
 def task_prompts(conversations: Iterable[Conversation], seed: int) -> Iterator[dict[str, Any]]:
-    """Make at most one prompt from each conversation, about as many of every category of :data:`CATEGORIES`.
+    """Make at most one prompt from each conversation, about as many of every category of :data:`CATEGORIES`
+    that the texts serve; word problems, which need no text, are never far ahead of the others.
 
     Args:
         conversations: whose texts are used; a conversation that gives nothing for the categories that are
@@ -102,16 +105,19 @@ def task_prompts(conversations: Iterable[Conversation], seed: int) -> Iterator[d
     Yields:
         ``{"id", "category", "messages"}``.
     """
-    made = Counter(dict.fromkeys(CATEGORIES, 0))
+    made, served = Counter(dict.fromkeys(CATEGORIES, 0)), dict.fromkeys(CATEGORIES, 0)
     earlier: deque[str] = deque(maxlen=16)
-    for conversation in conversations:
+    for number, conversation in enumerate(conversations):
         rng = random.Random(f"{seed}:{conversation.id}")
         material = _material(conversation)
-        ahead = min(made.values()) + SLACK
+        counts = {name: count for name, count in made.items() if name != WITHOUT_TEXT}
+        alive = [count for name, count in counts.items() if number - served[name] < PATIENCE]
+        most = min(alive) if alive else max(counts.values())
         for category, count in sorted(made.items(), key=lambda item: item[1]):
-            text = CATEGORIES[category](material, earlier, rng) if count < ahead else ""
+            text = CATEGORIES[category](material, earlier, rng) if count < most + SLACK else ""
             if text:
                 made[category] += 1
+                served[category] = number
                 messages = [{"role": "user", "content": text}]
                 yield {"id": f"{category}-{conversation.id}", "category": category, "messages": messages}
                 break
@@ -214,4 +220,5 @@ CATEGORIES: dict[str, Callable[[Material, deque[str], random.Random], str]] = {
     "rewriting": _about_passage(REWRITE),
     "mathematics": _problem,
 }
+WITHOUT_TEXT = "mathematics"
 """Makers of prompts: given material, earlier passages and a generator, a prompt or nothing."""

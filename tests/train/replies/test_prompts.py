@@ -70,6 +70,19 @@ def test_prompts_are_spread_over_the_categories_and_made_of_the_conversations_te
             assert category == "translation" and "English" in text
 
 
+def test_categories_that_no_text_serves_hold_up_no_others_and_are_not_made_up_by_arithmetic(
+    tmp_path: Path,
+) -> None:
+    chats = [one for one in read_conversations(_chats(tmp_path, 2100), skipped=SkipLog())]
+    german = [chat for number, chat in enumerate(chats) if number % 7 == 3]
+    counts = Counter(one["category"] for one in task_prompts(german, seed=0))
+    assert counts["translation"] > 30 and counts["questions"] > 30
+    assert not counts["summarising"] and counts["mathematics"] <= max(counts.values()) + 3
+    turns = [{"role": "user", "content": "写一首诗"}, {"role": "assistant", "content": "春天来了。"}]
+    chinese = [to_conversation({"id": str(n), "messages": turns}, "") for n in range(400)]
+    assert Counter(one["category"] for one in task_prompts(chinese, seed=0)) == {"mathematics": 3}
+
+
 def test_the_same_seed_makes_the_same_prompts_and_another_seed_others(tmp_path: Path) -> None:
     chats = list(read_conversations(_chats(tmp_path, 30), skipped=SkipLog()))
     first, again, other = (list(task_prompts(chats, seed)) for seed in (0, 0, 1))
