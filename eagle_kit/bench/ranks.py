@@ -22,6 +22,7 @@ FIRST_STEPS = 4
 def make_cases(target: str, draft: str | None, size: int) -> list[Case]:
     """Load a target, and a draft if there is one, once in this process and once on ``size`` ranks."""
     options: dict[str, Any] = {"max_batch_size": BATCHES[-1], "max_context": CONTEXT + ROOM}
+    options["mixed_prefill_tokens"] = CONTEXT  # or the first would have decoded hundreds of cycles by then
     shared = LLM(target, draft, tensor_parallel=size, **options)
     return list(cases(shared, LLM(target, draft, **options)))
 
