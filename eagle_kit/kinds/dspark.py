@@ -3,8 +3,9 @@
 The architecture is DFlash's with a Markov head (``markov_rank``, ``markov_head_type``) and a confidence
 head, which reads the token before too (``confidence_head_with_markov``) or not. DeepSpec has these keys, the
 mask and the layers at the top of the config, SpecForge in ``dflash_config`` with ``projector_type`` dspark.
-Rows predict the next token. A config that does not say so (``sample_from_anchor``) means it; vLLM takes one
-of speculators without the key for the other kind.
+Rows predict the next token. A config that does not say so (``sample_from_anchor``) means it, but for one of
+speculators, which vLLM takes for the other kind: that is refused. Keys of the confidence head that are
+missing follow from its weights.
 """
 
 from typing import Any
@@ -22,6 +23,7 @@ from eagle_kit.models.targets.target import Target
 
 RANK, FORM = "markov_rank", "markov_head_type"
 CONFIDENCE, READS_TOKEN = "enable_confidence_head", "confidence_head_with_markov"
+CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
 MAX_RANK = 65_536
 
 
@@ -60,8 +62,11 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
                 "state begins in a row that drafts nothing, which ours does not.",
                 "Serve it with the engine it was made for.",
             )
-        has_confidence = read_flag(config, CONFIDENCE, where)
-        reads_token = has_confidence and read_flag(config, READS_TOKEN, where)
+        weights = (tensor for name, tensor in files.tensors.items() if name.endswith(CONFIDENCE_WEIGHT))
+        weight = next(weights, None)
+        wide = weight is not None and weight.shape[-1] > fields["hidden_size"]
+        has_confidence = read_flag(config, CONFIDENCE, where, weight is not None)
+        reads_token = has_confidence and read_flag(config, READS_TOKEN, where, wide)
         if reads_token and not rank:
             raise UserError(
                 f"The draft in {where} has {READS_TOKEN}, and no Markov head whose embedding it could read.",
@@ -80,7 +85,14 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
 
     def read_rows(self, config: dict[str, Any], where: str) -> bool:
         """See :class:`~eagle_kit.kinds.blocks.BlockKind`, and the top of this file."""
-        return config.get(ROWS) is None or super().read_rows(config, where)
+        if config.get(ROWS) is not None:
+            return super().read_rows(config, where)
+        if config.get("speculators_model_type") is not None:
+            raise UserError(
+                f"The draft in {where} does not say whether a row predicts its own token or the next one.",
+                f"Write {ROWS} into its config.json: false for its own token, as vLLM takes such a config.",
+            )
+        return True
 
     def take(self, files: DraftFiles, config: DSparkConfig, target: Target | None) -> Weights:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; an unused placeholder is left out."""

@@ -375,7 +375,7 @@ class Scheduler:
         victims = [other for other in dispensable if gives_way(other)]
         for part in range(self.page_pool.num_parts):
             there = [other for other in victims if other.allocation.part == part]
-            if self._would_fit(request, there, part):
+            if there and self._would_fit(request, there, part):
                 return there
         return []
 
@@ -401,14 +401,16 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Admit the first request of its group, if there is a slot and it fits: where most of its tokens are
-        cached, or else where most pages are free."""
+        cached, or else where most pages are free, and last where far more requests are than elsewhere."""
         parts = [part for part, count in enumerate(self._num_in) if count < self.config.own_batch_size]
         if len(parts) > 1:
+            most = min(self._num_in) + max(2, self.config.own_batch_size // 4)
 
-            def lacks(part: int) -> tuple[bool, int]:
+            def lacks(part: int) -> tuple[bool, bool, int]:
                 cached = len(self._matched(request, part)) if self.page_pool.can_reuse else 0
                 is_most = 2 * cached * self.page_pool.page_size >= request.num_tokens
-                return not is_most, -self.page_pool.num_available_in(part)
+                is_ahead = self._num_in[part] >= most
+                return not is_most or is_ahead, is_ahead, -self.page_pool.num_available_in(part)
 
             parts.sort(key=lacks)
         return bool(self._slots) and any(self._admit_to(part, request) for part in parts)

@@ -284,9 +284,9 @@ def test_the_targets_own_modules_need_no_draft(models, plain, count):
 def test_what_several_modules_cannot_do_is_refused(models):
     folder = models.folders[3]
     for options in ({"shape": "4,1,5"}, {"shape": "4,4,8"}, {"tree": "static"}, {"sampled_drafts": True}):
-        with pytest.raises(UserError, match="3 modules"):
+        with pytest.raises(UserError, match="3 modules|at most 3"):
             facade(folder, **options)
-    with pytest.raises(UserError, match="at most 3 steps"):
+    with pytest.raises(UserError, match="at most 3"):
         facade(folder).generate([[1]], shape="4,1,5")
     with pytest.raises(UserError, match="target's folder"):
         LLM(models.target, algorithm="NEXTN")

@@ -437,3 +437,14 @@ def test_requests_give_way_on_the_rank_that_lacks_pages():
         request.num_computed = request.num_to_compute
     preempted = scheduler.plan().preempted
     assert preempted == [mine[2]] and mine[1].slot >= 0 and mine[3].slot >= 0
+
+
+def test_the_cache_is_not_followed_to_a_rank_with_far_more_requests():
+    scheduler = scheduler_of_ranks(16, 400)
+    (first,) = requests_of([[1] * 16])
+    assert admitted(scheduler, [first]) == [0]
+    scheduler.page_pool.publish(first.allocation, first.prompt_ids)
+    chats = requests_of([[*first.prompt_ids, i] for i in range(10)], first=10)
+    given = admitted(scheduler, chats)
+    assert given[0] == 0 and chats[0].num_cached_tokens == 16
+    assert abs(given.count(0) + 1 - given.count(1)) <= 2

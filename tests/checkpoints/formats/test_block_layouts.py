@@ -251,3 +251,20 @@ def test_rows_that_nothing_tells_are_of_the_next_token_and_warned_of(corrected):
     assert "rows of a block" in warned
     words = [each.words for each in DSPARK.conventions(head, model.config)]
     assert "rows that predict their own token" in words
+
+
+def test_rows_of_a_head_of_speculators_that_does_not_say_what_they_predict_are_refused(corrected, tmp_path):
+    target, ours, _, _ = corrected
+    export_draft(ours, tmp_path / "theirs", format="speculators", target=target)
+    files = open_draft(tmp_path / "theirs")
+    del files.config["sample_from_anchor"]
+    with pytest.raises(UserError, match="its own token or the next one"):
+        DSPARK.read_config(files)
+
+
+def test_keys_of_the_confidence_head_that_are_missing_follow_from_its_weights(corrected):
+    _, ours, _, head = corrected
+    files = open_draft(ours)
+    del files.config["enable_confidence_head"], files.config["confidence_head_with_markov"]
+    assert DSPARK.read_config(files) == head.config
+    assert head.config.has_confidence and head.config.confidence_reads_token

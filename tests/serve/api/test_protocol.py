@@ -10,6 +10,7 @@ import pytest
 from chat_templates import tokenizer_for
 
 from eagle_kit.core.output import TokenLogprobs
+from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.serve.api.logprobs import TokenNames, chat_logprobs, off_loop_if_long
@@ -169,11 +170,11 @@ def test_every_parameter_reaches_the_engine(one_byte_a_step):
     assert params.logit_bias == {17: 2.0, 5: -100.0} and params.stop == ("x", "y")
     assert params.stop_token_ids == (9,) and params.ignore_eos and params.max_tokens == 7
     assert params.logprobs == 3 and engine.seen[0].priority == 4
-    assert params.grammar == ("json_schema", '{"type": "object"}')
+    assert params.grammar == Grammar("json_schema", '{"type": "object"}')
     assert chat(one_byte_a_step, regex="a+").status_code == 200
-    assert engine.seen[1].params.grammar == ("regex", "a+")
+    assert engine.seen[1].params.grammar == Grammar("regex", "a+")
     assert chat(one_byte_a_step, response_format={"type": "json_object"}).status_code == 200
-    assert engine.seen[2].params.grammar == ("json_object", "")
+    assert engine.seen[2].params.grammar == Grammar("json_object", "")
 
 
 def test_logprobs_have_both_shapes_with_bytes_of_cut_characters(one_byte_a_step):
