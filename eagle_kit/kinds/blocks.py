@@ -370,7 +370,7 @@ def _check_layers(config: DFlashConfig, target: TargetConfig) -> Finding:
 def _check_rows(files: DraftFiles, config: DFlashConfig) -> Finding:
     """Report what a row predicts, and where that was only assumed."""
     what = "the token behind it" if config.predicts_next else "its own token"
-    if ROWS in {**(files.config.get(TABLE) or {}), **files.config}:
+    if {**read_table(files.config, TABLE, files.where), **files.config}.get(ROWS) is not None:
         return Finding("ok", "rows of a block", f"a row predicts {what} ({ROWS}).")
     cause = f"the draft does not say {ROWS}, so that a row is taken to predict {what}."
     return Finding("warning", "rows of a block", cause, f"Add {ROWS} to its config.json.")

@@ -62,11 +62,7 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
                 "state begins in a row that drafts nothing, which ours does not.",
                 "Serve it with the engine it was made for.",
             )
-        weights = (tensor for name, tensor in files.tensors.items() if name.endswith(CONFIDENCE_WEIGHT))
-        weight = next(weights, None)
-        wide = weight is not None and weight.shape[-1] > fields["hidden_size"]
-        has_confidence = read_flag(config, CONFIDENCE, where, weight is not None)
-        reads_token = has_confidence and read_flag(config, READS_TOKEN, where, wide)
+        has_confidence, reads_token = _read_confidence(config, files, fields["hidden_size"])
         if reads_token and not rank:
             raise UserError(
                 f"The draft in {where} has {READS_TOKEN}, and no Markov head whose embedding it could read.",
@@ -123,6 +119,17 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
     def confidence_weight(self, config: TrainConfig) -> float:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return config.training.confidence_weight if config.head.confidence_head else 0.0
+
+
+def _read_confidence(config: dict[str, Any], files: DraftFiles, size: int) -> tuple[bool, bool]:
+    """Whether there is a confidence head, and whether it reads the token before. Weights are only read where
+    a key is missing; one ``[1, H]`` reads rows of H values, ``size``, alone."""
+    weight = None
+    if None in (config.get(CONFIDENCE), config.get(READS_TOKEN)):
+        weight = next((files.tensors[name] for name in files.names if name.endswith(CONFIDENCE_WEIGHT)), None)
+    has_confidence = read_flag(config, CONFIDENCE, files.where, weight is not None)
+    is_wide = weight is not None and weight.numel() > size
+    return has_confidence, has_confidence and read_flag(config, READS_TOKEN, files.where, is_wide)
 
 
 def markov_keys(config: DSparkConfig) -> dict[str, Any]:

@@ -262,9 +262,26 @@ def test_rows_of_a_head_of_speculators_that_does_not_say_what_they_predict_are_r
         DSPARK.read_config(files)
 
 
-def test_keys_of_the_confidence_head_that_are_missing_follow_from_its_weights(corrected):
-    _, ours, _, head = corrected
+def test_the_table_of_dflash_tells_what_rows_predict(corrected):
+    _, ours, model, _ = corrected
     files = open_draft(ours)
+    files.config["dflash_config"] = {"sample_from_anchor": files.config.pop("sample_from_anchor")}
+    found = DSPARK.check(files, DSPARK.read_config(files), model.config)
+    assert {each.level for each in found if each.subject == "rows of a block"} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"confidence_reads_token": False}, {"has_confidence": False, "confidence_reads_token": False}],
+)
+def test_keys_of_the_confidence_head_that_are_missing_follow_from_its_weights(corrected, tmp_path, changes):
+    head = tiny_dspark(corrected[2], **changes)
+    save_draft(head, tmp_path, metadata={}, dtype=torch.float32)
+    files = open_draft(tmp_path)
     del files.config["enable_confidence_head"], files.config["confidence_head_with_markov"]
-    assert DSPARK.read_config(files) == head.config
-    assert head.config.has_confidence and head.config.confidence_reads_token
+    assert DSPARK.read_config(files) == replace(head.config, **files.about)
+
+
+def test_a_config_that_says_all_is_read_without_weights(corrected, tmp_path):
+    (tmp_path / "config.json").write_bytes((corrected[1] / "config.json").read_bytes())
+    assert DSPARK.read_config(open_draft(tmp_path)) == corrected[3].config
