@@ -1,6 +1,7 @@
 """DSpark heads for SGLang, vLLM and speculators.
 
-SGLang and vLLM serve DeepSpec's layout, which is ours, with the vanilla Markov head.
+SGLang and vLLM serve DeepSpec's layout, which is ours; vLLM with the vanilla Markov head. A head without a
+confidence head loads in SGLang while its ragged verification is static, as it is by default.
 """
 
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from eagle_kit.checkpoints.formats.blocks import BlockConverter
 from eagle_kit.checkpoints.formats.files import Format, refuse
 from eagle_kit.kinds.blocks import ROWS
-from eagle_kit.kinds.dspark import DSPARK, FORM, RANK, READS_TOKEN, markov_keys
+from eagle_kit.kinds.dspark import DSPARK, FORM, RANK, markov_keys
 
 
 class DSparkConverter(BlockConverter):
@@ -21,16 +22,14 @@ class DSparkConverter(BlockConverter):
         elsewhere = "Export it for speculators."
         if not config.markov_rank:
             refuse(peer, f"its DSpark classes have a Markov head ({RANK})", elsewhere)
-        if config.markov_form != "vanilla":
-            refuse(peer, f"its DSpark classes know no {FORM} {config.markov_form}", elsewhere)
-        if peer != "sglang":
+        if peer == "vllm":
+            if config.markov_form != "vanilla":
+                refuse(peer, f"its DSpark classes know no {FORM} {config.markov_form}", elsewhere)
             return
         if not config.predicts_next:
-            refuse(peer, f"its DSpark rows predict the next token ({ROWS})", "Export it for vllm.")
+            refuse(peer, f"it drafts a token for each of block_size rows ({ROWS} false: one less)", elsewhere)
         if config.owns_output:
-            refuse(peer, "it serves DSpark heads with the target's output layer only", "Export it for vllm.")
-        if config.has_confidence and not config.confidence_reads_token:
-            refuse(peer, f"its confidence head reads the token before ({READS_TOKEN})", "Export it for vllm.")
+            refuse(peer, "it serves DSpark heads with the target's output layer only", elsewhere)
 
     def parts(self, config: Any) -> dict[str, Any]:
         """See :class:`~eagle_kit.checkpoints.formats.blocks.BlockConverter`."""

@@ -225,11 +225,10 @@ def test_weights_of_another_form_are_named(corrected):
     ("changes", "peer", "message"),
     [
         ({"markov_form": "gated"}, "vllm", "know no markov_head_type gated"),
-        ({"markov_form": "rnn"}, "sglang", "know no markov_head_type rnn"),
+        ({"markov_form": "rnn"}, "vllm", "know no markov_head_type rnn"),
         ({"markov_rank": 0, "confidence_reads_token": False}, "vllm", "have a Markov head"),
         ({"draft_vocab_size": 100}, "sglang", "output layer only"),
-        ({"predicts_next": False}, "sglang", "rows predict the next token"),
-        ({"confidence_reads_token": False}, "sglang", "reads the token before"),
+        ({"predicts_next": False}, "sglang", "for each of block_size rows"),
         ({}, "eagle", "no class for dspark heads"),
     ],
 )
@@ -241,10 +240,39 @@ def test_what_a_peer_does_not_serve_is_named(corrected, tmp_path, changes, peer,
     assert not (tmp_path / "no").exists()
 
 
-def test_rows_that_nothing_tells_are_of_the_next_token_and_warned_of(corrected):
+@pytest.mark.parametrize("form", ["vanilla", "gated", "rnn"])
+def test_sglang_finds_a_tensor_for_every_part_of_each_form(corrected, tmp_path, form):
+    """As ``models/dspark.py`` of SGLang 0.5.23 builds its two heads; a name beyond them stops its start."""
+    target, _, model, _ = corrected
+    head = tiny_dspark(model, markov_form=form, confidence_reads_token=False)
+    save_draft(head, tmp_path / "ours", metadata={}, dtype=torch.float32)
+    export_draft(tmp_path / "ours", tmp_path / "s", format="sglang", dtype=None, target=target)
+    (config, _), tensors = contents(tmp_path / "s")
+    size, rank, words = config["hidden_size"], config["markov_rank"], config["vocab_size"]
+    wanted = {
+        "markov_head.markov_w1.weight": (words, rank),
+        "markov_head.markov_w2.weight": (words, rank),
+        "confidence_head.proj.weight": (1, size),
+        "confidence_head.proj.bias": (1,),
+    }
+    part, rows, columns = {
+        "vanilla": ("", 0, 0),
+        "gated": ("markov_head.gate_proj", rank, size + rank),
+        "rnn": ("markov_head.joint_proj", 3 * rank, 2 * rank + size),
+    }[form]
+    if part:
+        wanted |= {f"{part}.weight": (rows, columns), f"{part}.bias": (rows,)}
+    found = {name: tuple(each.shape) for name, each in tensors.items() if "_head." in name}
+    assert found == wanted
+    assert (config["markov_head_type"], config["confidence_head_with_markov"]) == (form, False)
+
+
+@pytest.mark.parametrize("said", [{}, {"sample_from_anchor": None}])
+def test_rows_that_nothing_tells_are_of_the_next_token_and_warned_of(corrected, said):
     _, ours, model, head = corrected
     files = open_draft(ours)
     del files.config["sample_from_anchor"]
+    files.config.update(said)
     config = DSPARK.read_config(files)
     assert config.predicts_next
     warned = {each.subject for each in DSPARK.check(files, config, model.config) if each.level == "warning"}
