@@ -439,6 +439,23 @@ def test_requests_give_way_on_the_rank_that_lacks_pages():
     assert preempted == [mine[2]] and mine[1].slot >= 0 and mine[3].slot >= 0
 
 
+def test_requests_give_way_on_a_full_rank_where_the_slots_are_taken():
+    """Three slots are no multiple of two ranks: one always has room for a second request."""
+    scheduler = scheduler_of_ranks(3, 200)
+    running = requests_of([[i] * 3 for i in range(3)], max_tokens=300)
+    assert admitted(scheduler, running) == [0, 1, 0]
+    scheduler.remove(running[0])
+    (late,) = requests_of([[7] * 3], first=10, max_tokens=300)
+    scheduler.page_pool.extend(running[2].allocation, 60)  # so that the second rank has most free pages
+    assert admitted(scheduler, [late]) == [1]
+    for request in scheduler.running:
+        request.num_computed = request.num_verified = request.num_to_compute
+    late.token_ids = [0] * (2 * TURN)
+    (waiting,) = requests_of([[8] * 3], first=20)
+    scheduler.add(waiting)
+    assert scheduler.plan().preempted == [late] and waiting.slot >= 0
+
+
 def test_the_cache_is_not_followed_to_a_rank_with_far_more_requests():
     scheduler = scheduler_of_ranks(16, 400)
     (first,) = requests_of([[1] * 16])
