@@ -277,6 +277,15 @@ class ResolvedConfig(EngineConfig):
         """Most requests decoded together of a part of the pool."""
         return -(-self.max_batch_size // self.num_parts)
 
+    def own_sizes(self, size: int) -> tuple[int, ...]:
+        """Sizes, ascending, that each part's requests of a batch of ``size`` are padded to: an even share,
+        and its doubles up to the most that a part may have."""
+        most = min(size, self.own_batch_size)
+        sizes = [-(-size // self.num_parts)]
+        while sizes[-1] < most:
+            sizes.append(min(2 * sizes[-1], most))
+        return tuple(sizes)
+
     @property
     def own_pages(self) -> int:
         """Pages of a part of the pool."""

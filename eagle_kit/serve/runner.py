@@ -5,6 +5,7 @@ Legend: B requests, T packed prompt tokens, S steps.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -340,20 +341,19 @@ class Runner:
         if any(request.match is not None for request in requests):
             matches = [*(request.match for request in requests), *[None] * padding]
         wants_logprobs = any(request.params.logprobs is not None for request in requests)
-        inputs = CycleInputs(rows, sampling, own=self._own(requests, len(rows)))
+        own = self._own([request.allocation.part for request in requests], len(rows))
+        inputs = CycleInputs(rows, sampling, own=own)
         num_logprobs = self._num_logprobs(requests, kind)
         self._batch = Batch(requests, epochs, padding, inputs, num_logprobs, wants_logprobs, matches)
         return self._batch
 
-    def _own(self, requests: list[Request], size: int) -> OwnRequests | None:
-        """This rank's part of a batch that is padded to ``size``: as large as every rank has at least, or as
-        a rank may have at most, so that few sizes are captured."""
+    def _own(self, parts: list[int], size: int) -> OwnRequests | None:
+        """This rank's rows of a batch that is padded to ``size``, of requests of ``parts`` of the pool. They
+        are padded for the rank with most."""
         if self._share is None:
             return None
-        parts = [request.allocation.part for request in requests]
-        most = min(-(-size // self._share.size), self.config.own_batch_size)
-        if max(map(parts.count, parts), default=0) > most:
-            most = self.config.own_batch_size
+        sizes = self.config.own_sizes(size)
+        most = sizes[bisect_left(sizes, max(Counter(parts).values()))]
         return own_requests(parts, self._share, most, size, self.device)
 
     def _catch_up(self, requests: list[Request]) -> None:
@@ -406,13 +406,15 @@ class Runner:
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
 
-    def run_idle(self, size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None) -> None:
-        """Run a cycle of dummies, which changes nothing, so that its graphs are captured, the forms of its
-        linear layers measured and its kernels compiled."""
+    def run_idle(
+        self, size: int, own_size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None
+    ) -> None:
+        """Run a cycle of dummies, ``own_size`` of them of one part of the pool, which changes nothing, so
+        that its graphs are captured, the forms of its linear layers measured and its kernels compiled."""
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
         settings = self._settings(shape, self._columns((), MAX_WINDOW), num_logprobs)
         rows, sampling = self._tensor([self.slots.dummy] * size), self._sampling.of_level(kind.level, size)
-        inputs = CycleInputs(rows, sampling, own=self._own([], size))
+        inputs = CycleInputs(rows, sampling, own=self._own([0] * own_size, size))
         tree = None
         if ngram is not None and shape.steps:
             tree = to_tree(self._ngram_draft([], size, ngram, shape), self.device)
@@ -464,6 +466,7 @@ class Runner:
 
     def _as_proposed(self, inputs: CycleInputs, settings: CycleSettings) -> tuple[CycleInputs, CycleSettings]:
         """Leave out what a proposal does not depend on, so that its graphs are few."""
+        inputs = inputs._replace(own=None)  # the draft is whole on every rank
         if TargetOnly in self.verifiers or self.models.drafter is None:  # drafts are not sampled
             inputs = inputs._replace(sampling=None)
         return inputs, settings._replace(num_logprobs=None)

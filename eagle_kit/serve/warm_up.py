@@ -60,9 +60,10 @@ class Prepared(NamedTuple):
 
 
 class _Cycle(NamedTuple):
-    """A batch size, a shape and a kind of batch."""
+    """A batch size, that of each part of the pool, a shape and a kind of batch."""
 
     size: int
+    own_size: int
     shape: SpecShape
     kind: BatchKind
 
@@ -89,7 +90,7 @@ def warm_up(
         num_graphs, number = engine.num_graphs, 0
         for number, each in enumerate(cycles, 1):
             begun = time.perf_counter()
-            runner.run_idle(each.size, each.shape, each.kind, engine.ngram)
+            runner.run_idle(*each, engine.ngram)
             name = _name(each.kind)
             captured, num_graphs = engine.num_graphs - num_graphs, engine.num_graphs
             before = seconds.get(name, (0, 0.0))
@@ -132,8 +133,9 @@ def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:
     if engine.target.ranks is not None:
         wanted = engine.target.ranks.agree(wanted)
     for size in sorted(engine.config.batch_sizes, reverse=True):
-        for shape in engine.shapes_at(size):
-            yield from (_Cycle(size, shape, kind) for kind in wanted)
+        for own_size in reversed(engine.config.own_sizes(size)):
+            for shape in engine.shapes_at(size):
+                yield from (_Cycle(size, own_size, shape, kind) for kind in wanted)
 
 
 def can_have_grammars(engine: Engine) -> bool:

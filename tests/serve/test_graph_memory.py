@@ -58,6 +58,27 @@ def test_graphs_grow_with_kinds_sizes_and_shapes(models):
     assert chosen.number == 7 * 4 * (graph_memory.MENU + 1)
 
 
+def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models):
+    """8 requests of which a rank of 8 has two are padded to two each, 16 rows to gather."""
+    target, draft = models
+    config = resolved(tensor_parallel=8, data_parallel_attention=True)
+    sizes = {size: config.own_sizes(size) for size in config.batch_sizes}
+    assert sizes == {
+        1: (1,),
+        2: (1, 2),
+        4: (1, 2, 4),
+        8: (1, 2, 4),
+        16: (2, 4),
+        24: (3, 4),
+        32: (4,),
+    }
+    found, even = (
+        graphs_of(target.config, draft, each, "all", chooses_shapes=False) for each in (config, resolved())
+    )
+    assert (found.number, even.number) == (14 * 8 + 7, 7 * 8 + 7), "proposals know nothing of ranks"
+    assert 1.7 * even.bytes < found.bytes < 2 * even.bytes
+
+
 def test_drafts_that_are_sampled_are_kept_by_halves_of_cycles(models):
     """Probabilities of all drafts are outputs of two graphs and inputs of two."""
     target, draft = models

@@ -27,9 +27,12 @@ from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
+from eagle_kit.serve import engine as engines
 from eagle_kit.serve import llm as llms
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar import compiler
+from eagle_kit.serve.graph import EagerGraph, GraphRunner
+from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.options import devices_of
 from eagle_kit.serve.ranks import Start
@@ -262,16 +265,19 @@ def test_other_drafts_are_whole_on_every_rank(folder, algorithm):
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies
 
 
-def volume_of_cycle(llm, shape, params):
+def volume_of_cycle(llm, shape, params, prompts=PROMPTS[2:3]):
     engine, ranks = llm.engine(shape), llm.group.ranks
-    request = llm.make_request(PROMPTS[2], params)
-    engine.add_request(request)
-    engine.step()  # the prompt
+    requests = [llm.make_request(prompt, params) for prompt in prompts]
+    for request in requests:
+        request.group = requests[0].group
+        engine.add_request(request)
+    engine.step()  # the prompts
     before = ranks.volume.copy()
     engine.step()
-    assert len(request.token_ids) > 1
+    assert all(len(request.token_ids) > 1 for request in requests)
     found = dict(ranks.volume - before)
-    engine.abort(request)
+    for request in requests:
+        engine.abort(request)
     engine.drain()
     return found
 
@@ -294,16 +300,54 @@ def test_a_cycle_communicates_what_its_formula_says(folder, shape, temperature):
 
 
 def test_attention_of_own_requests_is_gathered(tmp_path):
-    """In place of one of the two sums, a rank gives the rows of as many requests as any rank has."""
+    """In place of one of the two sums, a rank gives the rows of as many requests as any rank has, or of twice
+    as many as each has of an even batch, not of the 8 that a rank may have."""
     randomised(MIXTURES["deepseek-v3"]).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
-    work = partial(volume_of_cycle, shape="4,4,12", params=params)
-    options = {"data_parallel_attention": True}
-    ((per_cycle, _), _), _ = run_ranks(2, serve, tmp_path, head_of(tmp_path), work, options)
+    short = [[i] * 3 for i in range(1, 9)]
+    batches = [PROMPTS[2:3], short[:4], [PROMPTS[4], *short[4:7]]]  # a long prompt beside short ones
+
+    def work(llm):
+        return [volume_of_cycle(llm, "4,4,12", params, batch) for batch in batches]
+
+    options = {"data_parallel_attention": True, "max_batch_size": 16}
+    ((volumes, _), _), _ = run_ranks(2, serve, tmp_path, head_of(tmp_path), work, options)
     hidden, layers, nodes, length = 48, 3, 12, 4
     states = layers * nodes * hidden * length
-    assert (per_cycle["sum"], per_cycle["stack"]) == (states, states + 16 * nodes)
+    for per_cycle, size, most in zip(volumes, (1, 4, 4), (1, 2, 4), strict=True):
+        assert (per_cycle["sum"], per_cycle["stack"]) == (states * size, states * most + 16 * nodes * size)
+
+
+def serve_from_graphs(ranks, *args):
+    engines._graphs = lambda target, config: GraphRunner("cycle", EagerGraph)
+    return serve(ranks, *args)
+
+
+def test_uneven_batches_of_own_latents_have_graphs(tmp_path):
+    """What was prepared and planned for is what runs, wherever the requests of a batch are."""
+    randomised(MIXTURES["deepseek-v3"]).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    prompts = [PROMPTS[4], [1] * 3, [2] * 3]  # the first rank has the long one
+    ends = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (4, 30, 20)]
+
+    def work(llm):
+        captured, seen = llm.warm_up().num_graphs, set()
+        planned = graphs_of(llm.target.config, llm.draft, llm.config, "all", chooses_shapes=False).number
+        graphs = llm.engine().runner.graphs
+        run, known = graphs.run, graphs.num_warm_ups
+        graphs.run = lambda call: seen.add((len(call.inputs.rows), len(call.inputs.own.rows))) or run(call)
+        replies = [output.token_ids for output in llm.generate(prompts, ends)]
+        return captured, planned, graphs.num_warm_ups - known, seen, replies
+
+    options = {"data_parallel_attention": True, "max_batch_size": 4, "batch_sizes": (1, 2, 4)}
+    args = serve_from_graphs, tmp_path, head_of(tmp_path), work, {**options, "shape": "2,1,3"}
+    ((found, _), first), (_, steps) = run_ranks(2, *args)
+    captured, planned, num_later, seen, replies = found
+    assert captured == planned and num_later == 0 and steps == first
+    assert seen == {(4, 2), (2, 2), (1, 1)}
+    alone = LLM(tmp_path, head_of(tmp_path), **OPTIONS).generate(prompts, ends, shape="2,1,3")
+    assert replies == [output.token_ids for output in alone]
 
 
 def weather(llm, num_events, every=40):
