@@ -4,7 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,23 +18,41 @@ class Ended(NamedTuple):
     said: str
 
 
-def start_nodes(count: int, per_node: int, *command: str) -> "list[subprocess.Popen[str]]":
-    """Start ``torchrun`` as on ``count`` machines, each with ``per_node`` processes of ``command``."""
+Launcher = Callable[[int, int, int, int], Sequence[str]]
+"""Machines, processes of each, number of this machine, port -> Python's arguments before the command."""
+
+
+def torchrun(count: int, per_node: int, node: int, port: int) -> Sequence[str]:
+    """``torchrun`` of machine ``node``."""
+    launcher = ("-m", "torch.distributed.run", "--nnodes", str(count), "--nproc_per_node", str(per_node))
+    return (*launcher, "--node_rank", str(node), "--master_addr", "127.0.0.1", "--master_port", str(port))
+
+
+def accelerate(count: int, per_node: int, node: int, port: int) -> Sequence[str]:
+    """``accelerate launch`` of machine ``node``, as the documentation has it."""
+    file = str(REPOSITORY / "train" / "accelerate" / "multi-gpu.yaml")
+    launcher = ("-m", "accelerate.commands.launch", "--config_file", file, "--num_machines", str(count))
+    meet = ("--main_process_ip", "127.0.0.1", "--main_process_port", str(port))
+    return (*launcher, "--num_processes", str(count * per_node), "--machine_rank", str(node), *meet)
+
+
+def start_nodes(
+    count: int, per_node: int, *command: str, launcher: Launcher = torchrun
+) -> "list[subprocess.Popen[str]]":
+    """Start ``launcher`` as on ``count`` machines, each with ``per_node`` processes of ``command``."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count))
-    meet = ("--nproc_per_node", str(per_node), "--master_addr", "127.0.0.1", "--master_port", str(port))
     return [
         subprocess.Popen(
-            [*launcher, "--node_rank", str(rank), *meet, *command],
+            [sys.executable, *launcher(count, per_node, node, port), *command],
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(count)
+        for node in range(count)
     ]
 
 
@@ -52,8 +70,8 @@ def finish(nodes: "Sequence[subprocess.Popen[str]]", timeout_s: float = 300) -> 
     return ended
 
 
-def run_nodes(count: int, per_node: int, *command: str) -> list[Ended]:
+def run_nodes(count: int, per_node: int, *command: str, launcher: Launcher = torchrun) -> list[Ended]:
     """Start, and wait; every machine's launcher must succeed."""
-    ended = finish(start_nodes(count, per_node, *command))
+    ended = finish(start_nodes(count, per_node, *command, launcher=launcher))
     assert all(node.code == 0 for node in ended), "\n".join(node.said for node in ended)
     return ended

@@ -98,16 +98,27 @@ def test_sigterm_asks_too_and_handlers_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-CPU_LAUNCH = {"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}
+@pytest.mark.parametrize("device", [["--cpu"], []])
+@pytest.mark.parametrize("count", [["--num_processes", "2"], ["--num_processes", "2", "--num_machines", "2"]])
+def test_processes_that_accelerate_did_not_start_are_missed(device: list[str], count: list[str]) -> None:
+    """Its own launcher is asked what it sets for the one process that it starts on a machine."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
+    def launched(*asked: str) -> dict[str, str]:
+        meet = ("--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--main_process_port", "29500")
+        parsed = launch_command_parser().parse_args([*device, *asked, *meet, "train", "c.yaml"])
+        args = _validate_launch_command(parsed)[0]
+        assert not args.multi_gpu  # it takes the launcher of one process
+        return prepare_simple_launcher_cmd_env(args)[1]
 
-def test_processes_that_accelerate_did_not_start_are_missed() -> None:
+    environ = launched(*count)
     with pytest.raises(UserError, match="has started one") as refused:
-        check_launcher(CPU_LAUNCH, TrainingConfig())
-    assert "torchrun" in refused.value.remedy
-    check_launcher({"ACCELERATE_USE_CPU": "True"}, TrainingConfig())
+        check_launcher(environ, TrainingConfig())
+    assert "torchrun" in refused.value.remedy and "--multi_gpu" in refused.value.remedy
+    check_launcher(launched("--num_processes", "1"), TrainingConfig())
     for rank in ("RANK", "OMPI_COMM_WORLD_RANK"):  # torchrun or MPI has started them
-        check_launcher(CPU_LAUNCH | {rank: "0"}, TrainingConfig())
+        check_launcher(environ | {rank: "0"}, TrainingConfig())
 
 
 def test_a_command_to_go_on_with_names_the_number_of_processes() -> None:

@@ -1,7 +1,8 @@
 """Environment that ``torchrun`` or ``accelerate launch`` gives a process, and settings that are refused.
 
-``torchrun`` starts processes on CPUs and GPUs. ``accelerate launch`` does so on GPUs, and says how the
-processes share the head; on CPUs it starts one process, however many were asked for.
+``torchrun`` starts processes on CPUs and GPUs, and so does ``accelerate launch`` with ``--multi_gpu`` or a
+file of several processes, which says how they share the head. Without these, or with ``--cpu``, it starts one
+process, however many were asked for.
 """
 
 from collections.abc import Mapping
@@ -67,12 +68,14 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
 
     Raises:
         UserError: sharding of a kind that we do not do, compilation, a precision other than
-            ``training.precision``, or several processes on CPUs, of which accelerate starts one.
+            ``training.precision``, or several processes, of which accelerate starts one.
     """
-    if _is_set(environ, "ACCELERATE_USE_CPU") and "MASTER_ADDR" in environ and not set(RANKS) & set(environ):
+    launched = "ACCELERATE_MIXED_PRECISION" in environ
+    if launched and "MASTER_ADDR" in environ and not set(RANKS) & set(environ):
         raise UserError(
-            "accelerate was launched with several processes on CPUs, and has started one.",
-            "Launch with torchrun --nproc_per_node N -m eagle_kit.cli train CONFIG.",
+            "accelerate was launched for several processes, and has started one, which knows no other.",
+            "Launch with --multi_gpu or train/accelerate/multi-gpu.yaml, on CPUs too and without --cpu, or "
+            "with torchrun --nproc_per_node N -m eagle_kit.cli train CONFIG.",
         )
     for variable, flag in UNUSED_FLAGS.items():
         if _is_set(environ, variable):

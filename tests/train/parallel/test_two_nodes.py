@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from nodes import finish, run_nodes, start_nodes
+from nodes import Launcher, accelerate, finish, run_nodes, start_nodes, torchrun
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -28,18 +28,23 @@ def check_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_machines_or_says_why_not(make_run: Callable) -> None:
+@pytest.mark.parametrize("launcher", [torchrun, accelerate], ids=["torchrun", "accelerate"])
+def test_a_run_goes_on_with_another_number_of_machines_or_says_why_not(
+    make_run: Callable, launcher: Launcher
+) -> None:
     """Four processes on two machines, then two on one, then one: the losses of one process all the way."""
     run = make_run(training=TRAINING, judge={"every": 2, "max_tokens": 6})
     torch.set_num_threads(1)
     assert run("--max-steps", "6") == 0
     moved = f"output_dir={run.folder / 'moved'}"
-    run_nodes(2, 2, "train", str(run.config), moved, "--max-steps", "2")
+    run_nodes(2, 2, "train", str(run.config), moved, "--max-steps", "2", launcher=launcher)
     assert json.loads((run.folder / "moved/step-2/eagle_kit.json").read_text())["machine"].startswith("4 x")
-    first, second = finish(start_nodes(3, 1, "train", str(run.config), moved, "--resume"))[:2]
+    three = start_nodes(3, 1, "train", str(run.config), moved, "--resume", launcher=launcher)
+    first, second = finish(three)[:2]
     assert first.code != 0 != second.code
     assert "sequences_per_step is 4, which 3 processes cannot share equally" in first.said + second.said
-    run_nodes(1, 2, "train", str(run.config), moved, "--resume", "--max-steps", "4")
+    command = ("-m", "eagle_kit.cli", "train", str(run.config), moved, "--resume", "--max-steps", "4")
+    run_nodes(1, 2, *command, launcher=launcher)
     assert run("--resume", "--max-steps", "6", moved) == 0
     check_close(run.metrics("moved"), run.metrics())
     judged = [
