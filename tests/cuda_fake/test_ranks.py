@@ -12,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.kv.own_latents import own_requests
 from eagle_kit.models.sharding import Sharding
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.runner import CycleInputs
@@ -46,9 +47,9 @@ def ranks(request, monkeypatch):
     dist.destroy_process_group()
 
 
-def part_of(target, ranks, *, expert_parallel=False):
+def part_of(target, ranks, **ways):
     """A rank's model of the shape of ``target``."""
-    config = Sharding(target.config, ranks.share, expert_parallel).rank_config()
+    config = Sharding(target.config, ranks.share, **ways).rank_config()
     part = LlamaModel(config, ranks).eval().requires_grad_(False)
     part.take_embedding(torch.nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False))
     return part
@@ -66,23 +67,39 @@ def test_a_cycle_of_shared_experts_and_latents_is_on_the_device(ranks, expert_pa
     trace(part_of(target, ranks, expert_parallel=expert_parallel), "5,4,16", "greedy")
 
 
-def trace(target, shape, sampling):
-    head, config = tiny_head(target), target.config
+@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
+@pytest.mark.parametrize("shape", ("none", "4,1,5", "5,4,16"))
+def test_a_cycle_of_a_rank_with_latents_of_its_own_is_on_the_device(ranks, shape, sampling):
+    """Of 3 requests this rank has one, the other one two: each gives the rows of two, one of them padding
+    here."""
+    target = untrained(DEEPSEEK["v3: sigmoid gate with bias, groups"])
+    parts = [1 - ranks.rank, ranks.rank, 1 - ranks.rank]
+    trace(part_of(target, ranks, attends_whole=True), shape, sampling, parts)
+
+
+def trace(target, shape, sampling, parts=None):
+    """Trace a cycle, of requests whose latents are of the ranks ``parts`` where ranks have some of their
+    own."""
+    head, config, ranks = tiny_head(target), target.config, target.ranks
+    options = {} if parts is None else {"tensor_parallel": SIZE, "data_parallel_attention": True}
     with fake_gpu("9.0"), torch.no_grad():
         to_gpu(target), to_gpu(head)
-        engine = cycle_engine(target, HeadDraftModel(head, target), shape)
+        engine = cycle_engine(target, HeadDraftModel(head, target), shape, **options)
         runner, rows = engine.runner, torch.arange(BATCH, device=CUDA)
         with Copies():
-            batch = sampling_batch(sampling, config.vocab_size, CUDA)
+            batch, own = sampling_batch(sampling, config.vocab_size, CUDA), None
+            if parts is not None:
+                own = own_requests(parts, ranks.share, 2, BATCH, CUDA)
         if batch is not None and batch.counts is not None:
             runner.slots.make_tables(config.vocab_size)
-        volume = target.ranks.volume
+        volume = ranks.volume
         volume.clear()
         with Device() as guard:
-            out = runner.run_cycle(CycleInputs(rows, batch), cycle_settings(engine, shape))
+            out = runner.run_cycle(CycleInputs(rows, batch, own=own), cycle_settings(engine, shape))
     assert out.tokens.device == CUDA and guard.num_operations > 50
     nodes, steps = BATCH * SpecShape.parse(shape).tokens, SpecShape.parse(shape).steps
-    width = target.embed_tokens.weight.element_size()
-    assert volume["sum"] == 2 * config.num_layers * nodes * config.hidden_size * width
+    states = config.num_layers * config.hidden_size * target.embed_tokens.weight.element_size()
+    gathered = 0 if own is None else len(own.rows) * SpecShape.parse(shape).tokens
+    assert volume["sum"] == (2 if own is None else 1) * nodes * states
     assert volume["first"] == 8 * BATCH * (2 * (steps + 1) + 1) + 32 * nodes * (steps > 0)
-    assert volume["stack"] >= 16 * nodes
+    assert volume["stack"] >= 16 * nodes + gathered * states

@@ -17,13 +17,14 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
+        before = {_storage(x)._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
             if not torch.is_tensor(tensor):
                 continue
-            storage = tensor.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            storage = _storage(tensor)
+            key = storage._cdata
+            size = tensor.numel() * tensor.element_size() if storage is tensor else storage.nbytes()
             if key in before or key in self._known:
                 continue
             self._known.add(key)
@@ -35,3 +36,8 @@ class LiveBytes(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
+
+
+def _storage(tensor: torch.Tensor) -> torch.Tensor | torch.UntypedStorage:
+    """Storage of a tensor; itself where it is a matrix that oneDNN has packed, whose storage is its own."""
+    return tensor if tensor.layout is torch._mkldnn else tensor.untyped_storage()

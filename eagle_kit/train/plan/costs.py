@@ -8,15 +8,19 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from eagle_kit.config.engine import SNAPSHOTS_PER_REQUEST
+from eagle_kit.config.engine import SNAPSHOTS_PER_REQUEST, EngineConfig
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import RUNTIME_BYTES
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.data.states.format import bytes_per_token
+from eagle_kit.kernels.collectives import Share
 from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
+from eagle_kit.models.sharding import Sharding
 from eagle_kit.train.algorithm.loss import LOSS_BLOCK, LOSS_BLOCK_ON_GPU
 from eagle_kit.train.plan.activations import Numerics, training_bytes
 from eagle_kit.train.plan.sizes import HeadArchitecture, HeadSizes, attended, head_sizes, num_weights
@@ -177,7 +181,9 @@ class Costs:
 
     def memory(self, layout: Layout, tokens: int, rows: int) -> dict[str, float]:
         """Bytes of each process by name, for forwards of T tokens and R rows; ``judge`` is not there together
-        with ``states and activations`` and ``teacher and logits``, see :meth:`peak`."""
+        with ``states and activations`` and ``teacher and logits``, see :meth:`peak`. A target that FSDP2
+        shards is there a second time for the judge, cut by tensor parallelism; one that is not cut over so
+        many processes is not judged."""
         config, width = self.config, self.numerics.operand
         per_weight = layout.head_bytes + 4.0 * (config.training.ema_decay is not None)
         per_weight += width if width < 4 else 0  # autocast's copy
@@ -194,8 +200,11 @@ class Costs:
             "states and activations": states + layers,
             "teacher and logits": loss,
         }
-        if config.judge.every and layout.target == "whole":
-            memory["judge"] = self._judge_bytes(layout)
+        judged = self._judged(layout)
+        if judged is not None:
+            memory["judge"] = self._judge_bytes(layout, judged)
+            if layout.target == "sharded" and not self._is_cut:
+                memory["target, cut for the judge"] = width * self._cut_weights(judged, layout)
         return memory | {"runtime": RUNTIME_BYTES if self.is_gpu else RUNTIME_BYTES_ON_CPU}
 
     @staticmethod
@@ -207,13 +216,15 @@ class Costs:
     def target_bytes(self, layout: Layout) -> float:
         """Weights of the target in each process, and its output rows of the draft vocabulary where these are
         copied. Embedding and output layer are always whole; of a sharded target two layers are gathered at a
-        time, unless it is cut by tensor parallelism."""
+        time, unless it is cut by tensor parallelism, which cannot be over any number: then it is infinite."""
         is_part = self.draft.draft_vocab_size < self.target.vocab_size
         held = float(self._end_weights + is_part * self.draft.draft_vocab_size * self.target.hidden_size)
         layers = self.target_weights[1] - self._end_weights
-        if layout.target == "sharded":
-            held += layers / layout.num_processes
-            held += 0.0 if self._is_cut else 2 * layers / self.target.num_layers
+        if layout.target == "sharded" and self._is_cut:
+            part = self._part(layout)
+            held += math.inf if part is None else self._cut_weights(part, layout)
+        elif layout.target == "sharded":
+            held += layers / layout.num_processes + 2 * layers / self.target.num_layers
         elif layout.target == "whole":
             held += layers
         return self.numerics.operand * held
@@ -282,18 +293,49 @@ class Costs:
         ends = 1 if self.target.tie_word_embeddings else 2
         return ends * self.target.vocab_size * self.target.hidden_size
 
-    def _judge_bytes(self, layout: Layout) -> float:
-        """The engine's copy of the head, its pool of keys and values, prompts half a row long, states of
-        recurrent layers, and logits; on a CPU a packed copy of the target too."""
+    def _part(self, layout: Layout) -> TargetConfig | None:
+        """Architecture of the last process's part by tensor parallelism, which is the largest; None where the
+        target is not cut over so many."""
+        if isinstance(self.target, BridgedConfig):
+            return None
+        share = Share(layout.num_processes - 1, layout.num_processes)
+        try:
+            return Sharding.of(self.target, share, None, False).rank_config()
+        except UserError:
+            return None
+
+    def _judged(self, layout: Layout) -> TargetConfig | None:
+        """What the judge decodes with in each process; None where nothing is judged."""
+        if not self.config.judge.every or layout.target == "stored":
+            return None
+        return self.target if layout.target == "whole" else self._part(layout)
+
+    def _cut_weights(self, part: TargetConfig, layout: Layout) -> int:
+        """Weights of the layers of a process's ``part``, and its rows of an output layer that is not tied."""
+        rows = 0 if self.target.tie_word_embeddings else -(-self.target.vocab_size // layout.num_processes)
+        return num_weights(part)[1] - self._end_weights + rows * self.target.hidden_size
+
+    def _judge_bytes(self, layout: Layout, judged: TargetConfig) -> float:
+        """The engine's copy of the head, its pool of keys and values, prompts half a row long, with room for
+        a window of each request and scratch for another one, states of recurrent layers, logits, and a
+        layer's tensors of a prefill step; on a CPU a packed copy of the target too. An output layer that is
+        cut and not tied is gathered before the pool is there, for the time it takes to read the head."""
         judge, width = self.config.judge, self.numerics.operand
-        context = self.config.data.max_length // 2 + judge.max_tokens
-        per_token = self.target.cache.values_per_token + self.draft.cache.values_per_token
+        prompt = self.config.data.max_length // 2
+        context = prompt + judge.max_tokens + 2 * MAX_WINDOW
+        per_token = judged.cache.values_per_token + self.draft.cache.values_per_token
         window = max(SpecShape.parse(shape).tokens for shape in judge.shapes)
         pool = judge.batch_size * context * per_token * width
+        most = EngineConfig(max_batch_size=judge.batch_size).resolve(on_gpu=self.is_gpu).prefill_tokens
+        pool += self.target_forward(min(judge.batch_size * prompt, most))
         logits = 2 * judge.batch_size * window * self.target.vocab_size * 4
-        if (states := self.target.states) is not None:
+        if (states := judged.states) is not None:
             count = 1 + (1 + SNAPSHOTS_PER_REQUEST) * judge.batch_size
             pool += count * states.num_bytes(width)
             pool += judge.batch_size * window * states.num_bytes_of_node(width)
-        packed = 0.0 if self.is_gpu else self.target_bytes(layout)
-        return float(width * self.head.total + pool + logits + packed)
+        is_cut, packed, gathered = layout.target == "sharded", 0.0, 0
+        if is_cut and not self.target.tie_word_embeddings:
+            gathered = 2 * width * self.target.vocab_size * self.target.hidden_size
+        if not self.is_gpu:
+            packed = width * self._cut_weights(judged, layout) if is_cut else self.target_bytes(layout)
+        return float(width * self.head.total + max(pool + logits, gathered) + packed)

@@ -22,9 +22,9 @@ HONESTY = (
 HOW = {
     "fits": "the target on every GPU",
     "head sharded": "the head sharded (train/accelerate/fsdp2.yaml or zero2.yaml)",
-    "target sharded": "the target sharded over the GPUs, no judge while training",
-    "both sharded": "target and head sharded, no judge while training",
-    "from a store": "states captured elsewhere (fp8 store), no judge while training",
+    "target sharded": "the target sharded over the GPUs",
+    "both sharded": "target and head sharded",
+    "from a store": "states captured elsewhere (fp8 store)",
     "from a store, head sharded": "states captured elsewhere, the head sharded (fsdp2.yaml)",
 }
 
@@ -94,7 +94,7 @@ def _heads(gpu: str) -> str:
 def _memory_lines(placements: dict[int, Placement | None]) -> list[str]:
     names = ("target", "head, gradient and optimiser", "states and activations", "teacher and logits")
     lines = []
-    for name in (*names, "judge", "runtime"):
+    for name in (*names, "judge", "target, cut for the judge", "runtime"):
         cells = [_gb(p.memory.get(name)) if p else "-" for p in placements.values()]
         lines.append(f"  {name:30}" + "".join(f"{cell:>16}" for cell in cells))
     cells = [_gb(p.peak) if p else "-" for p in placements.values()]
@@ -113,8 +113,9 @@ def _how(placement: Placement | None, count: int) -> str:
     launcher = (
         "" if count == 1 or placement.layout.sharding != "none" else ", train/accelerate/multi-gpu.yaml"
     )
+    judge = "" if "judge" in placement.memory else ", no judge while training"
     return (
-        f"{HOW[placement.name]}{launcher}; {placement.seconds_per_step:.2f} s a step, "
+        f"{HOW[placement.name]}{launcher}{judge}; {placement.seconds_per_step:.2f} s a step, "
         f"{placement.tokens_per_day / 1e6:.0f} M tokens a day"
     )
 

@@ -148,6 +148,7 @@ class Trainer:
         sharding = sharding_asked_for(os.environ)
         self.head.bind(output_layer(self.components.target, accelerator.device))
         place_target(self.components.target, config, accelerator)
+        self.components.share_embedding()
         self.stepper = Stepper(config, accelerator, self.components, self.head, schedule, store, sharding)
         if found is not None:
             found.restore(self.stepper.strategy, self.stepper.ema)

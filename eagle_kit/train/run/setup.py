@@ -49,6 +49,11 @@ class TrainingComponents:
     data: PreparedData
     cut: Target | None = None
 
+    def share_embedding(self) -> None:
+        """Let ``cut`` read the target's embedding, which lies beside the head, in place of its part."""
+        if self.cut is not None and not self.cut.has_whole_embedding:
+            self.cut.take_embedding(self.target.embed_tokens)
+
 
 def load_components(
     config: TrainConfig, accelerator: "Accelerator | PartialState", *, with_layers: bool | None = None
