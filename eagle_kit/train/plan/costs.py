@@ -325,7 +325,7 @@ class Costs:
         context = prompt + judge.max_tokens + 2 * MAX_WINDOW
         per_token = judged.cache.values_per_token + self.draft.cache.values_per_token
         window = max(SpecShape.parse(shape).tokens for shape in judge.shapes)
-        pool = judge.batch_size * context * per_token * width
+        pool = float(judge.batch_size * context * per_token * width)
         most = EngineConfig(max_batch_size=judge.batch_size).resolve(on_gpu=self.is_gpu).prefill_tokens
         pool += self.target_forward(min(judge.batch_size * prompt, most))
         logits = 2 * judge.batch_size * window * self.target.vocab_size * 4
