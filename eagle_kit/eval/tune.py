@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -15,7 +15,6 @@ from eagle_kit.core.files import read_object, remove, replacing, sole_writer, wr
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval.tasks import Task
-from eagle_kit.kernels.tree_build import Candidates
 from eagle_kit.report.environment import now
 from eagle_kit.serve.leading import Arrival, RecordDrafts
 from eagle_kit.serve.llm import LLM
@@ -23,13 +22,14 @@ from eagle_kit.serve.record import record_drafts
 from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
 from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, menu_plan, runnable, whole_plan
 from eagle_kit.tuning import files
-from eagle_kit.tuning.acceptance import Recording
+from eagle_kit.tuning.acceptance import Drafts, Recording
 from eagle_kit.tuning.costs import CostTable, Timing, join
 from eagle_kit.tuning.files import Costs, MeasuredAcceptance
 from eagle_kit.tuning.shapes import MOST_STEPS, candidate_shapes
 
 RECORDED = SpecShape(MOST_STEPS, 8, 64)
 PROMPTS_AT_A_TIME = 8
+KINDS: dict[str, type[Drafts]] = {kind.__name__: kind for kind in get_args(Drafts)}
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
     engine = llm.engine("none")
     if llm.draft is None or not can_tune(engine):
         raise UserError(
-            "Shapes are chosen for drafts that grow chains or dynamic trees, and this is none.",
-            "Give an EAGLE or EAGLE-3 head, without a static tree.",
+            "Shapes are chosen for drafts of chains or dynamic trees, and this is none.",
+            "Give a draft head, without a static tree.",
         )
     plan = options.plan or whole_plan(engine)
     key, draft = engine_key(engine), draft_key(llm.draft)
@@ -97,7 +97,7 @@ def _measure(
             "max_tokens": options.max_tokens,
             "date": now(),
         }
-        shapes = runnable(llm.engine("none"), candidate_shapes(RECORDED.steps, recording.topk))
+        shapes = runnable(llm.engine("none"), candidate_shapes(recording.steps, recording.topk))
         acceptance = MeasuredAcceptance(draft, recording.table(shapes), about)
 
         def tuned(timings: Sequence[Timing]) -> Tuned:
@@ -161,15 +161,17 @@ class _Work:
         if not path.is_file():
             return None
         try:
-            steps, topk, candidates, truth, lengths = torch.load(path, weights_only=True)
-            return Recording(steps, topk, Candidates(*candidates), truth, lengths)
-        except (EOFError, RuntimeError, TypeError, UnpicklingError, ValueError) as error:
+            kind, steps, topk, candidates, *rest = torch.load(path, weights_only=True)
+            return Recording(steps, topk, KINDS[kind](*candidates), *rest)
+        except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError, ValueError) as error:
             warnings.warn(f"{path} is damaged and is recorded again: {error}.", stacklevel=2)
             return None
 
     def keep_recording(self, number: int, part: Recording) -> None:
         """Write a part of the recording."""
-        data = part.steps, part.topk, list(part.candidates), part.truth, list(part.lengths)
+        kind = type(part.candidates).__name__
+        rest = part.confidence, part.truth, list(part.lengths)
+        data = kind, part.steps, part.topk, list(part.candidates), *rest
         with replacing(self._place / f"recording-{number}.pt") as path:
             torch.save(data, path)
 

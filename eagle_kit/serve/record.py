@@ -5,6 +5,7 @@ Replies are decoded one token a cycle, each after a whole draft whose candidates
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -12,7 +13,6 @@ from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.sampling import SamplingBatch
-from eagle_kit.kernels.tree_build import Candidates
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cycle import root_only
 from eagle_kit.serve.engine import Engine
@@ -20,8 +20,10 @@ from eagle_kit.serve.request import Request
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.ready import ReadyDrafter
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.tuning.acceptance import Recording
+from eagle_kit.tuning.acceptance import Drafts, ReadyCandidates, Recording
+from eagle_kit.tuning.policy import ToldPolicy
 
 RECORDED = SpecShape(8, 8, 64)
 """Shape of the recorded drafts: every shape up to its depth and width can be predicted."""
@@ -40,13 +42,15 @@ def record_drafts(
 
     Args:
         config: of the engine whose drafts are recorded; its pool is given the size that the requests need.
-        shape: depth and width to record; the width is reduced to the draft's vocabulary.
+        shape: depth and width to record, reduced to what the draft has.
         on_finish: called when a reply ends.
 
     Raises:
-        UserError: the draft grows no trees, or the replies are too short.
+        UserError: drafts are static or sampled, or the replies are too short.
     """
-    steps, topk = shape.steps, min(shape.topk, draft.draft_vocab_size)
+    if config.tree == "static" or config.sampled_drafts:
+        raise UserError("Static and sampled drafts are not recorded.", "Leave these options out.")
+    topk = min(shape.topk, draft.draft_vocab_size)
     batch_size = min(config.max_batch_size, len(requests))
     longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
     parts = config.num_parts
@@ -57,14 +61,17 @@ def record_drafts(
         max_batch_size=batch_size,
         batch_sizes=tuple(sorted({min(size, batch_size) for size in config.batch_sizes})),
         kv_memory=None,
-        kv_tokens=-(-batch_size // parts) * parts * (longest + config.room(steps) + config.page_size),
+        kv_tokens=-(-batch_size // parts) * parts * (longest + config.room(shape.steps) + config.page_size),
     )
     engine = Engine(target, draft, config)
-    if type(engine.runner.drafter) is not Drafter:
-        raise UserError("Only drafts that grow dynamic trees can be recorded.", "Give an EAGLE head.")
-    recorder = engine.runner.drafter = _Recorder(engine.runner.drafter)
-    engine.use_shape(SpecShape(steps, topk, min(shape.tokens, 1 + topk + (steps - 1) * topk**2)))
-    drafts: dict[Request, list[tuple[int, Candidates]]] = {request: [] for request in requests}
+    drafter = engine.runner.drafter
+    assert drafter is not None
+    steps = min(shape.steps, drafter.most_steps(draft))
+    recorder = _Recorder(drafter)
+    engine.runner.drafter = cast(Drafter, recorder)
+    whole = SpecShape(steps, topk, min(shape.tokens, 1 + topk + (steps - 1) * topk**2))
+    engine.use_shape(ToldPolicy({1: [whole]}, whole))  # as where a policy reads confidences
+    drafts: dict[Request, list[_Draft]] = {request: [] for request in requests}
     for request in requests:
         engine.add_request(request)
     while engine.has_work:
@@ -72,32 +79,48 @@ def record_drafts(
         for request in engine.step():
             if request.finish_reason is not None:
                 on_finish()
-        for first_page, position, candidates in recorder.take():
-            drafts[owners[first_page]].append((position, candidates))
+        for made in recorder.take():
+            drafts[owners[made.first_page]].append(made)
     return _recording(drafts, steps, topk)
 
 
-def _recording(drafts: dict[Request, list[tuple[int, Candidates]]], steps: int, topk: int) -> Recording:
-    truth, kept, lengths = [], [], []
+class _Draft(NamedTuple):
+    """Draft of a request that has ``first_page``, behind the root at ``position``: its candidates, and the
+    probability by which the engine would have called it sure."""
+
+    first_page: int
+    position: int
+    candidates: tuple[torch.Tensor, ...]
+    confidence: torch.Tensor
+
+
+def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> Recording:
+    truth: list[list[int]] = []
+    kept: list[_Draft] = []
+    lengths = []
     for request, mine in drafts.items():
         text = [*request.prompt_ids, *request.token_ids, *[-1] * (steps + 1)]
-        mine = [pair for pair in mine if pair[0] + 1 < len(request.prompt_ids) + len(request.token_ids)]
+        mine = [each for each in mine if each.position + 1 < len(request.prompt_ids) + len(request.token_ids)]
         lengths.append(len(mine))
-        for position, candidates in mine:
-            truth.append(text[position + 1 : position + 1 + steps])
-            kept.append(candidates)
+        truth += [text[each.position + 1 : each.position + 1 + steps] for each in mine]
+        kept += mine
     if not kept:
         raise UserError("The replies are too short to record any draft.", "Give other prompts.")
-    candidates = Candidates(*(torch.stack(part) for part in zip(*kept, strict=True)))
-    return Recording(steps, topk, candidates, torch.tensor(truth), lengths)
+    parts = [torch.stack(part) for part in zip(*(each.candidates for each in kept), strict=True)]
+    candidates = cast(Drafts, type(kept[0].candidates)(*parts))
+    confidence = torch.stack([each.confidence for each in kept])
+    return Recording(steps, topk, candidates, confidence, torch.tensor(truth), lengths)
 
 
-class _Recorder(Drafter):
-    """Drafter that keeps its candidates and has only the root verified."""
+class _Recorder:
+    """A drafter whose candidates are kept, and of which only the root is verified."""
 
     def __init__(self, drafter: Drafter) -> None:
-        self.__dict__.update(drafter.__dict__)
-        self._kept: list[tuple[int, int, Candidates]] = []
+        self._drafter = drafter
+        self._kept: list[_Draft] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
 
     def propose(
         self,
@@ -107,15 +130,23 @@ class _Recorder(Drafter):
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
         """See :class:`Drafter`."""
-        candidates = self.grow_candidates(state, shape, num_columns)
+        assert state.draft is not None
+        made: Drafts
+        if isinstance(self._drafter, ReadyDrafter):
+            made = ReadyCandidates(*state.draft[:2])
+        else:
+            made = self._drafter.grow_candidates(state, shape, num_columns)
+        confidence = self._drafter.confidence(state.draft)
+        assert confidence is not None
+        first = confidence.view(len(state.roots), -1)[:, 0].cpu()
         first_pages, positions = state.page_table[:, 0].tolist(), state.seq_lens.tolist()
         for row, active in enumerate(state.active.tolist()):
             if active:
-                mine = Candidates(*(part[row].cpu() for part in candidates))
-                self._kept.append((first_pages[row], positions[row], mine))
+                mine = type(made)(*(part[row].cpu() for part in made))
+                self._kept.append(_Draft(first_pages[row], positions[row], mine, first[row]))
         return DraftOutput(root_only(state.roots), Deterministic())
 
-    def take(self) -> list[tuple[int, int, Candidates]]:
-        """Return (first page, position of the root, candidates) of the drafts since the last call."""
+    def take(self) -> list[_Draft]:
+        """Return the drafts since the last call."""
         kept, self._kept = self._kept, []
         return kept

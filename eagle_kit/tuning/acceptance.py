@@ -3,9 +3,11 @@
 A deep and wide draft holds the candidates of every smaller one. What a smaller shape would have kept of them
 is grown again here, and compared with the reply; its cycles then walk through the reply as decoding would. So
 one recording predicts all shapes, and it knows the positions that a cycle of another shape would begin at.
+Candidates that a draft has ready for all depths give their trees best-first, and the window of a tree is the
+beginning of that of a larger one.
 
-Legend: P positions, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates, C classes of
-confidence.
+Legend: P positions, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates, G 1 or K, C
+classes of confidence.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.kernels.best_first import best_first
 from eagle_kit.kernels.tree_build import Candidates, top_scores
 
 NOWHERE = 10**6
@@ -27,20 +30,35 @@ NUM_ASSUMED = 8
 """Cycles of average text that a class is credited with, so that a rare one is not taken for extreme."""
 
 
+class ReadyCandidates(NamedTuple):
+    """Candidates of a draft that has those of all depths ready: target ids ``tokens`` int64 ``[P, S, K]``,
+    and their log-probabilities ``scores`` fp32 ``[P, S, G, K]`` given each candidate of the depth before; G
+    is 1 where depths are drafted independently."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+
+
+Drafts = Candidates | ReadyCandidates
+
+
 @dataclass(frozen=True)
 class Recording:
     """Drafts at every position of replies, one after another.
 
     Attributes:
         steps, topk: of the drafts.
-        candidates: of all positions, ``[P, n]``.
+        candidates: of all positions, ``[P, n]``, or by depth.
+        confidence: fp32 ``[P]``, the probability that the draft gives its first token, or with which it
+            calls it accepted.
         truth: int64 ``[P, S]``, the tokens of the reply behind the root, -1 behind its end.
         lengths: positions of each reply, in order.
     """
 
     steps: int
     topk: int
-    candidates: Candidates
+    candidates: Drafts
+    confidence: torch.Tensor
     truth: torch.Tensor
     lengths: Sequence[int]
 
@@ -52,7 +70,8 @@ class Recording:
         return cls(
             first.steps,
             first.topk,
-            Candidates(*(torch.cat(part) for part in parts)),
+            type(first.candidates)(*(torch.cat(part) for part in parts)),
+            torch.cat([each.confidence for each in recordings]),
             torch.cat([each.truth for each in recordings]),
             [length for each in recordings for length in each.lengths],
         )
@@ -67,9 +86,11 @@ class Recording:
         """
         if steps > self.steps or topk > self.topk:
             raise ValueError(f"a recording of {self.steps},{self.topk} has no {steps},{topk}")
-        levels = [self._first_level(topk)]
+        if isinstance(self.candidates, ReadyCandidates):
+            return self._ready_ranks(self.candidates, steps, topk)
+        levels = [self._first_level(self.candidates, topk)]
         for depth in range(2, steps + 1):
-            levels.append(self._next_level(levels[-1], depth, topk))
+            levels.append(self._next_level(self.candidates, levels[-1], depth, topk))
         scores = torch.cat([level.scores for level in levels], 1)
         order = top_scores(scores, scores.shape[1])
         rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order))
@@ -81,25 +102,38 @@ class Recording:
             before += level.numbers.shape[1]
         return torch.stack(found, 1)
 
-    def _first_level(self, topk: int) -> "_Level":
-        numbers = torch.arange(topk).expand(len(self.candidates.tokens), topk)
-        return _Level(
-            numbers, self.candidates.scores[:, :topk], self.candidates.tokens[:, :topk] == self.truth[:, :1]
-        )
+    def _ready_ranks(self, ready: ReadyCandidates, steps: int, topk: int) -> torch.Tensor:
+        """Follow the reply through the largest tree of the candidates, whose nodes lie in the order in which
+        smaller ones have them."""
+        paths = sum(topk**depth for depth in range(1, steps + 1))
+        tokens, scores = ready.tokens[:, :steps, :topk], ready.scores[:, :steps, :topk, :topk]
+        shape = SpecShape(steps, topk, min(MAX_WINDOW, 1 + paths))
+        tree = best_first(self.truth[:, 0], tokens, scores, shape)
+        node, found = torch.zeros_like(self.truth[:, :1]), []
+        for depth in range(1, steps + 1):
+            is_next = (tree.parents == node) & (tree.depths == depth)
+            is_next &= tree.tokens == self.truth[:, depth - 1, None]
+            node = torch.where(is_next.any(1, keepdim=True), is_next.int().argmax(1, keepdim=True), NOWHERE)
+            found.append(torch.where(node == NOWHERE, NOWHERE, node - 1))
+        return torch.cat(found, 1)
 
-    def _next_level(self, above: "_Level", depth: int, topk: int) -> "_Level":
+    def _first_level(self, drafted: Candidates, topk: int) -> "_Level":
+        numbers = torch.arange(topk).expand(len(drafted.tokens), topk)
+        return _Level(numbers, drafted.scores[:, :topk], drafted.tokens[:, :topk] == self.truth[:, :1])
+
+    def _next_level(self, drafted: Candidates, above: "_Level", depth: int, topk: int) -> "_Level":
         """Children of the best ``topk`` of a level, as far as the wider draft extended them."""
         best = top_scores(above.scores, topk)
         parents, parent_scores, parent_is_true = (part.gather(1, best) for part in above)
         first = self.topk + (depth - 2) * self.topk**2
-        extended = self.candidates.parents[:, first : first + self.topk**2 : self.topk]
+        extended = drafted.parents[:, first : first + self.topk**2 : self.topk]
         same = parents[:, :, None] == extended[:, None]
         place = same.int().argmax(2)
         numbers = (first + place * self.topk)[:, :, None] + torch.arange(topk)
-        scores = self.candidates.scores.gather(1, numbers.flatten(1)).view_as(numbers)
+        scores = drafted.scores.gather(1, numbers.flatten(1)).view_as(numbers)
         scores = torch.minimum(scores, parent_scores[:, :, None])  # as tree_build counts
         scores = scores.masked_fill(~same.any(2, keepdim=True), float("-inf"))
-        tokens = self.candidates.tokens.gather(1, numbers.flatten(1)).view_as(numbers)
+        tokens = drafted.tokens.gather(1, numbers.flatten(1)).view_as(numbers)
         is_true = parent_is_true[:, :, None] & (tokens == self.truth[:, depth - 1, None, None])
         return _Level(numbers.flatten(1), scores.flatten(1), is_true.flatten(1))
 
@@ -111,7 +145,7 @@ class Recording:
 
     def table(self, shapes: Iterable[SpecShape]) -> "AcceptanceTable":
         """Predict what every one of ``shapes`` accepts, by the confidence of the draft."""
-        first = self.candidates.scores[:, 0].exp().double()
+        first = self.confidence.double()
         classes = torch.bucketize(first, torch.tensor(EDGES, dtype=torch.float64), right=True).numpy()
         shares, reach, ranks = {}, {}, {}
         for shape in shapes:

@@ -390,10 +390,11 @@ class ToldPolicy(ShapePolicy):
     """Policy that is told the ``shape`` of every cycle: by a measurement, or by the first rank of tensor
     parallelism."""
 
-    def __init__(self, menus: Mapping[int, Sequence[SpecShape]]) -> None:
+    def __init__(self, menus: Mapping[int, Sequence[SpecShape]], shape: SpecShape = NO_SPECULATION) -> None:
         shapes = [shape for menu in menus.values() for shape in menu]
         even = AcceptanceTable.even([NO_SPECULATION, *dict.fromkeys(s for s in shapes if s.steps)])
         super().__init__(lambda batch_size, shape, context: 1.0, even, menus)
+        self.shape = shape
 
     def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
         """See :class:`ShapePolicy`."""

@@ -23,6 +23,7 @@ from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
+from eagle_kit.tuning import files
 
 PROMPTS = FIVE[:4]
 KINDS = ("eagle3", "eagle3-mla", "mtp", "mtp x 3")
@@ -279,6 +280,16 @@ def test_the_targets_own_modules_need_no_draft(models, plain, count):
     expected = facade(models.folders[count], "auto").generate(PROMPTS, params)
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
     assert accept_length(outputs) > 1.02
+
+
+def test_shapes_of_several_modules_are_chosen(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "folder", lambda: tmp_path)
+    llm, params = facade(models.folders[3], "nextn", max_batch_size=1), SamplingParams(max_tokens=20)
+    assert llm.chooses_shapes
+    chosen, expected = llm.generate(PROMPTS[:2], params), llm.generate(PROMPTS[:2], params, shape="none")
+    assert [o.token_ids for o in chosen] == [o.token_ids for o in expected]
+    shapes = [shape for shape in llm.engine("auto").shapes.shapes if shape.steps]
+    assert shapes and max(shape.steps for shape in shapes) <= 3
 
 
 def test_what_several_modules_cannot_do_is_refused(models):

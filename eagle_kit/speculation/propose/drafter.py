@@ -95,6 +95,11 @@ class Drafter:
         self.chain_bits = chain_bits(MAX_WINDOW, device)
 
     @classmethod
+    def most_steps(cls, model: DraftModel) -> int:
+        """Steps of the longest draft."""
+        return MAX_WINDOW - 1
+
+    @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
         """Raise UserError when ``model`` cannot be drafted with in ``shape``."""
         if shape.topk > model.draft_vocab_size:

@@ -42,7 +42,6 @@ class ModulesDrafter(ReadyDrafter):
     """Several modules with a store each. Mutates only the stores."""
 
     model: HeadDraftModel
-    has_any_shape = False
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
         self.model, self.vocab_size = model, vocab_size

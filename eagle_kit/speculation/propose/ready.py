@@ -48,7 +48,7 @@ class ReadyDrafter(Drafter):
 
     @classmethod
     def most_steps(cls, model: DraftModel) -> int:
-        """Steps of the longest draft."""
+        """See :class:`Drafter`."""
         assert model.head is not None
         return min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
 
