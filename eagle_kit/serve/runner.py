@@ -6,8 +6,9 @@ Legend: B requests, T packed prompt tokens, S steps.
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -182,10 +183,17 @@ class Runner:
         fits = isinstance(self._verifier, kinds)
         return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
 
-    def use_shape(self, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> None:
+    def use_shape(
+        self,
+        shapes: Sequence[SpecShape],
+        *,
+        tells_confidence: bool = False,
+        by_size: Mapping[int, Sequence[SpecShape]] = MappingProxyType({}),
+    ) -> None:
         """Speculate with any of ``shapes`` from now on; nothing may be running.
 
         Args:
+            by_size: those that batches of some sizes may have.
             tells_confidence: let cycles emit how sure the draft is of its next token.
         """
         self.steps = max(shape.steps for shape in shapes)
@@ -194,6 +202,12 @@ class Runner:
         self.kept = Kept(1, 1)
         if drafter is not None:
             self.kept = drafter.kept(shapes, tells_confidence=self._tells_confidence)
+        self._kept_at: dict[int, Kept] = {}
+        if drafter is not None and drafter.keeps_by_size:
+            self._kept_at = {
+                size: drafter.kept(mine, tells_confidence=self._tells_confidence)
+                for size, mine in by_size.items()
+            }
         kind = (drafter is not None, self.kept)
         if kind not in self._slots:  # graphs know the slots that they were captured with
             sizes = self.config.max_batch_size, self.config.max_pages, self.config.num_pages
@@ -317,7 +331,8 @@ class Runner:
                 for request in requests:
                     request.num_missed += 1
         behind = max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + self._appended)
-        settings = self._settings(shape, self._columns(requests, behind), batch.num_logprobs)
+        size = len(batch.inputs.rows)
+        settings = self._settings(size, shape, self._columns(requests, behind), batch.num_logprobs)
         tree, num_drafts = None, [tokens - 1] * len(requests)
         if ngram is not None and steps:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
@@ -412,7 +427,7 @@ class Runner:
         """Run a cycle of dummies, ``own_size`` of them of one part of the pool, which changes nothing, so
         that its graphs are captured, the forms of its linear layers measured and its kernels compiled."""
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
-        settings = self._settings(shape, self._columns((), MAX_WINDOW), num_logprobs)
+        settings = self._settings(size, shape, self._columns((), MAX_WINDOW), num_logprobs)
         rows, sampling = self._tensor([self.slots.dummy] * size), self._sampling.of_level(kind.level, size)
         inputs = CycleInputs(rows, sampling, own=self._own([0] * own_size, size))
         tree = None
@@ -420,9 +435,12 @@ class Runner:
             tree = to_tree(self._ngram_draft([], size, ngram, shape), self.device)
         self._run([None] * size if kind.has_grammar else None, inputs, settings, tree)
 
-    def _settings(self, shape: SpecShape, num_columns: int, num_logprobs: int | None) -> CycleSettings:
+    def _settings(
+        self, size: int, shape: SpecShape, num_columns: int, num_logprobs: int | None
+    ) -> CycleSettings:
+        kept = self._kept_at.get(size, self.kept)
         return CycleSettings(
-            shape, num_columns, num_logprobs, self.verifier(shape), self.kept, self._tells_confidence
+            shape, num_columns, num_logprobs, self.verifier(shape), kept, self._tells_confidence
         )
 
     def _columns(self, requests: Sequence[Request], behind: int) -> int:
@@ -517,7 +535,10 @@ class Runner:
                 bits = self._masks[inputs.rows, : inputs.window.tree.tokens.shape[1]]
                 allowed = unpacked(bits, self.vocab_size)
             out = finish_cycle(self.models, state, inputs.window, settings, sampling, allowed)
-        self.slots.scatter(inputs.rows, out.state, out.counts)
+        state, drafter = out.state, self.models.drafter
+        if drafter is not None and state.draft is not None and self.slots.draft is not None:
+            state = state._replace(draft=drafter.widened(state.draft, self.slots.draft))
+        self.slots.scatter(inputs.rows, state, out.counts)
         if out.missed is not None:
             self.slots.miss(inputs.rows, out.missed)
         return out.emitted

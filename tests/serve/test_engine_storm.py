@@ -45,7 +45,7 @@ class RandomRunner:
         self.models = SimpleNamespace(drafter=self.drafter)
         self.kv, self.device = SimpleNamespace(numbers_per_token=16), torch.device("cpu")
 
-    def use_shape(self, shapes, *, tells_confidence=False):
+    def use_shape(self, shapes, *, tells_confidence=False, by_size=None):
         self.steps = max(shape.steps for shape in shapes)
 
     def _token(self):

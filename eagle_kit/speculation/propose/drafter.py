@@ -43,11 +43,12 @@ class DraftState(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Candidates that a draft state keeps: ``topk`` of each of ``steps`` depths; one where the draft is grown
-    when it is proposed."""
+    """Candidates that a draft state keeps: ``topk`` of each of ``steps`` depths, of one where the draft is
+    grown when it is proposed; ``tells`` whether its confidence is read."""
 
     steps: int
     topk: int
+    tells: bool = False
 
 
 class Missed(NamedTuple):
@@ -71,6 +72,8 @@ class Drafter:
     """Whether tokens of plain cycles can be read later, all at once."""
     has_any_shape = True
     """Whether the shape can change from cycle to cycle, to any that :meth:`check_shape` allows."""
+    keeps_by_size = False
+    """Whether a batch size keeps the candidates of its own shapes only, and :meth:`widened` the rest."""
     lookback = 0
     """Prompt tokens before those that the stores lack that must be computed again."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
@@ -121,7 +124,14 @@ class Drafter:
         Args:
             tells_confidence: :meth:`confidence` is asked for; a single candidate is not weighed.
         """
-        return Kept(1, max(1 + tells_confidence, *(shape.topk for shape in shapes)))
+        topk = max(1 + tells_confidence, *(shape.topk for shape in shapes))
+        return Kept(1, topk, tells_confidence)
+
+    def widened(
+        self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return a draft state ``made`` with as many candidates as the ones in ``slots``."""
+        return made
 
     def num_appended(self, kept: Kept) -> int:
         """Rows that draft-extend has behind the emitted ones."""

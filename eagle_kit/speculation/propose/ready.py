@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
@@ -33,7 +34,7 @@ class Candidates(NamedTuple):
         scores: their log-probabilities given each candidate of the depth before, fp32 ``[B, D, P, K]``, 0
             where K is 1: a chain ranks nothing. P is 1 where depths are drafted independently.
         survival: fp32 ``[B, D]``, the probability by the head's confidences that the chain of the best is
-            accepted up to each depth; ``[B, 0]`` of heads that do not tell it.
+            accepted up to each depth; ``[B, 0]`` where that is not read, and of heads that do not tell it.
     """
 
     tokens: torch.Tensor
@@ -45,6 +46,9 @@ class ReadyDrafter(Drafter):
     """A drafter whose states are, or begin with, :class:`Candidates`."""
 
     can_wait = False
+    keeps_by_size = True
+    unlikely: tuple[float, ...] = (0, float("-inf"), 0)
+    """What stands for candidates that were not kept, in each part of the state: a token and its score."""
 
     @classmethod
     def most_steps(cls, model: DraftModel) -> int:
@@ -72,8 +76,20 @@ class ReadyDrafter(Drafter):
     @classmethod
     def kept(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> Kept:
         """See :class:`Drafter`."""
-        _, topk = super().kept(shapes, tells_confidence=tells_confidence)
-        return Kept(max(1, *(shape.steps for shape in shapes)), topk)
+        kept = super().kept(shapes, tells_confidence=tells_confidence)
+        return kept._replace(steps=max(1, *(shape.steps for shape in shapes)))
+
+    def widened(
+        self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`; those that are missing are last in every tree, and verified where its window
+        has room: the draft of the cycle behind that of a larger batch is thinner."""
+        parts = []
+        for part, slot, value in zip(made, slots, self.unlikely, strict=True):
+            missing = [b - a for a, b in zip(part.shape[1:], slot.shape[1:], strict=True)]
+            sides = [side for more in reversed(missing) for side in (0, more)]
+            parts.append(pad(part, sides, value=value) if any(missing) else part)
+        return type(made)(*parts)
 
     def empty_state(self, count: int, kept: Kept) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
@@ -81,15 +97,15 @@ class ReadyDrafter(Drafter):
 
     def empty_candidates(self, count: int, kept: Kept) -> Candidates:
         """Candidates of ``count`` requests that have not been prefilled."""
-        (steps, topk), device = kept, self.model.device
+        (steps, topk, _), device = kept, self.model.device
         tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
         scores = torch.zeros(count, steps, self.num_given(kept), topk, device=device)
         return Candidates(tokens, scores, torch.zeros(count, self.num_told(kept), device=device))
 
     def num_told(self, kept: Kept) -> int:
-        """Depths that the head tells its confidence in."""
+        """Depths that the head tells its confidence in, where that is read."""
         head = self.model.head
-        return kept.steps if head is not None and head.tells_confidence else 0
+        return kept.steps if kept.tells and head is not None and head.tells_confidence else 0
 
     @property
     def markov(self) -> MarkovHead | None:
@@ -105,9 +121,9 @@ class ReadyDrafter(Drafter):
         ``[B]``."""
         if self.markov is not None or self.num_told(kept):
             logits = DraftLogits(self.model, read.unflatten(0, (-1, kept.steps)))
-            return Candidates(*roll_out(logits, roots, kept.topk))
+            return Candidates(*roll_out(logits, roots, kept.topk, tells=kept.tells))
         tokens, scores = self._candidates(read, kept.topk)
-        tokens, scores = tokens.view(-1, *kept), scores.view(-1, kept.steps, 1, kept.topk)
+        tokens, scores = tokens.view(-1, kept.steps, kept.topk), scores.view(-1, kept.steps, 1, kept.topk)
         return Candidates(tokens, scores, scores.new_zeros(len(tokens), 0))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:

@@ -62,7 +62,7 @@ class RolledOut(NamedTuple):
         tokens: target ids int64 ``[B, D, K]``.
         scores: log-probabilities fp32 ``[B, D, K, K]`` given those of the depth before, 0 where K is 1.
         survival: fp32 ``[B, D]``, the probability by the head's confidences that the greedy chain is accepted
-            up to each depth; ``[B, 0]`` of heads that do not tell it.
+            up to each depth; ``[B, 0]`` where they are not told.
     """
 
     tokens: torch.Tensor
@@ -70,13 +70,14 @@ class RolledOut(NamedTuple):
     survival: torch.Tensor
 
 
-def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int) -> RolledOut:
-    """Roll the greedy chain and the candidates beside it out, behind the tokens ``roots`` int64 ``[B]``."""
+def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int, *, tells: bool) -> RolledOut:
+    """Roll the greedy chain and the candidates beside it out, behind the tokens ``roots`` int64 ``[B]``, with
+    the head's confidences if it ``tells`` them."""
     before, tokens, scores = roots[:, None], [], []
     confidences: list[torch.Tensor] = []
     weights = torch.zeros_like(before, dtype=torch.float32)
     for depth in range(drafted.depths):
-        sure = drafted.confidence(depth, before[:, 0])
+        sure = drafted.confidence(depth, before[:, 0]) if tells else None
         confidences += [] if sure is None else [sure]
         logits = drafted.behind(depth, before)
         if topk == 1:  # a chain ranks nothing

@@ -42,6 +42,7 @@ class SampledReadyDrafter(ReadyDrafter):
     """Chains sampled at each request's temperature and filters; greedy requests get the most likely
     tokens."""
 
+    unlikely = (0, 0)
     verifiers: tuple[type, ...] = (BlockVerification, RejectionSampling)
 
     @classmethod
@@ -64,9 +65,9 @@ class SampledReadyDrafter(ReadyDrafter):
         """See :class:`~eagle_kit.speculation.propose.ready.ReadyDrafter`."""
         rows = read.unflatten(0, (-1, kept.steps))
         confidence = self._unasked(len(rows), kept)
-        if kept.topk > 1 and self.num_told(kept):  # as :meth:`kept` says where confidence is asked for
-            confidence = roll_out(DraftLogits(self.model, rows), roots, 1).survival
-        elif kept.topk > 1:
+        if self.num_told(kept):
+            confidence = roll_out(DraftLogits(self.model, rows), roots, 1, tells=True).survival
+        elif kept.tells:
             first = DraftLogits(self.model, rows[:, :1]).behind(0, roots[:, None])
             confidence = first[:, 0].softmax(-1).amax(-1)
         return ReadyRows(rows, confidence)

@@ -29,6 +29,7 @@ from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
 from eagle_kit.train.run.simulate import match_table
+from eagle_kit.tuning.policy import ToldPolicy
 
 HEADS = {
     "p-eagle": (tiny_p_eagle, {"draft_vocab_size": 9}),
@@ -230,6 +231,38 @@ def test_the_shape_may_follow_the_batch(pairs, plain, name):
     requests = [Request(i, list(p), SamplingParams(max_tokens=40)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     assert texts(requests) == plain
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_batch_keeps_the_candidates_of_its_own_shape(pairs, plain, name):
+    """One request has a tree, two have chains of two; candidates that larger batches left out come back."""
+    engine, kept = make_engine(pairs[name], batch=2), []
+    engine.use_shape(ShapeTable.parse("4,3,14 2:2,1,3"))
+    extend = engine.runner.drafter.draft_extend
+
+    def extended(state, *rest):
+        made = extend(state, *rest)
+        kept.append((len(state.roots), *made.tokens.shape[1:]))
+        return made
+
+    engine.runner.drafter.draft_extend = extended
+    requests = [Request(i, list(p), SamplingParams(max_tokens=10 + 7 * i)) for i, p in enumerate(PROMPTS)]
+    serve(engine, requests)
+    assert set(kept) == {(1, 4, 3), (2, 2, 1)}
+    assert texts(requests) == [reply[: 10 + 7 * i] for i, reply in enumerate(plain)]
+    assert engine.runner.slots.draft.tokens.shape[1:] == (4, 3)
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize(("lag", "is_chosen"), [(0, False), (1, True), (0, True)])
+def test_confidences_are_computed_where_they_are_read(pairs, monkeypatch, lag, is_chosen, is_sampled):
+    """By a policy, and in time for the next cycle."""
+    shape, told, (_, head) = SpecShape(4, 1, 5), [], pairs["dspark"]
+    engine, compute = make_engine(pairs["dspark"], lag=lag, sampled_drafts=is_sampled), head.confidence_logits
+    monkeypatch.setattr(head, "confidence_logits", lambda *given: told.append(0) or compute(*given))
+    engine.use_shape(ToldPolicy({1: [shape]}, shape) if is_chosen else shape)
+    serve(engine, [Request(0, PROMPTS[0], SamplingParams(max_tokens=20))])
+    assert bool(told) == (is_chosen and not lag)
 
 
 @pytest.mark.parametrize("name", KINDS)
