@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import MAX_WINDOW
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.kernels.linear.fp8 import working_bytes
 from eagle_kit.kernels.window_attention.gathered import MAX_BYTES
@@ -24,8 +24,10 @@ from eagle_kit.models.targets.target import Target
 from eagle_kit.serve import prefill_backends
 from eagle_kit.serve.grammar.masks import num_bytes
 from eagle_kit.serve.graph_memory import Graphs, graphs_of
+from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.tuning.policy import MOST_MISSED
+from eagle_kit.tuning.shapes import MOST_STEPS, WIDTHS
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
 """Share of the free memory that the pool may take when its size is not given."""
@@ -57,7 +59,7 @@ class MemoryPlan:
         bytes_per_token: of the pool, target and draft together; with data-parallel attention the rank's
             share of it.
         draft_bytes_per_token: the draft's part.
-        weights, scratch, logits: bytes.
+        weights, scratch, logits: bytes; the last of the target or, if more, of the draft's candidates.
         activations: bytes of a layer's tensors in the largest prefill step.
         free: bytes that were free before the pool, weights already there.
         ngram_log: bytes of host memory of a full log of n-grams.
@@ -167,6 +169,8 @@ def plan_memory(
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
         scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)  # masks of grammars
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
+    if draft is not None:  # of its candidates, once the target's are gone
+        logits = max(logits, _draft_logits(draft, config, chooses_shapes=chooses_shapes))
     expanded = config.max_context
     if device.type != "cpu":  # several prompts together
         expanded = max(expanded, min(PACKED_TOKENS, batch * config.max_context))
@@ -243,6 +247,17 @@ def plan_memory(
         graphs["all"],
         fp8=sum(part.nbytes for layer in layers for part in layer.parameters()),
     )
+
+
+def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> int:
+    """Bytes of the logits of a draft, of the largest batch in the deepest and widest shapes that it may
+    have."""
+    kind, shapes = drafter_class(draft, config), [*config.shape.shapes]
+    if chooses_shapes:
+        shapes.append(SpecShape(min(MOST_STEPS, kind.most_steps(draft)), max(WIDTHS), MAX_WINDOW))
+    kept = kind.kept(shapes, tells_confidence=chooses_shapes and not config.lag)
+    topk = min(kept.topk, draft.draft_vocab_size)
+    return kind.logits_bytes(draft, config.max_batch_size, kept._replace(topk=topk))
 
 
 def _extent(graphs: dict[WarmUpExtent, Graphs], shared: int, pool: int, *, is_given: bool) -> WarmUpExtent:

@@ -103,6 +103,12 @@ class Drafter:
         return MAX_WINDOW - 1
 
     @classmethod
+    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: Kept) -> int:
+        """Bytes of logits, in all their copies, that draft-extend holds at the same time for a batch."""
+        own = 0 if model.dtype.itemsize == 4 else model.dtype.itemsize  # beside those in fp32
+        return batch_size * model.draft_vocab_size * (own + 4)
+
+    @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
         """Raise UserError when ``model`` cannot be drafted with in ``shape``."""
         if shape.topk > model.draft_vocab_size:

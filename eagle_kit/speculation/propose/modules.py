@@ -65,6 +65,11 @@ class ModulesDrafter(ReadyDrafter):
         """See :class:`ReadyDrafter`: one module a step."""
         return model.num_modules
 
+    @classmethod
+    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: Kept) -> int:
+        """See :class:`Drafter`: those of one module after the other."""
+        return super().logits_bytes(model, batch_size, kept._replace(steps=1, tells=False))
+
     def num_appended(self, kept: Kept) -> int:
         """See :class:`Drafter`."""
         return self.model.num_modules - 1

@@ -57,6 +57,16 @@ class ReadyDrafter(Drafter):
         return min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
 
     @classmethod
+    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: Kept) -> int:
+        """See :class:`Drafter`: those of all depths, and, where they are rolled out, of a depth behind K
+        candidates, the correction, the sum, and what the depth before has left."""
+        of_depths = kept.steps * super().logits_bytes(model, batch_size, kept)
+        head = model.head
+        if head is None or (head.markov is None and not (kept.tells and head.tells_confidence)):
+            return of_depths
+        return of_depths + 3 * kept.topk * super().logits_bytes(model, batch_size, kept)
+
+    @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
         """See :class:`Drafter`."""
         super().check_shape(model, shape)
