@@ -88,23 +88,28 @@ def count_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def seen_within(
-    limits: Limits, prefix_lens: torch.Tensor, ancestors: torch.Tensor, columns: torch.Tensor
+    limits: Limits, prefix_lens: torch.Tensor, ancestors: torch.Tensor, num_keys: int, columns: torch.Tensor
 ) -> torch.Tensor:
     """Which keys the limits let the nodes of windows attend to.
 
     A node's position is its depth behind the prefix, and the positions of its ancestors are counted back from
-    it: those behind ancestor j are the set bits above bit j.
+    it: those behind ancestor j are the set bits above bit j, up to its own. Keys behind its own (of a block
+    that attends both ways) are within every limit.
 
     Args:
         prefix_lens: int64 ``[B]``.
         ancestors: int64 ``[B, N]``, see :class:`~eagle_kit.kernels.window_attention.WindowPlan`.
+        num_keys: M; the nodes are the last N of the window's keys.
         columns: int64 ``[C]``; column c is position c of a prefix, the first key of a window lies behind it.
 
     Returns:
         bool ``[B, N, C]``; of no meaning where a key is no ancestor.
     """
-    position = prefix_lens[:, None] + count_bits(ancestors) - 1
+    nodes = ancestors.shape[1]
+    own = torch.arange(num_keys - nodes, num_keys, device=ancestors.device)
+    before = ancestors & ((torch.ones_like(own) << own << 1) - 1)
+    position = prefix_lens[:, None] + count_bits(before) - 1
     key = columns - prefix_lens[:, None]
-    behind = ((ancestors >> 1) & ALL_BUT_SIGN)[:, :, None] >> key.clamp(0, 63)[:, None]
+    behind = ((before >> 1) & ALL_BUT_SIGN)[:, :, None] >> key.clamp(0, 63)[:, None]
     place = torch.where((key < 0)[:, None], columns, position[:, :, None] - count_bits(behind))
     return place >= limits.firsts(position)[:, :, None]

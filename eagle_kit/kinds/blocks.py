@@ -37,6 +37,7 @@ from eagle_kit.models.targets.target import Target
 
 FLAT_IDS, NESTED_IDS, TABLE = "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config"
 ROWS, SLIDING_BOTH = "sample_from_anchor", "sliding_window_non_causal"
+CAUSAL, SWA_SIZE = "causal", "swa_window_size"
 OTHER_HEADS = ("projector_type", "markov_rank", "markov_head_type", "conv_kernel_size", "selector_rank")
 """Keys of parts that a head may have beside its body."""
 MAX_BLOCK = 64
@@ -87,7 +88,6 @@ class BlockKind(HeadKind[Config, Head]):
         layers = read_size(layer, "num_hidden_layers", where, most=MAX_LAYERS)
         bias = read_flag(layer, "attention_bias", where)
         block = read_size({**table, **raw}, "block_size", where, most=MAX_BLOCK)
-        window, sliding = _sliding(raw, layer, layers, block, where)
         return {
             **sizes,
             "target_hidden_size": read_size(raw, "target_hidden_size", where, sizes["hidden_size"]),
@@ -102,8 +102,7 @@ class BlockKind(HeadKind[Config, Head]):
             "predicts_next": self.read_rows({**table, **raw}, where),
             "attention_bias": bias,
             "attention_out_bias": bias,
-            "sliding_window": window,
-            "sliding_layers": sliding,
+            **_sliding(raw, table, layer, layers, block, where),
             **files.about,
         }
 
@@ -128,7 +127,7 @@ class BlockKind(HeadKind[Config, Head]):
             "block_size": config.block_size,
             ROWS: config.predicts_next,
             **slides,
-            **({SLIDING_BOTH: False} if config.sliding_layers else {}),
+            **({SLIDING_BOTH: config.sliding_both} if config.sliding_layers else {}),
             **self.own_keys(config),
         }
 
@@ -138,6 +137,7 @@ class BlockKind(HeadKind[Config, Head]):
             TABLE: {
                 "mask_token_id": config.mask_token_id,
                 FLAT_IDS: [layer - 1 for layer in config.aux_layer_ids],
+                **({CAUSAL: False} if config.sliding_both else {}),  # vLLM reads that
             }
         }
 
@@ -200,6 +200,7 @@ class BlockKind(HeadKind[Config, Head]):
         window = ""
         if config.sliding_layers:
             window = f", {len(config.sliding_layers)} of them with a window of {config.sliding_window}"
+            window += "" if config.sliding_both else ", causal within a block"
         return (
             f"{config.num_layers} decoder layers of hidden size {config.hidden_size} "
             f"({describe_attention(config)}){window}, in {dtype}. The inputs of target layers "
@@ -322,9 +323,10 @@ def _layer_ids(
 
 
 def _sliding(
-    config: dict[str, Any], layer: dict[str, Any], layers: int, block: int, where: str
-) -> tuple[int | None, tuple[int, ...]]:
-    """Sliding window, and the layers that have it."""
+    config: dict[str, Any], table: dict[str, Any], layer: dict[str, Any], layers: int, block: int, where: str
+) -> dict[str, Any]:
+    """Fields of the layers with a sliding window: those that ``layer_types`` names, or all with ``use_swa``
+    where it names none, as vLLM reads it."""
     kinds = layer.get("layer_types")
     if kinds is None:
         kinds = ["full_attention"] * layers
@@ -332,22 +334,34 @@ def _sliding(
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
         raise wrong_value("layer_types", kinds, where, f"{layers} of full_attention and sliding_attention")
     sliding = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+    if read_flag(table, "use_swa", where):
+        sliding = sliding or tuple(range(layers))
+    causal = read_flag(table, CAUSAL, where) if table.get(CAUSAL) is not None else None
+    if causal and len(sliding) < layers:
+        raise UserError(
+            f"The draft in {where} has layers of full attention that are causal in a block: ours are not.",
+            "Serve it with the engine it was made for.",
+        )
     if not sliding:
-        return None, ()
-    if "speculators_model_type" not in config and config.get(SLIDING_BOTH) is None:
+        return {}
+    both = config.get(SLIDING_BOTH)
+    if both is not None:
+        both = read_flag(config, SLIDING_BOTH, where)
+    elif causal is not None:
+        both = not causal
+    elif "speculators_model_type" in config:
+        both = False
+    else:
         raise UserError(
             f"The draft in {where} does not say whether layers with a sliding window are causal in a block.",
             f"Write {SLIDING_BOTH} into its config.json: false if they are.",
         )
-    if read_flag(config, SLIDING_BOTH, where):
-        raise UserError(
-            f"The draft in {where} has a sliding window over blocks in both directions, which ours has not.",
-            "Serve it with the engine it was made for.",
-        )
-    window = read_size(layer, "sliding_window", where, most=MAX_POSITIONS)
+    named = table if table.get(SWA_SIZE) is not None else layer
+    key = SWA_SIZE if named is table else "sliding_window"
+    window = read_size(named, key, where, most=MAX_POSITIONS)
     if window <= block:
-        raise wrong_value("sliding_window", window, where, f"more than the block of {block}")
-    return window, sliding
+        raise wrong_value(key, window, where, f"more than the block of {block}")
+    return {"sliding_window": window, "sliding_layers": sliding, "sliding_both": both}
 
 
 def _check_layers(config: DFlashConfig, target: TargetConfig) -> Finding:

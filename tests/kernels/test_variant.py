@@ -53,9 +53,13 @@ def on(variant, device):
     return AttentionVariant(variant.scale, variant.limits, variant.soft_cap, sinks)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+FORMS = [*((name, "trees") for name in VARIANTS), *((name, "block") for name in ("window", "all", "sinks"))]
+
+
+@pytest.mark.parametrize(("name", "form"), FORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_windows(triton_device, backend, name):
+def test_windows(triton_device, backend, name, form):
+    """Trees, and blocks whose nodes attend to each other both ways."""
     variant, prefixes, nodes, keys = VARIANTS[name], (3, 0, 131, 64, 300), 6, 9
     generator = torch.Generator().manual_seed(1)
     pages = -(-(max(prefixes) + keys) // PAGE)
@@ -64,8 +68,12 @@ def test_windows(triton_device, backend, name):
     start = pages * count * PAGE
     parents = torch.zeros(count, keys, dtype=torch.int64)
     for node in range(1, keys):
-        parents[:, node] = torch.randint(max(0, node - 3), node, (count,), generator=generator)
+        last = max(0, node - 3) if form == "trees" else node - 1
+        parents[:, node] = torch.randint(last, node, (count,), generator=generator)
     bits = ancestor_bits(parents, keys)
+    depths = count_bits(bits) - 1
+    if form == "block":
+        bits[:, keys - nodes :] = (1 << keys) - 1
     k, v = normal(2, KV_HEADS, start + count * 16 + 1, SIZE)
     q = normal(count, nodes, HEADS, SIZE, seed=2)
     plan = WindowPlan(
@@ -84,7 +92,6 @@ def test_windows(triton_device, backend, name):
     inputs = (x.to(triton_device) for x in (q, k, v))
     out = window_attention(*inputs, plan, on(variant, triton_device), backend=backend).cpu()
     by_length = window_attention(q, k, v, plan, variant) if triton_device == "cpu" else out
-    depths = count_bits(bits) - 1
     for b, prefix in enumerate(prefixes):
         slots = torch.arange(prefix)
         rows = torch.cat((table[b, slots // PAGE] * PAGE + slots % PAGE, start + b * 16 + torch.arange(keys)))

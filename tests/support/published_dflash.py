@@ -54,9 +54,11 @@ class PublishedDFlash:
         h = self.embedding[tokens.flatten()]
         for i, kind in enumerate(self.c["layer_types"]):
             seen = torch.cat((in_text, in_block), 1)
-            if kind == "sliding_attention":  # causal in a block; a row counts itself
+            if kind == "sliding_attention":  # a row counts itself
                 behind = positions[len(text) :, None] - positions
-                seen = seen & (behind >= 0) & (behind < self.c["sliding_window"])
+                seen = seen & (behind < self.c["sliding_window"])
+                if not self.c["sliding_window_non_causal"]:
+                    seen &= behind >= 0
             h = self.layer(f"layers.{i}", h, context, seen, positions)
         self.rows = self.norm(h, "norm").unflatten(0, (-1, size))
         return self.rows @ self.w.get("lm_head.weight", self.output).T

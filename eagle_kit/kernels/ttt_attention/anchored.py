@@ -25,6 +25,7 @@ def anchored_attention(
     scale: float,
     window: int | None = None,
     *,
+    is_causal: bool = True,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """One softmax over the prefix and the block's own keys, for every row of every block.
@@ -34,8 +35,8 @@ def anchored_attention(
         k, v: ``[T, Hkv, D]``, of the text.
         own_k, own_v: ``[A, B, Hkv, D]``, of the blocks.
         plan: of the rows in front of the anchors, which blocks attend to and to those before.
-        window: keys that a row attends to, its own included, and in its block only those up to itself; None
-            for the whole prefix and the whole block.
+        window: keys up to and with a row that it attends to; None for the whole prefix and the whole block.
+        is_causal: of its block a row with a ``window`` attends to those up to itself only.
 
     Returns:
         ``[A, B, Hq, D]``; differentiable through autograd.
@@ -45,11 +46,12 @@ def anchored_attention(
     if window is not None:
         rows = [
             ttt_attention(
-                *(q[:, j], k, v, own_k[:, :, : j + 1], own_v[:, :, : j + 1]),
+                *(q[:, j], k, v, own_k[:, :, :last], own_v[:, :, :last]),
                 *(plan.within(window, j + 1), scale),
                 backend=backend,
             )
             for j in range(size)
+            for last in [j + 1 if is_causal else size]
         ]
         return torch.stack(rows, 1)
     grouped = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 3, 1, 4)  # [A, Hkv, G, B, D]

@@ -79,7 +79,9 @@ class Update:
         mine = slice(run.first, run.stop)
         column = min(first_columns(limits, self._lengths[mine]))
         held = torch.arange(column, run.mask.shape[-1])
-        seen = seen_within(limits, self._plan.prefix_lens[mine], self._plan.ancestors[mine], held)
+        seen = seen_within(
+            limits, self._plan.prefix_lens[mine], self._plan.ancestors[mine], self._plan.num_keys, held
+        )
         mask = run.mask[..., column:].masked_fill(~seen[:, None, :, None], float("-inf"))
         return run._replace(mask=mask, column=column)
 

@@ -124,7 +124,7 @@ class WindowPlan:
         members = range(len(firsts)) if requests is None else requests.tolist()
         first = min(firsts[member] for member in members)
         held = torch.arange(first, rows.shape[1], device=rows.device)
-        seen = seen_within(limits, self.prefix_lens[at], self.ancestors[at], held)
+        seen = seen_within(limits, self.prefix_lens[at], self.ancestors[at], self.num_keys, held)
         return Columns(requests, rows[:, first:], mask[:, :, first:].masked_fill(~seen, float("-inf")))
 
     def in_groups(self, sizes: tuple[int, ...]) -> list[Columns]:

@@ -124,9 +124,11 @@ def _window(
         D, PAIR, PAGE, BLOCK_N, BLOCK_D, CAPPED,
     )  # fmt: skip
     if WINDOW > 0 or CHUNK > 0:
-        position = prefix + count_bits(bits) - 1
+        own = (num_keys - num_rows // G + node).to(tl.int64)
+        before = bits & ((tl.full([BLOCK_M], 1, tl.int64) << own << 1) - 1)
+        position = prefix + count_bits(before) - 1
         first_of = first_seen(position, WINDOW, CHUNK)
-        behind = (bits >> 1) & 0x7FFFFFFFFFFFFFFF
+        behind = (before >> 1) & 0x7FFFFFFFFFFFFFFF
     scratch = request * scratch_stride + scratch_start
     for step in tl.range(begin, end - (resume - gap), num_stages=1):
         column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n

@@ -78,8 +78,11 @@ class RowAttention:
         q: torch.Tensor,
         own_k: torch.Tensor,
         own_v: torch.Tensor,
+        *,
+        is_causal: bool,
     ) -> torch.Tensor:
         """Attention of a block behind every row that drafts, to keys of the text up to it and to its own:
         arguments as of :func:`~eagle_kit.kernels.ttt_attention.anchored.anchored_attention`."""
         window = self.variant.limits.window or None
-        return anchored_attention(q, k, v, own_k, own_v, self.rows, self.variant.scale, window)
+        scale = self.variant.scale
+        return anchored_attention(q, k, v, own_k, own_v, self.rows, scale, window, is_causal=is_causal)

@@ -6,9 +6,9 @@ hidden, m captured layers.
 The *context* of a token is its captured states, joined by ``fc`` and a norm, once. Every layer makes keys and
 values of it by its own projections; it has no queries and no MLP. A *block* has the anchor, which is the last
 sampled token, and masks behind it, at the positions from the anchor's on. Its rows attend to the context of
-all tokens before the anchor and to each other in both directions; in layers with a sliding window to those of
-the block up to themselves. Row k predicts the token of its own position, so the anchor's row predicts
-nothing; or, with ``predicts_next``, the token behind it.
+all tokens before the anchor and to each other in both directions; in layers with a sliding window, unless
+they are ``sliding_both``, to those of the block up to themselves. Row k predicts the token of its own
+position, so the anchor's row predicts nothing; or, with ``predicts_next``, the token behind it.
 
 The layers are Qwen3's. Embedding and output layer are the target's; the mask is the row ``mask_token_id`` of
 that embedding. A head may have an output layer of its own over fewer tokens.
@@ -42,7 +42,8 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
         block_size: B that it was trained for, the anchor included.
         mask_token_id: token whose embedding is the mask's.
         predicts_next: row k predicts the token at k + 1 (DSpark's rows), and not the one at its own place.
-        sliding_layers: layers with the sliding window, which are causal within a block.
+        sliding_layers: layers with the sliding window.
+        sliding_both: these attend to all of a block, as the others do; else they are causal within it.
     """
 
     hidden_size: int
@@ -67,6 +68,7 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
     qk_norm: bool = True
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    sliding_both: bool = False
     target: str = ""
     template_hash: str = ""
 
@@ -287,7 +289,8 @@ class DFlashHead(DraftHead):
         for i, (layer, variant) in enumerate(zip(self.plain, self.config.variants, strict=True)):
             _, k, v = layer.self_attn.qkv(given.features, before)
             mine = [part.unflatten(0, (-1, size)) for part in layer.self_attn.qkv(normed, own)]
-            attended = RowAttention(variant, given).block(k, v, *mine)
+            attention = RowAttention(variant, given)
+            attended = attention.block(k, v, *mine, is_causal=not self.config.sliding_both)
             normed, h = self.end_layer(i, h, attended.flatten(0, 1))
         drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]
         tokens = torch.stack([given.tokens(rows, step) for step in range(steps)], 1)

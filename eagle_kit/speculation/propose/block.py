@@ -114,7 +114,8 @@ class BlockDrafter(ReadyDrafter):
             slides: self.kv.entering_attend(page_table, seq_lens, bits, over, num_columns)
             for slides, bits in ((True, causal), (False, both))
         }
-        attends = [ways[window is not None] for window in self.head.config.windows]
+        config = self.head.config
+        attends = [ways[window is not None and not config.sliding_both] for window in config.windows]
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
         return self.drafted(read, kept, roots)

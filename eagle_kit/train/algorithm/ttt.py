@@ -222,8 +222,10 @@ def _run_blocks(head: DFlashHead, batch: TTTBatch, detach_steps: bool, recompute
         _, k, v = attention.qkv(context, before)
         mine = [part.unflatten(0, (-1, size)) for part in attention.qkv(normed, rotation)]
         q, own_k, own_v = mine
-        window = config.windows[i]
-        attended = anchored_attention(q, k, v, own_k, own_v, anchored, config.attention_scale, window)
+        attended = anchored_attention(
+            *(q, k, v, own_k, own_v, anchored, config.attention_scale, config.windows[i]),
+            is_causal=not config.sliding_both,
+        )
         return head.end_layer(i, h, attended.flatten(0, 1))
 
     normed = head.plain[0].input_layernorm(h)

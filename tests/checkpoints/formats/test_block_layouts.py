@@ -121,17 +121,42 @@ def test_an_output_layer_of_its_own(made, tmp_path, peer):
         export_draft(tmp_path / "ours", tmp_path / "no", format="sglang", target=target)
 
 
-def test_sliding_layers_and_rows_are_kept(made, tmp_path):
+@pytest.mark.parametrize("both", [False, True])
+def test_sliding_layers_and_rows_are_kept(made, tmp_path, both):
     target, _, model, _ = made
-    head = tiny_dflash(model, sliding_window=9, sliding_layers=(0, 1), predicts_next=True)
+    slides = {"sliding_window": 9, "sliding_layers": (0, 1), "sliding_both": both}
+    head = tiny_dflash(model, **slides, predicts_next=True)
     save_draft(head, tmp_path / "ours", metadata={}, dtype=torch.float32)
     export_draft(tmp_path / "ours", tmp_path / "s", format="speculators", dtype=None, target=target)
-    assert json.loads((tmp_path / "s" / "config.json").read_text())["sliding_window_non_causal"] is False
+    assert json.loads((tmp_path / "s" / "config.json").read_text())["sliding_window_non_causal"] is both
     import_draft(tmp_path / "s", tmp_path / "back")
     for folder in ("ours", "s", "back"):
         assert load_draft(tmp_path / folder, target=model).config == head.config
     with pytest.raises(UserError, match="sample_from_anchor"):
         export_draft(tmp_path / "ours", tmp_path / "no", format="vllm", target=target)
+
+
+MASK_AND_LAYERS = {"mask_token_id": 5, "target_layer_ids": [1]}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "causal": False},
+            ((0,), True),
+        ),
+        ({"layer_types": ["sliding_attention"] * 3, "causal": True}, ((0, 1, 2), False)),
+        ({"use_swa": True, "swa_window_size": 40, "causal": False}, ((0, 1, 2), True)),
+    ],
+)
+def test_sliding_layers_as_vllm_reads_them(made, change, expected):
+    files = open_draft(made[1])
+    kinds = {key: change[key] for key in change if key == "layer_types"}
+    table = {key: value for key, value in change.items() if key not in kinds}
+    files.config.update(kinds, sliding_window=40, dflash_config=MASK_AND_LAYERS | table)
+    config = DFLASH.read_config(files)
+    assert (config.sliding_window, config.sliding_layers, config.sliding_both) == (40, *expected)
 
 
 @pytest.mark.parametrize(
@@ -143,14 +168,7 @@ def test_sliding_layers_and_rows_are_kept(made, tmp_path):
         ({"dflash_config": {"mask_token_id": 5, "projector_type": "domino"}}, "projector_type"),
         ({"markov_rank": 256}, "markov_rank"),
         ({"layer_types": ["sliding_attention"] * 3, "sliding_window": 64}, "causal in a block"),
-        (
-            {
-                "layer_types": ["sliding_attention"] * 3,
-                "sliding_window": 64,
-                "sliding_window_non_causal": True,
-            },
-            "both directions",
-        ),
+        ({"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1], "causal": True}}, "full attention"),
         ({"block_size": 0}, "block_size"),
     ],
 )

@@ -29,6 +29,7 @@ VARIANTS = {
     "own output": {"draft_vocab_size": 150},
     "one layer, biases": {"num_layers": 1, "attention_bias": True, "attention_out_bias": True},
     "causal blocks": {"sliding_window": LENGTH, "sliding_layers": (0, 1)},
+    "sliding both ways": {"sliding_window": LENGTH, "sliding_layers": (0, 1), "sliding_both": True},
 }
 CORRECTED = {
     "vanilla": {},

@@ -11,7 +11,7 @@ T, ROWS = 53, [0, 3, 4, 11, 20, 21, 33, 51]
 STARTS = torch.tensor([0] * 18 + [18] * 15 + [33] * 20)
 
 
-def dense(q, k, v, own_k, own_v, rows, window):
+def dense(q, k, v, own_k, own_v, rows, window, is_causal):
     """One softmax of every row under a dense mask, in fp64."""
     q, k, v, own_k, own_v = (x.double() for x in (q, k, v, own_k, own_v))
     size, hq = q.shape[1:3]
@@ -22,7 +22,8 @@ def dense(q, k, v, own_k, own_v, rows, window):
         before = ((key <= row) & (key >= STARTS[row])).expand(size, T)
         inside = torch.ones(size, size, dtype=torch.bool)
         if window is not None:
-            before, inside = before & (key > at - window), block <= block[:, None]
+            before = before & (key > at - window)
+            inside = block <= block[:, None] if is_causal else inside
         keys, values = (torch.cat(pair).transpose(0, 1) for pair in ((k, own_k[a]), (v, own_v[a])))
         keys, values = (x.repeat_interleave(hq // len(x), 0) for x in (keys, values))
         mask = torch.cat((before, inside), 1)
@@ -31,18 +32,19 @@ def dense(q, k, v, own_k, own_v, rows, window):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(("window", "is_causal"), [(None, True), (9, True), (9, False)])
 @pytest.mark.parametrize("backend", [None, "reference", "triton"])
 @pytest.mark.parametrize(("heads", "size"), [((6, 2), 5), ((3, 3), 4)])
-def test_forward_and_backward_equal_dense_masks(backend, window, heads, size):
+def test_forward_and_backward_equal_dense_masks(backend, window, is_causal, heads, size):
     hq, hkv = heads
     generator = torch.Generator().manual_seed(1)
     shapes = [(len(ROWS), size, hq, 8), *[(T, hkv, 8)] * 2, *[(len(ROWS), size, hkv, 8)] * 2]
     ours = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
     theirs = [x.detach().clone().requires_grad_() for x in ours]
     rows = torch.tensor(ROWS)
-    out = anchored_attention(*ours, plan_rows(rows, STARTS), 8**-0.5, window, backend=backend)
-    expected = dense(*theirs, rows, window)
+    plan = plan_rows(rows, STARTS)
+    out = anchored_attention(*ours, plan, 8**-0.5, window, is_causal=is_causal, backend=backend)
+    expected = dense(*theirs, rows, window, is_causal)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
     weight = torch.randn(out.shape, generator=generator)
     (out * weight).sum().backward()

@@ -36,6 +36,10 @@ HEADS = {
     "dflash": (tiny_dflash, {}),
     "dflash, next token": (tiny_dflash, {"predicts_next": True}),
     "dflash, sliding": (tiny_dflash, {"sliding_window": 8, "sliding_layers": (0, 2)}),
+    "dflash, sliding both ways": (
+        tiny_dflash,
+        {"sliding_window": 8, "sliding_layers": (0, 2), "sliding_both": True},
+    ),
     "dflash, own output": (tiny_dflash, {"draft_vocab_size": 9}),
     "dspark": (tiny_dspark, {"block_size": 5}),
     "dspark, gated": (tiny_dspark, {"markov_form": "gated", "predicts_next": False}),
