@@ -78,7 +78,7 @@ def test_both_halves_around_a_grammar_are_on_the_device(sampling):
     head, shape, vocab_size = tiny_head(target), "5,4,16", target.config.vocab_size
     with fake_gpu(), torch.no_grad():
         runner = on_gpu(target, head, shape).runner
-        settings = runner._settings(SpecShape.parse(shape), 192, 2)
+        settings = runner._settings(BATCH, SpecShape.parse(shape), 192, 2)
         with Copies():
             asking = requests(sampling)
             batch = runner._sampling.of_cycle(asking, 0, kind_of(asking).level)
