@@ -135,7 +135,7 @@ class KnowsTheAnswer:
         self.verifiers, self.lookback = proposer.verifiers, proposer.lookback
         self.prefill, self.draft_extend = proposer.prefill, proposer.draft_extend
         self.check_shape, self.confidence = proposer.check_shape, lambda state: None
-        self.num_appended = proposer.num_appended
+        self.num_appended, self.widened = proposer.num_appended, proposer.widened
 
     def propose(self, state, shape, num_columns, sampling):
         tree, proposal = self.real.propose(state, shape, num_columns)
