@@ -123,6 +123,10 @@ class ShapeTable:
         """Shape for a batch of ``batch_size`` requests."""
         return next(shape for size, shape in reversed(self.by_batch) if size <= batch_size)
 
+    def menu(self, batch_size: int) -> list[SpecShape]:
+        """List the shapes that such a batch may have: the one."""
+        return [self.at(batch_size)]
+
     @property
     def shapes(self) -> tuple[SpecShape, ...]:
         """All shapes of the table."""

@@ -149,11 +149,7 @@ class Engine:
             self._check_shape(shape)
         did_speculate = bool(self.runner.steps)
         reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
-        sizes = self.config.batch_sizes
-        if isinstance(shapes, ShapePolicy):
-            by_size = {size: shapes.menu(size) for size in sizes}
-        else:
-            by_size = {size: [shapes.at(size)] for size in sizes}
+        by_size = {size: shapes.menu(size) for size in self.config.batch_sizes}
         self.runner.use_shape(shapes.shapes, tells_confidence=reads_confidence, by_size=by_size)
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()  # pages written without a draft have no entries of it

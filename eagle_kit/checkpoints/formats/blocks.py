@@ -87,9 +87,8 @@ class BlockConverter:
             "mask_token_id": config.mask_token_id,
             ROWS: config.predicts_next,
             **self.parts(config),
-            **(
-                {SLIDING_BOTH: config.sliding_both} if config.sliding_layers else {}
-            ),  # to vLLM of every layer
+            # To vLLM that of every layer.
+            **({SLIDING_BOTH: config.sliding_both} if config.sliding_layers else {}),
             "tie_word_embeddings": False,
             **{key: raw[key] for key in FACTS if key in raw},
             OWN: own,

@@ -25,7 +25,7 @@ def anchored_attention(
     scale: float,
     window: int | None = None,
     *,
-    is_causal: bool = True,
+    is_causal: bool = False,
     backend: Backend | None = None,
 ) -> torch.Tensor:
     """One softmax over the prefix and the block's own keys, for every row of every block.
@@ -36,11 +36,12 @@ def anchored_attention(
         own_k, own_v: ``[A, B, Hkv, D]``, of the blocks.
         plan: of the rows in front of the anchors, which blocks attend to and to those before.
         window: keys up to and with a row that it attends to; None for the whole prefix and the whole block.
-        is_causal: of its block a row with a ``window`` attends to those up to itself only.
+        is_causal: a row attends to those of its block up to itself only; asks for a ``window``.
 
     Returns:
         ``[A, B, Hq, D]``; differentiable through autograd.
     """
+    assert window is not None or not is_causal
     count, size, heads, _ = q.shape
     own_k, own_v = own_k.transpose(1, 2), own_v.transpose(1, 2)
     if window is not None:

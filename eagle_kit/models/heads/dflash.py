@@ -113,6 +113,11 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
         return [self.sliding_window if i in slides else None for i in range(self.num_layers)]
 
     @property
+    def causal(self) -> list[bool]:
+        """Whether rows of a block attend to those up to themselves only, of each layer."""
+        return [window is not None and not self.sliding_both for window in self.windows]
+
+    @property
     def variants(self) -> list[AttentionVariant]:
         """How each layer attends."""
         scale = self.layer.attention_scale
@@ -286,11 +291,11 @@ class DFlashHead(DraftHead):
         own = self.rope.at((given.positions[rows, None] + 1 + numbers).flatten())
         before = self.rope.at(given.positions)
         normed = self.plain[0].input_layernorm(h)
-        for i, (layer, variant) in enumerate(zip(self.plain, self.config.variants, strict=True)):
+        ways = zip(self.plain, self.config.variants, self.config.causal, strict=True)
+        for i, (layer, variant, is_causal) in enumerate(ways):
             _, k, v = layer.self_attn.qkv(given.features, before)
             mine = [part.unflatten(0, (-1, size)) for part in layer.self_attn.qkv(normed, own)]
-            attention = RowAttention(variant, given)
-            attended = attention.block(k, v, *mine, is_causal=not self.config.sliding_both)
+            attended = RowAttention(variant, given).block(k, v, *mine, is_causal=is_causal)
             normed, h = self.end_layer(i, h, attended.flatten(0, 1))
         drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]
         tokens = torch.stack([given.tokens(rows, step) for step in range(steps)], 1)

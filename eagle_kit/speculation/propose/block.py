@@ -107,15 +107,13 @@ class BlockDrafter(ReadyDrafter):
         positions = (seq_lens[:, None] + offsets).view(-1)
         valid = (1 << counts[:, None]) - 1
         # Bit j is row j. A block's rows see the valid ones, and each other or those up to themselves.
-        causal = valid | (self.chain_bits[:size] << length)
-        both = (valid | (self.chain_bits[size - 1] << length)).expand(b, size)
-        over = length + size
-        ways = {
-            slides: self.kv.entering_attend(page_table, seq_lens, bits, over, num_columns)
-            for slides, bits in ((True, causal), (False, both))
-        }
-        config = self.head.config
-        attends = [ways[window is not None and not config.sliding_both] for window in config.windows]
+        causal, over = self.head.config.causal, length + size
+        ways = {}
+        for is_causal in set(causal):
+            own = self.chain_bits[:size] if is_causal else self.chain_bits[size - 1]
+            bits = (valid | (own << length)).expand(b, size)
+            ways[is_causal] = self.kv.entering_attend(page_table, seq_lens, bits, over, num_columns)
+        attends = [ways[is_causal] for is_causal in causal]
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
         return self.drafted(read, kept, roots)

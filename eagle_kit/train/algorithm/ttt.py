@@ -224,7 +224,7 @@ def _run_blocks(head: DFlashHead, batch: TTTBatch, detach_steps: bool, recompute
         q, own_k, own_v = mine
         attended = anchored_attention(
             *(q, k, v, own_k, own_v, anchored, config.attention_scale, config.windows[i]),
-            is_causal=not config.sliding_both,
+            is_causal=config.causal[i],
         )
         return head.end_layer(i, h, attended.flatten(0, 1))
 
