@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from eagle_kit.cli.jobs import Job, interruptible, run_jobs
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.loading.command_line import add_config
-from eagle_kit.config.study import StudyConfig
+from eagle_kit.config.study import Arm, StudyConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object
 from eagle_kit.core.process import INTERRUPTED
@@ -23,13 +23,13 @@ from eagle_kit.core.process import INTERRUPTED
 if TYPE_CHECKING:
     from eagle_kit.config.train import TrainConfig
 
-PREPARE = ("data regenerate", "data vocab")
-"""Commands that make one file, with ``--out``."""
+PREPARE = ("data regenerate", "data vocab", "data capture")
+"""Commands that make one file or folder, with ``--out``."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """A file that the runs read, and the command of ours that makes it, without ``--out PATH``.
+    """A file or folder that the runs read, and the command of ours that makes it, without ``--out PATH``.
 
     A file that is there is taken as it is, unless a mark beside it says that it is being made.
     """
@@ -45,7 +45,7 @@ class Preparation:
     @property
     def is_done(self) -> bool:
         """True when the file is there and whole."""
-        return self.path.is_file() and not self.mark.exists()
+        return self.path.exists() and not self.mark.exists()
 
     def check(self) -> None:
         """Raise UserError for something that is no such command."""
@@ -78,7 +78,7 @@ class StudyRun:
     """One training run of a study.
 
     Attributes:
-        arm, seed: its place in the study.
+        arm, seed, value: its place in the study, ``value`` being that of the setting that the arm chooses.
         config: the training config.
         overrides: ``section.key=value``.
         out: folder of the study.
@@ -89,21 +89,40 @@ class StudyRun:
     config: Path
     overrides: tuple[str, ...]
     out: Path
+    value: Any = None
 
     @property
     def name(self) -> str:
         """Name of its head in the evaluation."""
-        return f"{self.arm} s{self.seed}"
+        return " ".join(self._place)
 
     @property
     def folder(self) -> Path:
         """The run folder."""
-        return self.out / "runs" / f"{self.arm}-s{self.seed}"
+        return self.out / "runs" / "-".join(self._place)
 
     @property
     def head(self) -> Path:
         """Folder that the head is exported to; a head that is there was trained to the end."""
-        return self.out / "heads" / f"{self.arm}-s{self.seed}"
+        return self.out / "heads" / "-".join(self._place)
+
+    @property
+    def _place(self) -> list[str]:
+        value = [] if self.value is None else [str(self.value)]
+        return [self.arm, *value, f"s{self.seed}"]
+
+    @property
+    def judged(self) -> float:
+        """Accept length of the last judgement, in its first shape. Raises UserError where there is none."""
+        from eagle_kit.train.run.folder import RunFolder
+
+        rows = RunFolder(self.folder).judgements.rows()
+        if not rows:
+            raise UserError(
+                f"{self.folder} has no judgement by which {self.arm} could be chosen.",
+                f"Delete {self.head} as well, to train the run anew.",
+            )
+        return float(rows[-1]["accept_length"][self.resolved.judge.shapes[0]])
 
     @property
     def is_done(self) -> bool:
@@ -170,7 +189,8 @@ def run(args: argparse.Namespace) -> int:
     study = load_config(StudyConfig, args.config, args.overrides)
     out = Path(study.output_dir)
     files = [Preparation(Path(path), command) for path, command in study.prepare.items()]
-    runs = plan(study, Path(args.config).parent)
+    folder = Path(args.config).parent
+    runs = plan(study, folder)
     check(study, files, runs)
     print(f"{len(study.arms)} arms x {len(study.seeds)} seeds in {out}, logs in {out / 'logs'}")
     for file in files:
@@ -179,33 +199,68 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         for one in runs:
             print(f"{one.name}: {one.config} {' '.join(one.overrides)}")
+        for name, arm in study.arms.items():
+            if arm.choose:
+                seeds = ", ".join(f"s{seed}" for seed in study.seeds[1:]) or "no other seed"
+                print(f"{name}: {seeds} with the best {next(iter(arm.choose))}")
         return 0
     try:
         with interruptible(seconds):
             run_jobs([file.job(out) for file in files if not file.is_done], args.jobs, "prepare")
-            missing = [one.job() for one in runs if not one.is_done]
-            run_jobs(missing, args.jobs, "train", len(runs) - len(missing))
-            return _measure(study, runs)
+            _train(runs, args.jobs)
+            choices = choose(study, runs)
+            runs = plan(study, folder, choices)
+            check(study, files, runs)
+            _train(runs, args.jobs)
+            return _measure(study, runs, choices)
     except KeyboardInterrupt:
         print("Stopped; what was done is kept. Give the command again to go on.")
         return INTERRUPTED
 
 
-def plan(study: StudyConfig, folder: Path) -> list[StudyRun]:
+def plan(
+    study: StudyConfig, folder: Path, choices: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[StudyRun]:
     """List every arm with every seed, seed by seed: a study that is broken off has whole comparisons.
 
     Args:
         folder: of the study's file, which its configs are relative to.
+        choices: of :func:`choose`; without them arms that choose have the first seed only, and each value.
     """
     runs = []
     for seed in study.seeds:
         for name, arm in study.arms.items():
-            settings = {**study.common, **arm.set, "seed": seed}
-            words = tuple(f"{key}={json.dumps(value)}" for key, value in settings.items())
-            runs.append(
-                StudyRun(name, seed, folder / (arm.config or study.base), words, Path(study.output_dir))
-            )
+            values: Sequence[Any] = (None,)
+            if arm.choose and choices is not None:
+                values = (choices[name]["best"],)
+            elif arm.choose:
+                values = next(iter(arm.choose.values())) if seed == study.seeds[0] else ()
+            for value in values:
+                settings = {**study.common, **arm.set, "seed": seed}
+                settings |= {key: value for key in arm.choose}
+                words = tuple(f"{key}={json.dumps(one)}" for key, one in settings.items())
+                config = folder / (arm.config or study.base)
+                runs.append(StudyRun(name, seed, config, words, Path(study.output_dir), value))
     return runs
+
+
+def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
+    """Choose the setting of each arm that has ``choose``, by the judgements of ``runs``.
+
+    Returns:
+        By arm: ``setting``, ``accept_lengths`` as pairs of value and length, and ``best``; of equal ones the
+        first.
+
+    Raises:
+        UserError: a run was never judged.
+    """
+    choices = {}
+    for name, arm in study.arms.items():
+        if arm.choose:
+            lengths = [(one.value, one.judged) for one in runs if one.arm == name]
+            best = max(lengths, key=lambda pair: pair[1])[0]
+            choices[name] = {"setting": next(iter(arm.choose)), "accept_lengths": lengths, "best": best}
+    return choices
 
 
 def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[StudyRun]) -> None:
@@ -222,10 +277,30 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
     for one in runs:
         training_kind(one.resolved)  # all of them, before any folder is looked at
     for one in runs:
+        if one.value is not None and not one.resolved.judge.every:
+            raise UserError(
+                f"The arm {one.arm} chooses {next(iter(study.arms[one.arm].choose))} by judgements, and "
+                "judge.every is 0.",
+                "Set it, for example to as many steps as there are.",
+            )
         one.check()
 
 
-def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
+def _train(runs: Sequence[StudyRun], at_once: int) -> None:
+    missing = [one.job() for one in runs if not one.is_done]
+    run_jobs(missing, at_once, "train", len(runs) - len(missing))
+
+
+def _about(arm: Arm, choice: Mapping[str, Any] | None) -> str:
+    """The line of an arm, with what was chosen among what."""
+    if choice is None:
+        return arm.about
+    tried = ", ".join(f"{value} {length:.3f}" for value, length in choice["accept_lengths"])
+    chosen = f"{choice['setting'].rpartition('.')[2]} {choice['best']} (judged: {tried})"
+    return "; ".join(filter(None, (arm.about, chosen)))
+
+
+def _measure(study: StudyConfig, runs: Sequence[StudyRun], choices: Mapping[str, Mapping[str, Any]]) -> int:
     from eagle_kit.eval.runner import run_eval
     from eagle_kit.eval.study import compare
 
@@ -243,6 +318,6 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun]) -> int:
         out=out / f"eval-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",  # one for each set of heads
     )
     members = {arm: [one.name for one in runs if one.arm == arm] for arm in study.arms}
-    about = {name: arm.about for name, arm in study.arms.items()}
+    about = {name: _about(arm, choices.get(name)) for name, arm in study.arms.items()}
     print(compare(summary, members, about, {one.name: one.about for one in runs}, out))
     return 1 if summary["greedy_identical"] is False else 0

@@ -14,12 +14,26 @@ class Arm(Section):
     Attributes:
         config: training config, relative to the study's file; null is the study's ``base``.
         set: its settings, ``section.key`` to value; they win over ``common``.
+        choose: one setting and the values among which the first seed decides: it is trained with each, and
+            the one whose last judgement has the longest accept length (of the judge's first shape, on
+            held-out prompts) is the arm's for all seeds.
         about: one line for the table.
     """
 
     config: str | None = None
     set: dict[str, Any] = Field(default_factory=dict)
+    choose: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
     about: str = ""
+
+    @field_validator("choose")
+    @classmethod
+    def _one_setting_has_values(cls, choose: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
+        if len(choose) > 1:
+            raise ValueError("name one setting")
+        for values in choose.values():
+            if len(values) < 2 or len(set(map(str, values))) < len(values):
+                raise ValueError("give two or more different values")
+        return choose
 
 
 class Measure(Section):
@@ -45,8 +59,8 @@ class StudyConfig(Section):
 
     Attributes:
         base: training config, relative to the study's file.
-        prepare: files that the runs read, and the command of ours that makes each one, without ``--out``. It
-            runs when the file is not there, and goes on when it was interrupted.
+        prepare: files and folders that the runs read, and the command of ours that makes each one, without
+            ``--out``. It runs when the file is not there, and goes on when it was interrupted.
         output_dir: a folder with one run per arm and seed, the exported heads, and the results.
         seeds: every arm is trained with each.
         common: settings of all arms: the data, and what makes the tokens equal.

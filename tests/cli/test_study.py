@@ -113,6 +113,58 @@ def test_seeds_go_round_before_arms_repeat(study):
     assert [one.name for one in runs] == ["first s0", "other s0", "first s3", "other s3"]
 
 
+@pytest.mark.slow
+def test_an_arm_chooses_its_rate_with_the_first_seed_by_judgements(study, tmp_path, capsys):
+    raw = yaml.safe_load(study.read_text())
+    raw["arms"]["other"] = {"choose": {"training.learning_rate": [1.0e-9, 3.0e-3]}}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study), "--dry-run"]) == 2
+    assert "other chooses training.learning_rate by judgements" in capsys.readouterr().err
+    judge = {"every": 3, "shapes": ["2,1,3"], "prompts": 2, "max_tokens": 12}
+    raw["common"] |= {f"judge.{name}": value for name, value in judge.items()}
+    study.write_text(yaml.safe_dump(raw))
+    config = load_config(StudyConfig, study)
+    runs, out = study_command.plan(config, study.parent), tmp_path / "out"
+    assert [one.name for one in runs] == ["first s0", "other 1e-09 s0", "other 0.003 s0", "first s3"]
+    assert main(["study", str(study)]) == 0
+    judged = {one.value: one.judged for one in runs if one.arm == "other"}
+    best = max(judged, key=judged.__getitem__)
+    assert {path.name for path in (out / "heads").iterdir()} == {
+        *("first-s0", "first-s3", "other-1e-09-s0", "other-0.003-s0", f"other-{best}-s3"),
+    }
+    tried = ", ".join(f"{value} {length:.3f}" for value, length in judged.items())
+    assert f"learning_rate {best} (judged: {tried})" in capsys.readouterr().out
+    (evaluation,) = out.glob("eval-*")
+    drafts = {row["draft"] for row in json.loads((evaluation / "summary.json").read_text())["rows"]}
+    assert {name for name in drafts if name and name.startswith("other")} == {
+        f"other {best} s{seed}" for seed in (0, 3)
+    }
+
+    for (value, length), one in zip(((1.0e-9, 1.2), (3.0e-3, 1.3)), runs[1:3], strict=True):
+        rows = [{"step": step, "accept_length": {"2,1,3": found}} for step, found in ((1, 9.0), (3, length))]
+        (one.folder / "judge.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+        assert one.value == value
+    assert study_command.choose(config, runs)["other"] == {
+        "setting": "training.learning_rate",
+        "accept_lengths": [(1.0e-9, 1.2), (3.0e-3, 1.3)],
+        "best": 3.0e-3,
+    }
+    shutil.rmtree(runs[1].folder)
+    assert main(["study", str(study)]) == 2
+    assert "has no judgement by which other could be chosen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "choose", [{"training.learning_rate": [1]}, {"training.learning_rate": [1, 2], "seed": [1, 2]}]
+)
+def test_a_choice_is_of_one_setting_and_has_two_values(study, capsys, choose):
+    raw = yaml.safe_load(study.read_text())
+    raw["arms"]["other"] = {"choose": choose}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study), "--dry-run"]) == 2
+    assert "choose" in capsys.readouterr().err
+
+
 def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
     raw = yaml.safe_load(study.read_text()) | {"seeds": [0]}
     study.write_text(yaml.safe_dump(raw))

@@ -74,6 +74,17 @@ def decode(stored: dict[str, torch.Tensor], dtypes: dict[str, str]) -> dict[str,
     return tensors
 
 
+def choose_layers(
+    stored: dict[str, torch.Tensor], name: str, places: list[int], hidden_size: int
+) -> dict[str, torch.Tensor]:
+    """Encoded tensors with the layers at ``places`` alone, in this order, in the states called ``name``."""
+    states = stored[name]
+    chosen = {name: states.unflatten(1, (-1, hidden_size))[:, places].flatten(1)}
+    if (scale := stored.get(name + SCALE)) is not None:
+        chosen[name + SCALE] = scale[:, places]
+    return stored | chosen
+
+
 def bytes_per_token(form: str, precision: str, num_layers: int, hidden_size: int) -> int:
     """Bytes on disk of a token: states of ``num_layers`` layers and the last one, and its best next token."""
     states = num_layers + 1

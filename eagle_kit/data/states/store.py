@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_disk_space, making, remove, write_json_atomically
-from eagle_kit.data.states.format import decode, encode, is_finite
+from eagle_kit.data.states.format import choose_layers, decode, encode, is_finite
 from eagle_kit.data.states.manifest import (
     DATA,
     DATA_FILES,
@@ -46,6 +46,8 @@ from eagle_kit.data.states.shards import (
 
 SHARD_BYTES = 256 * 2**20
 """A shard is written when the next row would make it larger than this; one row is a shard of any size."""
+LAYERS = "aux"
+"""Name of the states of the captured layers, side by side."""
 ANOTHER = "Restore the setting, or capture into another folder."
 WITHOUT_STORE = "Free some space, or choose another disk with --out, or data.cache_dir for the cache."
 
@@ -59,10 +61,12 @@ class StateStore:
             warning, so that its rows are captured again. None opens a store that is there to be read, where
             damage is an error.
         data_folder: the packed rows, copied into a new store.
+        layer_ids: which of the captured layers are read, of a store that does not grow, in this order; None
+            reads all of them.
 
     Raises:
         UserError: another identity than the store that is there, with the differing field; a missing or
-            damaged shard.
+            damaged shard; layers that it does not have.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class StateStore:
         data_folder: Path | None = None,
         *,
         shard_bytes: int = SHARD_BYTES,
+        layer_ids: Sequence[int] | None = None,
     ) -> None:
         self.folder, self.data_folder, self.shard_bytes = folder, data_folder, shard_bytes
         self.can_grow = manifest is not None
@@ -79,6 +84,7 @@ class StateStore:
         if found is not None and manifest is not None:
             check_fields(folder, found, identity(manifest), ANOTHER, "of this run")
         self.manifest: dict[str, Any] = found or manifest or {}
+        self._columns = None if layer_ids is None else self._find_columns(layer_ids)
         self._buffer: dict[int, Parts] = {}
         self._shards: dict[str, Shard] = {}
         self._place: dict[int, Shard] = {}
@@ -213,7 +219,20 @@ class StateStore:
             raise self._unusable(shard.path, f"cannot be read any more ({error})") from error
         if not is_finite(part):
             raise self._unusable(shard.path, f"has states of row {row} that are not finite")
-        return part
+        if self._columns is None:
+            return part
+        return choose_layers(part, LAYERS, self._columns, self.manifest["hidden_size"])
+
+    def _find_columns(self, layer_ids: Sequence[int]) -> list[int] | None:
+        """Places of ``layer_ids`` among the captured layers; None where they are all of them, in order."""
+        assert not self.can_grow, "a store that grows takes in all of its layers"
+        held = list(self.manifest.get("layer_ids", ()))
+        if missing := [layer for layer in layer_ids if layer not in held]:
+            raise UserError(
+                f"The store {self.folder} has the inputs of layers {held}, but not that of {missing[0]}.",
+                "Set head.aux_layer_ids to layers that it has, or capture for this head.",
+            )
+        return None if list(layer_ids) == held else [held.index(layer) for layer in layer_ids]
 
     def _start(self) -> None:
         """Make the folder, its manifest and the copy of the packed rows, once."""

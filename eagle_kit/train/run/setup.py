@@ -159,13 +159,19 @@ def states_manifest(
 
 
 def _given_store(config: TrainConfig, manifest: dict[str, Any]) -> StateStore:
-    store = StateStore(Path(str(config.data.store)).expanduser())
+    folder = Path(str(config.data.store)).expanduser()
     wanted = state_manifest.identity(manifest)
+    layer_ids = wanted.pop("layer_ids")  # the store may have others besides
     if "state_format" not in config.training.model_fields_set:
         del wanted["format"]
     state_manifest.check_fields(
-        store.folder, store.manifest, wanted, "Change the config, or capture for it.", "for this run"
+        folder,
+        state_manifest.need_manifest(folder),
+        wanted,
+        "Change the config, or capture for it.",
+        "for this run",
     )
+    store = StateStore(folder, layer_ids=layer_ids)
     if missing := store.missing():
         made = store.manifest.get("made", {}).get("command")
         raise UserError(

@@ -106,6 +106,22 @@ def test_states_that_are_not_finite_are_refused_when_they_are_read(
         again.read([1])
 
 
+@pytest.mark.parametrize("form", ["computed", "fp8"])
+def test_a_head_that_reads_fewer_layers_reads_those_alone(tmp_path: Path, data: Path, form: str) -> None:
+    store = StateStore(tmp_path / "states", manifest(format=form), data)
+    fill(store, 0, 1)
+    store.flush()
+    store.finish()
+    whole = StateStore(tmp_path / "states").load([0, 1], HERE)
+    chosen = StateStore(tmp_path / "states", layer_ids=[3, 1]).load([0, 1], HERE)
+    assert whole is not None and chosen is not None
+    first, _, third = whole["aux"].split(H, 1)
+    assert chosen["aux"].equal(torch.cat((third, first), 1))
+    assert all(chosen[name].equal(whole[name]) for name in ("hidden", "argmax"))
+    with pytest.raises(UserError, match=r"inputs of layers \[1, 2, 3\], but not that of 4"):
+        StateStore(tmp_path / "states", layer_ids=[1, 4])
+
+
 def test_shards_are_bounded_and_the_manifest_counts_them(tmp_path: Path, data: Path) -> None:
     store = whole_store(tmp_path / "states", data)
     about = json.loads((tmp_path / "states" / "manifest.json").read_text())

@@ -167,6 +167,18 @@ def test_a_run_cannot_go_on_with_states_of_another_format(
     assert run("--resume", "--max-steps", "4", f"data.store={lossy.path}") == 0
 
 
+def test_heads_of_fewer_layers_learn_the_same_from_a_store_of_more(make_run: Callable) -> None:
+    run = make_run()
+    store, settings = Store(run, "more"), ("--max-steps", "2", "head.aux_layer_ids=[2, 0, 1]")
+    assert store.capture("head.aux_layer_ids=[0, 1, 2, 2]") == 0
+    assert run(*settings) == 0
+    online = load_file(run.output / "step-2" / "model.safetensors")
+    shutil.rmtree(run.output)
+    assert run(*settings, f"data.store={store.path}") == 0
+    kept = load_file(run.output / "step-2" / "model.safetensors")
+    assert online.keys() == kept.keys() and all(online[name].equal(kept[name]) for name in online)
+
+
 def test_a_store_that_does_not_fit_is_refused_with_the_field_and_both_values(
     make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -182,7 +194,6 @@ def test_a_store_that_does_not_fit_is_refused_with_the_field_and_both_values(
         {"format": "pt"},
     )
     for override, field, found, wanted in (
-        ("head.aux_layer_ids=[0, 1, 2]", "layer_ids", "[2, 2, 1]", "[0, 1, 2]"),
         ("training.precision=bfloat16", "precision", "float32", "bfloat16"),
         ("training.state_format=fp8", "format", "computed", "fp8"),
         ("data.max_length=128", "data.max_length", "160", "128"),
@@ -198,6 +209,8 @@ def test_a_store_that_does_not_fit_is_refused_with_the_field_and_both_values(
         message = capsys.readouterr().err
         assert f" {field} {found}, but" in message and f"it is {wanted}." in message
         assert not run.output.exists()
+    assert run("--max-steps", "1", f"data.store={store.path}", "head.aux_layer_ids=[1, 2, 0]") == 2
+    assert "has the inputs of layers [2, 2, 1], but not that of 0" in capsys.readouterr().err
     tokenizer = json.loads((other / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["!!"] = 299
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
