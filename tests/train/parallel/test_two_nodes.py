@@ -125,6 +125,24 @@ def test_machines_write_a_store_together_and_learn_from_it(make_run: Callable, t
     check_close(run.metrics("two"), run.metrics())
 
 
+@pytest.mark.slow
+def test_machines_share_a_target_that_is_cut_over_all_their_processes(make_run: Callable) -> None:
+    run = make_run(training=TRAINING, judge={"every": 2, "max_tokens": 6})
+    cut = (
+        "training.target_placement=tensor-parallel",
+        f"output_dir={run.folder / 'cut'}",
+        "--max-steps",
+        "2",
+    )
+    run_nodes(2, 1, "train", str(run.config), *cut)
+    assert run("--max-steps", "2") == 0
+    check_close(run.metrics("cut"), run.metrics())
+    counted = [
+        json.loads((run.folder / name / "judge.jsonl").read_text())["num_verifies"] for name in ("run", "cut")
+    ]
+    assert counted[0] == counted[1]
+
+
 def engine_files(run: Any, folder: Path) -> tuple[Path, list[str]]:
     """States of the run's texts as vLLM's extraction writes them, the last one behind the final norm as
     transformers has it -> the folder, and the layers."""
