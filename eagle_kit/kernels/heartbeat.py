@@ -46,7 +46,7 @@ class Heartbeat:
     ) -> None:
         self._connect, self._rank, self._size = connect, rank, size
         self._timeout_s, self._on_missing = timeout_s, on_missing
-        self._has_ended = threading.Event()
+        self._has_ended, self._is_done = threading.Event(), False
         self._answered = time.monotonic()
         self._heard = dict.fromkeys(range(size), ("", self._answered))
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch)]
@@ -54,8 +54,13 @@ class Heartbeat:
             thread.start()
         atexit.register(self.close)  # a thread within the store would abort the process
 
+    def leave(self) -> None:
+        """Say that this process has done its work, so that nobody misses it, and watch no more."""
+        self._is_done = True
+        self.close()
+
     def close(self) -> None:
-        """Say that this process leaves, and watch no more."""
+        """Watch no more. The others miss this process, unless it has said before that it leaves."""
         self._has_ended.set()
         self._threads[0].join(self._timeout_s)
         atexit.unregister(self.close)
@@ -65,7 +70,7 @@ class Heartbeat:
         every = self._timeout_s / BEATS
         store, number = None, 0
         while True:
-            if (is_last := self._has_ended.is_set()) and store is None:
+            if (is_last := self._has_ended.is_set()) and (store is None or not self._is_done):
                 return
             try:
                 store = store or self._connect(timedelta(seconds=every))

@@ -185,7 +185,7 @@ class LLM:
     def _follow(self, group: Group, *, is_launched: bool) -> None:
         """Do what the first rank says until it leaves; a process of ``torchrun`` ends then."""
         try:
-            follow(self, group.ranks)
+            follow(self, group)
         finally:
             self.close()
         if is_launched:

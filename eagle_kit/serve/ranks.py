@@ -171,8 +171,11 @@ class Missed:
             tell(self._ranks.lost)
 
     def close(self) -> None:
-        """Watch no more."""
-        self._heartbeat.close()
+        """Watch no more. The others miss this rank where the group was lost."""
+        if self._ranks.lost is None:
+            self._heartbeat.leave()
+        else:
+            self._heartbeat.close()
 
     def _miss(self, sentence: str) -> None:
         self._ranks.lost = self._ranks.lost or sentence
@@ -316,7 +319,7 @@ def own_threads(size: int) -> int:
     return max(1, num_cores() // size)
 
 
-def follow(llm: "LLM", ranks: Ranks) -> None:
+def follow(llm: "LLM", group: Group) -> None:
     """Do what the first rank says until it leaves. Signals are the first rank's, which takes its time to end.
 
     Raises:
@@ -327,7 +330,8 @@ def follow(llm: "LLM", ranks: Ranks) -> None:
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    Follower(llm).run(ranks)
+    with group.whole():
+        Follower(llm).run(group.ranks)
 
 
 def _end_with_parent() -> None:

@@ -20,12 +20,12 @@ def connect(port: int, timeout: timedelta) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def live(rank: int, port: int, leaves_after: float, pipe) -> None:
+def live(rank: int, port: int, ends_after: float, pipe, *, fails: bool = False) -> None:
     """Send what is missed, and end, or leave before."""
     heartbeat = Heartbeat(partial(connect, port), rank, SIZE, TIMEOUT_S, pipe.send)
-    time.sleep(leaves_after)
-    heartbeat.close()
-    pipe.send("left")
+    time.sleep(ends_after)
+    (heartbeat.close if fails else heartbeat.leave)()
+    pipe.send("ended")
     os._exit(0)
 
 
@@ -38,11 +38,12 @@ def store():
 def start(store):
     children = []
 
-    def start(*leaving: float):
+    def start(*ends: float, failing: int | None = None):
         pipes = []
-        for rank, seconds in enumerate(leaving):
+        for rank, seconds in enumerate(ends):
             receiver, sender = _processes.Pipe(duplex=False)
-            children.append(_processes.Process(target=live, args=(rank, store.port, seconds, sender)))
+            task = partial(live, rank, store.port, seconds, sender, fails=rank == failing)
+            children.append(_processes.Process(target=task))
             children[-1].start()
             pipes.append(receiver)
         return [child.pid for child in children], pipes
@@ -66,7 +67,15 @@ def test_a_stopped_process_is_missed_by_the_others_and_not_before(start):
 def test_a_process_that_leaves_is_not_missed(start):
     _, pipes = start(3 * TIMEOUT_S, 0.5, 3 * TIMEOUT_S)
     for pipe in pipes:
-        assert pipe.poll(10 * TIMEOUT_S) and pipe.recv() == "left"
+        assert pipe.poll(10 * TIMEOUT_S) and pipe.recv() == "ended"
+
+
+def test_a_process_that_ends_with_an_error_is_missed(start):
+    _, (first, failed, third) = start(60.0, 0.5, 60.0, failing=1)
+    assert failed.poll(10 * TIMEOUT_S) and failed.recv() == "ended"
+    for pipe in (first, third):
+        assert pipe.poll(10 * TIMEOUT_S)
+        assert pipe.recv() == f"Process 1 of {SIZE} has not been heard of for 2 seconds."
 
 
 def test_a_store_that_does_not_answer_is_missed(start, store):

@@ -70,7 +70,7 @@ def make_process_state(config: TrainConfig) -> "PartialState":
 @contextmanager
 def watching(config: TrainConfig, process: "Accelerator | PartialState") -> Iterator[None]:
     """Context manager: this process is ended with one sentence when another has no heartbeat any more. It may
-    be in a collective meanwhile, which nothing else ends."""
+    be in a collective meanwhile, which nothing else ends. After an error the others miss this one."""
     if process.num_processes == 1 or "MASTER_ADDR" not in os.environ:
         yield
         return
@@ -86,6 +86,7 @@ def watching(config: TrainConfig, process: "Accelerator | PartialState") -> Iter
     heartbeat = Heartbeat(launched_store, rank, size, config.training.peer_timeout_s, end)
     try:
         yield
+        heartbeat.leave()
     finally:
         heartbeat.close()
 
