@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from eagle_kit import __version__
 from eagle_kit.config.loading.command_line import print_error
-from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.errors import RankLost, UserError, shown
 from eagle_kit.core.process import INTERRUPTED
 
 
@@ -48,7 +48,8 @@ DELEGATED = ("train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 a mistake of the user, 130 interrupted."""
+    """Run one command; returns the exit code: 0 done, 1 another rank is lost, 2 a mistake of the user, 130
+    interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _show_notices()
     try:
@@ -59,6 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print_error(error)
         return 2
+    except RankLost as error:
+        print_error(UserError(str(error), "Start it again."))
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -153,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
             llm.close()
     except RankLost as error:
         tell_of_end(error)
-        return 1
+        os._exit(1)  # Python's own end may wait for a GPU, which waits for the lost rank
 
 
 def plan(args: argparse.Namespace, config: EngineConfig) -> int:

@@ -1,4 +1,4 @@
-"""Exception for mistakes that the user can repair: one sentence of cause, one of remedy."""
+"""Exceptions whose message is for people: mistakes that the user can repair, and processes that are lost."""
 
 
 class UserError(ValueError):
@@ -19,6 +19,10 @@ class UserError(ValueError):
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
         """Pickle as the two sentences, whatever else a subclass knows."""
         return UserError, (self.cause, self.remedy)
+
+
+class RankLost(RuntimeError):
+    """Another process of the group has ended, or does not answer; the message is a sentence for people."""
 
 
 def shown(value: object) -> str:

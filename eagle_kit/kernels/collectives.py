@@ -11,6 +11,8 @@ import contextlib
 import itertools
 import logging
 import pickle
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,11 +23,16 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from eagle_kit.core.errors import RankLost
 from eagle_kit.kernels.recording import library
 
 FOREVER = timedelta(days=365)
 START_TIMEOUT = timedelta(minutes=30)
 """Time to come, and to load what ranks load: some may read slower."""
+POLL_S = 20e-6
+"""Seconds between two looks at an event of the device."""
+CLOSE_S = 5.0
+"""Seconds to leave a group with a lost rank: work on a GPU may wait for it for ever."""
 INLINE_BYTES = 1024
 """Size of the buffer that begins a message: short ones are sent in it."""
 ONE_SHOT_BYTES = 256 * 1024
@@ -35,10 +42,6 @@ ONE_SHOT_DTYPES = torch.bfloat16, torch.float32
 
 _numbers = itertools.count()
 _ranks: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
-
-
-class RankLost(RuntimeError):
-    """Another process of the group has ended, or does not answer; the message is a sentence for people."""
 
 
 class Share(NamedTuple):
@@ -176,6 +179,20 @@ class Ranks:
         with self._watched():
             collective()
 
+    def wait_for(self, event: "torch.cuda.Event") -> None:
+        """Wait for work on the device, which may wait for a rank that never comes.
+
+        Raises:
+            RankLost: it was not done in time, or a rank is lost.
+        """
+        last = time.monotonic() + self.timeout_s
+        while not event.query():
+            if time.monotonic() > last:
+                self.lose(_silent(self.timeout_s))
+            if self.lost is not None:
+                raise RankLost(self.lost)
+            time.sleep(POLL_S)
+
     # Of the host
 
     def tell(self, message: Any) -> None:
@@ -238,10 +255,15 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             text = str(error).lower()
             if "timed out" in text or "timeout" in text:
-                self.lost = f"A rank has not answered for {self.timeout_s:g} seconds."
+                self.lose(_silent(self.timeout_s))
             else:
-                self.lost = "A rank has ended."
+                self.lose("A rank has ended.")
             raise RankLost(self.lost) from error
+
+    def lose(self, why: str) -> None:
+        """Take the group for lost: every call from now on says why, also one that waits for the device. The
+        first reason stays. Any thread may call it."""
+        self.lost = self.lost or why
 
     def give_up(self, why: str) -> None:
         """Leave the others, who find out when they wait for a message; every call from now on says why."""
@@ -251,9 +273,25 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group; where others wait for this rank, they find out."""
-        self.lost = self.lost or "The group was closed."
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        is_whole = self.lost is None
+        self.lose("The group was closed.")
+        for name in ("_data", "_control", "_slow"):  # connections end with the last that knows of them
+            vars(self).pop(name, None)
+        if is_whole:
+            _destroy()
+            return
+        leaving = threading.Thread(target=_destroy, daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_S)
+
+
+def _destroy() -> None:
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def _silent(timeout_s: float) -> str:
+    return f"A rank has not answered for {timeout_s:g} seconds."
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -390,7 +390,7 @@ class Engine:
 
     def _collect(self, results: Results) -> None:
         """Wait for results and append them to the requests that are still in the batch."""
-        emitted, shape, num_drafts = results.copy.wait(), results.shape, results.num_drafts
+        emitted, shape, num_drafts = results.copy.wait(self.target.ranks), results.shape, results.num_drafts
         now = time.perf_counter()
         confidence = None if emitted.confidence is None else emitted.confidence.tolist()
         is_cycle, policy = num_drafts is not None, None

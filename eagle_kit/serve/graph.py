@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.config.engine import GraphMode
 from eagle_kit.kernels.capability import has_streams
+from eagle_kit.kernels.collectives import Ranks
 
 WARM_UPS = 2
 
@@ -89,10 +90,14 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def wait(self) -> Any:
-        """Wait for the copy -> the tensors on the host."""
+    def wait(self, ranks: Ranks | None = None) -> Any:
+        """Wait for the copy -> the tensors on the host. Raise RankLost where one of ``ranks``, with which the
+        device computes, is lost or does not answer in time."""
         if self._event is not None:
-            self._event.synchronize()
+            if ranks is None:
+                self._event.synchronize()
+            else:
+                ranks.wait_for(self._event)
         return self._tensors
 
 

@@ -178,7 +178,7 @@ class Missed:
             self._heartbeat.close()
 
     def _miss(self, sentence: str) -> None:
-        self._ranks.lost = self._ranks.lost or sentence
+        self._ranks.lose(sentence)
         if not self._ranks.is_first:
             print_error(
                 UserError(sentence, "See whether its machine runs, and start all ranks again."),
@@ -293,6 +293,7 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
         if not isinstance(error, RuntimeError):
             raise
         raise UserError(ended or "The other ranks were not there in time.", "See what they say.") from error
+    workers.on_end(ranks.lose)
     return Group(ranks, workers, folder)
 
 

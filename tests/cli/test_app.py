@@ -6,6 +6,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +16,7 @@ from eagle_kit.cli.demo import last_line
 from eagle_kit.cli.generate import as_record, as_text, read_prompts
 from eagle_kit.config import load_config
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.stats import SpecStats
 
@@ -54,6 +55,15 @@ def test_a_mistake_is_one_line_of_cause_and_one_of_remedy_and_exit_code_2(capsys
     cause, remedy = captured.err.splitlines()
     assert cause.startswith("error: The chain 4,1,9") and remedy == "  -> Write 4,1,5."
     assert captured.out == ""
+
+
+def test_a_lost_rank_is_one_line_and_exit_code_1(capsys, monkeypatch):
+    def lose(args):
+        raise RankLost("Rank 1 has ended.")
+
+    monkeypatch.setattr(app, "parse", lambda argv: SimpleNamespace(run=lose))
+    assert app.main(["generate"]) == 1
+    assert capsys.readouterr().err == "error: Rank 1 has ended.\n  -> Start it again.\n"
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,20 @@
 
 import hashlib
 import itertools
+import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from families import family_config
 from rank_processes import run_ranks
 from tiny import randomise, tiny_head
@@ -23,11 +27,13 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.collectives import RankLost
+from eagle_kit.kernels import collectives
+from eagle_kit.kernels.collectives import RankLost, Ranks
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve import engine as engines
+from eagle_kit.serve import graph
 from eagle_kit.serve import llm as llms
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar import compiler
@@ -559,6 +565,74 @@ def interrupt(ranks, folder):
 
 def test_ranks_that_may_be_out_of_step_do_not_go_on(folder):
     assert run_ranks(2, interrupt, folder) == [5, "A rank has ended."]
+
+
+class WorkOfOthers:
+    """Event of work on a GPU that waits for another rank: for so many looks at it, or for ever."""
+
+    num_looks = 3
+
+    def __init__(self):
+        self.left = self.num_looks
+
+    def record(self):
+        pass
+
+    def query(self):
+        self.left -= 1
+        return self.left < 0
+
+
+def wait_for_work(ranks, folder, lost):
+    """Results that come, then some that do not: another rank has ended, or does not answer."""
+    try:
+        llm, _ = make_llm(ranks, folder, None)
+    except RankLost as error:
+        return str(error)
+    graph.has_streams, torch.cuda.Event = lambda device: True, WorkOfOthers
+    found = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5))
+    WorkOfOthers.num_looks = sys.maxsize
+    if lost is None:
+        llm.group.ranks.timeout_s = 0.3
+    else:
+        threading.Timer(0.3, llm.group.ranks.lose, [lost]).start()
+    with pytest.raises(RankLost) as error:
+        llm.generate(PROMPTS[:1])
+    llm.close()
+    return len(found[0].token_ids), str(error.value)
+
+
+@pytest.mark.parametrize("lost", ["Rank 1 has been ended.", None])
+def test_results_are_waited_for_as_long_as_all_ranks_answer(folder, lost):
+    first, second = run_ranks(2, wait_for_work, folder, lost)
+    assert first == (5, lost or "A rank has not answered for 0.3 seconds.")
+    assert second == "A rank has ended."
+
+
+def test_a_lost_group_is_left_in_bounded_time(monkeypatch):
+    """One that is whole is left as it takes."""
+    left = []
+    monkeypatch.setattr(collectives, "CLOSE_S", 0.1)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(0.5) or left.append(True))
+    for is_lost in (False, True):
+        ranks = Ranks.__new__(Ranks)
+        ranks.lost = "Rank 1 has ended." if is_lost else None
+        ranks.close()
+        assert bool(left) != is_lost and ranks.lost
+        left.clear()
+
+
+@pytest.mark.slow
+def test_a_call_names_the_rank_that_was_killed(folder):
+    llm = LLM(folder, tensor_parallel=2, **OPTIONS)
+    assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5))[0].token_ids
+    (pid,) = llm.group.workers.pids
+    os.kill(pid, signal.SIGKILL)
+    while llm.group.ranks.lost is None:
+        time.sleep(0.01)
+    with pytest.raises(RankLost, match=rf"^Rank 1 of .* \(process {pid}\) was ended by SIGKILL\.$"):
+        llm.generate(PROMPTS[:1])
+    llm.close()
 
 
 def load_without_a_hub(ranks, folder):
