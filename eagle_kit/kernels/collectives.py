@@ -40,6 +40,9 @@ ONE_SHOT_BYTES = 256 * 1024
 ONE_SHOT_DTYPES = torch.bfloat16, torch.float32
 """Those that it exists for."""
 
+OWN_ERRORS = torch.AcceleratorError, torch.OutOfMemoryError
+"""Errors of a rank's own device, which say nothing of others."""
+
 _numbers = itertools.count()
 _ranks: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
 
@@ -212,7 +215,7 @@ class Ranks:
     def all(self, value: Any) -> list[Any]:
         """``value`` of every rank, which is pickled; ranks may take long to come here."""
         found: list[Any] = [None] * self.size
-        with self._watched():
+        with self._watched(START_TIMEOUT.total_seconds()):
             dist.all_gather_object(found, value, group=self._slow)
         return found
 
@@ -237,25 +240,33 @@ class Ranks:
             buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
         with self._watched():
             dist.broadcast(buffer, 0, group=self._control)
-            head = buffer.numpy().tobytes()
-            count = int.from_bytes(head[:8], "little")
-            if count <= INLINE_BYTES - 8:
-                return message if self.is_first else pickle.loads(head[8 : 8 + count])
+        head = buffer.numpy().tobytes()
+        count = int.from_bytes(head[:8], "little")
+        told = head[8 : 8 + count]
+        if count > INLINE_BYTES - 8:
             rest = torch.frombuffer(bytearray(body or bytes(count)), dtype=torch.uint8)
-            dist.broadcast(rest, 0, group=self._control)
-        return message if self.is_first else pickle.loads(rest.numpy().tobytes())
+            with self._watched():
+                dist.broadcast(rest, 0, group=self._control)
+            told = rest.numpy().tobytes()
+        return message if self.is_first else pickle.loads(told)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Turn errors of a collective into one of people's words."""
+    def _watched(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Turn errors of a collective into one of people's words, but for those of this rank's own device.
+
+        Args:
+            timeout_s: of the collective; default that of the ranks.
+        """
         if self.lost is not None:
             raise RankLost(self.lost)
         try:
             yield
+        except OWN_ERRORS:
+            raise
         except (RuntimeError, ValueError) as error:
             text = str(error).lower()
             if "timed out" in text or "timeout" in text:
-                self.lose(_silent(self.timeout_s))
+                self.lose(_silent(timeout_s or self.timeout_s))
             else:
                 self.lose("A rank has ended.")
             raise RankLost(self.lost) from error

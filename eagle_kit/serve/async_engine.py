@@ -351,7 +351,9 @@ class AsyncEngine:
         except BaseException as error:
             # Whatever it is, the state of the engine is unknown now: every reader hears of it, none waits.
             self.failure = error
-            if not isinstance(error, RankLost):  # whose sentence ends the server
+            if isinstance(error, RankLost):  # whose sentence ends the server
+                _log_cause(error)
+            else:
                 logging.getLogger(__name__).critical("The engine has failed.", exc_info=error)
             self._fail_everything(error)
             self.on_failure(error)
@@ -439,3 +441,13 @@ class AsyncEngine:
             if not self._loop.is_closed():
                 raise
             # The loop is gone, and with it every reader.
+
+
+def _log_cause(error: RankLost) -> None:
+    """Log in a line the first of the errors that made it known, if there was one."""
+    cause = error.__cause__
+    while cause is not None and cause.__cause__ is not None:
+        cause = cause.__cause__
+    if cause is not None:
+        name = type(cause).__name__
+        logging.getLogger(__name__).error("A rank was lost; the first error was %s: %s", name, cause)

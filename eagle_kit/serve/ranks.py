@@ -29,7 +29,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores
-from eagle_kit.kernels.collectives import START_TIMEOUT, RankLost, Ranks, connect
+from eagle_kit.kernels.collectives import OWN_ERRORS, START_TIMEOUT, RankLost, Ranks, connect
 from eagle_kit.kernels.heartbeat import Heartbeat, launched_store
 from eagle_kit.serve.options import devices_of
 
@@ -207,7 +207,8 @@ class Group:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Context manager: all ranks do what is done within. UserError passes, which all raise alike; after
-        any other error, Ctrl-C included, ranks may be out of step, and the group is given up.
+        any other error, Ctrl-C included, ranks may be out of step, and the group is given up. Those of this
+        rank's device pass too.
 
         Raises:
             RankLost: it was given up; another rank has ended, or does not answer.
@@ -220,6 +221,8 @@ class Group:
         except BaseException as error:
             if ranks.lost is None:
                 self.give_up(f"A call of several ranks was interrupted ({type(error).__name__}).")
+                raise
+            if isinstance(error, OWN_ERRORS):
                 raise
             raise self.why(RankLost(ranks.lost)) from error  # a recording raises errors of its own
 

@@ -41,7 +41,7 @@ from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.options import devices_of
-from eagle_kit.serve.ranks import Start
+from eagle_kit.serve.ranks import Group, Start
 from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
@@ -620,6 +620,15 @@ def test_a_lost_group_is_left_in_bounded_time(monkeypatch):
         ranks.close()
         assert bool(left) != is_lost and ranks.lost
         left.clear()
+
+
+def test_an_error_of_the_own_device_passes_though_another_rank_is_lost():
+    ranks = Ranks.__new__(Ranks)
+    ranks.lost = "Rank 1 has ended."
+    with pytest.raises(torch.OutOfMemoryError), Group(ranks).whole():
+        raise torch.OutOfMemoryError
+    with pytest.raises(RankLost, match=ranks.lost), Group(ranks).whole():
+        raise RuntimeError
 
 
 @pytest.mark.slow

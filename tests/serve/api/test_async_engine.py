@@ -262,3 +262,29 @@ def test_readers_hear_of_a_lost_rank_while_a_step_waits_for_it(scripted, monkeyp
         inner.waiting.clear()
 
     run(scripted, check, step_s=1.5 if is_stuck else 0.01)
+
+
+def test_the_first_error_by_which_a_lost_rank_is_known_is_logged(scripted, caplog):
+    async def check(llm, inner, engine):
+        step = inner.step
+
+        def collective():
+            try:
+                return step()
+            except RuntimeError as error:
+                raise RankLost("A rank has ended.") from error
+
+        def lose():
+            try:
+                return collective()
+            except RankLost as error:
+                raise RankLost("Rank 1 has ended.") from error
+
+        inner.step = lose
+        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        with pytest.raises(EngineFailed, match="RankLost"):
+            await reply.collect()
+
+    run(scripted, check, fail_at=1)
+    (record,) = caplog.records
+    assert record.exc_info is None and "RuntimeError: the engine breaks on purpose" in record.getMessage()
