@@ -21,7 +21,7 @@ from eagle_kit.serve.llm import LLM
 
 SERVE = (
     *("serve", "--tensor-parallel", "2", "--rank-timeout", "5", "--device", "cpu"),
-    *("--port", "0", "--max-context", "128", "--served-model-name", "tiny"),
+    *("--port", "0", "--max-context", "512", "--served-model-name", "tiny"),
 )
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -46,13 +46,25 @@ def server(folder, *launcher):
             process.kill()
 
 
-def complete(address, **options):
+def post(address, **options):
     body = {"model": "tiny", "prompt": "The cat sees", "max_tokens": 12, "temperature": 0, **options}
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def complete(address):
+    with post(address) as answer:
         return json.load(answer)["choices"][0]["text"]
+
+
+def kill_while_a_reply_streams(address, pid):
+    """What its reader gets from then on, event by event."""
+    with post(address, stream=True, max_tokens=480, ignore_eos=True) as answer:
+        assert "text" in json.loads(answer.readline().removeprefix(b"data: "))["choices"][0]
+        os.kill(pid, signal.SIGKILL)
+        return answer.read().decode().strip().split("\n\n")
 
 
 def children_of(process):
@@ -77,11 +89,22 @@ def test_a_server_of_two_ranks_answers_and_ends_with_one_sentence_when_one_is_ki
     with server(folder) as (process, address):
         assert complete(address) == expected(folder)
         (child,) = children_of(process)
-        os.kill(child, signal.SIGKILL)
+        *_, error, end = kill_while_a_reply_streams(address, child)
+        assert "The engine has failed (RankLost)." in error and end == "data: [DONE]"
         assert process.wait(30) == 1
         last = process.stderr.read()
     assert f"error: Rank 1 of tensor parallelism (process {child}) was ended by SIGKILL." in last
     assert "Traceback" not in last
+
+
+@pytest.mark.slow
+def test_an_idle_server_ends_with_a_rank_that_is_killed(folder):
+    with server(folder) as (process, _):
+        (child,) = children_of(process)
+        os.kill(child, signal.SIGKILL)
+        assert process.wait(30) == 1
+        last = process.stderr.read()
+    assert f"error: Rank 1 of tensor parallelism (process {child}) was ended by SIGKILL." in last
 
 
 @pytest.mark.slow
@@ -117,6 +140,20 @@ def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
         assert process.wait(90) == 1
         last = process.stderr.read()
     assert "Process 1 of 2 has not been heard of for 5 seconds." in last
+
+
+@pytest.mark.slow
+def test_a_rank_of_torchrun_that_is_killed_ends_the_server(folder):
+    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
+    with server(folder, *launcher) as (process, address):
+        killed = next(pid for pid in children_of(process) if b"RANK=1" in environ_of(pid))
+        *_, error, end = kill_while_a_reply_streams(address, killed)
+        assert "The engine has failed (RankLost)." in error and end == "data: [DONE]"
+        assert process.wait(60) == 1
+        last = process.stderr.read()
+    assert "A rank was lost; the first error was RuntimeError: " in last  # in gloo's words
+    assert "error: A rank has ended. The server has ended." in last
+    assert "(exitcode: -9) local_rank: 1" in last  # which one, torchrun says
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def serve(ranks, folder, head, work, options):
 
 def compare(folder, size, work, head=None, **options):
     """What ``work(llm)`` says of one process and of several, and the first of these ranks' counters."""
-    of_ranks = "expert_parallel", "data_parallel_attention"
+    of_ranks = "expert_parallel", "data_parallel_attention", "lag"
     alone = {name: value for name, value in options.items() if name not in of_ranks}
     expected = work(LLM(folder, head, **{**OPTIONS, **alone}))
     ((found, totals), first), *others = run_ranks(size, serve, folder, head, work, options, timeout_s=280)
@@ -145,8 +145,10 @@ def compare(folder, size, work, head=None, **options):
     return totals
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_replies_are_those_of_one_process(folder, size):
+@pytest.mark.parametrize(
+    ("size", "lag"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 0), (4, 1)))]
+)
+def test_replies_are_those_of_one_process(folder, size, lag):
     """Greedy for every shape, then greedy, seeded, penalised, by a grammar and with stop texts in one batch,
     with a pool so small that requests give way, and prompts that the prefix cache has by then."""
 
@@ -154,7 +156,7 @@ def test_replies_are_those_of_one_process(folder, size):
         greedy = replies(llm, SamplingParams(max_tokens=14), SHAPES)
         return greedy, replies(llm, MIXED, ("none", "4,1,5"))
 
-    totals = compare(folder, size, work, head_of(folder), kv_tokens=104)
+    totals = compare(folder, size, work, head_of(folder), kv_tokens=104, lag=lag)
     assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10  # drafts were accepted
 
