@@ -1,13 +1,14 @@
 """Memory of engines on GPUs that are not at hand: what a rank holds, for several numbers of ranks.
 
 The target is made on the meta device, as its loader would cut it, and planned by
-:func:`~eagle_kit.serve.memory.plan_memory` as it is before an engine is made. The last rank is planned: of
-nearly equal parts it has the largest.
+:func:`~eagle_kit.serve.memory.plan_memory` as it is before an engine is made. The largest rank is planned:
+where ranks share key-value heads it may be any, else it is the last.
 """
 
 import re
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -25,7 +26,7 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.fp8_layout import FP8Layout
 from eagle_kit.models.loading.known_targets import target_architecture, target_fp8_layout
 from eagle_kit.models.loading.loader import in_dtype
-from eagle_kit.models.loading.published import published_parts
+from eagle_kit.models.loading.published import Part, published_parts
 from eagle_kit.models.loading.quantize import quantizable
 from eagle_kit.models.sharding import Sharding, scale_cuts
 from eagle_kit.models.targets.llama import LlamaModel
@@ -147,12 +148,10 @@ class Planner:
     def plan(
         self, size: int, *, expert_parallel: bool = False, data_parallel_attention: bool = False
     ) -> RankPlan:
-        """Plan the last of ``size`` ranks. Raises UserError where the target cannot be shared so."""
-        share, ways = Share(size - 1, size), (expert_parallel, data_parallel_attention)
-        sharding = Sharding.of(self.config, share, self.block, *ways)
-        if self.block is not None:
-            self._check_blocks(sharding)
-        target = self._target(sharding)
+        """Plan the largest of ``size`` ranks. Raises UserError where the target cannot be shared so."""
+        ways = expert_parallel, data_parallel_attention
+        ranks = [Sharding.of(self.config, Share(rank, size), self.block, *ways) for rank in range(size)]
+        sharding, target = self._largest(ranks)
         draft = self._draft(target)
         options = self.options.replace(
             tensor_parallel=size,
@@ -166,16 +165,38 @@ class Planner:
         chooses = self.options.shape is None and draft is not None
         return RankPlan(sharding, target, draft, config, chooses)
 
-    def _check_blocks(self, sharding: Sharding) -> None:
-        """Raise UserError where a block of an fp8 weight would be cut apart, as the loader does."""
-        assert self.layout is not None
+    def _largest(self, ranks: Sequence[Sharding]) -> tuple[Sharding, LlamaModel]:
+        """The one of ``ranks`` with the most bytes, and its target. Raises UserError where one of them would
+        be refused by its loader."""
+        found = {}  # ranks that are alike need one model
+        for each in ranks:
+            config, num_words = each.rank_config(), len(each.share.of(self.config.vocab_size))
+            if config.moe is not None and (own := config.moe.own_experts) is not None:
+                config = replace(config, moe=replace(config.moe, own_experts=range(len(own))))
+            found[f"{config} {num_words}"] = each
+        for each in ranks:
+            self._check_blocks(each)
+        targets = [(each, self._target(each)) for each in found.values()]
+        return max(targets, key=lambda of: sum(parameter.nbytes for parameter in of[1].parameters()))
+
+    @cached_property
+    def _fp8_parts(self) -> list[Part]:
+        """Published weights that are in fp8, one of each kind."""
         with torch.device("meta"):
             parameters = list(LlamaModel(self.config).named_parameters())
+        found: dict[tuple[str, tuple[int, ...]], Part] = {}
         for name, group in published_parts(parameters, self.config, ()).items():
             for part in group if name.startswith("layers.") else ():
                 if len(part.shape) > 1 and not part.name.endswith(NOT_FP8):
-                    shape = self.layout.scale_shapes(part.shape)[0]
-                    scale_cuts(part, sharding.cuts(part), shape, self.block)
+                    found.setdefault((re.sub(r"\d+", "", part.name), part.shape), part)
+        return list(found.values())
+
+    def _check_blocks(self, sharding: Sharding) -> None:
+        """Raise UserError where a block of an fp8 weight would be cut apart, as the loader does."""
+        if self.layout is None or self.block is None:
+            return
+        for part in self._fp8_parts:
+            scale_cuts(part, sharding.cuts(part), self.layout.scale_shapes(part.shape)[0], self.block)
 
     def _target(self, sharding: Sharding) -> LlamaModel:
         dtype, share = dtype_of(self.options.dtype, GPU.type), sharding.share

@@ -4,7 +4,8 @@ import pytest
 from families import family_config
 from rank_processes import run_ranks
 from tiny import tiny_head
-from tiny_mixtures import MIXTURES, randomised, v3
+from tiny_mixtures import GROUPED, MIXTURES, randomised, v3
+from transformers import MixtralConfig
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
@@ -24,6 +25,8 @@ TARGETS = {
     "mixtral": MIXTURES["mixtral"],
     "qwen3-next": family_config("qwen3_next"),
 }
+
+NINE_HEADS = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -46,12 +49,36 @@ def test_the_planned_rank_is_the_largest_of_those_that_are_loaded(folder, expert
     plan = planner.plan(4, expert_parallel=expert_parallel)
     options = {"expert_parallel": expert_parallel, "quantization": quantization}
     found = run_ranks(4, bytes_of_rank, folder, options)
-    last, shapes, config = found[-1]
+    size, shapes, config = found[plan.sharding.share.rank]
     assert {name: tuple(each.shape) for name, each in plan.target.named_parameters()} == shapes
     assert plan.target.config == config
-    assert sum(plan.weights.values()) == plan.all_weights == last == max(size for size, *_ in found)
+    assert sum(plan.weights.values()) == plan.all_weights == size == max(size for size, *_ in found)
     kinds = [part for part in PARTS if "MLP" not in part and (config.states or "recurrent" not in part)]
     assert plan.weights["draft"] == 0 and all(plan.weights[part] for part in kinds)
+
+
+def test_the_largest_rank_may_be_any(tmp_path):
+    """Of 9 query heads over 3 key-value heads four ranks have 3, 3, 1 and 2."""
+    config = MixtralConfig(**GROUPED | NINE_HEADS, num_local_experts=5, num_experts_per_tok=2)
+    randomised(config).save_pretrained(tmp_path)
+    plan = Planner(str(tmp_path), None, OPTIONS).plan(4)
+    sizes = [size for size, *_ in run_ranks(4, bytes_of_rank, tmp_path, {})]
+    assert plan.all_weights == sizes[plan.sharding.share.rank] == max(sizes) > sizes[-1]
+    assert plan.target.config.num_heads == 3
+
+
+def test_no_number_of_ranks_is_planned_that_a_rank_refuses(tmp_path):
+    """The first of three has one head of four, half a block of its output projection; the last has whole
+    blocks."""
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "num_attention_heads": 4}
+    config = v3(**sizes, num_key_value_heads=4, intermediate_size=96, moe_intermediate_size=96)
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    config.architectures = ["DeepseekV3ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    planner = Planner(str(tmp_path), None, OPTIONS)
+    assert planner.plan(2).target.config.num_heads == 2
+    with pytest.raises(UserError, match=r"0 to 15 of layers.0.self_attn.o_proj.weight.* blocks of 32"):
+        planner.plan(3)
 
 
 def engine_of_rank(ranks, folder, draft, **choices):
