@@ -116,9 +116,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, load, test, serve; returns when the server was told to stop."""
-    config = engine_config(args)
+    sglang_flags.apply(args)
     if args.plan:
-        return plan(args, config)
+        return plan(args)
+    config = engine_config(args)
     if args.gpu is not None:
         raise UserError("--gpu is of --plan, which was not given.", "Give both, or --device.")
     from eagle_kit.data.chat.reply.choice import check_names
@@ -156,18 +157,22 @@ def run(args: argparse.Namespace) -> int:
         os._exit(1)  # Python's own end may wait for a GPU, which waits for the lost rank
 
 
-def plan(args: argparse.Namespace, config: EngineConfig) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Print the memory that the engine would need. Raises UserError."""
     from eagle_kit.cli.serve_plan import print_plan
     from eagle_kit.serve.api.startup import find_model
 
+    ways = {name: bool(getattr(args, name)) for name in ("expert_parallel", "data_parallel_attention")}
+    if args.tensor_parallel in (None, 1):  # they are those of all numbers of ranks that are compared
+        args.expert_parallel = args.data_parallel_attention = None
+    config = engine_config(args)
     draft, target = args.draft, args.model
     if args.target is not None or (draft is None and Path(args.model).is_dir()):
         model = find_model(args.model, args.target, DEFAULT_TARGET)
         draft, target = model.draft, model.target
     if args.speculative_algorithm == "NONE":
         draft = None
-    print_plan(target, draft, config, args.gpu or PLANNED_GPU)
+    print_plan(target, draft, config, args.gpu or PLANNED_GPU, **ways)
     return 0
 
 
@@ -193,7 +198,6 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     if args.disable_cuda_graph and args.graph_mode not in (None, "off"):
         raise UserError("--graph-mode was given beside --disable-cuda-graph.", "Give one or the other.")
     args.graph_mode = "off" if args.disable_cuda_graph else args.graph_mode
-    sglang_flags.apply(args)
     args.shape = shape_of(args)
     algorithm = args.speculative_algorithm
     algorithm = "auto" if algorithm in (None, "NONE") else algorithm

@@ -1,6 +1,7 @@
 """`eagle-kit serve --plan`: memory of engines on GPUs that are not at hand, by number of ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,15 @@ HONESTY = (
 )
 
 
-def print_plan(target: str, draft: str | None, options: EngineConfig, gpu: str) -> None:
+def print_plan(
+    target: str,
+    draft: str | None,
+    options: EngineConfig,
+    gpu: str,
+    *,
+    expert_parallel: bool = False,
+    data_parallel_attention: bool = False,
+) -> None:
     """Print what each rank would hold on GPUs of one kind, and how many tokens would fit on others.
 
     Args:
@@ -28,6 +37,8 @@ def print_plan(target: str, draft: str | None, options: EngineConfig, gpu: str) 
         draft: its weights are read.
         options: of the engine; a ``tensor_parallel`` above 1 is the only number of ranks that is planned.
         gpu: a kind of :data:`~eagle_kit.core.gpus.GPUS`.
+        expert_parallel: share experts by number only; else both ways are compared.
+        data_parallel_attention: of all numbers of ranks above one.
 
     Raises:
         UserError: an unknown GPU or target, or one that cannot be planned or shared at all.
@@ -38,7 +49,7 @@ def print_plan(target: str, draft: str | None, options: EngineConfig, gpu: str) 
     find_gpu(gpu)
     planner = Planner(target, draft, options)
     wanted = (options.tensor_parallel,) if options.tensor_parallel > 1 else SIZES
-    plans, refused = _plans(planner, wanted)
+    plans, refused = _plans(planner, wanted, expert_parallel, data_parallel_attention)
     first = next(iter(plans.values()))
     dtype = first.target.weight_format
     config = first.config
@@ -54,18 +65,20 @@ def print_plan(target: str, draft: str | None, options: EngineConfig, gpu: str) 
     print("\n".join(["", *lines, "", *refused, HONESTY]))
 
 
-def _plans(planner: "Planner", wanted: Sequence[int]) -> "tuple[dict[str, RankPlan], list[str]]":
+def _plans(
+    planner: "Planner", wanted: Sequence[int], expert_parallel: bool, data_parallel_attention: bool
+) -> "tuple[dict[str, RankPlan], list[str]]":
     """Plans by the names of their columns, and why others are none. Raises UserError where there is none."""
     ways = (False, True) if planner.config.moe is not None else (False,)
-    if planner.options.expert_parallel:
+    if expert_parallel:
         ways = (True,)
     plans, refused = {}, {}
     for size in wanted:
         for by_number in ways:
-            if size == 1 and by_number:
-                continue
+            by_number, own = by_number and size > 1, data_parallel_attention and size > 1
             name = f"{size}e" if by_number else f"{size}"
-            own = size > 1 and planner.options.data_parallel_attention
+            if name in plans or name in refused:
+                continue
             try:
                 plans[name] = planner.plan(size, expert_parallel=by_number, data_parallel_attention=own)
             except UserError as error:
@@ -124,12 +137,16 @@ def _latents(planner: "Planner", plans: "Mapping[str, RankPlan]", gpu: str) -> I
     kind, found = find_gpu(gpu), []
     for plan in plans.values():
         size, by_number = plan.sharding.share.size, plan.sharding.expert_parallel
-        replica = planner.plan(size, expert_parallel=by_number)
-        own = replica
+        own = replica = None
+        with suppress(UserError):  # heads or blocks that are not cut so
+            own = replica = planner.plan(size, expert_parallel=by_number)
         if size > 1:
             own = planner.plan(size, expert_parallel=by_number, data_parallel_attention=True)
-        more = own.weights["attention"] - replica.weights["attention"]
-        found.append((_fit(replica.tokens(kind)), _fit(own.tokens(kind)), f"{more / 1e9:.2f}"))
+        tokens = ["-" if each is None else _fit(each.tokens(kind)) for each in (replica, own)]
+        more = "-"
+        if own is not None and replica is not None:
+            more = f"{(own.weights['attention'] - replica.weights['attention']) / 1e9:.2f}"
+        found.append((*tokens, more))
     names = "tokens, a replica of all", "tokens, --enable-dp-attention", "GB of attention it adds"
     yield _row(f"latents on {gpu}", [*plans])
     for name, cells in zip(names, zip(*found, strict=True), strict=True):

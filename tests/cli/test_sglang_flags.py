@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from eagle_kit.cli import serve
+from eagle_kit.cli import serve, sglang_flags
 from eagle_kit.cli.sglang_flags import CHOICES
 from eagle_kit.core.errors import UserError
 
@@ -12,7 +12,9 @@ from eagle_kit.core.errors import UserError
 def config_of(*flags):
     parser = argparse.ArgumentParser()
     serve.configure(parser)
-    return serve.engine_config(parser.parse_args(["a-target", *flags]))
+    args = parser.parse_args(["a-target", *flags])
+    sglang_flags.apply(args)
+    return serve.engine_config(args)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,26 @@ def test_a_plan_is_printed_without_weights_or_a_network(capsys):
     assert table["kB of a token"][-1] == f"{48 * 2 * 128 * 2 / 1e3:.1f}"  # one key-value head of four
 
 
+def test_ways_to_share_are_those_of_all_numbers_of_ranks(tmp_path, capsys):
+    v3(architectures=["DeepseekV3ForCausalLM"], kv_lora_rank=512).save_pretrained(tmp_path)
+
+    def table(*flags):
+        words = ("--plan", "--speculative-algorithm", "NONE", "--max-running-requests", "64", *flags)
+        assert main(["serve", str(tmp_path), *words]) == 0
+        text = capsys.readouterr().out
+        return text, {line[:30].strip(): line[30:].split() for line in text.splitlines()}
+
+    names = "GB of each rank on h100-80g", "kB of a token", "tokens, a replica of all"
+    text, whole = table("--enable-expert-parallel")
+    assert whole[names[0]] == ["1", "2e", "4e"] and "not with 8e: 8 ranks cannot share 6 query" in text
+    text, own = table("--enable-expert-parallel", "--enable-dp-attention")
+    assert own[names[0]] == ["1", "2e", "4e", "8e"] and "not with 16e: 16 ranks are too many for 12" in text
+    assert own[names[2]] == [*whole[names[2]], "-"]  # whose heads are not cut
+    assert whole[names[1]] == [own[names[1]][0]] * 3 and len(set(own[names[1]])) == 4
+    _, only = table("--enable-dp-attention", "--tensor-parallel", "2")
+    assert only[names[0]] == ["2", "2e"] and only[names[1]] == [own[names[1]][1]] * 2
+
+
 def test_what_cannot_be_planned_is_said(capsys):
     def error(*words):
         assert main(["serve", *words]) == 2
