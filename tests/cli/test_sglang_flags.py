@@ -30,6 +30,23 @@ def config_of(*flags):
         (("--attention-backend", "fa3"), {"prefill_backend": "flash-attn"}),
         (("--prefill-attention-backend", "flashinfer"), {"prefill_backend": "flashinfer"}),
         (("--attention-backend", "triton", "--prefill-backend", "triton"), {"prefill_backend": "triton"}),
+        (
+            ("--attention-backend", "triton", "--prefill-attention-backend", "fa3"),
+            {"prefill_backend": "flash-attn"},
+        ),
+        (
+            (
+                *("--attention-backend", "flashmla", "--prefill-attention-backend", "flashinfer"),
+                *("--decode-attention-backend", "triton"),
+            ),
+            {"prefill_backend": "flashinfer"},
+        ),
+        (
+            ("--attention-backend", "fa3", "--decode-attention-backend", "triton"),
+            {"prefill_backend": "flash-attn"},
+        ),
+        (("--tp-size", "2", "--enable-ep-moe"), {"tensor_parallel": 2, "expert_parallel": True}),
+        (("--nnodes", "1", "--node-rank", "0", "--deepep-mode", "auto"), {"tensor_parallel": 1}),
         (("--moe-a2a-backend", "none", "--moe-runner-backend", "auto"), {"prefill_backend": "auto"}),
     ],
 )
@@ -47,11 +64,32 @@ def test_flags_mean_our_options(flags, wanted):
         (("--tp-size", "4", "--ep-size", "2"), "--ep-size is 2, and 4 ranks share"),
         (("--ep-size", "2"), "--ep-size is 2, and 1 ranks share"),
         (("--attention-backend", "fa3", "--prefill-backend", "triton"), "beside --prefill-backend triton"),
-        *(((choice.flag, "deepep"), f"{choice.flag} deepep does not exist here") for choice in CHOICES),
+        (
+            ("--attention-backend", "flashmla", "--prefill-attention-backend", "fa3"),
+            "--attention-backend flashmla does not exist here",
+        ),
+        (
+            (
+                "--attention-backend",
+                "fa3",
+                "--prefill-attention-backend",
+                "triton",
+                "--prefill-backend",
+                "flash-attn",
+            ),
+            "--prefill-attention-backend triton was given beside --prefill-backend flash-attn",
+        ),
+        *(
+            ((choice.flag, "deepep"), f"{choice.flag} deepep does not exist here")
+            for choice in CHOICES
+            if not choice.is_switch
+        ),
+        *(((choice.flag,), f"{choice.flag} does not exist here") for choice in CHOICES if choice.is_switch),
+        (("--nnodes", "2", "--node-rank", "1"), "--nnodes 2 does not exist here. Ranks of several machines"),
         (("--speculative-attention-mode", "prefill"), "mode prefill does not exist here"),
     ],
 )
 def test_what_does_not_exist_is_refused_by_name(flags, cause):
     with pytest.raises(UserError) as error:
         config_of(*flags)
-    assert cause in error.value.cause
+    assert cause in error.value.cause and "one of ." not in error.value.remedy
