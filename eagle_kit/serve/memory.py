@@ -302,8 +302,9 @@ def _weights(target: Target, draft: DraftModel | None) -> Iterator[torch.Tensor]
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on ``device``."""
+    """Bytes that are free on ``device``, those that torch keeps of freed tensors included."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo", encoding="ascii") as file:

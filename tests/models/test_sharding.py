@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from families import COMMON, HYBRIDS
+from live_bytes import LiveBytes
 from rank_processes import run_ranks
 from tiny_mixtures import randomised, v2, v3
 from transformers import (
@@ -223,6 +224,22 @@ def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
     for expert_parallel in by_number:
         found = run_ranks(size, _forward, folder, ids, (1, 3), expert_parallel)
         check_ranks(found, whole, out, logits)
+
+
+def _peak_of_ends(ranks, folder):
+    target = load_share(folder, ranks)
+    with LiveBytes() as live:
+        whole = target.with_whole_ends()
+    size = whole.embed_tokens.weight.nbytes
+    return live.now / size, live.peak / size
+
+
+@pytest.mark.parametrize(("vocab_size", "most"), [(132, 2), (131, 3.6)])
+def test_whole_ends_are_gathered_beside_at_most_one_copy(vocab_size, most, tmp_path):
+    """Two matrices; uneven parts are padded, half of a matrix on each of two ranks, and put together anew."""
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"vocab_size": vocab_size})).save_pretrained(tmp_path)
+    for now, peak in run_ranks(2, _peak_of_ends, tmp_path):
+        assert now == 2 and peak <= most
 
 
 def check_ranks(found, whole, out, logits):

@@ -1,6 +1,7 @@
 """`serve --plan` against the ranks that it speaks of: the same modules, made without weights."""
 
 import pytest
+import torch
 from families import family_config
 from rank_processes import run_ranks
 from tiny import tiny_head
@@ -15,7 +16,7 @@ from eagle_kit.core.gpus import GPUS, RUNTIME_BYTES, Gpu
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.memory import FREE_SHARE
+from eagle_kit.serve.memory import FREE_SHARE, free_memory
 from eagle_kit.serve.plan import PARTS, Planner
 from eagle_kit.serve.ranks import Start
 
@@ -113,6 +114,14 @@ def test_what_fits_is_what_is_free(folder):
     room = FREE_SHARE["cuda"] * (5e8 - plan.all_weights) - needed
     assert plan.tokens(gpu) == room // memory.bytes_per_token > memory.kv_tokens
     assert plan.on(Gpu(RUNTIME_BYTES + plan.all_weights, 1e15, 1e15, 1e12, 1e11)) is None
+
+
+def test_what_torch_keeps_of_freed_tensors_is_free(monkeypatch):
+    """Loading leaves gigabytes there, of what was gathered for a draft."""
+    kept = [3e9]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8e9 - sum(kept), 8e9))
+    assert free_memory(torch.device("cuda", 1)) == 8e9
 
 
 def own_latents_of_rank(ranks, folder, draft):

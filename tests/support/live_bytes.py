@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
         before = {_storage(x)._cdata for x in tree_leaves((args, kwargs)) if torch.is_tensor(x)}
         out = func(*args, **kwargs)
         for tensor in tree_leaves(out):
-            if not torch.is_tensor(tensor):
+            if not torch.is_tensor(tensor) or tensor.is_meta:
                 continue
             storage = _storage(tensor)
             key = storage._cdata

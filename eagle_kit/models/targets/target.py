@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.kernels.collectives import Ranks, Share
 from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
@@ -164,7 +164,8 @@ class Target(nn.Module, ABC):
         whole._modules = dict(self._modules)
         if not self.has_whole_embedding:
             whole.embed_tokens = nn.Embedding.from_pretrained(self._joined(self.embed_tokens.weight))
-        whole.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
+        with torch.device("meta"):
+            whole.lm_head = Linear(self.config.hidden_size, self.config.vocab_size, bias=False)
         is_tied = self.config.tie_word_embeddings
         weight = whole.embed_tokens.weight.data if is_tied else self._joined(self.lm_head.weight)
         whole.lm_head.weight = nn.Parameter(weight, requires_grad=False)
@@ -180,9 +181,14 @@ class Target(nn.Module, ABC):
             self.lm_head.weight = nn.Parameter(whole.weight[mine.start : mine.stop], requires_grad=False)
 
     def _joined(self, rows: torch.Tensor) -> torch.Tensor:
-        """Every rank's rows of a matrix ``[V, H]``."""
+        """Every rank's rows of a matrix ``[V, H]``, without another copy where they have equally many."""
         assert self.ranks is not None
-        return self.ranks.join(rows.t(), self.config.vocab_size).t().contiguous()
+        size, count = self.ranks.size, self.config.vocab_size
+        widths = [len(Share(rank, size).of(count)) for rank in range(size)]
+        if count == size * max(widths):
+            return self.ranks.stack(rows).view(count, -1)
+        parts = self.ranks.stack(F.pad(rows, (0, 0, 0, max(widths) - len(rows))))
+        return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)])
 
     def causal(self) -> Attend:
         """Attention of one text, all of which is in the forward."""
