@@ -255,7 +255,8 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
         start: of a rank that was started by the first one.
 
     Raises:
-        UserError: ``torchrun`` has started another number of processes, or one that was started ends.
+        UserError: ``torchrun`` has started another number of processes, all of them are shown the same GPU,
+            or one that was started ends.
     """
     size, rank = config.tensor_parallel, launched_rank()
     if start is not None:
@@ -268,8 +269,14 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
                 f"Give --nproc-per-node {size}, or tensor_parallel={launched}.",
             )
         local, count = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", size)
-        device = _take_device(config, int(local), int(count))
+        is_shown_one = config.device in ("auto", "cuda") and _num_gpus() == 1
+        if is_shown_one:
+            device = _take_device(config.replace(device="cuda:0"), 0, 1)
+        else:
+            device = _take_device(config, int(local), int(count))
         ranks = connect(rank, size, device, config.rank_timeout_s)
+        if is_shown_one:
+            _check_apart(ranks, device)
         has_store = "MASTER_ADDR" in os.environ
         return Group(ranks, missed=Missed(ranks, config.rank_timeout_s) if has_store else None)
     if dist.is_initialized():
@@ -316,6 +323,21 @@ def _take_device(config: EngineConfig, local: int, count: int) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device
+
+
+def _num_gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _check_apart(ranks: Ranks, device: torch.device) -> None:
+    """Raise UserError, on all ranks, where two have the same GPU: a launcher may show each its own one, or
+    all the only one."""
+    gpus = ranks.all(str(torch.cuda.get_device_properties(device).uuid))
+    if len(set(gpus)) < len(gpus):
+        raise UserError(
+            f"{ranks.size} ranks need a device each, and two of them see the same one alone.",
+            "Use fewer ranks, or start them where there are more GPUs.",
+        )
 
 
 def own_threads(size: int) -> int:

@@ -12,6 +12,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,13 +36,14 @@ from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve import engine as engines
 from eagle_kit.serve import graph
 from eagle_kit.serve import llm as llms
+from eagle_kit.serve import ranks as ranks_room
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar import compiler
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.options import devices_of
-from eagle_kit.serve.ranks import Group, Start
+from eagle_kit.serve.ranks import Group, Start, join_ranks
 from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
@@ -522,6 +524,30 @@ def test_devices_are_checked_by_name_before_ranks_start(folder, monkeypatch):
     given = {"cuda": ("cuda:0", "cuda:1"), "cuda:2,cuda:0": ("cuda:2", "cuda:0"), "cpu": ("cpu", "cpu")}
     assert all(devices_of(name, 2) == list(map(torch.device, wanted)) for name, wanted in given.items())
     assert devices_of("cuda", 1) == [torch.device("cuda")]
+
+
+@pytest.mark.parametrize("gpus", ["ab", "aa"])
+def test_a_process_that_is_shown_one_gpu_has_that(folder, monkeypatch, gpus):
+    """As by Slurm with a GPU for each task; where there is but one, it is not for two."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    taken = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[1]))
+    others = SimpleNamespace(size=2, all=lambda mine: [gpus[0], mine], is_first=False)
+    monkeypatch.setattr(ranks_room, "connect", lambda rank, size, device, timeout_s: others)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    config = EngineConfig(tensor_parallel=2, device="cuda")
+    if gpus == "aa":
+        with pytest.raises(UserError, match="2 ranks need a device each, and two of them see the same one"):
+            join_ranks(folder, None, config)
+        return
+    assert join_ranks(folder, None, config).ranks is others
+    assert join_ranks(folder, None, config.replace(device="auto")).ranks is others
+    assert taken == [torch.device("cuda", 0)] * 2
+    with pytest.raises(UserError, match="two of 2 ranks would share a GPU"):
+        join_ranks(folder, None, config.replace(device="cuda:0"))
 
 
 def test_ranks_end_with_their_siblings_and_parents_before_they_meet(folder, tmp_path, monkeypatch):
