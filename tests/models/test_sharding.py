@@ -101,10 +101,16 @@ def test_slices_reassemble_the_checkpoint(folder, size):
     """Bit for bit; only keys and values, and keys of recurrent layers, may be there twice. Whole experts are
     there once."""
     config = read_target_config(folder)
-    by_number = [False] if config.moe is None else [False, True]
-    for expert_parallel in by_number:
-        ranks = [Sharding(config, Share(rank, size), expert_parallel) for rank in range(size)]
+    for way in ways_of(config):
+        ranks = [Sharding(config, Share(rank, size), **way) for rank in range(size)]
         check_slices(ranks, config, arrangement_of(config).renamed(read_published(folder)))
+
+
+def ways_of(config):
+    """Everything is cut inside, or experts are shared by number, and latents by request."""
+    others = {"expert_parallel": config.moe, "attends_whole": config.mla}
+    other = {name: True for name, part in others.items() if part is not None}
+    return [{}, other] if other else [{}]
 
 
 def check_slices(ranks, config, published):
@@ -120,7 +126,8 @@ def check_slices(ranks, config, published):
             assert owners.count(True) == 1 and cuts == [None if mine else [] for mine in owners]
             continue
         if any(cut is None for cut in cuts):
-            assert cuts == [None] * size and re.search(WHOLE, name)
+            is_whole = ranks[0].attends_whole and "self_attn." in name
+            assert cuts == [None] * size and (is_whole or re.search(WHOLE, name))
             continue
         whole = torch.full_like(tensor, torch.nan)
         times = torch.zeros(tensor.shape[cuts[0][0].dim])
@@ -197,8 +204,8 @@ def test_cuts_of_stacked_experts_and_of_scales_fit_together():
         scale_cuts(Part("o_proj", (48, 48)), [Cut(1, 24, 48)], (3, 3), (16, 16))
 
 
-def _forward(ranks, folder, ids, capture, expert_parallel):
-    target = load_share(folder, ranks, expert_parallel=expert_parallel)
+def _forward(ranks, folder, ids, capture, way):
+    target = load_share(folder, ranks, **way)
     with torch.inference_mode():
         out = target(ids, torch.arange(len(ids)), target.causal(), capture)
         before = dict(ranks.volume)
@@ -220,10 +227,9 @@ def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
     with torch.inference_mode():
         out = whole(ids, torch.arange(29), whole.causal(), (1, 3))
         logits = whole.logits(out.hidden)
-    by_number = [False] if whole.config.moe is None else [False, True]
-    for expert_parallel in by_number:
-        found = run_ranks(size, _forward, folder, ids, (1, 3), expert_parallel)
-        check_ranks(found, whole, out, logits)
+    for way in ways_of(whole.config):
+        found = run_ranks(size, _forward, folder, ids, (1, 3), way)
+        check_ranks(found, whole, out, logits, attends_whole="attends_whole" in way)
 
 
 def _peak_of_ends(ranks, folder):
@@ -242,16 +248,16 @@ def test_whole_ends_are_gathered_beside_at_most_one_copy(vocab_size, most, tmp_p
         assert now == 2 and peak <= most
 
 
-def check_ranks(found, whole, out, logits):
+def check_ranks(found, whole, out, logits, *, attends_whole):
     for mine, my_logits, (embedding, output), volume, parts, config in found:
         torch.testing.assert_close(my_logits, logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.hidden, out.hidden, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.aux, out.aux, rtol=1e-4, atol=1e-4)
         assert torch.equal(embedding, whole.embed_tokens.weight) and torch.equal(output, whole.head_weight)
         layers = whole.config.num_layers
-        assert volume == {"sum": (2 * layers + 1) * 29 * 48 * 4}
+        assert volume == {"sum": ((1 if attends_whole else 2) * layers + 1) * 29 * 48 * 4}
         assert parts["layers.1.self_attn.o_proj.weight"][1] == config.num_heads * 48 // 6 or config.mla
-        assert config.num_heads in (1, 2, 3) and config.num_kv_heads == (
+        assert config.num_heads in ((6,) if attends_whole else (1, 2, 3)) and config.num_kv_heads == (
             config.num_heads if config.mla else 1
         )
     for each in found[1:]:  # what is whole on every rank has the same bits there

@@ -198,13 +198,14 @@ def test_mixtures_and_latents_are_shared(name, size, experts, tmp_path):
     compare(tmp_path, size, work, head_of(tmp_path), expert_parallel=experts == "whole")
 
 
-OWN = [*itertools.product(("EAGLE3", "NGRAM"), (2, 4))]
+OWN = [("EAGLE3", 2, "whole"), *itertools.product(("EAGLE3", "NGRAM"), (2, 4), ("inside",))]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "size"), [OWN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in OWN[1:])]
+    ("algorithm", "size", "experts"),
+    [OWN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in OWN[1:])],
 )
-def test_requests_have_latents_on_one_rank(algorithm, size, tmp_path):
+def test_requests_have_latents_on_one_rank(algorithm, size, experts, tmp_path):
     """Greedy for every shape, then all kinds of requests in one batch; ranks run out of latents, and have
     some prompts cached."""
     randomised(MIXTURES["deepseek-v3"]).save_pretrained(tmp_path)
@@ -217,6 +218,7 @@ def test_requests_have_latents_on_one_rank(algorithm, size, tmp_path):
 
     head = head_of(tmp_path) if algorithm == "EAGLE3" else None
     options = {"kv_tokens": 76 * size, "data_parallel_attention": True, "max_context": 72}
+    options["expert_parallel"] = experts == "whole"
     totals = compare(tmp_path, size, work, head, algorithm=algorithm, **options)
     assert totals.num_cached_prompt_tokens > 0
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies

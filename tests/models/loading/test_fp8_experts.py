@@ -170,8 +170,15 @@ def test_ranks_have_parts_of_experts_in_fp8(tmp_path, layout, fused):
 
 
 def test_blocks_are_not_cut_apart(tmp_path):
-    small, _ = save(tmp_path, OF_BLOCKS, inner=64)
+    """Those of attention are whole where ranks attend to requests of their own."""
+    small, wide = save(tmp_path, OF_BLOCKS, inner=64)
     for cause in run_ranks(2, of_a_rank, small):
         assert re.match(
             r"A rank would have .*_b_proj.weight, whose fp8 scales are those of blocks of 16", cause
         )
+    want = logits(load_target(wide))
+    for expert_parallel in (False, True):
+        found = run_ranks(2, of_a_rank, small, attends_whole=True, expert_parallel=expert_parallel)
+        for ours, shapes in found:
+            torch.testing.assert_close(ours, want, atol=1e-3, rtol=1e-4)
+            assert shapes == [(6, 128) if expert_parallel else (12, 64)] * 2
