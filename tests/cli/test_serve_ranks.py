@@ -13,7 +13,9 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
+from nodes import finish, start_nodes
 from tiny_run import make_target
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -163,3 +165,37 @@ def test_torchrun_starts_a_server(folder):
         assert complete(address) == expected(folder)
         process.terminate()
         process.wait(60)
+
+
+def at_endpoint(count, per_node, node, port):
+    """``torchrun`` of machine ``node``, as the documentation has it."""
+    machines = ("--nnodes", str(count), "--node-rank", str(node), "--rdzv-endpoint", f"127.0.0.1:{port}")
+    return ("-m", "torch.distributed.run", *machines, "--nproc-per-node", str(per_node))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_two_machines_serve_together(folder, is_lost):
+    """The first has the server. It ends the other, or ends with one sentence when that is lost."""
+    nodes = start_nodes(2, 1, "-m", "eagle_kit", *SERVE, str(folder), launcher=at_endpoint)
+    try:
+        lines = []
+        while (line := nodes[0].stdout.readline()) and "Serving" not in line:
+            lines.append(line)
+        assert line, "".join(lines)
+        assert complete(re.search(r"http://\S+", line)[0]) == expected(folder)
+        if is_lost:
+            other = psutil.Process(nodes[1].pid)
+            for process in (*other.children(recursive=True), other):
+                process.kill()
+        else:
+            nodes[0].terminate()
+        first, second = finish(nodes, 60)
+    finally:
+        for node in nodes:
+            node.kill()
+    if is_lost:
+        ours = first.said.split("Traceback")[0]  # what follows is the launcher's own
+        assert first.code != 0 and ours.count("error: ") == 1 and "The server has ended." in ours
+    else:
+        assert second.code == 0 and "error: " not in second.said
