@@ -94,12 +94,18 @@ def trace(target, shape, sampling, parts=None):
             runner.slots.make_tables(config.vocab_size)
         volume = ranks.volume
         volume.clear()
+        settings = cycle_settings(engine, shape)
+        if sampling == "greedy":  # where no log-probabilities are told, logits stay on their ranks
+            settings = settings._replace(num_logprobs=None)
         with Device() as guard:
-            out = runner.run_cycle(CycleInputs(rows, batch, own=own), cycle_settings(engine, shape))
+            out = runner.run_cycle(CycleInputs(rows, batch, own=own), settings)
     assert out.tokens.device == CUDA and guard.num_operations > 50
     nodes, steps = BATCH * SpecShape.parse(shape).tokens, SpecShape.parse(shape).steps
     states = config.num_layers * config.hidden_size * target.embed_tokens.weight.element_size()
     gathered = 0 if own is None else len(own.rows) * SpecShape.parse(shape).tokens
     assert volume["sum"] == (2 if own is None else 1) * nodes * states
     assert volume["first"] == 8 * BATCH * (2 * (steps + 1) + 1) + 32 * nodes * (steps > 0)
-    assert volume["stack"] >= 16 * nodes + gathered * states
+    of_node = 16  # the best logit and its token
+    if sampling != "greedy":
+        of_node = -(-config.vocab_size // SIZE) * target.lm_head.weight.element_size()
+    assert volume["stack"] == of_node * nodes + gathered * states

@@ -60,9 +60,13 @@ MIXED = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A vocabulary of 12 lets random heads guess right; 6 query and 2 key-value heads are shared unevenly."""
+    return save_llama(tmp_path_factory.mktemp("target"), 12)
+
+
+def save_llama(place, vocab_size):
     torch.manual_seed(2)
     config = LlamaConfig(
-        vocab_size=12,
+        vocab_size=vocab_size,
         hidden_size=48,
         intermediate_size=97,
         num_hidden_layers=3,
@@ -74,7 +78,6 @@ def folder(tmp_path_factory):
         bos_token_id=None,
         eos_token_id=11,
     )
-    place = tmp_path_factory.mktemp("target")
     LlamaForCausalLM(config).save_pretrained(place)
     return save_tokenizer(place)
 
@@ -255,37 +258,55 @@ def test_states_of_recurrent_layers_are_shared(name, size, tmp_path):
 
 
 def volume_of_cycle(llm, shape, params, prompts=PROMPTS[2:3]):
+    """Bytes that a cycle gives to collectives, and its messages, of which the others wait for an answer."""
     engine, ranks = llm.engine(shape), llm.group.ranks
     requests = [llm.make_request(prompt, params) for prompt in prompts]
     for request in requests:
         request.group = requests[0].group
         engine.add_request(request)
     engine.step()  # the prompts
-    before = ranks.volume.copy()
+    before, agree, messages = ranks.volume.copy(), ranks.agree, []
+    ranks.agree = lambda value: messages.append(value) or agree(value)
     engine.step()
+    ranks.agree = agree
     assert all(len(request.token_ids) > 1 for request in requests)
     found = dict(ranks.volume - before)
     for request in requests:
         engine.abort(request)
     engine.drain()
-    return found
+    return found | {"messages": len(messages)}
+
+
+VOLUMES = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0},
+    "logprobs": {"logprobs": 2},
+    "grammar": {"grammar": Grammar("regex", "[0-9]+")},
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_cycle_communicates_what_its_formula_says(folder, shape, temperature):
-    """Two sums of the window's states in every layer; then a pair of numbers a node, or its logits where
-    tokens are sampled; the first rank's tree where it drafts, and its path."""
-    size, hidden, layers, vocab = 2, 48, 3, 12
-    params = SamplingParams(max_tokens=24, temperature=temperature, seed=1, ignore_eos=True)
-    (steps, _, nodes), length = SpecShape.parse(shape), 4
-    work = partial(volume_of_cycle, shape=shape, params=params)
-    ((per_cycle, _), _), _ = run_ranks(size, serve, folder, head_of(folder), work, {})
-    assert per_cycle == {
-        "sum": 2 * layers * nodes * hidden * length,
-        "stack": nodes * (vocab // size * length if temperature else 16),
-        "first": 8 * (2 * (steps + 1) + 1 + 4 * nodes * (steps > 0)),
-    }
+def test_a_cycle_communicates_what_its_formula_says(shape, tmp_path):
+    """Two sums of the window's states in every layer; then a pair of numbers a node, or a rank's part of its
+    logits, padded to the largest; the first rank's tree where it drafts, its path, what grammars allow."""
+    hidden, layers, length, batch = 48, 3, 4, 2
+    save_llama(tmp_path, vocab_size=37)
+    given = [SamplingParams(max_tokens=24, seed=1, ignore_eos=True, **each) for each in VOLUMES.values()]
+    steps, _, nodes = SpecShape.parse(shape)
+
+    def work(llm):
+        return [volume_of_cycle(llm, shape, params, PROMPTS[1:3]) for params in given]
+
+    ((found, _), _), _ = run_ranks(2, serve, tmp_path, head_of(tmp_path), work, {})
+    for regime, volume in zip(VOLUMES, found, strict=True):
+        has_grammar = regime == "grammar"
+        assert volume == {
+            "sum": 2 * layers * batch * nodes * hidden * length,
+            "stack": batch * nodes * (16 if regime == "greedy" else 19 * length),
+            "first": 8 * batch * (2 * (steps + 1) + 1)
+            + batch * nodes * (32 * (steps > 0) + 4 * 2 * has_grammar),
+            "messages": batch * has_grammar,
+        }
 
 
 def test_attention_of_own_requests_is_gathered(tmp_path):
