@@ -59,6 +59,8 @@ def print_plan(
     )
     print(f"engine  context {config.max_context}, batch {config.max_batch_size}; ranks as columns,")
     print("        e: experts by number (--enable-expert-parallel)")
+    if data_parallel_attention:
+        print("        latents of a request on one of several ranks (--enable-dp-attention)")
     lines = [*_memory(plans, gpu), "", *_tokens(plans)]
     if planner.config.mla is not None:
         lines += ["", *_latents(planner, plans, gpu)]

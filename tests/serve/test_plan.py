@@ -173,6 +173,7 @@ def test_ways_to_share_are_those_of_all_numbers_of_ranks(tmp_path, capsys):
     assert whole[names[0]] == ["1", "2e", "4e"] and "not with 8e: 8 ranks cannot share 6 query" in text
     text, own = table("--enable-expert-parallel", "--enable-dp-attention")
     assert own[names[0]] == ["1", "2e", "4e", "8e"] and "not with 16e: 16 ranks are too many for 12" in text
+    assert "latents of a request on one of several ranks (--enable-dp-attention)" in text
     assert own[names[2]] == [*whole[names[2]], "-"]  # whose heads are not cut
     assert whole[names[1]] == [own[names[1]][0]] * 3 and len(set(own[names[1]])) == 4
     _, only = table("--enable-dp-attention", "--tensor-parallel", "2")
