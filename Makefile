@@ -60,11 +60,11 @@ head: install ## the shipped head from packages alone, in half a day on two core
 	@$(KIT) export runs/smollm2-135m-head-own --out runs/head --eval runs/head-eval
 	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
 
-test: install ## run the tests but those marked slow, about 10 minutes on two cores
+test: install ## run the tests but those marked slow, about 16 minutes on two cores
 	@echo "== tests, $(WORKERS) processes"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
-test-all: install ## run all tests, about half an hour on two cores
+test-all: install ## run all tests, more than an hour on two cores
 	@echo "== all tests, $(WORKERS) processes"
 	@$(PYTEST) $(ARGS)
 

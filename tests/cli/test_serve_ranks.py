@@ -11,20 +11,25 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 from nodes import finish, start_nodes
 from tiny_run import make_target
 
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.serve.llm import LLM
 
 SERVE = (
     *("serve", "--tensor-parallel", "2", "--rank-timeout", "5", "--device", "cpu"),
     *("--port", "0", "--max-context", "512", "--served-model-name", "tiny"),
 )
+TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
+DEMO_HEAD = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-eagle3"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
@@ -34,9 +39,9 @@ def folder(tmp_path_factory):
 
 
 @contextmanager
-def server(folder, *launcher):
+def server(folder, *launcher, options=()):
     """A server's process and its address, once it is ready."""
-    command = [sys.executable, "-m", *(launcher or ("eagle_kit.cli",)), *SERVE, str(folder)]
+    command = [sys.executable, "-m", *(launcher or ("eagle_kit.cli",)), *SERVE, *options, str(folder)]
     with subprocess.Popen(command, env=ENV, stderr=subprocess.PIPE, text=True) as process:
         try:
             lines = []
@@ -160,11 +165,39 @@ def test_a_rank_of_torchrun_that_is_killed_ends_the_server(folder):
 
 @pytest.mark.slow
 def test_torchrun_starts_a_server(folder):
-    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
-    with server(folder, *launcher) as (process, address):
+    with server(folder, *TORCHRUN) as (process, address):
         assert complete(address) == expected(folder)
         process.terminate()
         process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.real
+def test_torchrun_serves_the_demo_to_a_client_of_openai():
+    """Streamed and whole, greedy and drawn: the text of one process without speculation."""
+    greedy, drawn = {"temperature": 0.0}, {"temperature": 0.8, "seed": 7}
+    chat, length = [{"role": "user", "content": "Name three rivers and where they flow."}], 48
+    options = ("--shape", "4,1,5", "--rank-timeout", "60")
+    with (
+        server(DEMO_HEAD, *TORCHRUN, options=options) as (process, address),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        ask = partial(client.chat.completions.create, model="tiny", messages=chat, max_tokens=length)
+        whole = [ask(**params).choices[0].message.content for params in (greedy, drawn)]
+        stream = "".join(chunk.choices[0].delta.content or "" for chunk in ask(**greedy, stream=True))
+        metrics = urllib.request.urlopen(f"{address}/metrics", timeout=60).read().decode()
+        process.terminate()
+        process.wait(60)
+    drafts, accepted = (
+        float(re.search(rf"^eagle_kit:spec_decode_num_{name}_total\S* (\S+)$", metrics, re.MULTILINE)[1])
+        for name in ("drafts", "accepted_tokens")
+    )
+    assert accepted / drafts > 0.3
+    llm = LLM("smollm2-135m-instruct", max_context=512)
+    prompt = prompt_token_ids(llm.tokenizer, chat)
+    params = [SamplingParams(max_tokens=length, **each) for each in (greedy, drawn)]
+    assert [llm.generate([prompt], each)[0].text for each in params] == whole
+    assert stream == whole[0]
 
 
 def at_endpoint(count, per_node, node, port):
