@@ -290,6 +290,28 @@ def test_every_loss_noise_average_and_curriculum_is_an_arm_of_a_shipped_study(mo
     assert {(), ((0.0, 1.0), (0.0, 1.0)), ((0.0, 0.6), (0.6, 1.0))} <= phases
 
 
+def test_kinds_of_heads_are_compared_by_the_same_arithmetic(monkeypatch, tmp_path):
+    """Steps times the operations of one, which `--dry-run` counts."""
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path))
+    study = load_config(StudyConfig, STUDIES / "smollm2-135m-kinds.yaml")
+    runs = study_command.plan(study, STUDIES)
+    study_command.check(
+        study, [study_command.Preparation(Path(p), c) for p, c in study.prepare.items()], runs
+    )
+    assert [len(arm.choose["training.learning_rate"]) for arm in study.arms.values()] == [3] * 5
+    configs = {run.arm: run.resolved for run in runs}
+    assert [config.head.kind for config in configs.values()] == [
+        "eagle3",
+        "eagle3",
+        "p-eagle",
+        "dflash",
+        "dspark",
+    ]
+    gflop = {"eagle3": 222, "p-eagle": 805, "dflash": 123, "dspark": 113}
+    for config in configs.values():
+        assert config.training.max_steps * gflop[config.head.kind] == pytest.approx(44_300, rel=0.01)
+
+
 @pytest.mark.slow
 def test_losses_averages_and_curricula_are_compared_over_two_seeds(study, tmp_path, capsys):
     raw = yaml.safe_load(study.read_text())
