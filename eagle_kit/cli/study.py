@@ -113,7 +113,11 @@ class StudyRun:
 
     @property
     def judged(self) -> float:
-        """Accept length of the last judgement, in its first shape. Raises UserError where there is none."""
+        """Accept length of the best judgement, which is that of ``head``, in its first shape.
+
+        Raises:
+            UserError: there is no judgement.
+        """
         from eagle_kit.train.run.folder import RunFolder
 
         rows = RunFolder(self.folder).judgements.rows()
@@ -122,7 +126,8 @@ class StudyRun:
                 f"{self.folder} has no judgement by which {self.arm} could be chosen.",
                 f"Delete {self.head} as well, to train the run anew.",
             )
-        return float(rows[-1]["accept_length"][self.resolved.judge.shapes[0]])
+        shape = self.resolved.judge.shapes[0]
+        return max(float(row["accept_length"][shape]) for row in rows)
 
     @property
     def is_done(self) -> bool:
@@ -276,7 +281,13 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
     require_matplotlib()
     for one in runs:
         training_kind(one.resolved)  # all of them, before any folder is looked at
+    places: dict[Path, StudyRun] = {}
     for one in runs:
+        if (other := places.setdefault(one.folder, one)) is not one:
+            raise UserError(
+                f"The runs of the arms {other.arm} and {one.arm} would share {one.folder}.",
+                "Rename one of them.",
+            )
         if one.value is not None and not one.resolved.judge.every:
             raise UserError(
                 f"The arm {one.arm} chooses {next(iter(study.arms[one.arm].choose))} by judgements, and "
@@ -284,6 +295,8 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
                 "Set it, for example to as many steps as there are.",
             )
         one.check()
+        if one.value is not None and one.is_done:
+            _ = one.judged  # the choice needs it
 
 
 def _train(runs: Sequence[StudyRun], at_once: int) -> None:

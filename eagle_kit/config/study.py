@@ -1,8 +1,8 @@
 """Schema of a study: training runs that differ in named settings, over several seeds. Torch-free."""
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from eagle_kit.config.options import Section
 from eagle_kit.core.shape import SpecShape
@@ -15,7 +15,7 @@ class Arm(Section):
         config: training config, relative to the study's file; null is the study's ``base``.
         set: its settings, ``section.key`` to value; they win over ``common``.
         choose: one setting and the values among which the first seed decides: it is trained with each, and
-            the one whose last judgement has the longest accept length (of the judge's first shape, on
+            the one whose best judgement has the longest accept length (of the judge's first shape, on
             held-out prompts) is the arm's for all seeds.
         about: one line for the table.
     """
@@ -31,9 +31,16 @@ class Arm(Section):
         if len(choose) > 1:
             raise ValueError("name one setting")
         for values in choose.values():
-            if len(values) < 2 or len(set(map(str, values))) < len(values):
-                raise ValueError("give two or more different values")
+            names = {str(value) for value in values if isinstance(value, int | float | str)}
+            if len(values) < 2 or len(names) < len(values) or any("/" in name for name in names):
+                raise ValueError("give two or more different numbers or words, which name folders")
         return choose
+
+    @model_validator(mode="after")
+    def _settings_are_given_once(self) -> Self:
+        if both := self.set.keys() & self.choose.keys():
+            raise ValueError(f"{min(both)} is set and chosen")
+        return self
 
 
 class Measure(Section):
@@ -88,6 +95,8 @@ class StudyConfig(Section):
     def _arms_have_names(cls, arms: dict[str, Arm]) -> dict[str, Arm]:
         if not arms:
             raise ValueError("name at least one arm")
+        if any("seed" in {*arm.set, *arm.choose} for arm in arms.values()):
+            raise ValueError("name seeds under seeds, for all arms")
         if bad := [name for name in arms if not name.replace("-", "").replace(".", "").isalnum()]:
             raise ValueError(f"the name {bad[0]!r} of an arm is to be letters, digits, points and dashes")
         return arms

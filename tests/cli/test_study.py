@@ -141,7 +141,7 @@ def test_an_arm_chooses_its_rate_with_the_first_seed_by_judgements(study, tmp_pa
     }
 
     for (value, length), one in zip(((1.0e-9, 1.2), (3.0e-3, 1.3)), runs[1:3], strict=True):
-        rows = [{"step": step, "accept_length": {"2,1,3": found}} for step, found in ((1, 9.0), (3, length))]
+        rows = [{"step": step, "accept_length": {"2,1,3": found}} for step, found in ((1, length), (3, 1.0))]
         (one.folder / "judge.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
         assert one.value == value
     assert study_command.choose(config, runs)["other"] == {
@@ -155,14 +155,31 @@ def test_an_arm_chooses_its_rate_with_the_first_seed_by_judgements(study, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "choose", [{"training.learning_rate": [1]}, {"training.learning_rate": [1, 2], "seed": [1, 2]}]
+    ("choose", "message"),
+    [
+        ({"training.learning_rate": [1]}, "two or more different"),
+        ({"training.learning_rate": [1, None]}, "two or more different"),
+        ({"data.source": ["a/b", "c"]}, "which name folders"),
+        ({"training.learning_rate": [1, 2], "training.epochs": [1, 2]}, "name one setting"),
+        ({"seed": [1, 2]}, "name seeds under seeds"),
+        ({"training.max_steps": [1, 2]}, "training.max_steps is set and chosen"),
+    ],
 )
-def test_a_choice_is_of_one_setting_and_has_two_values(study, capsys, choose):
+def test_a_choice_is_of_one_setting_that_is_not_given_elsewhere(study, capsys, choose, message):
     raw = yaml.safe_load(study.read_text())
-    raw["arms"]["other"] = {"choose": choose}
+    raw["arms"]["other"] = {"choose": choose, "set": {"training.max_steps": 3}}
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study), "--dry-run"]) == 2
-    assert "choose" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
+
+
+def test_runs_that_would_share_a_folder_are_refused(study, capsys):
+    raw = yaml.safe_load(study.read_text())
+    raw["common"]["judge.every"] = 3
+    raw["arms"] = {"a": {"choose": {"training.epochs": [1, 2]}}, "a-1": {}}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study), "--dry-run"]) == 2
+    assert "The runs of the arms a and a-1 would share" in capsys.readouterr().err
 
 
 def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
@@ -290,26 +307,15 @@ def test_every_loss_noise_average_and_curriculum_is_an_arm_of_a_shipped_study(mo
     assert {(), ((0.0, 1.0), (0.0, 1.0)), ((0.0, 0.6), (0.6, 1.0))} <= phases
 
 
-def test_kinds_of_heads_are_compared_by_the_same_arithmetic(monkeypatch, tmp_path):
-    """Steps times the operations of one, which `--dry-run` counts."""
+def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_each(monkeypatch, tmp_path):
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path))
     study = load_config(StudyConfig, STUDIES / "smollm2-135m-kinds.yaml")
     runs = study_command.plan(study, STUDIES)
-    study_command.check(
-        study, [study_command.Preparation(Path(p), c) for p, c in study.prepare.items()], runs
-    )
+    files = [study_command.Preparation(Path(path), command) for path, command in study.prepare.items()]
+    study_command.check(study, files, runs)
     assert [len(arm.choose["training.learning_rate"]) for arm in study.arms.values()] == [3] * 5
-    configs = {run.arm: run.resolved for run in runs}
-    assert [config.head.kind for config in configs.values()] == [
-        "eagle3",
-        "eagle3",
-        "p-eagle",
-        "dflash",
-        "dspark",
-    ]
-    gflop = {"eagle3": 222, "p-eagle": 805, "dflash": 123, "dspark": 113}
-    for config in configs.values():
-        assert config.training.max_steps * gflop[config.head.kind] == pytest.approx(44_300, rel=0.01)
+    kinds = {run.resolved.head.kind for run in runs}
+    assert kinds == {"eagle3", "p-eagle", "dflash", "dspark"}
 
 
 @pytest.mark.slow
