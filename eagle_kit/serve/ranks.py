@@ -255,7 +255,7 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
         start: of a rank that was started by the first one.
 
     Raises:
-        UserError: ``torchrun`` has started another number of processes, all of them are shown the same GPU,
+        UserError: ``torchrun`` has started another number of processes, two of them are given the same GPU,
             or one that was started ends.
     """
     size, rank = config.tensor_parallel, launched_rank()
@@ -269,13 +269,12 @@ def join_ranks(target: Path, draft: Any, config: EngineConfig, start: Start | No
                 f"Give --nproc-per-node {size}, or tensor_parallel={launched}.",
             )
         local, count = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", size)
-        is_shown_one = config.device in ("auto", "cuda") and _num_gpus() == 1
-        if is_shown_one:
+        if config.device in ("auto", "cuda") and _num_gpus() == 1:  # its launcher shows it that one only
             device = _take_device(config.replace(device="cuda:0"), 0, 1)
         else:
             device = _take_device(config, int(local), int(count))
         ranks = connect(rank, size, device, config.rank_timeout_s)
-        if is_shown_one:
+        if device.type == "cuda":
             _check_apart(ranks, device)
         has_store = "MASTER_ADDR" in os.environ
         return Group(ranks, missed=Missed(ranks, config.rank_timeout_s) if has_store else None)
@@ -330,14 +329,19 @@ def _num_gpus() -> int:
 
 
 def _check_apart(ranks: Ranks, device: torch.device) -> None:
-    """Raise UserError, on all ranks, where two have the same GPU: a launcher may show each its own one, or
-    all the only one."""
-    gpus = ranks.all(str(torch.cuda.get_device_properties(device).uuid))
-    if len(set(gpus)) < len(gpus):
-        raise UserError(
-            f"{ranks.size} ranks need a device each, and two of them see the same one alone.",
-            "Use fewer ranks, or start them where there are more GPUs.",
-        )
+    """Raise UserError, on all ranks, which have left the group then, where two have the same GPU: a launcher
+    may show each rank its own one, or all the only one."""
+    try:
+        gpus = ranks.all(str(torch.cuda.get_device_properties(device).uuid))
+        if len(set(gpus)) < len(gpus):
+            shared = next(gpu for gpu in gpus if gpus.count(gpu) > 1)
+            raise UserError(
+                f"Two of {ranks.size} ranks were given the same GPU ({shared}).",
+                "Give each process its own CUDA_VISIBLE_DEVICES, or set LOCAL_RANK and LOCAL_WORLD_SIZE.",
+            )
+    except BaseException:
+        ranks.close()
+        raise
 
 
 def own_threads(size: int) -> int:

@@ -43,25 +43,56 @@ def test_devices_are_checked_by_name_before_ranks_start(folder, monkeypatch):
     assert devices_of("cuda", 1) == [torch.device("cuda")]
 
 
-@pytest.mark.parametrize("gpus", ["ab", "aa"])
-def test_a_process_that_is_shown_one_gpu_has_that(folder, monkeypatch, gpus):
-    """As by Slurm with a GPU for each task; where there is but one, it is not for two."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    taken = []
-    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[1]))
-    others = SimpleNamespace(size=2, all=lambda mine: [gpus[0], mine], is_first=False)
-    monkeypatch.setattr(ranks_room, "connect", lambda rank, size, device, timeout_s: others)
+@pytest.fixture
+def launch(monkeypatch):
+    """Look as rank 1 of 2 on a machine that shows ``num_gpus``, with the GPUs ``gpus`` of the ranks; returns
+    what it is: the devices taken, and how often UUIDs were gathered and the group was left."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    def launch(num_gpus, gpus, **environ):
+        seen = SimpleNamespace(taken=[], gathered=[], num_left=0)
+
+        class Others:
+            size, is_first = 2, False
+
+            def all(self, mine):
+                seen.gathered.append(mine)
+                return [gpus[0], mine]
+
+            def close(self):
+                seen.num_left += 1
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+        monkeypatch.setattr(torch.cuda, "set_device", seen.taken.append)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[1]))
+        monkeypatch.setattr(ranks_room, "connect", lambda rank, size, device, timeout_s: Others())
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        return seen
+
+    return launch
+
+
+def test_a_process_that_is_shown_one_gpu_has_that(folder, launch):
+    """As by a launcher with a GPU for each task; on a machine that shows two, it has that of its number. Both
+    make the same collectives, as they may be ranks of one model."""
     config = EngineConfig(tensor_parallel=2, device="cuda")
-    if gpus == "aa":
-        with pytest.raises(UserError, match="2 ranks need a device each, and two of them see the same one"):
-            join_ranks(folder, None, config)
-        return
-    assert join_ranks(folder, None, config).ranks is others
-    assert join_ranks(folder, None, config.replace(device="auto")).ranks is others
-    assert taken == [torch.device("cuda", 0)] * 2
+    for each in (config, config.replace(device="auto")):
+        seen = launch(1, "ab")
+        join_ranks(folder, None, each)
+        assert (seen.taken, seen.gathered) == ([torch.device("cuda", 0)], ["b"])
     with pytest.raises(UserError, match="two of 2 ranks would share a GPU"):
         join_ranks(folder, None, config.replace(device="cuda:0"))
+    seen = launch(2, "ab", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    join_ranks(folder, None, config)
+    assert (len(seen.taken), seen.gathered, seen.num_left) == (1, ["b"], 0)
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2])
+def test_a_gpu_that_two_ranks_were_given_is_named_and_the_group_left(folder, launch, num_gpus):
+    seen = launch(num_gpus, "aa")
+    with pytest.raises(UserError, match=r"Two of 2 ranks were given the same GPU \(a\)\.") as error:
+        join_ranks(folder, None, EngineConfig(tensor_parallel=2, device="cuda"))
+    assert "CUDA_VISIBLE_DEVICES, or set LOCAL_RANK" in error.value.remedy and seen.num_left == 1
