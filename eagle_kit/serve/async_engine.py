@@ -75,7 +75,8 @@ class AsyncEngine:
 
     Attributes:
         draining: set when it begins to shut down.
-        on_failure: called with the error when the engine has failed, in the engine's thread.
+        on_failure: called with the error when the engine has failed, in the engine's thread; and in another
+            one with that of a lost rank, where the engine had failed by another error.
         on_stuck: called with the error, in another thread, when the engine has lost a rank and its thread
             does not end: nothing but the end of the process helps.
     """
@@ -202,13 +203,14 @@ class AsyncEngine:
     def _leave_step(self, error: RankLost) -> None:
         if self._thread.is_alive():  # else it has ended, or will when it starts
             self._thread.join(STUCK_S)
-        if not self._thread.is_alive():
-            return
-        self.failure = error
-        self._fail_everything(error)
-        self._thread.join(TELLING_S)
+        if self._thread.is_alive():
+            self.failure = error
+            self._fail_everything(error)
+            self._thread.join(TELLING_S)
         if self._thread.is_alive():
             self.on_stuck(error)
+        elif self.failure is not None and not isinstance(self.failure, RankLost):
+            self.on_failure(error)  # the thread has ended by an error that does not say so, as of a device
 
     def check_room(self, count: int) -> None:
         """Raise the errors of :meth:`add` for ``count`` requests."""
@@ -444,10 +446,10 @@ class AsyncEngine:
 
 
 def _log_cause(error: RankLost) -> None:
-    """Log in a line the first of the errors that made it known, if there was one."""
+    """Log in a line the first of the errors that made it known, if there was one of other words."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__
-    if cause is not None:
+    if cause is not None and not isinstance(cause, RankLost):
         name = type(cause).__name__
         logging.getLogger(__name__).error("A rank was lost; the first error was %s: %s", name, cause)

@@ -29,7 +29,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores
-from eagle_kit.kernels.collectives import OWN_ERRORS, START_TIMEOUT, RankLost, Ranks, connect
+from eagle_kit.kernels.collectives import START_TIMEOUT, RankLost, Ranks, connect
 from eagle_kit.kernels.heartbeat import Heartbeat, launched_store
 from eagle_kit.serve.options import devices_of
 
@@ -201,17 +201,20 @@ class Group:
 
     def why(self, error: RankLost) -> RankLost:
         """The error, with the name of the process that has ended where it can be known."""
-        ended = None if self.workers is None else self.workers.ended(NAMING_S)
+        ended = self._ended()
         return error if ended is None else RankLost(ended)
+
+    def _ended(self) -> str | None:
+        return None if self.workers is None else self.workers.ended(NAMING_S)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Context manager: all ranks do what is done within. UserError passes, which all raise alike; after
-        any other error, Ctrl-C included, ranks may be out of step, and the group is given up. Those of this
-        rank's device pass too.
+        any other error, Ctrl-C included, ranks may be out of step, and the group is given up.
 
         Raises:
-            RankLost: it was given up; another rank has ended, or does not answer.
+            RankLost: it was given up; another rank has ended, or does not answer. Its cause is the error,
+                also of this rank's device, which may come of reading the other's memory.
         """
         ranks = self.ranks
         try:
@@ -219,10 +222,10 @@ class Group:
         except UserError:
             raise
         except BaseException as error:
+            if isinstance(error, torch.AcceleratorError) and (ended := self._ended()) is not None:
+                ranks.lose(ended)
             if ranks.lost is None:
                 self.give_up(f"A call of several ranks was interrupted ({type(error).__name__}).")
-                raise
-            if isinstance(error, OWN_ERRORS):
                 raise
             raise self.why(RankLost(ranks.lost)) from error  # a recording raises errors of its own
 

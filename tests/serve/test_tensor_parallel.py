@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from families import family_config
 from rank_processes import run_ranks
 from tiny import tiny_head
@@ -27,8 +26,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels import collectives
-from eagle_kit.kernels.collectives import RankLost, Ranks
+from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve import engine as engines
@@ -39,7 +37,7 @@ from eagle_kit.serve.grammar import compiler
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.ranks import Group, Start
+from eagle_kit.serve.ranks import Start
 from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
@@ -583,28 +581,6 @@ def test_results_are_waited_for_as_long_as_all_ranks_answer(folder, lost):
     first, second = run_ranks(2, wait_for_work, folder, lost)
     assert first == (5, lost or "A rank has not answered for 0.3 seconds.")
     assert second == "A rank has ended."
-
-
-def test_a_lost_group_is_left_in_bounded_time(monkeypatch):
-    """One that is whole is left as it takes."""
-    left = []
-    monkeypatch.setattr(collectives, "CLOSE_S", 0.1)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(0.5) or left.append(True))
-    for is_lost in (False, True):
-        ranks = Ranks.__new__(Ranks)
-        ranks.lost = "Rank 1 has ended." if is_lost else None
-        ranks.close()
-        assert bool(left) != is_lost and ranks.lost
-        left.clear()
-
-
-def test_an_error_of_the_own_device_passes_though_another_rank_is_lost():
-    ranks = Ranks.__new__(Ranks)
-    ranks.lost = "Rank 1 has ended."
-    with pytest.raises(torch.OutOfMemoryError), Group(ranks).whole():
-        raise torch.OutOfMemoryError
-    with pytest.raises(RankLost, match=ranks.lost), Group(ranks).whole():
-        raise RuntimeError
 
 
 @pytest.mark.slow

@@ -264,7 +264,26 @@ def test_readers_hear_of_a_lost_rank_while_a_step_waits_for_it(scripted, monkeyp
     run(scripted, check, step_s=1.5 if is_stuck else 0.01)
 
 
-def test_the_first_error_by_which_a_lost_rank_is_known_is_logged(scripted, caplog):
+def test_a_rank_that_is_lost_behind_an_error_of_the_device_is_told(scripted):
+    error, told = RankLost("Rank 1 has ended."), []
+
+    async def check(llm, inner, engine):
+        engine.on_failure = told.append
+        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        with pytest.raises(EngineFailed, match="RuntimeError"):
+            await reply.collect()
+        engine.fail(error)
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        assert type(told[0]) is RuntimeError and told[1] is error
+
+    run(scripted, check, fail_at=1)
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_the_first_error_by_which_a_lost_rank_is_known_is_logged(scripted, caplog, is_told):
+    """Where the watcher of the ranks has told of it, nothing is left to say."""
+
     async def check(llm, inner, engine):
         step = inner.step
 
@@ -272,7 +291,7 @@ def test_the_first_error_by_which_a_lost_rank_is_known_is_logged(scripted, caplo
             try:
                 return step()
             except RuntimeError as error:
-                raise RankLost("A rank has ended.") from error
+                raise RankLost("A rank has ended.") from (None if is_told else error)
 
         def lose():
             try:
@@ -286,5 +305,8 @@ def test_the_first_error_by_which_a_lost_rank_is_known_is_logged(scripted, caplo
             await reply.collect()
 
     run(scripted, check, fail_at=1)
-    (record,) = caplog.records
-    assert record.exc_info is None and "RuntimeError: the engine breaks on purpose" in record.getMessage()
+    if is_told:
+        assert not caplog.records
+    else:
+        (record,) = caplog.records
+        assert record.exc_info is None and "RuntimeError: the engine breaks on purpose" in record.getMessage()

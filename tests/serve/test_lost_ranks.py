@@ -1,0 +1,56 @@
+"""Groups of ranks of which one is lost: what is raised, and that it is left in bounded time."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from eagle_kit.kernels import collectives
+from eagle_kit.kernels.collectives import RankLost, Ranks
+from eagle_kit.serve.ranks import Group
+
+
+@pytest.fixture
+def ranks():
+    """A rank without others."""
+    ranks = Ranks.__new__(Ranks)
+    ranks.lost = None
+    return ranks
+
+
+def test_a_lost_group_is_left_in_bounded_time(monkeypatch):
+    """One that is whole is left as it takes."""
+    left = []
+    monkeypatch.setattr(collectives, "CLOSE_S", 0.1)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: time.sleep(0.5) or left.append(True))
+    for is_lost in (False, True):
+        ranks = Ranks.__new__(Ranks)
+        ranks.lost = "Rank 1 has ended." if is_lost else None
+        ranks.close()
+        assert bool(left) != is_lost and ranks.lost
+        left.clear()
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), torch.AcceleratorError("lost"), ValueError()])
+def test_an_error_of_the_own_device_is_the_cause_where_another_rank_is_lost(ranks, error):
+    """As of a graph that reads the memory of a rank that is gone."""
+    ranks.lost = "Rank 1 has ended."
+    with pytest.raises(RankLost, match=ranks.lost) as raised, Group(ranks).whole():
+        raise error
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("ended", ["Rank 1 was ended by SIGKILL.", None])
+def test_an_error_of_the_own_device_may_be_known_before_the_end_of_a_rank(ranks, ended):
+    """Where none ends within a time, the error is this rank's own, and the others are ended."""
+    killed, error = [], torch.AcceleratorError("lost")
+    workers = SimpleNamespace(ended=lambda timeout_s: ended, kill=lambda: killed.append(True))
+    with pytest.raises(RuntimeError) as raised, Group(ranks, workers).whole():
+        raise error
+    if ended is None:
+        assert raised.value is error and killed and "interrupted (AcceleratorError)" in ranks.lost
+    else:
+        assert isinstance(raised.value, RankLost) and raised.value.__cause__ is error and not killed
+        assert str(raised.value) == ranks.lost == ended
