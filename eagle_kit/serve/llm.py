@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -234,12 +234,8 @@ class LLM:
     def close(self) -> None:
         """End the other ranks, if there are any; the model is of no use afterwards."""
         group, self.group = self.group, None
-        if group is None:
-            return
-        with suppress(RankLost):
-            if group.ranks.is_first and group.ranks.lost is None:
-                group.ranks.tell([Leave()])
-        group.close()
+        if group is not None:
+            group.close([Leave()])
 
     def set_draft(
         self,

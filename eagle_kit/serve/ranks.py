@@ -119,9 +119,13 @@ class Workers:
         self._has_ended.wait(timeout_s)
         return self._ended
 
+    def expect_end(self) -> None:
+        """Take no end of a process for one before it should any more."""
+        self._is_closing.set()
+
     def close(self) -> None:
         """End the processes: they have been told to leave, or have no use any more."""
-        self._is_closing.set()
+        self.expect_end()
         for child in self._children.values():
             try:
                 child.wait(LEAVE_S if self._ended is None else 0.1)
@@ -131,7 +135,7 @@ class Workers:
 
     def kill(self) -> None:
         """End the processes at once."""
-        self._is_closing.set()
+        self.expect_end()
         for child in self._children.values():
             child.kill()
 
@@ -235,8 +239,17 @@ class Group:
         if self.workers is not None:
             self.workers.kill()
 
-    def close(self) -> None:
-        """Leave the others, and end child processes."""
+    def close(self, last: Any = None) -> None:
+        """Leave the others, and end child processes.
+
+        Args:
+            last: message by which the first rank has the others leave, where they can hear it.
+        """
+        if last is not None and self.ranks.is_first and self.ranks.lost is None:
+            if self.workers is not None:
+                self.workers.expect_end()
+            with suppress(RankLost):
+                self.ranks.tell(last)
         if self.missed is not None:
             self.missed.close()
         self.ranks.close()

@@ -1,5 +1,8 @@
 """Groups of ranks of which one is lost: what is raised, and that it is left in bounded time."""
 
+import os
+import signal
+import sys
 import time
 from types import SimpleNamespace
 
@@ -7,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.kernels import collectives
 from eagle_kit.kernels.collectives import RankLost, Ranks
-from eagle_kit.serve.ranks import Group
+from eagle_kit.serve.ranks import Group, Start, Workers
 
 
 @pytest.fixture
@@ -54,3 +58,25 @@ def test_an_error_of_the_own_device_may_be_known_before_the_end_of_a_rank(ranks,
     else:
         assert isinstance(raised.value, RankLost) and raised.value.__cause__ is error and not killed
         assert str(raised.value) == ranks.lost == ended
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_process_that_ends_as_it_is_told_is_not_lost(ranks, monkeypatch, tmp_path, is_closed):
+    """It may have ended before the first rank has left the group."""
+    program = tmp_path / "rank"
+    program.write_text("#!/bin/sh\nexec sleep 60\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    workers = Workers(Start(0, tmp_path, tmp_path, None, EngineConfig(tensor_parallel=2)))
+
+    def tell(message):
+        os.kill(workers.pids[0], signal.SIGTERM)
+        workers.ended(0.5)  # which its watcher has seen then
+
+    ranks.rank, ranks.tell = 0, tell
+    if is_closed:
+        Group(ranks, workers).close("leave")
+        assert workers.ended() is None
+    else:
+        tell("leave")
+        assert workers.ended().endswith("was ended by SIGTERM.")
