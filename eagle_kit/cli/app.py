@@ -11,7 +11,7 @@ from typing import NamedTuple
 from eagle_kit import __version__
 from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.core.errors import RankLost, UserError, shown
-from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.core.process import INTERRUPTED, end_at_once
 
 
 class Command(NamedTuple):
@@ -48,8 +48,8 @@ DELEGATED = ("train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 1 another rank is lost, 2 a mistake of the user, 130
-    interrupted."""
+    """Run one command; returns the exit code: 0 done, 2 a mistake of the user, 130 interrupted. Where another
+    rank is lost it ends the process with 1."""
     argv = list(sys.argv[1:] if argv is None else argv)
     _show_notices()
     try:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except RankLost as error:
         print_error(UserError(str(error), "Start it again."))
-        return 1
+        end_at_once(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -13,6 +13,7 @@ from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS, add_flags, o
 from eagle_kit.config.engine import EngineConfig, NgramConfig
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import end_at_once
 from eagle_kit.core.shape import ShapeTable, SpecShape
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
             llm.close()
     except RankLost as error:
         tell_of_end(error)
-        os._exit(1)  # Python's own end may wait for a GPU, which waits for the lost rank
+        end_at_once(1)
 
 
 def plan(args: argparse.Namespace) -> int:
@@ -186,7 +187,7 @@ def leave(llm: "LLM", error: "RankLost") -> None:
     tell_of_end(error)
     if llm.group is not None and llm.group.workers is not None:
         llm.group.workers.kill()
-    os._exit(1)
+    end_at_once(1)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

@@ -1,8 +1,10 @@
-"""CPU cores and threads of the process, and its exit code after an interruption."""
+"""CPU cores and threads of the process, and its end."""
 
 import os
 import sys
 import warnings
+from contextlib import suppress
+from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted and has saved its work so far."""
@@ -48,3 +50,12 @@ def busy_cores() -> float:
 def is_busy() -> bool:
     """Return True if more than half of the cores were busy."""
     return busy_cores() > 0.5 * num_cores()
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End this process, once its output is written, without Python's own end, which may wait for a GPU that
+    waits for another process that is lost."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            stream.flush()
+    os._exit(code)

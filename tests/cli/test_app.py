@@ -6,7 +6,6 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +15,7 @@ from eagle_kit.cli.demo import last_line
 from eagle_kit.cli.generate import as_record, as_text, read_prompts
 from eagle_kit.config import load_config
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.core.errors import RankLost, UserError
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.stats import SpecStats
 
@@ -57,13 +56,21 @@ def test_a_mistake_is_one_line_of_cause_and_one_of_remedy_and_exit_code_2(capsys
     assert captured.out == ""
 
 
-def test_a_lost_rank_is_one_line_and_exit_code_1(capsys, monkeypatch):
-    def lose(args):
-        raise RankLost("Rank 1 has ended.")
-
-    monkeypatch.setattr(app, "parse", lambda argv: SimpleNamespace(run=lose))
-    assert app.main(["generate"]) == 1
-    assert capsys.readouterr().err == "error: Rank 1 has ended.\n  -> Start it again.\n"
+def test_a_lost_rank_is_one_line_and_exit_code_1_though_a_thread_never_ends():
+    """As one that waits for a GPU, which waits for the rank. What was printed before is not lost."""
+    code = (
+        "import threading, time\nfrom types import SimpleNamespace\nfrom eagle_kit.cli import app\n"
+        "def lose(args):\n"
+        "    threading.Thread(target=time.sleep, args=(600,)).start()\n"
+        "    print('first reply')\n"
+        "    raise app.RankLost('Rank 1 has ended.')\n"
+        "app.parse = lambda argv: SimpleNamespace(run=lose)\n"
+        "app.main(['generate'])"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "first reply\n")
+    assert done.stderr == "error: Rank 1 has ended.\n  -> Start it again.\n"
 
 
 @pytest.mark.parametrize(
