@@ -1,10 +1,13 @@
 """Collectives that fail: what is said of it, and what is kept of the error."""
 
 import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rank_processes import run_ranks
+from torch.distributed import distributed_c10d
 
 from eagle_kit.core.errors import RankLost
 from eagle_kit.kernels import collectives
@@ -50,17 +53,34 @@ def test_an_error_of_the_connection_is_kept_as_the_cause(ranks, text, sentence):
         ranks._run("sum", torch.zeros(1), lambda: None)
 
 
-def load_slowly(ranks):
+@pytest.mark.parametrize(("spin_s", "num_sleeps"), [(60, 0), (0, 3)])
+def test_short_work_of_the_device_is_waited_for_without_sleep(ranks, monkeypatch, spin_s, num_sleeps):
+    sleeps, answers = [], iter([False, False, False, True])
+    monkeypatch.setattr(collectives, "SPIN_S", spin_s)
+    monkeypatch.setattr(collectives, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleeps.append))
+    ranks.wait_for(SimpleNamespace(query=lambda: next(answers)))
+    assert sleeps == [collectives.POLL_S] * num_sleeps and next(answers, None) is None
+
+
+def load_slowly(ranks, raised):
+    """The first rank waits one second, the other one until it has."""
     if not ranks.is_first:
-        time.sleep(2)
+        last = time.monotonic() + 30
+        while not raised.exists():
+            assert time.monotonic() < last
+            time.sleep(0.02)
         return None
-    with pytest.raises(RankLost) as raised:
-        ranks.all(None)
-    return str(raised.value)
+    collectives.START_TIMEOUT = timedelta(seconds=1)
+    distributed_c10d._set_pg_timeout(collectives.START_TIMEOUT, ranks._slow)
+    try:
+        with pytest.raises(RankLost) as error:
+            ranks.all(None)
+    finally:
+        raised.touch()
+    return str(error.value)
 
 
-def test_the_time_that_is_named_is_that_of_the_collective(monkeypatch):
+def test_the_time_that_is_named_is_that_of_the_collective(tmp_path):
     """Loading may take longer than a step, 20 seconds here."""
-    monkeypatch.setattr(collectives, "START_TIMEOUT", collectives.timedelta(seconds=1))
-    first, _ = run_ranks(2, load_slowly)
+    first, _ = run_ranks(2, load_slowly, tmp_path / "raised")
     assert first == "A rank has not answered for 1 seconds."
