@@ -140,8 +140,7 @@ def test_a_server_that_is_told_to_end_ends_its_ranks(folder):
 @pytest.mark.slow
 def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
     """As one on a machine without network: nothing is asked of it, and no connection is closed."""
-    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
-    with server(folder, *launcher) as (process, _):
+    with server(folder, *TORCHRUN) as (process, _):
         silent = next(pid for pid in children_of(process) if b"RANK=1" in environ_of(pid))
         os.kill(silent, signal.SIGSTOP)
         assert process.wait(90) == 1
@@ -151,8 +150,7 @@ def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
 
 @pytest.mark.slow
 def test_a_rank_of_torchrun_that_is_killed_ends_the_server(folder):
-    launcher = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
-    with server(folder, *launcher) as (process, address):
+    with server(folder, *TORCHRUN) as (process, address):
         killed = next(pid for pid in children_of(process) if b"RANK=1" in environ_of(pid))
         *_, error, end = kill_while_a_reply_streams(address, killed)
         assert "The engine has failed (RankLost)." in error and end == "data: [DONE]"
@@ -174,8 +172,9 @@ def test_torchrun_starts_a_server(folder):
 @pytest.mark.slow
 @pytest.mark.real
 def test_torchrun_serves_the_demo_to_a_client_of_openai():
-    """Streamed and whole, greedy and drawn: the text of one process without speculation."""
-    greedy, drawn = {"temperature": 0.0}, {"temperature": 0.8, "seed": 7}
+    """Greedy, streamed and whole: the text of one process without speculation. Sampled, which may differ from
+    it where sums of another order meet the boundary of a token: the same text for the same seed."""
+    greedy, sampled = {"temperature": 0.0}, {"temperature": 0.8, "seed": 7}
     chat, length = [{"role": "user", "content": "Name three rivers and where they flow."}], 48
     options = ("--shape", "4,1,5", "--rank-timeout", "60")
     with (
@@ -183,7 +182,7 @@ def test_torchrun_serves_the_demo_to_a_client_of_openai():
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
         ask = partial(client.chat.completions.create, model="tiny", messages=chat, max_tokens=length)
-        whole = [ask(**params).choices[0].message.content for params in (greedy, drawn)]
+        whole, *seeded = [ask(**params).choices[0].message.content for params in (greedy, sampled, sampled)]
         stream = "".join(chunk.choices[0].delta.content or "" for chunk in ask(**greedy, stream=True))
         metrics = urllib.request.urlopen(f"{address}/metrics", timeout=60).read().decode()
         process.terminate()
@@ -195,9 +194,9 @@ def test_torchrun_serves_the_demo_to_a_client_of_openai():
     assert accepted / drafts > 0.3
     llm = LLM("smollm2-135m-instruct", max_context=512)
     prompt = prompt_token_ids(llm.tokenizer, chat)
-    params = [SamplingParams(max_tokens=length, **each) for each in (greedy, drawn)]
-    assert [llm.generate([prompt], each)[0].text for each in params] == whole
-    assert stream == whole[0]
+    (alone,) = llm.generate([prompt], SamplingParams(max_tokens=length, **greedy))
+    assert whole == stream == alone.text
+    assert seeded[0] and seeded[0] == seeded[1]
 
 
 def at_endpoint(count, per_node, node, port):
