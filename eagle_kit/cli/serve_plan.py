@@ -16,8 +16,9 @@ SIZES = (1, 2, 4, 8, 16)
 """Ranks that are compared where no number is given."""
 NAME_WIDTH, CELL_WIDTH = 30, 12
 HONESTY = (
-    "Estimates: no plan has been compared with a GPU. Sizes of GPUs are their makers'. The rank is that "
-    "with the most weights; tokens that fit would be in a pool for larger batches or contexts."
+    "Estimates: no plan has been compared with a GPU. Sizes of GPUs are their makers'. The rank shown "
+    "is the one with the most bytes of weights; tokens that fit would be in a pool for larger batches or "
+    "contexts."
 )
 
 

@@ -25,6 +25,11 @@ class RankLost(RuntimeError):
     """Another process of the group has ended, or does not answer; the message is a sentence for people."""
 
 
+def in_seconds(count: float) -> str:
+    """``"1 second"``, ``"2.5 seconds"``."""
+    return f"{count:g} second{'' if count == 1 else 's'}"
+
+
 def shown(value: object) -> str:
     """``repr`` of a value that a user gave, cut to 60 characters."""
     text = repr(value)

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from eagle_kit.core.errors import RankLost
+from eagle_kit.core.errors import RankLost, in_seconds
 from eagle_kit.kernels.recording import library
 
 FOREVER = timedelta(days=365)
@@ -276,7 +276,7 @@ class Ranks:
             raise RankLost(self.lost) from error
 
     def lose(self, why: str) -> None:
-        """Take the group for lost: every call from now on says why, also one that waits for the device. The
+        """Mark the group as lost: every call from now on says why, also one that waits for the device. The
         first reason stays. Any thread may call it."""
         self.lost = self.lost or why
 
@@ -306,7 +306,7 @@ def _destroy() -> None:
 
 
 def _silent(timeout_s: float) -> str:
-    return f"A rank has not answered for {timeout_s:g} seconds."
+    return f"A rank has not answered for {in_seconds(timeout_s)}."
 
 
 def _portable(error: Exception | None) -> Exception | None:

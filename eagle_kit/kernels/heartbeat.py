@@ -11,8 +11,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from eagle_kit.core.errors import in_seconds
+
 BEATS = 6
-"""Times that a process is heard of within the time after which it is missed."""
+"""Times that a process is heard from within the time after which it is missed."""
 LEFT = "left"
 """What a process says when it has done its work."""
 
@@ -97,10 +99,10 @@ class Heartbeat:
             now, limit = time.monotonic(), self._timeout_s
             silent = [rank for rank, (_, last) in self._heard.items() if now - last > limit]
             if now - self._answered > limit:
-                self._on_missing(f"The store of the first machine has not answered for {limit:g} seconds.")
+                self._on_missing(f"The store of the first machine has not answered for {in_seconds(limit)}.")
             elif silent := [rank for rank in silent if rank != self._rank]:
                 self._on_missing(
-                    f"Process {silent[0]} of {self._size} has not been heard of for {limit:g} seconds."
+                    f"Process {silent[0]} of {self._size} has not been heard from for {in_seconds(limit)}."
                 )
             else:
                 continue

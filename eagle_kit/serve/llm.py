@@ -226,7 +226,7 @@ class LLM:
 
     def on_lost(self, call: Callable[[RankLost], None]) -> None:
         """Call ``call``, in another thread, when another rank ends too soon that this one has started, or is
-        not heard of any more that ``torchrun`` has."""
+        not heard from any more that ``torchrun`` has."""
         watch = None if self.group is None else self.group.workers or self.group.missed
         if watch is not None:
             watch.on_end(lambda sentence: call(RankLost(sentence)))

@@ -145,7 +145,7 @@ def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
         os.kill(silent, signal.SIGSTOP)
         assert process.wait(90) == 1
         last = process.stderr.read()
-    assert "Process 1 of 2 has not been heard of for 5 seconds." in last
+    assert "Process 1 of 2 has not been heard from for 5 seconds." in last
 
 
 @pytest.mark.slow

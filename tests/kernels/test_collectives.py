@@ -83,4 +83,4 @@ def load_slowly(ranks, raised):
 def test_the_time_that_is_named_is_that_of_the_collective(tmp_path):
     """Loading may take longer than a step, 20 seconds here."""
     first, _ = run_ranks(2, load_slowly, tmp_path / "raised")
-    assert first == "A rank has not answered for 1 seconds."
+    assert first == "A rank has not answered for 1 second."

@@ -61,7 +61,7 @@ def test_a_stopped_process_is_missed_by_the_others_and_not_before(start):
     os.kill(pids[1], signal.SIGSTOP)
     for rank in (0, 2):
         assert pipes[rank].poll(10 * TIMEOUT_S)
-        assert pipes[rank].recv() == f"Process 1 of {SIZE} has not been heard of for 2 seconds."
+        assert pipes[rank].recv() == f"Process 1 of {SIZE} has not been heard from for 2 seconds."
 
 
 def test_a_process_that_leaves_is_not_missed(start):
@@ -75,7 +75,7 @@ def test_a_process_that_ends_with_an_error_is_missed(start):
     assert failed.poll(10 * TIMEOUT_S) and failed.recv() == "ended"
     for pipe in (first, third):
         assert pipe.poll(10 * TIMEOUT_S)
-        assert pipe.recv() == f"Process 1 of {SIZE} has not been heard of for 2 seconds."
+        assert pipe.recv() == f"Process 1 of {SIZE} has not been heard from for 2 seconds."
 
 
 def test_a_store_that_does_not_answer_is_missed(start, store):

@@ -93,7 +93,7 @@ def test_a_machine_that_falls_silent_is_missed_by_the_other_one(make_run: Callab
         for process in tree:
             process.kill()
     assert left.code not in (0, None)
-    assert "error in process 0 of 2: Process 1 of 2 has not been heard of for 8 seconds." in left.said
+    assert "error in process 0 of 2: Process 1 of 2 has not been heard from for 8 seconds." in left.said
     assert run("--resume", "--max-steps", str(len(run.metrics()) + 1)) == 0
 
 
