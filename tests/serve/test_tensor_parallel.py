@@ -399,7 +399,7 @@ STORMS = (2, 120), (4, 1200), (2, 20_000)
 )
 def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
     work = partial(weather, num_events=num_events)
-    results = run_ranks(size, serve, folder, head_of(folder), work, {"kv_tokens": 88}, timeout_s=900)
+    results = run_ranks(size, serve, folder, head_of(folder), work, {"kv_tokens": 88}, timeout_s=1800)
     check_weather(results, num_events)
 
 
@@ -413,7 +413,7 @@ def test_all_ranks_take_in_the_same_tokens_in_a_storm_of_own_latents(size, num_e
     sizes = {"kv_tokens": 64 * size, "max_context": 58, "max_batch_size": 2 * size}
     options = {"data_parallel_attention": True, **sizes}
     work = partial(weather, num_events=num_events, every=50)
-    results = run_ranks(size, serve, tmp_path, head_of(tmp_path), work, options, timeout_s=900)
+    results = run_ranks(size, serve, tmp_path, head_of(tmp_path), work, options, timeout_s=1800)
     check_weather(results, num_events)
 
 
