@@ -12,7 +12,7 @@ from eagle_kit.cli import sglang_flags
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS, add_flags, options_of
 from eagle_kit.config.engine import EngineConfig, NgramConfig
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.process import end_at_once
 from eagle_kit.core.shape import ShapeTable, SpecShape
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from eagle_kit.serve.api.startup import ServedModel
     from eagle_kit.serve.llm import LLM
-    from eagle_kit.serve.ranks import RankLost
 
 SHAPE_DEFAULTS = SpecShape(5, 4, 8)
 """SGLang's for Llama-like models: they complete a shape that was given in part."""
@@ -128,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.serve.api.server import bind, run_forever
     from eagle_kit.serve.api.startup import find_model, warnings_as_lines
     from eagle_kit.serve.llm import LLM
-    from eagle_kit.serve.ranks import RankLost, launched_rank
+    from eagle_kit.serve.ranks import launched_rank
 
     check_packages()
     args.model_name = Path(args.model).resolve().name if args.model_name is None else args.model_name
@@ -177,12 +176,12 @@ def plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def tell_of_end(error: "RankLost") -> None:
+def tell_of_end(error: RankLost) -> None:
     """Print why the server has ended."""
     say(f"error: {error} The server has ended.\n  -> Start it again.")
 
 
-def leave(llm: "LLM", error: "RankLost") -> None:
+def leave(llm: "LLM", error: RankLost) -> None:
     """End this process and the other ranks at once: a step waits for one that is lost."""
     tell_of_end(error)
     if llm.group is not None and llm.group.workers is not None:

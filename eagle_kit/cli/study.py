@@ -213,10 +213,10 @@ def run(args: argparse.Namespace) -> int:
         with interruptible(seconds):
             run_jobs([file.job(out) for file in files if not file.is_done], args.jobs, "prepare")
             _train(runs, args.jobs)
-            choices = choose(study, runs)
-            runs = plan(study, folder, choices)
-            check(study, files, runs)
-            _train(runs, args.jobs)
+            if choices := choose(study, runs):
+                runs = plan(study, folder, choices)
+                check(study, files, runs)
+                _train(runs, args.jobs)
             return _measure(study, runs, choices)
     except KeyboardInterrupt:
         print("Stopped; what was done is kept. Give the command again to go on.")

@@ -111,12 +111,16 @@ class Ranks:
         """``x`` of the first rank."""
         return self._on_device("of_first", x)
 
-    def join(self, x: torch.Tensor, count: int) -> torch.Tensor:
-        """Every rank's columns ``x [..., n]`` of ``count``, one after another, ``[..., count]``."""
+    def join(self, x: torch.Tensor, count: int, dim: int = -1) -> torch.Tensor:
+        """Every rank's part ``x`` of ``count`` along ``dim``, one after another; rows (``dim`` 0) without
+        another copy where all have equally many."""
+        dim %= x.ndim
         widths = [len(Share(rank, self.size).of(count)) for rank in range(self.size)]
-        padded = torch.nn.functional.pad(x, (0, max(widths) - x.shape[-1]))
-        parts = self.stack(padded).unbind(0)
-        return torch.cat([part[..., :width] for part, width in zip(parts, widths, strict=True)], -1)
+        if dim == 0 and min(widths) == max(widths):
+            return self.stack(x).flatten(0, 1)
+        padding = [0, 0] * (x.ndim - 1 - dim) + [0, max(widths) - x.shape[dim]]
+        parts = self.stack(torch.nn.functional.pad(x, padding)).unbind(0)
+        return torch.cat([part.narrow(dim, 0, width) for part, width in zip(parts, widths, strict=True)], dim)
 
     def _on_device(self, name: str, x: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu":

@@ -18,8 +18,7 @@ from functools import partial
 from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.collectives import RankLost
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
 from eagle_kit.serve.text_thread import News, Progress, TextThread
 

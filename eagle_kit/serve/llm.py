@@ -13,7 +13,7 @@ import torch
 from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
@@ -21,7 +21,6 @@ from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.kernels.backend import current_device
-from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.models.heads.draft_head import DraftHead

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.command_line import print_error
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.process import num_cores
-from eagle_kit.kernels.collectives import START_TIMEOUT, RankLost, Ranks, connect
+from eagle_kit.kernels.collectives import START_TIMEOUT, Ranks, connect
 from eagle_kit.kernels.heartbeat import Heartbeat, launched_store
 from eagle_kit.serve.options import devices_of
 

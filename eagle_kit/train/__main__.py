@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from eagle_kit.config.loading.command_line import add_config, print_error
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.train.parallel.launch import check_launcher, is_main
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
@@ -80,7 +80,6 @@ def _lost_another_process(error: Exception, environ: Mapping[str, str]) -> bool:
 
     if environ.get("WORLD_SIZE", "1") == "1":
         return False
-    from eagle_kit.kernels.collectives import RankLost
 
     return isinstance(error, torch.distributed.DistError | RankLost) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)

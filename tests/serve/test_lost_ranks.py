@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.errors import RankLost
 from eagle_kit.kernels import collectives
-from eagle_kit.kernels.collectives import RankLost, Ranks
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.serve.ranks import Group, Start, Workers
 
 

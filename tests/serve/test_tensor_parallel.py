@@ -23,10 +23,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
 
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve import engine as engines

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.collectives import Ranks, Share
+from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import prefill_attention
@@ -181,14 +181,9 @@ class Target(nn.Module, ABC):
             self.lm_head.weight = nn.Parameter(whole.weight[mine.start : mine.stop], requires_grad=False)
 
     def _joined(self, rows: torch.Tensor) -> torch.Tensor:
-        """Every rank's rows of a matrix ``[V, H]``, without another copy where they have equally many."""
+        """Every rank's rows of a matrix ``[V, H]``."""
         assert self.ranks is not None
-        size, count = self.ranks.size, self.config.vocab_size
-        widths = [len(Share(rank, size).of(count)) for rank in range(size)]
-        if count == size * max(widths):
-            return self.ranks.stack(rows).view(count, -1)
-        parts = self.ranks.stack(F.pad(rows, (0, 0, 0, max(widths) - len(rows))))
-        return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)])
+        return self.ranks.join(rows, self.config.vocab_size, dim=0)
 
     def causal(self) -> Attend:
         """Attention of one text, all of which is in the forward."""

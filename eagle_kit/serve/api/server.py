@@ -11,9 +11,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.kernels.collectives import RankLost
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

@@ -8,9 +8,8 @@ import threading
 
 import pytest
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
-from eagle_kit.kernels.collectives import RankLost
 from eagle_kit.serve import async_engine
 from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded
