@@ -129,3 +129,18 @@ def test_columns_cut_out_of_a_matrix_have_the_same_gradients_as_quickly():
         found.append((x.grad, weight.grad.clone()))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
     assert seconds[1] < 20 * seconds[0] + 0.05
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_weights_cut_out_of_a_matrix_are_multiplied_as_quickly(is_transposed):
+    """Gradients of a loss with a Markov head are products with a part of each row."""
+    whole = torch.randn(300, 640) if is_transposed else torch.randn(512, 364)
+    cut = whole[:, :512].t() if is_transposed else whole[:, :300]
+    x, seconds, found = torch.randn(256, 300), [], []
+    for weight in (cut.contiguous(), cut):
+        linear(x, weight)
+        started = time.perf_counter()
+        found.append(linear(x, weight))
+        seconds.append(time.perf_counter() - started)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert seconds[1] < 20 * seconds[0] + 0.05
