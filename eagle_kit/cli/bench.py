@@ -65,6 +65,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     tune.add_argument("--shapes", nargs="+", metavar="SHAPE", help="fixed shapes to compare with")
     tune.add_argument("--rounds", type=int, metavar="N", help="interleaved rounds (7)")
     tune.add_argument("--max-tokens", type=int, metavar="N", help="per reply (64)")
+    tune.add_argument(
+        "--whole-windows", action="store_true", help="also decode with chosen shapes that are not packed"
+    )
     tune.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM, to compare with")
     tune.add_argument("--no-plot", action="store_true", help="draw no picture beside the JSON file")
     _compare(tune)

@@ -22,6 +22,7 @@ from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.serve.agreement import agree_path, agree_tree, most_likely
+from eagle_kit.serve.packed import Packing
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter, Kept, Missed
 from eagle_kit.speculation.state import CycleState
@@ -50,6 +51,8 @@ class CycleSettings(NamedTuple):
         verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
         kept: candidates that the draft keeps for the next cycle, whatever its shape.
         tells_confidence: emit the draft's confidence.
+        num_rows: rows of the target's forward, into which the nodes to verify are packed; None is one for
+            every node.
     """
 
     shape: SpecShape
@@ -58,6 +61,7 @@ class CycleSettings(NamedTuple):
     verifier: Verifier = TargetOnly()
     kept: Kept | None = None
     tells_confidence: bool = False
+    num_rows: int | None = None
 
 
 class Logprobs(NamedTuple):
@@ -94,8 +98,8 @@ class CycleOutput(NamedTuple):
 
 
 class WindowRead(NamedTuple):
-    """The target's ``out`` over the nodes of a window, ``[B * N]`` rows, the attention ``attend`` that made
-    it, and the ``logits [B, N, V]``, of tensor parallelism this rank's part of them."""
+    """The target's ``out`` over the nodes of a window, ``[B * N]`` rows, the attention ``attend`` of whole
+    windows, and the ``logits [B, N, V]``, of tensor parallelism this rank's part of them."""
 
     out: TargetOutput
     attend: Attend
@@ -170,15 +174,29 @@ def verify_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Run the target over the window, accept a path, and commit it to the pool."""
-    read = read_window(models, state, window.tree, settings)
+    packing = None
+    if settings.num_rows is not None and state.num_drafts is not None:
+        assert isinstance(window.proposal, Deterministic), "sampled drafts are verified whole"
+        packing = Packing.of(state.num_drafts, window.tree.tokens.shape[1], settings.num_rows)
+        window = window._replace(tree=packing.cut(window.tree))
+    read = read_window(models, state, window.tree, settings, packing)
     return accept_and_commit(models, state, window, read, settings, sampling, allowed)
 
 
-def read_window(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowRead:
-    """Run the target over the window's nodes."""
+def read_window(
+    models: CycleModels,
+    state: CycleState,
+    tree: Tree,
+    settings: CycleSettings,
+    packing: Packing | None = None,
+) -> WindowRead:
+    """Run the target over the window's nodes, or those of a packing."""
     b, n = tree.tokens.shape
-    out, attend = _forward(models, tree, state, settings.num_columns)
-    return WindowRead(out, attend, models.target.own_logits(out.hidden).view(b, n, -1))
+    out, attend = _forward(models, tree, state, settings.num_columns, packing)
+    logits = models.target.own_logits(out.hidden)
+    if packing is not None:
+        out, logits = packing.whole(out), logits[packing.places]
+    return WindowRead(out, attend, logits.view(b, n, -1))
 
 
 def accept_and_commit(
@@ -234,10 +252,10 @@ def draft_extend(
 
 
 def _forward(
-    models: CycleModels, tree: Tree, state: CycleState, num_columns: int
+    models: CycleModels, tree: Tree, state: CycleState, num_columns: int, packing: Packing | None
 ) -> tuple[TargetOutput, Attend]:
-    """Run the target over the window's nodes, ``[B * N]`` rows -> its output, with the states that the draft
-    captures, and its attention."""
+    """Run the target over the window's nodes, ``[B * N]`` rows or those of a packing -> its output, with the
+    states that the draft captures, and its attention of whole windows."""
     n = tree.tokens.shape[1]
     given = state.page_table, state.seq_lens, tree.ancestors
     attend: Attend
@@ -251,7 +269,12 @@ def _forward(
     # A window of one node is its root, at depth 0.
     positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)
     capture = models.drafter.capture if models.drafter is not None else ()
-    return models.target(tree.tokens.view(-1), positions, attend, capture), attend
+    tokens = tree.tokens.view(-1)
+    if packing is None:
+        return models.target(tokens, positions, attend, capture), attend
+    assert models.states is None, "recurrent layers have a layout of their own"
+    rows = packing.rows
+    return models.target(tokens[rows], positions[rows], packing.attend(attend), capture), attend
 
 
 def _own(state: CycleState) -> OwnRequests:

@@ -303,8 +303,8 @@ class Engine:
         if decoding:
             if self._uses_ngram:
                 self._index(decoding)
-            shape = self._shape(decoding)
-            self._pending.append(self.runner.decode(decoding, shape, self.ngram))
+            shape, wanted = self._shape(decoding)
+            self._pending.append(self.runner.decode(decoding, shape, self.ngram, wanted))
         if chunks:  # behind the cycle, whose results do not wait for prompts
             self._prefill(chunks)
         self._collect_until(len(self._pending) - launched if self.config.lag else 0)
@@ -313,19 +313,19 @@ class Engine:
         news, self._news = list(self._news), {}
         return news
 
-    def _shape(self, decoding: Sequence[Request]) -> SpecShape:
-        """Choose the shape of the next cycle."""
+    def _shape(self, decoding: Sequence[Request]) -> tuple[SpecShape, list[int] | None]:
+        """Choose the shape of the next cycle, and the drafts of each request to verify, None for all."""
         if isinstance(self.shapes, ShapeTable):
-            return self.shapes.at(self.runner.padded(len(decoding)))
+            return self.shapes.at(self.runner.padded(len(decoding))), None
         eases = []
         for request in decoding:
             request.ease = request.ease or self.shapes.new_request()
             request.ease.num_missed = request.num_missed
             eases.append(request.ease)
-        shape = self.shapes.choose(eases, _mean_context(decoding))
+        chosen = self.shapes.choose(eases, _mean_context(decoding)), self.shapes.num_drafts
         if self.target.ranks is not None:  # choices depend on time
-            shape = self.target.ranks.agree(shape)
-        return shape
+            chosen = self.target.ranks.agree(chosen)
+        return chosen
 
     def shapes_at(self, batch_size: int) -> list[SpecShape]:
         """List the shapes that batches of a size may have."""
@@ -421,8 +421,8 @@ class Engine:
                 for j in range(kept):
                     pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
                     request.logprobs.append(TokenLogprobs(chosen[j], pairs))
-            if policy is not None and request.ease is not None:
-                policy.observe(request.ease, shape, count - 1)
+            if policy is not None and request.ease is not None and num_drafts is not None:
+                policy.observe(request.ease, shape, count - 1, num_drafts[i])
                 policy.see(request.ease, None if confidence is None else confidence[i])
             drafted = None if num_drafts is None else num_drafts[i]
             has_stops = request.stream is not None and request.stream.has_stops
@@ -477,7 +477,8 @@ class Engine:
         self.totals.shapes[results.shape] += 1
         if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_usual:
             context = _mean_context(results.requests)
-            self.shapes.observe_time(len(results.requests), results.shape, context, now - self._clock)
+            took = now - self._clock
+            self.shapes.observe_time(len(results.requests), results.shape, context, took, results.num_rows)
         self._clock = now
 
     def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:

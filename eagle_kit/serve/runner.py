@@ -43,6 +43,7 @@ from eagle_kit.serve.grammar.masks import unpacked
 from eagle_kit.serve.grammar.protocols import Match
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
+from eagle_kit.serve.packed import packed_rows
 from eagle_kit.serve.prefill_backends import open_backends
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.sampling_tables import SamplingTables, is_adjusted
@@ -73,6 +74,7 @@ class Results(NamedTuple):
     num_computed: Sequence[int] = ()
     shape: SpecShape = NO_SPECULATION
     is_usual: bool = True
+    num_rows: int | None = None
 
 
 def _texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
@@ -89,13 +91,15 @@ def _texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
 class CycleInputs(NamedTuple):
     """Inputs of a cycle besides the slots: their ``rows`` int64 ``[B]`` and the sampling parameters, without
     counts. In a split cycle also the ``window``, and whether grammars mask its logits (``is_masked``), by the
-    masks of the slots. ``own``: of data-parallel attention."""
+    masks of the slots. ``own``: of data-parallel attention. ``num_drafts`` int64 ``[B]``: nodes to verify of
+    each window where they are packed."""
 
     rows: torch.Tensor
     sampling: SamplingBatch | None
     window: DraftOutput | None = None
     is_masked: bool = False
     own: OwnRequests | None = None
+    num_drafts: torch.Tensor | None = None
 
 
 class Batch(NamedTuple):
@@ -175,6 +179,17 @@ class Runner:
     def verifiers(self) -> tuple[type, ...]:
         """Verifiers that are sound for the drafts, the default first."""
         return (TargetOnly, Relaxed) if self.drafter is None else self.drafter.verifiers
+
+    @property
+    def packs(self) -> bool:
+        """True if windows of greedy requests can be packed: nothing depends on their layout, and no graph on
+        their number of rows."""
+        return not self.graphs.has_fixed_shapes and self.states is None and self._share is None
+
+    @property
+    def packs_samples(self) -> bool:
+        """True if those of requests that sample can be packed as well: their drafts are deterministic."""
+        return self.packs and TargetOnly in self.verifiers and self._verifier in (None, TargetOnly())
 
     def verifier(self, shape: SpecShape) -> Verifier:
         """Verifier of the drafts of requests that sample. Windows without a draft model are deterministic."""
@@ -314,11 +329,18 @@ class Runner:
         """Bring the device's page tables of ``requests`` up to date, before their prompts or cycles."""
         self.slots.set_pages(requests)
 
-    def decode(self, requests: list[Request], shape: SpecShape, ngram: NgramIndex | None = None) -> Results:
+    def decode(
+        self,
+        requests: list[Request],
+        shape: SpecShape,
+        ngram: NgramIndex | None = None,
+        wanted: Sequence[int] | None = None,
+    ) -> Results:
         """Run one cycle for ``requests`` in one of the shapes.
 
         Args:
             ngram: drafts in place of a model; every token of the requests must be known to the host.
+            wanted: drafts of each request to verify, the first of its window; None for all.
         """
         batch = self._batch_of(requests)
         (steps, topk, tokens), drafter = shape, self.models.drafter
@@ -338,11 +360,27 @@ class Runner:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
             tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
             tree = agree_tree(tree, self.target.ranks)  # the log may have what a stop text took back
-        emitted = self._run(batch.matches, batch.inputs, settings, tree)
+            wanted = num_drafts if self.target.ranks is None else None
+        inputs = batch.inputs
+        packs = self.packs_samples or (self.packs and inputs.sampling is None)
+        num_rows = packed_rows(size, tokens, wanted) if packs and wanted is not None else None
+        if num_rows is not None and wanted is not None:
+            num_drafts = list(wanted)
+            settings = settings._replace(num_rows=num_rows)
+            inputs = inputs._replace(num_drafts=self._tensor([*num_drafts, *[0] * batch.padding]))
+        emitted = self._run(batch.matches, inputs, settings, tree)
         if emitted.logprobs is not None and not batch.wants_logprobs:
             emitted = emitted._replace(logprobs=None)
         is_usual = is_usual and self.graphs.num_warm_ups == num_warm_ups
-        return Results(requests, batch.epochs, HostCopy(emitted), num_drafts, shape=shape, is_usual=is_usual)
+        return Results(
+            requests,
+            batch.epochs,
+            HostCopy(emitted),
+            num_drafts,
+            shape=shape,
+            is_usual=is_usual,
+            num_rows=settings.num_rows,
+        )
 
     def _batch_of(self, requests: list[Request]) -> Batch:
         """What the cycle before had, where the batch is the same, so that nothing is sent to the device."""
@@ -484,10 +522,10 @@ class Runner:
 
     def _as_proposed(self, inputs: CycleInputs, settings: CycleSettings) -> tuple[CycleInputs, CycleSettings]:
         """Leave out what a proposal does not depend on, so that its graphs are few."""
-        inputs = inputs._replace(own=None)  # the draft is whole on every rank
+        inputs = inputs._replace(own=None, num_drafts=None)  # the draft is whole on every rank
         if TargetOnly in self.verifiers or self.models.drafter is None:  # drafts are not sampled
             inputs = inputs._replace(sampling=None)
-        return inputs, settings._replace(num_logprobs=None)
+        return inputs, settings._replace(num_logprobs=None, num_rows=None)
 
     def _allowed_bits(self, matches: Sequence[Match | None], tree: Tree) -> torch.Tensor:
         return agree_bits(matches, tree, self.vocab_size, self.device, self.target.ranks)
@@ -554,7 +592,8 @@ class Runner:
             assert self.slots.tables is not None
             rows = (table[inputs.rows] for table in self.slots.tables)
             sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
-        return self.slots.gather(inputs.rows)._replace(own=inputs.own), sampling
+        state = self.slots.gather(inputs.rows)
+        return state._replace(own=inputs.own, num_drafts=inputs.num_drafts), sampling
 
     def _ngram_draft(
         self, requests: list[Request], padding: int, ngram: NgramIndex, shape: SpecShape

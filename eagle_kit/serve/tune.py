@@ -103,7 +103,9 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
         )
         for size in config.batch_sizes
     }
-    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds)
+    return ShapePolicy(
+        costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, costs.packed_share
+    )
 
 
 def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:

@@ -19,6 +19,7 @@ class CycleState(NamedTuple):
         draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
         slots: int64 ``[B]``, the states of recurrent layers (``kv/states.py``); None where there are none.
         own: the requests that this rank attends for, of data-parallel attention.
+        num_drafts: int64 ``[B]``, nodes behind the root to verify, where windows are packed.
     """
 
     page_table: torch.Tensor
@@ -28,3 +29,4 @@ class CycleState(NamedTuple):
     draft: tuple[torch.Tensor, ...] | None
     slots: torch.Tensor | None = None
     own: OwnRequests | None = None
+    num_drafts: torch.Tensor | None = None

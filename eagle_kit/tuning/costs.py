@@ -22,6 +22,8 @@ from eagle_kit.core.shape import SpecShape
 FORWARDS = ("target", "extend", "step")
 SPACING = 1.4
 """Least ratio of two numbers of rows between which the time of a forward bends."""
+NUM_CONSTANTS = 3
+"""Features of a cycle before those of its forwards."""
 NUM_SWEEPS = 2000
 RIDGE = 1e-5
 """Penalty on coefficients, so that those which the measured cycles cannot tell apart stay small."""
@@ -133,6 +135,16 @@ class CostTable:
         """Predict the time of a cycle."""
         rest = _interpolated(self.rest.get(shape) or self.rest.get(None, ()), batch_size, context)
         return self._fitted(batch_size, shape, context) * math.exp(rest)
+
+    def packed_share(self, batch_size: int, shape: SpecShape, context: int, num_rows: int) -> float:
+        """Predict the time of a cycle whose target reads ``num_rows`` in place of whole windows, as a part of
+        that with all."""
+        before, after = (
+            np.array(_pieces(self.knots["target"], rows)) for rows in (batch_size * shape.tokens, num_rows)
+        )
+        pieces = self.coefficients[NUM_CONSTANTS : NUM_CONSTANTS + len(before)]
+        saved = float((before - after) @ pieces)
+        return 1.0 - saved / self._fitted(batch_size, shape, context)
 
     def reading_seconds(self, batch_size: int, num_tokens: int, context: int) -> float:
         """Predict the time in which the draft reads tokens that each request has decoded without it."""

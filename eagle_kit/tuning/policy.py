@@ -12,8 +12,8 @@ tells of the text and not of tokens that will be drawn, so that no choice change
 draft is differs by text as well, and a request's *mix*
 says how often each class of confidence comes up in it. Cycles that are chosen one by one are worth more than
 any single shape, so what counts for speculation is the average of what was expected of them. A shape is for a
-batch, not for a request: requests of a cycle share its forwards, so a window that is small for one of them
-would save nothing.
+batch, not for a request: requests of a cycle share its forwards. But of the drafts of a chain the target may
+verify only the likeliest of the batch, whichever requests they belong to, whose rows are packed.
 
 Legend: G values of ease, M shapes, C classes of confidence.
 """
@@ -67,7 +67,11 @@ MOST_MISSED, HORIZON = MAX_WINDOW, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
 
+PARTS = 4
+"""Numbers of drafts to verify of a batch are quarters of all that its windows have room for."""
+
 Reading = Callable[[int, int, int], float]
+PackedShare = Callable[[int, SpecShape, int, int], float]
 
 
 @dataclass
@@ -123,6 +127,13 @@ class ShapePolicy:
         origin: where the numbers come from, for people.
         reading: time in which the draft reads tokens that a batch decoded without it: batch size, tokens per
             request, context.
+        packed_share: time of a cycle whose windows are packed, as a part of that with whole ones: batch size,
+            shape, context, rows. None packs nothing.
+
+    Attributes:
+        packed_share: as given.
+        num_drafts: drafts of each request to verify in the cycle that :meth:`choose` chose last; None for
+            all.
     """
 
     def __init__(
@@ -132,14 +143,18 @@ class ShapePolicy:
         menus: Mapping[int, Sequence[SpecShape]],
         origin: str = "",
         reading: Reading = lambda batch_size, num_tokens, context: 0.0,
+        packed_share: PackedShare | None = None,
     ) -> None:
         self._seconds, self._reading, self.origin = seconds, reading, origin
+        self.packed_share = packed_share
+        self.num_drafts: list[int] | None = None
         used = {shape for menu in menus.values() for shape in menu if shape.steps}
         self.shapes = [NO_SPECULATION, *sorted(used)]
         self._number = {shape: i for i, shape in enumerate(self.shapes)}
         self._edges = acceptance.edges
         odds = conditional_log_odds(acceptance, self.shapes)
         self._lengths = expected_lengths(odds, EASES)
+        self._reach = sigmoid(odds[None] + EASES[:, None, None, None]).cumprod(3)
         shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
         shares[0] = 1 / odds.shape[1]
         self._usual_mix = shares[1:].mean(0) if used else shares[0]
@@ -165,6 +180,7 @@ class ShapePolicy:
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._may_lose = math.inf  # seconds, in probes
         self._costs: dict[tuple[int, int], np.ndarray] = {}
+        self._packed: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
         self._clocks: dict[int, Clock] = {}
 
     def new_request(self) -> Ease:
@@ -185,6 +201,7 @@ class ShapePolicy:
         """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on
         average."""
         self._left -= 1
+        self.num_drafts = None
         self._num_cycles += 1
         self._may_lose += PROBE_LOSS * float(self._cost(len(eases), context)[self._number[self.shape]])
         may_stay = self._is_probe and self._allowed(len(eases))[self._number[self.shape]]
@@ -212,13 +229,44 @@ class ShapePolicy:
         best, base = int(worth.argmax()), self._number[self.shape]
         if worth[best] < worth[base] + LEAST_GAIN * expected[base]:
             best = base
+        tokens, seconds = float(expected[best]), float(costs[best])
+        if not self._is_probe:
+            packed = self._pack(eases, context, costs, float(worth[best]) + LEAST_GAIN * tokens)
+            if packed is not None:
+                best, self.num_drafts, tokens, seconds = packed
         rate = min(len(eases) / WORTH_CYCLES, 1 / LEAST_CYCLES)
         if not self._spent:
             speeds = self.speeds(eases, context)
             self._tokens, self._spent = float(speeds[base] * costs[base]), float(costs[base])
-        self._tokens += rate * (float(expected[best]) - self._tokens)
-        self._spent += rate * (float(costs[best]) - self._spent)
+        self._tokens += rate * (tokens - self._tokens)
+        self._spent += rate * (seconds - self._spent)
         return self.shape if self._is_probe else self.shapes[best]
+
+    def _pack(
+        self, eases: Sequence[Ease], context: int, costs: np.ndarray, least: float
+    ) -> tuple[int, list[int], float, float] | None:
+        """Chain, drafts of each request, expected tokens and seconds of the cycle that is worth most of those
+        that verify the likeliest drafts of a batch only; None where none is worth ``least``."""
+        best = None
+        if not self._packs(eases):
+            return None
+        classes, rows = np.array([ease.confidence for ease in eases]), _rows(eases)
+        for number in np.flatnonzero(self._chains & self._allowed(len(eases))).tolist():
+            steps = self.shapes[number].steps
+            reached = self._reach[rows, number, classes, :steps]
+            for i, ease in enumerate(eases):
+                if len(ease.told) >= steps:
+                    reached[i] = sigmoid(np.array(ease.told[:steps]) + ease.bias[0]).cumprod()
+            order = (-reached).ravel().argsort(kind="stable")  # a draft behind those that it depends on
+            counts, shares = self._packings(len(eases), context, number)
+            tokens = len(eases) + reached.ravel()[order].cumsum()[counts - 1]
+            seconds = shares * costs[number]
+            worth = tokens - self._rate * seconds
+            part = int(worth.argmax())
+            if worth[part] > least:
+                drafts = np.bincount(order[: counts[part]] // steps, minlength=len(eases)).tolist()
+                best, least = (number, drafts, float(tokens[part]), float(seconds[part])), float(worth[part])
+        return best
 
     def _with_told(self, ease: Ease, lengths: np.ndarray) -> np.ndarray:
         """Expected tokens in every shape, ``[M]``, those of chains by the draft's own confidences."""
@@ -307,11 +355,37 @@ class ShapePolicy:
             self._left, self._num_timed = PROBE, 0
 
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
-        """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
+        """Expected tokens per second of the batch in every shape, ``[M]``, packed where that is faster; 0 off
+        its menu."""
         weights = self._tilts * np.stack([ease.mix for ease in eases])[:, None]
-        lengths = (self._lengths[_rows(eases)] * weights).sum(2) / weights.sum(2)
-        speeds = lengths.sum(0) / self._cost(len(eases), context)
-        return np.where(self._allowed(len(eases)), speeds, 0.0)
+        weights /= weights.sum(2, keepdims=True)
+        rows, costs = _rows(eases), self._cost(len(eases), context)
+        speeds = (self._lengths[rows] * weights).sum(2).sum(0) / costs
+        allowed = self._allowed(len(eases))
+        if self._packs(eases):
+            for number in np.flatnonzero(self._chains & allowed).tolist():
+                reached = self._reach[rows, number, :, : self.shapes[number].steps]
+                times = np.broadcast_to(weights[:, number, :, None], reached.shape)
+                counts, shares = self._packings(len(eases), context, number)
+                tokens = len(eases) + _likeliest(reached.ravel(), times.ravel(), counts)
+                speeds[number] = max(speeds[number], (tokens / (shares * costs[number])).max())
+        return np.where(allowed, speeds, 0.0)
+
+    def _packs(self, eases: Sequence[Ease]) -> bool:
+        return self.packed_share is not None and len(eases) > 1 and bool(self._edges)
+
+    def _packings(self, batch_size: int, context: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of drafts of a batch to verify of a chain, and the times of such cycles as parts of that
+        with all."""
+        key = batch_size, context // 256, number
+        if key not in self._packed:
+            assert self.packed_share is not None
+            shape, middle = self.shapes[number], 256 * key[1] + 128
+            counts = np.array([-(-part * batch_size * shape.steps // PARTS) for part in range(1, PARTS)])
+            rows = (counts + batch_size).tolist()
+            shares = [self.packed_share(batch_size, shape, middle, each) for each in rows]
+            self._packed[key] = counts, np.array(shares)
+        return self._packed[key]
 
     def _allowed(self, batch_size: int) -> np.ndarray:
         at = min(bisect_right(self._sizes, batch_size - 1), len(self._sizes) - 1)
@@ -329,16 +403,17 @@ class ShapePolicy:
             self._costs[key] = np.array([self._seconds(batch_size, shape, middle) for shape in self.shapes])
         return self._costs[key]
 
-    def observe(self, ease: Ease, shape: SpecShape, num_accepted: int) -> None:
-        """Learn from a cycle of one request, which began with its ``confidence``."""
+    def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
+        """Learn from a cycle of one request, which began with its ``confidence``, and of whose chain the
+        first ``num_drafts`` were verified, None for all of the window."""
         if not shape.steps:
             ease.variance = min(ease.variance + CHANGE, VARIANCE)
             return
         known = -1 if ease.confidence is None else ease.confidence
-        odds = self._odds[self._number[shape]][known]
+        odds = self._odds[self._number[shape]][known][:num_drafts]
         ease.value, ease.variance, information = learn_offset(ease.value, ease.variance, odds, num_accepted)
         if self._chains[self._number[shape]] and len(ease.told) >= shape.steps:
-            *bias, _ = learn_offset(*ease.bias, ease.told[: shape.steps], num_accepted)
+            *bias, _ = learn_offset(*ease.bias, ease.told[: shape.steps][:num_drafts], num_accepted)
             ease.bias = bias[0], bias[1]
         before, ease.information = ease.information, ease.information + information
         told = _about_all(ease.information) - _about_all(before)
@@ -361,14 +436,20 @@ class ShapePolicy:
             ease.mix = ease.mix + MIX_RATE * (seen - ease.mix)
             self.shared_mix = self.shared_mix + SHARED_RATE * (seen - self.shared_mix)
 
-    def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
-        """Learn what a cycle of a batch took. What all shapes have in common, such as a machine that has
-        become slower, changes no choice; shapes are compared where one follows the other."""
+    def observe_time(
+        self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None
+    ) -> None:
+        """Learn what a cycle of a batch took, whose windows were packed into ``num_rows`` if any. What all
+        shapes have in common, such as a machine that has become slower, changes no choice; shapes are
+        compared where one follows the other."""
         clock = self._clocks.get(batch_size)
         if clock is None:
             clock = self._clocks[batch_size] = Clock(len(self.shapes))
         number = self._number[shape]
-        error = math.log(seconds / float(self._table(batch_size, context)[number]))
+        expected = float(self._table(batch_size, context)[number])
+        if num_rows is not None and self.packed_share is not None:
+            expected *= self.packed_share(batch_size, shape, context, num_rows)
+        error = math.log(seconds / expected)
         clock.observe(number, self._num_cycles, error)
         self._num_timed += 1
 
@@ -400,7 +481,9 @@ class ToldPolicy(ShapePolicy):
         """See :class:`ShapePolicy`."""
         return self.shape
 
-    def observe_time(self, batch_size: int, shape: SpecShape, context: int, seconds: float) -> None:
+    def observe_time(
+        self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None
+    ) -> None:
         """See :class:`ShapePolicy`."""
 
 
@@ -412,6 +495,15 @@ def _drafting_probe(batch_size: int) -> int:
 def _about_all(information: float) -> float:
     """Information about what texts have in common, of that about one of them: one text tells little."""
     return information / (1.0 + VARIANCE * information)
+
+
+def _likeliest(chances: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Sums of the largest of chances that come up so many ``times`` each, ``counts`` of them."""
+    order = (-chances).argsort()
+    chances, times = chances[order], times[order]
+    before = times.cumsum() - times
+    used: np.ndarray = np.clip(counts[:, None] - before, 0.0, times) @ chances
+    return used
 
 
 def _rows(eases: Sequence[Ease]) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from restless import Restless
 from tiny import randomise, tiny_head
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 from tiny_mixtures import LITE_YARN, YARN, randomised, v2, v3
@@ -47,6 +48,15 @@ def models(theirs, tmp_path_factory):
 def plain(models):
     """What ordinary decoding says to every prompt."""
     return [r.token_ids for r in decode(models, max_tokens=20)]
+
+
+def test_packed_windows_of_latents_change_no_text(models, plain):
+    engine = make_engine(models, 3)
+    engine.use_shape(Restless(0, tuple(map(SpecShape.parse, ("3,1,4", "3,2,6"))), most_plain=2))
+    requests = [Request(i, list(prompt), SamplingParams(max_tokens=20)) for i, prompt in enumerate(PROMPTS)]
+    serve(engine, requests)
+    assert [request.token_ids for request in requests] == plain
+    assert engine.totals.spec.num_accepted_at[0] > 0
 
 
 def test_plain_decoding_says_what_transformers_generates(theirs, plain):

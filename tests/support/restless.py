@@ -8,13 +8,16 @@ from eagle_kit.tuning.policy import ShapePolicy
 
 
 class Restless(ShapePolicy):
-    """Chooses one of ``shapes`` by chance, plain decoding for up to ``most_plain`` cycles now and then."""
+    """Chooses one of ``shapes`` by chance, plain decoding for up to ``most_plain`` cycles now and then, and
+    in every second cycle how many drafts of each request are verified."""
 
     def __init__(self, seed, shapes, most_plain=50):
         super().__init__(lambda batch_size, shape, context: 1.0, AcceptanceTable.even(shapes), {1: shapes})
         self.rng, self.plain, self.most_plain, self.used = random.Random(seed), 0, most_plain, set()
+        self.rng_of_drafts = random.Random(seed)
 
     def choose(self, eases, context):
+        self.num_drafts = None
         if self.plain:
             self.plain -= 1
             return NO_SPECULATION
@@ -22,4 +25,7 @@ class Restless(ShapePolicy):
             self.plain = self.rng.randrange(self.most_plain)
         shape = self.rng.choice(self.shapes)
         self.used.add(shape)
+        if shape.steps and self.rng_of_drafts.random() < 0.5:
+            most = self.rng_of_drafts.randrange(shape.tokens)
+            self.num_drafts = [self.rng_of_drafts.randint(0, most) for _ in eases]
         return shape

@@ -17,7 +17,7 @@ from eagle_kit.bench.case import Machine
 from eagle_kit.bench.peers import Seconds, peer_rate, transformers_model, transformers_seconds, vllm_engines
 from eagle_kit.bench.side_by_side import decode_side_by_side
 from eagle_kit.bench.tune.prompts import part_of
-from eagle_kit.bench.tune.sizes import AUTO, PLAIN, TOKENS_OF_A_ROUND, Sizes
+from eagle_kit.bench.tune.sizes import AUTO, PLAIN, TOKENS_OF_A_ROUND, WHOLE, Sizes
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 from eagle_kit.tuning.policy import ShapePolicy
@@ -68,9 +68,11 @@ def compare(
             used.update({str(shape): count for shape, count in request.shapes.items()})
         ratios = {
             s: [mine / plain for mine, plain in zip(rates[s], rates[PLAIN], strict=False)]
-            for s in (*sizes.shapes, AUTO)
+            for s in rates
+            if s != PLAIN
         }
-        running = {name: llms[name] for name in running if name in (PLAIN, AUTO) or _may_win(name, ratios)}
+        stay = PLAIN, AUTO, WHOLE
+        running = {name: llms[name] for name in running if name in stay or _may_win(name, ratios)}
     warm.clear()
     warm.add(batch)
     best = max(sizes.shapes, key=lambda shape: statistics.median(ratios[shape]))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from eagle_kit.bench.tune.prompts import OWN_TASKS
 
-PLAIN, AUTO = "none", "auto"
+PLAIN, AUTO, WHOLE = "none", "auto", "auto, whole windows"
 SHAPES = ("1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,4,16")
 TOKENS_OF_A_ROUND = 1024
 """At most."""
@@ -24,6 +24,7 @@ class Sizes:
         max_tokens: of a reply; less in large batches, whose rounds have :data:`TOKENS_OF_A_ROUND`.
         compare: also decode with transformers, plainly and with prompt look-up, at batch sizes 1 and 8,
             beside the first draft.
+        whole_windows: also decode with chosen shapes whose windows are not packed.
         vllm: python of an environment with vLLM, to decode with it as well.
     """
 
@@ -33,4 +34,5 @@ class Sizes:
     rounds: int = 7
     max_tokens: int = 64
     compare: bool = True
+    whole_windows: bool = False
     vllm: str | None = None

@@ -22,9 +22,10 @@ from eagle_kit.bench.tune.cells import (
 from eagle_kit.bench.tune.judge import verdicts
 from eagle_kit.bench.tune.plot import plot
 from eagle_kit.bench.tune.prompts import MAX_CONTEXT, make_prompts
-from eagle_kit.bench.tune.sizes import AUTO, PLAIN, Sizes
+from eagle_kit.bench.tune.sizes import AUTO, PLAIN, WHOLE, Sizes
 from eagle_kit.core.errors import UserError
 from eagle_kit.serve.llm import LLM
+from eagle_kit.tuning.policy import ShapePolicy
 
 PEER_BATCHES = 1, 8
 
@@ -44,7 +45,7 @@ def main(target: str, drafts: Sequence[str], sizes: Sizes, options: Options) -> 
     plain = LLM(target, shape=PLAIN, **most)
     current: list[DraftEngines] = []
     llms = {
-        name_of(draft): DraftEngines(partial(_settings, plain, draft, sizes.shapes, most), current)
+        name_of(draft): DraftEngines(partial(_settings, plain, draft, sizes, most), current)
         for draft in drafts
     }
     prompts = {Path(task).stem: make_prompts(plain, task, options.seed) for task in sizes.tasks}
@@ -97,15 +98,20 @@ class DraftEngines(Mapping[str, LLM]):
         return len(self._made)
 
 
-def _settings(plain: LLM, draft: str, shapes: Sequence[str], most: dict[str, Any]) -> dict[str, LLM]:
+def _settings(plain: LLM, draft: str, sizes: Sizes, most: dict[str, Any]) -> dict[str, LLM]:
     """Make an engine for every setting; they share the weights. Graphs are made at the first run and kept, as
     by one that has been running."""
     auto = LLM(plain.target, draft, tokenizer=plain.tokenizer, **most)
     fixed = {
         shape: LLM(plain.target, auto.draft, tokenizer=plain.tokenizer, shape=shape, **most)
-        for shape in shapes
+        for shape in sizes.shapes
     }
     llms = {PLAIN: plain, **fixed, AUTO: auto}
+    if sizes.whole_windows:
+        whole = llms[WHOLE] = LLM(plain.target, auto.draft, tokenizer=plain.tokenizer, **most)
+        policy = whole.engine().shapes
+        assert isinstance(policy, ShapePolicy)
+        policy.packed_share = None
     forget_graphs(llms)
     return llms
 

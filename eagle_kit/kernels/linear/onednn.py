@@ -6,8 +6,8 @@ one-row inputs are padded to two rows where the order would differ. So a token's
 number of tokens in its window.
 
 The gradients are matmuls of the same kind: dx = dy w (a linear with ``w^T``), dw = dy^T x (a linear with
-``x^T``). oneDNN takes transposed views of weights as they are. Columns cut out of a matrix are copied first: for such
-a weight it falls back to loops that take a thousand times as long.
+``x^T``). oneDNN takes transposed views of weights as they are. Columns cut out of a matrix are copied first:
+for such a weight it falls back to loops that take a thousand times as long.
 """
 
 from typing import Any, NamedTuple

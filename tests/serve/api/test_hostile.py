@@ -34,7 +34,7 @@ def test_a_body_of_a_million_mistakes_is_refused_at_once(name):
     with pytest.raises(ApiError) as refusal:
         parse(ChatRequest if name == "messages" else CompletionRequest, BOMBS[name])
     assert refusal.value.status == 400 and len(refusal.value.message) < 300
-    assert time.thread_time() - started < 0.8, "it was 5 s"
+    assert time.thread_time() - started < 2, "it was 5 s"
 
 
 def test_large_bodies_that_are_right_pass():

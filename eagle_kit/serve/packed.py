@@ -1,0 +1,88 @@
+"""Windows of different sizes in one forward of the target: nodes that are unlikely to be accepted are left
+out, and the rows of the others are packed, in one of a few numbers of rows.
+
+Attention stays that of whole windows, in which a node that was left out is a copy of its root: the matmuls,
+which windows are paid for, have the packed rows only. Which nodes are verified changes no text of
+deterministic drafts.
+
+Legend: B requests, N window nodes, T packed rows.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
+from eagle_kit.models.targets.target import TargetOutput
+
+PARTS = 4
+"""Numbers of packed rows are those of no, a quarter, half, three quarters or all of the windows' drafts."""
+
+
+def packed_rows(batch_size: int, num_nodes: int, num_drafts: Sequence[int]) -> int | None:
+    """Rows of a forward over the roots of a batch, padded to ``batch_size``, and the first drafts of each
+    window; None where those are almost all."""
+    most = batch_size * (num_nodes - 1)
+    part = -(-PARTS * sum(num_drafts) // max(most, 1))
+    return None if part >= PARTS else batch_size + -(-part * most // PARTS)
+
+
+class Packing(NamedTuple):
+    """Places of packed rows.
+
+    Attributes:
+        rows: int64 ``[T]``, the node of every packed row among ``B * N``.
+        places: int64 ``[B * N]``, the packed row of every node, of those that are left out their root's.
+        is_kept: bool ``[B, N]``.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    is_kept: torch.Tensor
+
+    @classmethod
+    def of(cls, num_drafts: torch.Tensor, num_nodes: int, num_rows: int) -> "Packing":
+        """Keep the root and the first ``num_drafts [B]`` nodes behind it of every window, at most
+        ``num_rows`` of all windows together. Rows to spare are nodes that are left out."""
+        is_kept = torch.arange(num_nodes, device=num_drafts.device) <= num_drafts[:, None]
+        places = is_kept.view(-1).cumsum(0).view_as(is_kept) - 1
+        rows = is_kept.view(-1).to(torch.int8).argsort(descending=True, stable=True)[:num_rows]
+        return cls(rows, torch.where(is_kept, places, places[:, :1]).view(-1), is_kept)
+
+    def cut(self, tree: Tree) -> Tree:
+        """Make every node that is left out its own parent, so that no path reaches it."""
+        itself = torch.arange(self.is_kept.shape[1], device=self.rows.device)
+        return tree._replace(parents=torch.where(self.is_kept, tree.parents, itself))
+
+    def whole(self, out: TargetOutput) -> TargetOutput:
+        """Output of all nodes ``[B * N]`` of that of the packed rows."""
+        return TargetOutput(*(part[self.places] for part in out))
+
+    def attend(self, attend: Attend) -> Attend:
+        """Attention of packed rows through that of whole windows."""
+        is_latent = hasattr(attend, "latents")
+        return PackedLatentAttend(attend, self) if is_latent else PackedAttend(attend, self)  # type: ignore[arg-type]
+
+
+class PackedAttend:
+    """Attention of packed rows through that of whole windows, ``inner``."""
+
+    def __init__(self, inner: Attend, packing: Packing) -> None:
+        self._inner, self._rows, self._places = inner, packing.rows, packing.places
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._inner(layer, *(part[self._places] for part in (q, k, v)))[self._rows]
+
+
+class PackedLatentAttend(PackedAttend):
+    """The same over latents."""
+
+    _inner: LatentAttend
+
+    def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.blocks.mla.LatentAttend`."""
+        whole = Queries(*(part[self._places] for part in q))
+        return self._inner.latents(layer, whole, rows[self._places], heads)[self._rows]
