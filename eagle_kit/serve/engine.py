@@ -455,6 +455,8 @@ class Engine:
         ``num_drafts`` it was no cycle."""
         num_drafts_kept = None
         if num_drafts is not None:
+            if not num_drafts and isinstance(self.shapes, ShapePolicy):
+                shape = NO_SPECULATION  # others of the batch had drafts to verify
             request.shapes[shape] += 1
             if shape.steps or isinstance(self.shapes, ShapeTable):
                 num_drafts_kept = min(kept, num_emitted - 1)

@@ -8,7 +8,6 @@ deterministic drafts.
 Legend: B requests, N window nodes, T packed rows.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,17 +16,6 @@ from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
 from eagle_kit.models.targets.target import TargetOutput
-
-PARTS = 4
-"""Numbers of packed rows are those of no, a quarter, half, three quarters or all of the windows' drafts."""
-
-
-def packed_rows(batch_size: int, num_nodes: int, num_drafts: Sequence[int]) -> int | None:
-    """Rows of a forward over the roots of a batch, padded to ``batch_size``, and the first drafts of each
-    window; None where those are almost all."""
-    most = batch_size * (num_nodes - 1)
-    part = -(-PARTS * sum(num_drafts) // max(most, 1))
-    return None if part >= PARTS else batch_size + -(-part * most // PARTS)
 
 
 class Packing(NamedTuple):

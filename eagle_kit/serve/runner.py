@@ -43,7 +43,6 @@ from eagle_kit.serve.grammar.masks import unpacked
 from eagle_kit.serve.grammar.protocols import Match
 from eagle_kit.serve.graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.serve.linear_forms import LinearForms
-from eagle_kit.serve.packed import packed_rows
 from eagle_kit.serve.prefill_backends import open_backends
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.sampling_tables import SamplingTables, is_adjusted
@@ -57,6 +56,7 @@ from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
+from eagle_kit.tuning.packing import packed_rows
 from eagle_kit.tuning.policy import MOST_MISSED
 
 
@@ -362,12 +362,11 @@ class Runner:
             tree = agree_tree(tree, self.target.ranks)  # the log may have what a stop text took back
             wanted = num_drafts if self.target.ranks is None else None
         inputs = batch.inputs
-        packs = self.packs_samples or (self.packs and inputs.sampling is None)
-        num_rows = packed_rows(size, tokens, wanted) if packs and wanted is not None else None
-        if num_rows is not None and wanted is not None:
-            num_drafts = list(wanted)
-            settings = settings._replace(num_rows=num_rows)
-            inputs = inputs._replace(num_drafts=self._tensor([*num_drafts, *[0] * batch.padding]))
+        if wanted is not None and (self.packs_samples or (self.packs and inputs.sampling is None)):
+            num_rows = packed_rows(size, tokens - 1, sum(wanted))
+            if num_rows is not None:
+                num_drafts, settings = list(wanted), settings._replace(num_rows=num_rows)
+                inputs = inputs._replace(num_drafts=self._tensor([*wanted, *[0] * batch.padding]))
         emitted = self._run(batch.matches, inputs, settings, tree)
         if emitted.logprobs is not None and not batch.wants_logprobs:
             emitted = emitted._replace(logprobs=None)

@@ -103,9 +103,9 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
         )
         for size in config.batch_sizes
     }
-    return ShapePolicy(
-        costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, costs.packed_share
-    )
+    packs = engine.runner.packs_samples and not config.lag  # with a lag confidences come too late
+    share = costs.packed_share if packs else None
+    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, share)
 
 
 def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:

@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from eagle_kit.tuning.chances import (
     sigmoid,
 )
 from eagle_kit.tuning.clock import Clock
+from eagle_kit.tuning.packing import packed_counts
 from eagle_kit.tuning.shapes import Seconds
 
 SHARED_VARIANCE, SHARED_CHANGE = 0.25, 0.03
@@ -67,8 +69,8 @@ MOST_MISSED, HORIZON = MAX_WINDOW, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
 
-PARTS = 4
-"""Numbers of drafts to verify of a batch are quarters of all that its windows have room for."""
+UNSEEN = 16
+"""Cycles without a verified draft after which a request has one verified: its text may have become easier."""
 
 Reading = Callable[[int, int, int], float]
 PackedShare = Callable[[int, SpecShape, int, int], float]
@@ -81,7 +83,8 @@ class Ease:
     where it is not known; ``num_missed``, tokens that the draft has not read; the ``information`` that its
     drafts have given about it, one over a variance; and the log-odds of ``told`` confidences, that each depth
     of a chain is accepted where all before it are, empty where the draft does not tell them, with the ``bias
-    [2]`` by which they are wrong, and its variance."""
+    [2]`` by which they are wrong, and its variance. ``num_unseen``: cycles since a draft of it was
+    verified while others' were."""
 
     value: float
     mix: np.ndarray
@@ -91,18 +94,20 @@ class Ease:
     information: float = 0.0
     told: Sequence[float] = ()
     bias: tuple[float, float] = (0.0, VARIANCE)
+    num_unseen: int = 0
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A shape for a batch size: its expected tokens per verify and request, milliseconds of a cycle, and its
-    speed over plain decoding."""
+    """A shape for a batch size: its expected tokens per cycle and request, milliseconds of a cycle, its speed
+    over plain decoding, and the part of its drafts that is verified, the likeliest of the batch."""
 
     batch_size: int
     shape: SpecShape
     length: float
     milliseconds: float
     gain: float
+    verified: float = 1.0
 
     @property
     def label(self) -> str:
@@ -113,7 +118,18 @@ class Choice:
         text = f"{self.label}, {self.milliseconds:.3g} ms a cycle"
         if not self.shape.steps:
             return text
+        if self.verified < 1:
+            text += f", {self.verified:.0%} of its drafts verified"
         return f"{text}, {self.length:.2f} tokens, {self.gain:.2f} x plain decoding expected"
+
+
+class _Outlook(NamedTuple):
+    """Expected ``tokens`` and ``seconds`` of a cycle of a batch in every shape, ``[M]``, and the part of its
+    drafts that is ``verified``."""
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+    verified: np.ndarray
 
 
 class ShapePolicy:
@@ -181,6 +197,7 @@ class ShapePolicy:
         self._may_lose = math.inf  # seconds, in probes
         self._costs: dict[tuple[int, int], np.ndarray] = {}
         self._packed: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._timed_packed: set[tuple[int, int]] = set()
         self._clocks: dict[int, Clock] = {}
 
     def new_request(self) -> Ease:
@@ -216,12 +233,21 @@ class ShapePolicy:
                 self._tokens = self._spent = 0.0  # what was expected before
             return self.shape
         self._num_drafting += 1
-        classes = [ease.confidence for ease in eases if ease.confidence is not None]
-        if len(classes) < len(eases):
+        if all(ease.confidence is None for ease in eases):
             self._tokens = self._spent = 0.0
             return self.shape
-        costs = self._cost(len(eases), context)
-        lengths = self._lengths[_rows(eases), :, np.array(classes)]
+        costs, rows = self._cost(len(eases), context), _rows(eases)
+        classes = [ease.confidence for ease in eases if ease.confidence is not None]
+        if len(classes) == len(eases):
+            lengths = self._lengths[rows, :, classes]
+            reach = self._reach[rows, :, classes]
+        else:  # some have just come
+            weights, one = self._weights(eases), np.eye(len(self._edges) + 1)
+            for i, ease in enumerate(eases):
+                if ease.confidence is not None:
+                    weights[i] = one[ease.confidence]
+            lengths = (self._lengths[rows] * weights).sum(2)
+            reach = (self._reach[rows] * weights[..., None]).sum(2)
         told = [self._with_told(ease, mine) for ease, mine in zip(eases, lengths, strict=True)]
         expected = np.stack(told).sum(0)
         worth = expected - self._rate * costs
@@ -231,42 +257,51 @@ class ShapePolicy:
             best = base
         tokens, seconds = float(expected[best]), float(costs[best])
         if not self._is_probe:
-            packed = self._pack(eases, context, costs, float(worth[best]) + LEAST_GAIN * tokens)
+            packed = self._pack(eases, context, reach, float(worth[best]) + LEAST_GAIN * tokens)
             if packed is not None:
                 best, self.num_drafts, tokens, seconds = packed
         rate = min(len(eases) / WORTH_CYCLES, 1 / LEAST_CYCLES)
         if not self._spent:
-            speeds = self.speeds(eases, context)
-            self._tokens, self._spent = float(speeds[base] * costs[base]), float(costs[base])
+            usual = self._outlook(eases, context)
+            self._tokens, self._spent = float(usual.tokens[base]), float(usual.seconds[base])
         self._tokens += rate * (tokens - self._tokens)
         self._spent += rate * (seconds - self._spent)
         return self.shape if self._is_probe else self.shapes[best]
 
     def _pack(
-        self, eases: Sequence[Ease], context: int, costs: np.ndarray, least: float
+        self, eases: Sequence[Ease], context: int, reach: np.ndarray, least: float
     ) -> tuple[int, list[int], float, float] | None:
         """Chain, drafts of each request, expected tokens and seconds of the cycle that is worth most of those
-        that verify the likeliest drafts of a batch only; None where none is worth ``least``."""
+        that verify the likeliest drafts of a batch only, with chances ``reach [B, M, S]`` of their depths;
+        None where none is worth ``least``."""
         best = None
         if not self._packs(eases):
             return None
-        classes, rows = np.array([ease.confidence for ease in eases]), _rows(eases)
-        for number in np.flatnonzero(self._chains & self._allowed(len(eases))).tolist():
+        size, unseen = len(eases), [ease.num_unseen >= UNSEEN for ease in eases]
+        for number in np.flatnonzero(self._chains & self._allowed(size)).tolist():
             steps = self.shapes[number].steps
-            reached = self._reach[rows, number, classes, :steps]
+            counts, seconds = self._packings(size, context, number)
+            if not len(counts) or (size + counts - self._rate * seconds).max() <= least:
+                continue  # though all were accepted
+            reached = reach[:, number, :steps]
             for i, ease in enumerate(eases):
                 if len(ease.told) >= steps:
                     reached[i] = sigmoid(np.array(ease.told[:steps]) + ease.bias[0]).cumprod()
-            order = (-reached).ravel().argsort(kind="stable")  # a draft behind those that it depends on
-            counts, shares = self._packings(len(eases), context, number)
-            tokens = len(eases) + reached.ravel()[order].cumsum()[counts - 1]
-            seconds = shares * costs[number]
+            ranked = reached.copy()
+            ranked[unseen, 0] = 1.0
+            order = (-ranked).ravel().argsort(kind="stable")  # a draft behind those that it depends on
+            tokens = size + reached.ravel()[order].cumsum()[counts - 1]
             worth = tokens - self._rate * seconds
             part = int(worth.argmax())
             if worth[part] > least:
-                drafts = np.bincount(order[: counts[part]] // steps, minlength=len(eases)).tolist()
+                drafts = np.bincount(order[: counts[part]] // steps, minlength=size).tolist()
                 best, least = (number, drafts, float(tokens[part]), float(seconds[part])), float(worth[part])
         return best
+
+    def _weights(self, eases: Sequence[Ease]) -> np.ndarray:
+        """How often each class of confidence comes up in a request's cycles of each shape, ``[B, M, C]``."""
+        weights: np.ndarray = self._tilts * np.stack([ease.mix for ease in eases])[:, None]
+        return weights / weights.sum(2, keepdims=True)
 
     def _with_told(self, ease: Ease, lengths: np.ndarray) -> np.ndarray:
         """Expected tokens in every shape, ``[M]``, those of chains by the draft's own confidences."""
@@ -355,37 +390,50 @@ class ShapePolicy:
             self._left, self._num_timed = PROBE, 0
 
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
-        """Expected tokens per second of the batch in every shape, ``[M]``, packed where that is faster; 0 off
-        its menu."""
-        weights = self._tilts * np.stack([ease.mix for ease in eases])[:, None]
-        weights /= weights.sum(2, keepdims=True)
-        rows, costs = _rows(eases), self._cost(len(eases), context)
-        speeds = (self._lengths[rows] * weights).sum(2).sum(0) / costs
-        allowed = self._allowed(len(eases))
-        if self._packs(eases):
-            for number in np.flatnonzero(self._chains & allowed).tolist():
-                reached = self._reach[rows, number, :, : self.shapes[number].steps]
-                times = np.broadcast_to(weights[:, number, :, None], reached.shape)
-                counts, shares = self._packings(len(eases), context, number)
-                tokens = len(eases) + _likeliest(reached.ravel(), times.ravel(), counts)
-                speeds[number] = max(speeds[number], (tokens / (shares * costs[number])).max())
-        return np.where(allowed, speeds, 0.0)
+        """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
+        outlook = self._outlook(eases, context)
+        return np.where(self._allowed(len(eases)), outlook.tokens / outlook.seconds, 0.0)
+
+    def _outlook(self, eases: Sequence[Ease], context: int) -> "_Outlook":
+        """What is expected of the batch in every shape, with as many drafts verified as is fastest."""
+        size, rows, weights = len(eases), _rows(eases), self._weights(eases)
+        tokens = (self._lengths[rows] * weights).sum(2).sum(0)
+        seconds, verified = self._cost(size, context).copy(), np.ones(len(self.shapes))
+        for number in (
+            np.flatnonzero(self._chains & self._allowed(size)).tolist() if self._packs(eases) else ()
+        ):
+            counts, took = self._packings(size, context, number)
+            if not len(counts):
+                continue
+            steps = self.shapes[number].steps
+            reached = self._reach[rows, number, :, :steps]
+            times = np.broadcast_to(weights[:, number, :, None], reached.shape)
+            sums = size + _likeliest(reached.ravel(), times.ravel(), counts)
+            best = int((sums / took).argmax())
+            if sums[best] / took[best] > tokens[number] / seconds[number]:
+                tokens[number], seconds[number] = sums[best], took[best]
+                verified[number] = counts[best] / (size * steps)
+        return _Outlook(tokens, seconds, verified)
 
     def _packs(self, eases: Sequence[Ease]) -> bool:
         return self.packed_share is not None and len(eases) > 1 and bool(self._edges)
 
     def _packings(self, batch_size: int, context: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of drafts of a batch to verify of a chain, and the times of such cycles as parts of that
-        with all."""
+        """Numbers of drafts of a batch to verify of a chain, all but none and all, and seconds of such
+        cycles."""
         key = batch_size, context // 256, number
         if key not in self._packed:
             assert self.packed_share is not None
             shape, middle = self.shapes[number], 256 * key[1] + 128
-            counts = np.array([-(-part * batch_size * shape.steps // PARTS) for part in range(1, PARTS)])
-            rows = (counts + batch_size).tolist()
-            shares = [self.packed_share(batch_size, shape, middle, each) for each in rows]
-            self._packed[key] = counts, np.array(shares)
-        return self._packed[key]
+            counts = [count for count in packed_counts(batch_size, shape.steps) if count]
+            shares = [self.packed_share(batch_size, shape, middle, batch_size + count) for count in counts]
+            self._packed[key] = np.array(counts, dtype=int), np.array(shares)
+        numbers, parts = self._packed[key]
+        clock, drift = self._clocks.get(batch_size), 0.0
+        if clock is not None:
+            is_timed = (batch_size, number) in self._timed_packed
+            drift = float(clock.drift[number + is_timed * len(self.shapes)])
+        return numbers, parts * math.exp(drift) * self._table(batch_size, context)[number]
 
     def _allowed(self, batch_size: int) -> np.ndarray:
         at = min(bisect_right(self._sizes, batch_size - 1), len(self._sizes) - 1)
@@ -394,7 +442,7 @@ class ShapePolicy:
     def _cost(self, batch_size: int, context: int) -> np.ndarray:
         """Seconds of a cycle in every shape, ``[M]``, as the table and this engine's cycles have them."""
         table, clock = self._table(batch_size, context), self._clocks.get(batch_size)
-        return table if clock is None else table * np.exp(clock.drift)
+        return table if clock is None else table * np.exp(clock.drift[: len(table)])
 
     def _table(self, batch_size: int, context: int) -> np.ndarray:
         key = batch_size, context // 256
@@ -409,6 +457,7 @@ class ShapePolicy:
         if not shape.steps:
             ease.variance = min(ease.variance + CHANGE, VARIANCE)
             return
+        ease.num_unseen = ease.num_unseen + 1 if num_drafts == 0 else 0
         known = -1 if ease.confidence is None else ease.confidence
         odds = self._odds[self._number[shape]][known][:num_drafts]
         ease.value, ease.variance, information = learn_offset(ease.value, ease.variance, odds, num_accepted)
@@ -444,11 +493,15 @@ class ShapePolicy:
         compared where one follows the other."""
         clock = self._clocks.get(batch_size)
         if clock is None:
-            clock = self._clocks[batch_size] = Clock(len(self.shapes))
+            clock = self._clocks[batch_size] = Clock(2 * len(self.shapes))  # and packed
         number = self._number[shape]
         expected = float(self._table(batch_size, context)[number])
         if num_rows is not None and self.packed_share is not None:
             expected *= self.packed_share(batch_size, shape, context, num_rows)
+            number += len(self.shapes)
+            if (batch_size, self._number[shape]) not in self._timed_packed:
+                self._timed_packed.add((batch_size, self._number[shape]))
+                clock.drift[number] = clock.drift[self._number[shape]]
         error = math.log(seconds / expected)
         clock.observe(number, self._num_cycles, error)
         self._num_timed += 1
@@ -458,12 +511,12 @@ class ShapePolicy:
         choices = []
         for size in batch_sizes:
             average = Ease(self.shared_ease, self.shared_mix)
-            speeds, costs = self.speeds([average] * size, context), self._cost(size, context)
+            outlook = self._outlook([average] * size, context)
+            speeds = np.where(self._allowed(size), outlook.tokens / outlook.seconds, 0.0)
             best = int(speeds.argmax())
-            gain, length = speeds[best] / speeds[0], speeds[best] * costs[best] / size
-            choices.append(
-                Choice(size, self.shapes[best], float(length), 1e3 * float(costs[best]), float(gain))
-            )
+            length, seconds = float(outlook.tokens[best]) / size, float(outlook.seconds[best])
+            gain, verified = float(speeds[best] / speeds[0]), float(outlook.verified[best])
+            choices.append(Choice(size, self.shapes[best], length, 1e3 * seconds, gain, verified))
         return choices
 
 

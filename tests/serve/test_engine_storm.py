@@ -100,7 +100,8 @@ class RandomRunner:
     def padded(self, batch_size):
         return batch_size
 
-    def decode(self, requests, shape, ngram=None):
+    def decode(self, requests, shape, ngram=None, wanted=None):
+        assert wanted is None or len(wanted) == len(requests)
         width = shape.steps + 1
         num_drafts = [shape.tokens - 1] * len(requests)
         if ngram is not None:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from restless import Restless
 from tiny import tiny_head, tiny_target
 from tiny_engine import make_engine
 
@@ -135,3 +136,16 @@ def test_finite_rows():
     nan, inf = math.nan, math.inf
     rows = [[0.0, 1.0], [0.0, -inf], [-inf, -inf], [inf, 0.0], [nan, 0.0], [-inf, nan]]
     assert is_finite(torch.tensor(rows)).tolist() == [True, True, False, False, False, False]
+
+
+def test_the_request_ends_alone_where_windows_are_packed():
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    pair, shapes = models(), tuple(map(SpecShape.parse, ("3,1,4", "3,2,6")))
+    expected = replies(engine_of(pair, None), GOOD, params)
+    for seed in range(4):
+        engine = make_engine(pair, batch=4, page_size=4)
+        engine.use_shape(Restless(seed, shapes, most_plain=2))
+        requests = serve(engine, [GOOD[0], [5, BAD, 20, 21], *GOOD[1:]], params)
+        ended = requests.pop(1)
+        assert ended.finish_reason == "error" and ended.token_ids == []
+        assert [request.token_ids for request in requests] == expected

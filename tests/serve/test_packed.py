@@ -10,10 +10,13 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.targets.target import TargetOutput
+from eagle_kit.serve import cpu_graph
+from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.packed import Packing, packed_rows
+from eagle_kit.serve.packed import Packing
 from eagle_kit.serve.request import Request
 from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.packing import packed_counts, packed_rows
 from eagle_kit.tuning.policy import ShapePolicy
 
 
@@ -34,10 +37,17 @@ class Fixed(ShapePolicy):
         return self.only
 
 
-def serve_packed(models, shape, drafts, batch=4, **params):
-    """Serve four prompts -> the engine, the requests, and the rows of the target's forwards over windows."""
-    engine, rows, is_cycle = make_engine(models, batch), [], False
-    engine.use_shape(Fixed(SpecShape.parse(shape), drafts))
+class Turning(Fixed):
+    """The same, of which each request has another number in every cycle."""
+
+    def choose(self, eases, context):
+        self.given = [*self.given[1:], self.given[0]]
+        return super().choose(eases, context)
+
+
+def serve_watched(engine, requests):
+    """Serve requests -> rows of the target's forwards over windows."""
+    rows, is_cycle = [], False
     decode, read = engine.runner.decode, engine.target.forward
 
     def decode_watched(*args):
@@ -54,13 +64,16 @@ def serve_packed(models, shape, drafts, batch=4, **params):
         return read(ids, *rest)
 
     engine.runner.decode, engine.target.forward = decode_watched, read_watched
-    params = SamplingParams(max_tokens=40, **params)
-    requests = [Request(i, list(PROMPTS[i]), params) for i in range(4)]
     try:
         serve(engine, requests)
     finally:
         del engine.target.forward
-    return engine, requests, rows
+    return rows
+
+
+def requests_of(**params):
+    params = SamplingParams(**{"max_tokens": 40, **params})
+    return [Request(i, list(PROMPTS[i]), params) for i in range(4)]
 
 
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
@@ -76,10 +89,12 @@ def serve_packed(models, shape, drafts, batch=4, **params):
 )
 def test_packed_windows_change_no_text_and_take_fewer_rows(models, shape, drafts, params):
     plain = [request.token_ids for request in decode(models, max_tokens=40, **params)][:4]
-    engine, requests, rows = serve_packed(models, shape, drafts, **params)
+    engine, requests = make_engine(models, 4), requests_of(**params)
+    engine.use_shape(Fixed(SpecShape.parse(shape), drafts))
+    rows = serve_watched(engine, requests)
     assert [request.token_ids for request in requests] == plain
     nodes = SpecShape.parse(shape).tokens
-    expected = packed_rows(4, nodes, (4 * drafts)[:4])
+    expected = packed_rows(4, nodes - 1, sum((4 * drafts)[:4]))
     assert max(rows) == (expected or 4 * nodes) and (expected is None) == (drafts == [4])
     for i, request in enumerate(requests):
         accepted = request.stats.num_accepted_at
@@ -88,19 +103,53 @@ def test_packed_windows_change_no_text_and_take_fewer_rows(models, shape, drafts
     assert (engine.totals.num_draft_tokens == 0) == (drafts == [0])
 
 
-def test_n_gram_windows_take_the_rows_of_what_was_found(models):
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    plain = [request.token_ids for request in decode(models, max_tokens=30, ignore_eos=True)][:3]
-    engine = Engine(models[0], None, resolved(3, 256, kv_tokens=1200, algorithm="NGRAM"))
-    engine.use_shape(SpecShape.parse("8,4,12"))
-    run, cycles = engine.runner.decode, []
-    engine.runner.decode = lambda *args: (cycles.append(run(*args)), cycles[-1])[1]
-    requests = [Request(i, list(prompt), params) for i, prompt in enumerate(PROMPTS[:3])]
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"repetition_penalty": 1.3, "temperature": 0.7, "seed": 1},
+        {"logprobs": 2},
+        {"presence_penalty": 1.0, "logit_bias": {3: 1.5}},
+    ],
+)
+def test_penalties_and_log_probabilities_are_those_of_whole_windows(models, params):
+    replies = []
+    for drafts in ([4, 0, 1, 2], [4]):
+        engine, requests = make_engine(models, 4), requests_of(**params)
+        engine.use_shape(Fixed(SpecShape.parse("4,1,5"), drafts))
+        serve(engine, requests)
+        replies.append([(request.token_ids, request.logprobs) for request in requests])
+    assert replies[0] == replies[1]
+
+
+@pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
+def test_recorded_cycles_say_the_same(models):
+    """On a CPU cycles are replayed without Python once they have run often; which drafts are verified changes
+    from cycle to cycle."""
+    plain = [request.token_ids for request in decode(models, max_tokens=80)][:4]
+    engine, requests = make_engine(models, 4), requests_of(max_tokens=80)
+    engine.runner.graphs = CpuGraphs(1)
+    engine.use_shape(Turning(SpecShape.parse("4,1,5"), [4, 0, 1, 2]))
     serve(engine, requests)
+    assert engine.num_graphs > 0
     assert [request.token_ids for request in requests] == plain
-    for each in cycles:
-        assert each.num_rows == packed_rows(len(each.requests), 12, each.num_drafts)
-    assert len({each.num_rows for each in cycles}) > 2 and engine.totals.spec.num_accepted_at[0] > 0
+
+
+def test_n_gram_windows_take_the_rows_of_what_was_found(models):
+    plain = [request.token_ids for request in decode(models, max_tokens=30, ignore_eos=True)][:4]
+    engine = Engine(models[0], None, resolved(4, 256, kv_tokens=1600, algorithm="NGRAM"))
+    engine.use_shape(SpecShape.parse("8,4,12"))
+    requests, propose, found = requests_of(max_tokens=30, ignore_eos=True), engine.ngram.propose, []
+
+    def watched(*args):
+        draft = propose(*args)
+        found.append((len(draft.tokens), int((draft.parents != range(12)).sum())))
+        return draft
+
+    engine.ngram.propose = watched
+    rows = serve_watched(engine, requests)
+    assert [request.token_ids for request in requests] == plain
+    assert rows == [packed_rows(size, 11, total) or 12 * size for size, total in found]
+    assert len(set(rows)) > 2 and engine.totals.spec.num_accepted_at[0] > 0
 
 
 @pytest.mark.parametrize("num_drafts", [[2, 0, 3], [0, 0, 0], [3, 3, 3], [1, 1, 1]])
@@ -122,15 +171,14 @@ def test_every_kept_node_has_a_row_and_others_are_copies_of_their_root(num_draft
         assert torch.equal(cut == torch.arange(4), ~packing.is_kept | (torch.arange(4) == 0))
 
 
-@pytest.mark.parametrize("batch", [1, 3, 8, 32])
-@pytest.mark.parametrize("nodes", [2, 3, 5, 16])
-def test_rows_are_enough_and_of_few_numbers(batch, nodes):
-    numbers = set()
-    for total in range(batch * (nodes - 1) + 1):
-        drafts = [total // batch + (i < total % batch) for i in range(batch)]
-        rows = packed_rows(batch, nodes, drafts)
-        numbers.add(rows)
-        most = batch * nodes
-        assert total + batch <= (rows or most) <= most
-        assert (rows or most) - total - batch <= math.ceil(batch * (nodes - 1) / 4)
-    assert len(numbers) <= 5
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 32])
+@pytest.mark.parametrize("drafts", [1, 2, 4, 15])
+def test_rows_are_enough_and_of_few_numbers(batch, drafts):
+    most, counts = batch * drafts, packed_counts(batch, drafts)
+    for total in range(most + 1):
+        rows = packed_rows(batch, drafts, total)
+        assert total + batch <= (rows or most + batch)
+        assert rows is None or (rows < most + batch and rows - batch in counts)
+        assert (rows or most + batch) - batch - total <= math.ceil(most / 4)
+    assert len(counts) <= 4
+    assert [packed_rows(batch, drafts, count) for count in counts] == [batch + count for count in counts]

@@ -17,6 +17,7 @@ import pytest
 import torch
 from families import family_config
 from rank_processes import run_ranks
+from restless import Restless
 from tiny import tiny_head
 from tiny_mixtures import GROUPED, randomised, v3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -362,7 +363,9 @@ def weather(llm, num_events, every=40):
     rng, live, engine = random.Random(4), [], llm.engine("none")
     for event in range(num_events):
         if not engine.has_work:
-            engine.use_shape(SpecShape.parse(rng.choice(SHAPES)))
+            shape = SpecShape.parse(rng.choice(SHAPES))
+            changes = shape.steps and rng.random() < 0.5  # and packs windows
+            engine.use_shape(Restless(event, (shape,), most_plain=3) if changes else shape)
         if rng.random() < 0.6 and event % every < 10:
             prompt = rng.choice(PROMPTS)[: rng.randint(1, 39)] + [rng.randrange(11)]
             request = llm.make_request(prompt, rng.choice(MIXED))

@@ -100,3 +100,14 @@ def test_beyond_what_was_measured_costs_go_on_growing():
     wide = SpecShape(6, 8, 64)
     assert table.seconds(8, wide, 64) > 2 * table.seconds(8, QUICK[-1], 64)
     assert table.seconds(32, QUICK[-1], 64) > 2.5 * table.seconds(8, QUICK[-1], 64)
+
+
+@pytest.mark.parametrize("batch_size", [4, 16])
+def test_fewer_rows_of_the_target_take_the_time_of_a_smaller_window(table, batch_size):
+    """Beside the draft, whose forwards are those of the larger one."""
+    small, large = SpecShape(1, 1, 2), SpecShape(4, 1, 5)
+    forwards = {n: max(30e-3, 30e-3 * batch_size * n / 20) for n in (2, 5)}
+    share = table.packed_share(batch_size, large, 64, batch_size * small.tokens)
+    truth = machine(batch_size, large, 64)
+    assert share == pytest.approx((truth - forwards[5] + forwards[2]) / truth, abs=0.05)
+    assert table.packed_share(batch_size, large, 64, batch_size * large.tokens) == 1.0

@@ -147,10 +147,12 @@ def time_choosing(llms: Engines, batch: int, machine: Machine, num_cycles: int =
     begun = time.perf_counter()
     for number in range(num_cycles):
         shape = policy.choose(eases, 200 + number)
-        for ease in eases:
-            policy.observe(ease, shape, rng.randint(0, shape.steps))
+        drafts = policy.num_drafts or [shape.tokens - 1] * batch
+        for ease, most in zip(eases, drafts, strict=True):
+            policy.observe(ease, shape, rng.randint(0, min(shape.steps, most)), most)
             policy.see(ease, rng.random())
-        policy.observe_time(batch, shape, 200 + number, seconds)
+        rows = None if policy.num_drafts is None else batch + sum(drafts)
+        policy.observe_time(batch, shape, 200 + number, seconds, rows)
     spent = (time.perf_counter() - begun) / num_cycles
     return {"figures": {"choosing us": 1e6 * spent, "share of a cycle": spent / seconds}}
 
