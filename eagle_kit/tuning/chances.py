@@ -37,10 +37,15 @@ def conditional_log_odds(acceptance: AcceptanceTable, shapes: Sequence[SpecShape
     return odds
 
 
+def reach_of(odds: np.ndarray, eases: np.ndarray) -> np.ndarray:
+    """Chance ``[G, M, C, S]`` that each depth is accepted with all before it, of text of every ease."""
+    reach: np.ndarray = sigmoid(odds[None] + eases[:, None, None, None]).cumprod(3)
+    return reach
+
+
 def expected_lengths(odds: np.ndarray, eases: np.ndarray) -> np.ndarray:
     """Tokens per verify ``[G, M, C]`` of text of every ease ``[G]``."""
-    chances = sigmoid(odds[None] + eases[:, None, None, None])
-    lengths: np.ndarray = 1.0 + chances.cumprod(3).sum(3)
+    lengths: np.ndarray = 1.0 + reach_of(odds, eases).sum(3)
     return lengths
 
 

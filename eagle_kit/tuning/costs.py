@@ -22,8 +22,6 @@ from eagle_kit.core.shape import SpecShape
 FORWARDS = ("target", "extend", "step")
 SPACING = 1.4
 """Least ratio of two numbers of rows between which the time of a forward bends."""
-NUM_CONSTANTS = 3
-"""Features of a cycle before those of its forwards."""
 NUM_SWEEPS = 2000
 RIDGE = 1e-5
 """Penalty on coefficients, so that those which the measured cycles cannot tell apart stay small."""
@@ -139,11 +137,11 @@ class CostTable:
     def packed_share(self, batch_size: int, shape: SpecShape, context: int, num_rows: int) -> float:
         """Predict the time of a cycle whose target reads ``num_rows`` in place of whole windows, as a part of
         that with all."""
-        before, after = (
-            np.array(_pieces(self.knots["target"], rows)) for rows in (batch_size * shape.tokens, num_rows)
+        whole, packed = (  # without context: attention stays that of whole windows
+            np.array(_of_forwards(self.knots, batch_size, {"target": rows}, {"target": 1}, 0))
+            for rows in (batch_size * shape.tokens, num_rows)
         )
-        pieces = self.coefficients[NUM_CONSTANTS : NUM_CONSTANTS + len(before)]
-        saved = float((before - after) @ pieces)
+        saved = float(np.dot(whole - packed, self.coefficients[-len(whole) :]))
         return 1.0 - saved / self._fitted(batch_size, shape, context)
 
     def reading_seconds(self, batch_size: int, num_tokens: int, context: int) -> float:

@@ -34,9 +34,9 @@ from eagle_kit.tuning.chances import (
     EASES,
     VARIANCE,
     conditional_log_odds,
-    expected_lengths,
     learn_offset,
     log_odds_of,
+    reach_of,
     sigmoid,
 )
 from eagle_kit.tuning.clock import Clock
@@ -131,6 +131,11 @@ class _Outlook(NamedTuple):
     seconds: np.ndarray
     verified: np.ndarray
 
+    @property
+    def speeds(self) -> np.ndarray:
+        """Expected tokens per second, ``[M]``."""
+        return self.tokens / self.seconds
+
 
 class ShapePolicy:
     """Choice of the shape for a running batch.
@@ -169,8 +174,8 @@ class ShapePolicy:
         self._number = {shape: i for i, shape in enumerate(self.shapes)}
         self._edges = acceptance.edges
         odds = conditional_log_odds(acceptance, self.shapes)
-        self._lengths = expected_lengths(odds, EASES)
-        self._reach = sigmoid(odds[None] + EASES[:, None, None, None]).cumprod(3)
+        self._reach = reach_of(odds, EASES)
+        self._lengths = 1.0 + self._reach.sum(3)
         shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
         shares[0] = 1 / odds.shape[1]
         self._usual_mix = shares[1:].mean(0) if used else shares[0]
@@ -274,19 +279,16 @@ class ShapePolicy:
         """Chain, drafts of each request, expected tokens and seconds of the cycle that is worth most of those
         that verify the likeliest drafts of a batch only, with chances ``reach [B, M, S]`` of their depths;
         None where none is worth ``least``."""
-        best = None
-        if not self._packs(eases):
-            return None
-        size, unseen = len(eases), [ease.num_unseen >= UNSEEN for ease in eases]
-        for number in np.flatnonzero(self._chains & self._allowed(size)).tolist():
+        best, size, unseen = None, len(eases), [ease.num_unseen >= UNSEEN for ease in eases]
+        for number in self._packable(size):
             steps = self.shapes[number].steps
             counts, seconds = self._packings(size, context, number)
-            if not len(counts) or (size + counts - self._rate * seconds).max() <= least:
+            if (size + counts - self._rate * seconds).max() <= least:
                 continue  # though all were accepted
             reached = reach[:, number, :steps]
             for i, ease in enumerate(eases):
                 if len(ease.told) >= steps:
-                    reached[i] = sigmoid(np.array(ease.told[:steps]) + ease.bias[0]).cumprod()
+                    reached[i] = _told_reach(ease)[:steps]
             ranked = reached.copy()
             ranked[unseen, 0] = 1.0
             order = (-ranked).ravel().argsort(kind="stable")  # a draft behind those that it depends on
@@ -307,8 +309,7 @@ class ShapePolicy:
         """Expected tokens in every shape, ``[M]``, those of chains by the draft's own confidences."""
         if not ease.told:
             return lengths
-        chances = sigmoid(np.array(ease.told) + ease.bias[0])
-        reached = np.concatenate(([1.0], 1.0 + chances.cumprod().cumsum()))
+        reached = np.concatenate(([1.0], 1.0 + _told_reach(ease).cumsum()))
         is_told = self._chains & (self._depths < len(reached))
         return np.where(is_told, reached[np.minimum(self._depths, len(reached) - 1)], lengths)
 
@@ -391,20 +392,16 @@ class ShapePolicy:
 
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
         """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
-        outlook = self._outlook(eases, context)
-        return np.where(self._allowed(len(eases)), outlook.tokens / outlook.seconds, 0.0)
+        return self._outlook(eases, context).speeds
 
     def _outlook(self, eases: Sequence[Ease], context: int) -> "_Outlook":
-        """What is expected of the batch in every shape, with as many drafts verified as is fastest."""
+        """What is expected of the batch in every shape, with as many drafts verified as is fastest; nothing
+        off its menu."""
         size, rows, weights = len(eases), _rows(eases), self._weights(eases)
-        tokens = (self._lengths[rows] * weights).sum(2).sum(0)
+        tokens = np.where(self._allowed(size), (self._lengths[rows] * weights).sum(2).sum(0), 0.0)
         seconds, verified = self._cost(size, context).copy(), np.ones(len(self.shapes))
-        for number in (
-            np.flatnonzero(self._chains & self._allowed(size)).tolist() if self._packs(eases) else ()
-        ):
+        for number in self._packable(size):
             counts, took = self._packings(size, context, number)
-            if not len(counts):
-                continue
             steps = self.shapes[number].steps
             reached = self._reach[rows, number, :, :steps]
             times = np.broadcast_to(weights[:, number, :, None], reached.shape)
@@ -415,8 +412,12 @@ class ShapePolicy:
                 verified[number] = counts[best] / (size * steps)
         return _Outlook(tokens, seconds, verified)
 
-    def _packs(self, eases: Sequence[Ease]) -> bool:
-        return self.packed_share is not None and len(eases) > 1 and bool(self._edges)
+    def _packable(self, batch_size: int) -> list[int]:
+        """Numbers of the chains on the menu whose windows can be packed."""
+        if self.packed_share is None or batch_size == 1 or not self._edges:
+            return []
+        found: list[int] = np.flatnonzero(self._chains & self._allowed(batch_size)).tolist()
+        return found
 
     def _packings(self, batch_size: int, context: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of drafts of a batch to verify of a chain, all but none and all, and seconds of such
@@ -512,7 +513,7 @@ class ShapePolicy:
         for size in batch_sizes:
             average = Ease(self.shared_ease, self.shared_mix)
             outlook = self._outlook([average] * size, context)
-            speeds = np.where(self._allowed(size), outlook.tokens / outlook.seconds, 0.0)
+            speeds = outlook.speeds
             best = int(speeds.argmax())
             length, seconds = float(outlook.tokens[best]) / size, float(outlook.seconds[best])
             gain, verified = float(speeds[best] / speeds[0]), float(outlook.verified[best])
@@ -548,6 +549,12 @@ def _drafting_probe(batch_size: int) -> int:
 def _about_all(information: float) -> float:
     """Information about what texts have in common, of that about one of them: one text tells little."""
     return information / (1.0 + VARIANCE * information)
+
+
+def _told_reach(ease: Ease) -> np.ndarray:
+    """Chance that each depth is accepted with all before it, by the confidences that the draft has told."""
+    reach: np.ndarray = sigmoid(np.array(ease.told) + ease.bias[0]).cumprod()
+    return reach
 
 
 def _likeliest(chances: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:
