@@ -18,6 +18,7 @@ from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR
 from eagle_kit.tuning.costs import CostTable, join
 from eagle_kit.tuning.files import (
     Costs,
@@ -105,7 +106,8 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
     }
     packs = engine.runner.packs_samples and not config.lag  # with a lag confidences come too late
     share = costs.packed_share if packs else None
-    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, share)
+    error = QUICK_ERROR if tuned.costs.is_quick else TABLE_ERROR
+    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, share, error)
 
 
 def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:

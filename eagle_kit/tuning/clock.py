@@ -17,6 +17,9 @@ TABLE_ERROR, WANDER, TILT = 0.15, 0.003, 0.3
 cycle in which the two are not compared, and, as a part of this, when the machine as a whole becomes slower or
 faster: more rows of a forward take less time beside its weights when others use the memory (measured: from
 a ratio of 1.65 to 1.38 when plain decoding becomes 1.55 times slower)."""
+QUICK_ERROR = 0.3
+"""The same of a short measurement, which other programs may have disturbed. What it has more is an error of
+plain decoding's time, and so of all shapes beside it."""
 LEVEL_RATE, NOISE_RATE, FIRST_NOISE, MOST_NOISE = 0.3, 0.05, 0.08, 0.25
 """Rates at which the speed of the machine and the variance of single cycles follow what is measured; the
 relative error that these have at first, and at most."""
@@ -35,13 +38,19 @@ class Clock:
     """Measured times of a batch size beside the table's, as logarithms. Shapes are named by their numbers;
     cycles are counted by the caller.
 
+    Args:
+        num_shapes: M.
+        table_error: relative error that a cost may have in the table, ``TABLE_ERROR`` at least.
+
     Attributes:
         drift: ``[M]`` of each shape beside plain decoding.
         noise: variance of single cycles.
+        is_compared: True once plain decoding has been entered or left.
     """
 
-    def __init__(self, num_shapes: int) -> None:
-        self.drift, self.noise = np.zeros(num_shapes), FIRST_NOISE**2
+    def __init__(self, num_shapes: int, table_error: float = TABLE_ERROR) -> None:
+        self.drift, self.noise, self.is_compared = np.zeros(num_shapes), FIRST_NOISE**2, False
+        self._common = table_error**2 - TABLE_ERROR**2  # variance of an error that all shapes share
         self._doubt = np.full(num_shapes, TABLE_ERROR**2)  # variance of the drift when it was last compared
         self._level = 0.0  # of the machine
         self._level_then, self._compared = np.zeros(num_shapes), np.zeros(num_shapes)
@@ -49,6 +58,7 @@ class Clock:
         self._there: list[tuple[int, float]] = []  # those before that
         self._surprise = np.zeros(num_shapes)  # of the last comparison
         self._before = self.drift, self._doubt, self._surprise  # when plain decoding was entered or left
+        self._common_before, self._shared = self._common, 0.0
         self._last_cycle = -NEXT - 1
 
     def doubt(self, number: int, cycle: int) -> float:
@@ -56,7 +66,7 @@ class Clock:
         change = abs(self._level - float(self._level_then[number])) - math.sqrt(self.noise) / 2
         waited = WANDER**2 * (cycle - float(self._compared[number]))
         doubt = float(self._doubt[number]) + waited + (TILT * max(change, 0.0)) ** 2
-        return min(doubt, TABLE_ERROR**2)
+        return min(doubt, TABLE_ERROR**2) + self._common
 
     def observe(self, number: int, cycle: int, error: float) -> None:
         """Take in a cycle whose time has the logarithm ``error`` beside the table's."""
@@ -65,8 +75,9 @@ class Clock:
             self._level = error - self.drift[number]
         if self._here and bool(number) != bool(self._here[-1][0]):
             self._here, self._there = [], self._here[-COMPARED:]
-            doubt = np.array([self.doubt(i, cycle) for i in range(len(self.drift))])
+            doubt = np.array([self.doubt(i, cycle) for i in range(len(self.drift))]) - self._common
             self._before = self.drift.copy(), doubt, self._surprise.copy()
+            self._common_before, self._shared, self.is_compared = self._common, 0.0, True
         if self._here and self._here[-1][0] == number:
             change = min((error - self._here[-1][1]) ** 2 / 2, MOST_NOISE**2)
             self.noise += NOISE_RATE * (change - self.noise)
@@ -94,9 +105,11 @@ class Clock:
         filter of one number each, from what was known before the change)."""
         drafted, plain = (self._here, self._there) if self._here[0][0] else (self._there, self._here)
         base = median([error for _, error in plain])
+        self._share(drafted, base, len(plain))
         for number in {number for number, _ in drafted}:
             mine = [error for each, error in drafted if each == number]
             drift, doubt, last = (float(each[number]) for each in self._before)
+            drift += self._shared
             surprise = median(mine) - base - drift
             self._surprise[number] = surprise
             if min(abs(surprise), abs(last)) > TABLE_ERROR and surprise * last > 0.0:
@@ -106,3 +119,14 @@ class Clock:
             is_odd = abs(surprise) > TABLE_ERROR > abs(last)
             self._doubt[number] = TABLE_ERROR**2 if is_odd else (1.0 - gain) * doubt
             self._level_then[number], self._compared[number] = self._level, cycle
+
+    def _share(self, drafted: list[tuple[int, float]], base: float, num_plain: int) -> None:
+        """Learn what all shapes share from how the drafted ones compare with plain decoding, from what was
+        known before the change."""
+        drift, doubt, _ = self._before
+        surprise = median([error - float(drift[number]) for number, error in drafted]) - base
+        own = float(np.mean([doubt[number] for number, _ in drafted]))
+        spread = self._common_before + own + MEDIAN * self.noise * (1 / len(drafted) + 1 / num_plain)
+        shared = self._common_before / spread * surprise
+        self.drift[1:] += shared - self._shared
+        self._shared, self._common = shared, self._common_before * (1.0 - self._common_before / spread)

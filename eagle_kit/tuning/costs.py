@@ -82,8 +82,8 @@ class CostTable:
         knots: of every forward, rows at which its time bends; beyond the last it goes on as before it.
         coefficients: seconds of every feature of a cycle.
         error: mean relative error of the fit at the measured cycles.
-        rest: what the fit leaves over, of every measured shape, and under None of all at a point together:
-            a machine that is slower for a minute is so in all shapes.
+        rest: what the fit leaves over: under None of all shapes at a point together, as a machine that is
+            slower for a minute is so in all of them, and of every measured shape beside that.
     """
 
     knots: Mapping[str, tuple[int, ...]]
@@ -117,21 +117,22 @@ class CostTable:
 
     def with_rest(self, timings: Iterable[Timing]) -> "CostTable":
         """Return the table with what the fit leaves over at ``timings``."""
-        rest: dict[SpecShape | None, tuple[Rest, ...]] = {}
-        points: dict[tuple[int, int], list[Rest]] = {}
+        points: dict[tuple[int, int], list[tuple[SpecShape, Rest]]] = {}
         for size, shape, context, seconds in timings:
             mine = Rest(size, context, math.log(seconds / self._fitted(size, shape, context)))
-            rest[shape] = (*rest.get(shape, ()), mine)
-            points.setdefault(_place(size, context), []).append(mine)
-        rest[None] = tuple(
-            Rest(each[0].batch_size, each[0].context, sum(one.log_ratio for one in each) / len(each))
-            for each in points.values()
-        )
+            points.setdefault(_place(size, context), []).append((shape, mine))
+        rest: dict[SpecShape | None, tuple[Rest, ...]] = {}
+        for here in points.values():
+            common = sum(each.log_ratio for _, each in here) / len(here)
+            rest[None] = (*rest.get(None, ()), here[0][1]._replace(log_ratio=common))
+            for shape, each in here:
+                own = each._replace(log_ratio=each.log_ratio - common)
+                rest[shape] = (*rest.get(shape, ()), own)
         return replace(self, rest=rest)
 
     def seconds(self, batch_size: int, shape: SpecShape, context: int) -> float:
         """Predict the time of a cycle."""
-        rest = _interpolated(self.rest.get(shape) or self.rest.get(None, ()), batch_size, context)
+        rest = sum(_interpolated(self.rest.get(each, ()), batch_size, context) for each in (None, shape))
         return self._fitted(batch_size, shape, context) * math.exp(rest)
 
     def packed_share(self, batch_size: int, shape: SpecShape, context: int, num_rows: int) -> float:

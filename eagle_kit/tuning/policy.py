@@ -39,7 +39,7 @@ from eagle_kit.tuning.chances import (
     reach_of,
     sigmoid,
 )
-from eagle_kit.tuning.clock import Clock
+from eagle_kit.tuning.clock import TABLE_ERROR, Clock
 from eagle_kit.tuning.packing import packed_counts
 from eagle_kit.tuning.shapes import Seconds
 
@@ -65,6 +65,8 @@ USE = 128
 """Cycles for which what a probe tells is of use."""
 PROBE_LOSS, MOST_LOSS = 0.005, 1.5
 """Part of the time that probes may take off, and what may be saved up of it, in plain cycles."""
+UNCHECKED = 16
+"""Cycles of drafting after which plain decoding is tried though a short measurement calls it slower."""
 MOST_MISSED, HORIZON = MAX_WINDOW, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
@@ -150,6 +152,8 @@ class ShapePolicy:
             request, context.
         packed_share: time of a cycle whose windows are packed, as a part of that with whole ones: batch size,
             shape, context, rows. None packs nothing.
+        table_error: relative error that these times may have. Where it is more than that of a long
+            measurement, plain decoding is tried early for comparison.
 
     Attributes:
         packed_share: as given.
@@ -165,8 +169,10 @@ class ShapePolicy:
         origin: str = "",
         reading: Reading = lambda batch_size, num_tokens, context: 0.0,
         packed_share: PackedShare | None = None,
+        table_error: float = TABLE_ERROR,
     ) -> None:
         self._seconds, self._reading, self.origin = seconds, reading, origin
+        self._table_error = table_error
         self.packed_share = packed_share
         self.num_drafts: list[int] | None = None
         used = {shape for menu in menus.values() for shape in menu if shape.steps}
@@ -357,10 +363,16 @@ class ShapePolicy:
         most, num_cycles = MOST_LOSS * float(costs[0]), self._num_plain + self._num_drafting
         self._may_lose = min(self._may_lose, most)
         has_waited = PROBE_LOSS * num_cycles * float(costs[self._number[self.shape]]) >= max(most, lost)
+        has_waited |= not is_plain and num_cycles >= UNCHECKED and self._is_unchecked(size)
         if not has_waited and (saved < lost or self._may_lose < lost):
             return False
         self._may_lose -= lost
         return True
+
+    def _is_unchecked(self, batch_size: int) -> bool:
+        """Return True for times of a short measurement that no cycle of plain decoding has confirmed."""
+        clock = self._clocks.get(batch_size)
+        return self._table_error > TABLE_ERROR and clock is not None and not clock.is_compared
 
     def _doubt(self, eases: Sequence[Ease], number: int) -> float:
         """Relative error of what a shape is worth beside plain decoding: of the ease of the texts, and of the
@@ -494,7 +506,7 @@ class ShapePolicy:
         compared where one follows the other."""
         clock = self._clocks.get(batch_size)
         if clock is None:
-            clock = self._clocks[batch_size] = Clock(2 * len(self.shapes))  # and packed
+            clock = self._clocks[batch_size] = Clock(2 * len(self.shapes), self._table_error)
         number = self._number[shape]
         expected = float(self._table(batch_size, context)[number])
         if num_rows is not None and self.packed_share is not None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from eagle_kit.tuning.clock import TABLE_ERROR, WANDER, Clock
+from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, WANDER, Clock
 
 
 def run(clock, errors, cycles, num_plain=8, num_drafting=8, seed=0, noise=0.02):
@@ -31,6 +31,19 @@ def test_a_machine_that_is_slower_for_all_shapes_changes_no_cost():
     clock = Clock(2)
     run(clock, [0.5, 0.5], 200)
     assert clock.drift == pytest.approx([0.0, 0.0], abs=0.03)
+
+
+def test_an_error_of_plain_decodings_own_time_is_one_of_all_shapes():
+    clock = Clock(3, QUICK_ERROR)
+    assert not clock.is_compared
+    for cycle, number in enumerate([1] * 8 + [0] * 4):
+        clock.observe(number, cycle, 0.0 if number else -0.9)
+    assert clock.is_compared
+    assert clock.drift == pytest.approx([0.0, 0.9, 0.65], abs=0.1)
+    before = clock.drift[2]
+    for cycle, number in enumerate([1] * 6 + [0] * 6, start=12):
+        clock.observe(number, cycle, -0.3 if number else -0.9)
+    assert clock.drift[2] == pytest.approx(before, abs=0.15)  # by then it is known
 
 
 def test_what_was_not_compared_for_long_is_doubted_again():

@@ -24,6 +24,7 @@ SHAPES = (
     NO_SPECULATION,
     *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "7,1,8", "3,4,8", "5,4,16", "6,8,48")),
 )
+QUICK = (NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "4,1,5", "4,4,12")))
 UNSEEN = tuple(map(SpecShape.parse, ("3,1,4", "5,1,6", "4,4,12", "5,8,32", "2,4,6")))
 
 
@@ -56,6 +57,22 @@ def test_a_shape_that_no_fit_explains_is_known_where_it_was_measured():
     assert table.seconds(6, odd, 200) == pytest.approx(strange(6, odd, 200), rel=0.1)
 
 
+@pytest.mark.parametrize("slow", [1, 4])
+def test_a_point_that_a_slow_minute_met_makes_no_shape_cheap_that_was_timed_elsewhere(slow):
+    points = [(1, QUICK), (4, (*QUICK, *UNSEEN)), (8, (*QUICK, *UNSEEN))]
+    table = CostTable.fit(
+        [
+            Timing(size, shape, 64, machine(size, shape, 64) * (3.0 if size == slow else 1.0))
+            for size, shapes in points
+            for shape in shapes
+        ]
+    )
+    for shape in (*QUICK, *UNSEEN):
+        beside = table.seconds(1, shape, 64) / table.seconds(1, NO_SPECULATION, 64)
+        truth = machine(1, shape, 64) / machine(1, NO_SPECULATION, 64)
+        assert beside == pytest.approx(truth, rel=0.2), shape
+
+
 @pytest.mark.parametrize("batch_size", [1, 3, 6, 12])
 @pytest.mark.parametrize("shape", UNSEEN, ids=str)
 def test_cycles_that_were_never_run_are_predicted(table, shape, batch_size):
@@ -80,9 +97,6 @@ def test_a_table_comes_back_from_json(table):
         CostTable.from_json({**data, "coefficients": [1.0]})
     with pytest.raises(ValueError, match="no times"):
         CostTable.from_json({**data, "coefficients": [-1.0 for _ in data["coefficients"]]})
-
-
-QUICK = (NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "4,1,5", "4,4,12")))
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 6, 8])

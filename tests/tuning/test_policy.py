@@ -10,6 +10,7 @@ import pytest
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR
 from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
@@ -23,8 +24,8 @@ def seconds(batch_size, shape, context):
     return 30e-3 * max(1.0, rows / 8) + 4e-3 * shape.steps
 
 
-def make_policy(table=None, seconds=seconds):
-    return ShapePolicy(seconds, table or AcceptanceTable.even(SHAPES, AVERAGE), {1: SHAPES})
+def make_policy(table=None, seconds=seconds, **kwargs):
+    return ShapePolicy(seconds, table or AcceptanceTable.even(SHAPES, AVERAGE), {1: SHAPES}, **kwargs)
 
 
 def speed(choose, chances, observe=lambda *_: None, num_tokens=4000, seed=0):
@@ -233,6 +234,32 @@ def test_costs_that_the_table_has_wrong_are_learnt():
     last = policy.plan([1])[0]
     assert last.shape.steps < 6
     assert used.most_common(1)[0][0].steps < 6
+
+
+@pytest.mark.parametrize("wrong", ["plain decoding 2.5 times too dear", "a chain 2.5 times too cheap"])
+def test_a_short_measurement_is_compared_with_plain_decoding_soon(wrong):
+    """Other programs ran while it was made, and the draft is good for nothing."""
+
+    def measured(batch_size, shape, context):
+        if "plain" in wrong:
+            return seconds(batch_size, shape, context) * (1.0 if shape.steps else 2.5)
+        return seconds(batch_size, shape, context) * (0.4 if shape.steps == 4 else 1.0)
+
+    def speed(table_error, seed):
+        policy, rng = make_policy(seconds=measured, table_error=table_error), random.Random(seed)
+        ease, spent, tokens = policy.new_request(), 0.0, 0
+        for _ in range(300):
+            shape = policy.choose([ease], 300)
+            accepted = int(shape.steps > 0 and rng.random() < 0.05)
+            policy.observe(ease, shape, accepted)
+            took = seconds(1, shape, 300)
+            policy.observe_time(1, shape, 300, took * math.exp(rng.gauss(0.0, 0.08)))
+            spent, tokens = spent + took, tokens + 1 + accepted
+        return tokens / spent * seconds(1, NO_SPECULATION, 300)
+
+    quick, long = ([speed(error, seed) for seed in range(8)] for error in (QUICK_ERROR, TABLE_ERROR))
+    assert np.mean(quick) > 0.96
+    assert np.mean(quick) > np.mean(long) + 0.03  # which is trusted for longer
 
 
 @pytest.mark.parametrize("seed", range(5))
