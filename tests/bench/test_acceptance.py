@@ -67,7 +67,7 @@ def test_without_a_command_it_counts_until_ctrl_c(server, monkeypatch, capsys):
 def test_a_command_that_is_not_there_is_said(server):
     with pytest.raises(UserError, match="no-such-tool cannot be run"):
         main(server.url, ["no-such-tool"], Options())
-    assert take_snapshot(server.url).counters["spec_decode_num_drafts"] > 0
+    assert "spec_decode_num_drafts" in take_snapshot(server.url).counters  # the server goes on
 
 
 COMPLETION = {"prompt": "ab", "max_tokens": 6, "ignore_eos": True}
