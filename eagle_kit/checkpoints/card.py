@@ -148,6 +148,8 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
         yield f"* tokens seen: {metadata['tokens_seen']:,}"
     if "seconds" in metadata:
         yield f"* time: {_duration(metadata['seconds'])}"
+    if peak := metadata.get("peak_memory_gb"):
+        yield f"* most memory at a time, of one process: {_number(peak)} GB"
     if machine := metadata.get("machine"):
         yield f"* machine: {machine}"
     settings = {

@@ -139,6 +139,14 @@ class StudyRun:
         """The metadata that the head was exported with."""
         return read_object(self.head / "eagle_kit.json")
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights of the exported head."""
+        from eagle_kit.kinds.support.files import FolderTensors
+
+        tensors = FolderTensors(self.head).values()
+        return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
+
     @cached_property
     def resolved(self) -> "TrainConfig":
         """The config with its overrides. Raises UserError for a wrong one."""
@@ -332,5 +340,6 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun], choices: Mapping[str,
     )
     members = {arm: [one.name for one in runs if one.arm == arm] for arm in study.arms}
     about = {name: _about(arm, choices.get(name)) for name, arm in study.arms.items()}
-    print(compare(summary, members, about, {one.name: one.about for one in runs}, out))
+    trained = {one.name: {**one.about, "parameters": one.num_parameters} for one in runs}
+    print(compare(summary, members, about, trained, out))
     return 1 if summary["greedy_identical"] is False else 0

@@ -11,6 +11,7 @@ from eagle_kit.eval.summary import ALL, find_row
 from eagle_kit.report.plots import HUES, Bars, BarSeries, draw, shade
 from eagle_kit.report.tables import Table, number
 
+SPENT = "tokens_seen", "seconds", "peak_memory_gb", "parameters"
 RESULT, TABLE, PLOT = "study.json", "study.md", "study.png"
 
 
@@ -27,7 +28,7 @@ def compare(
         summary: of an evaluation of all heads.
         members: arm -> its heads, by their names in ``summary``; the first arm is the one to compare with.
         about: arm -> one line.
-        trained: head -> the metadata it was exported with.
+        trained: head -> the metadata it was exported with, and its number of ``parameters``.
 
     Raises:
         UserError: matplotlib is missing.
@@ -45,7 +46,7 @@ def compare(
                 figures.append({**where, "accept_lengths": lengths, "mean": _mean(lengths)})
         for mine, first in zip(figures, arms[0]["figures"] if arms else figures, strict=True):
             mine["ratio"] = mine["mean"] / first["mean"] if mine["mean"] and first["mean"] else None
-        spent = {name: [trained[head].get(name) for head in heads] for name in ("tokens_seen", "seconds")}
+        spent = {name: [trained[head].get(name) for head in heads] for name in SPENT}
         arms.append({"arm": arm, "about": about[arm], **spent, "figures": figures})
     result = {
         "format": 1,
@@ -70,7 +71,8 @@ def _rows(arm: Mapping[str, Any], shape: str, tasks: Sequence[str]) -> list[dict
 
 def _table(arms: Sequence[Mapping[str, Any]], shape: str, tasks: Sequence[str]) -> str:
     """One row an arm: mean accept length by task; range over seeds and ratio for all tasks."""
-    head = ["arm", *map(part_label, tasks), "seeds", "against the first", "tokens seen", "minutes"]
+    head = ["arm", *map(part_label, tasks), "seeds", "against the first", "parameters, M", "tokens seen"]
+    head += ["minutes", "GB at most"]
     lines = []
     for arm in arms:
         rows = _rows(arm, shape, tasks)
@@ -79,7 +81,9 @@ def _table(arms: Sequence[Mapping[str, Any]], shape: str, tasks: Sequence[str]) 
         name = f"{arm['arm']}: {arm['about']}" if arm["about"] else arm["arm"]
         means = [number(row["mean"], 3, "") for row in rows]
         tokens = _mean(arm["tokens_seen"])
-        spent = ["" if tokens is None else f"{tokens:,.0f}", number(minutes, 1, "")]
+        size, peak = _mean(arm["parameters"], 1e6), _mean(arm["peak_memory_gb"])
+        spent = [number(size, 1, ""), "" if tokens is None else f"{tokens:,.0f}"]
+        spent += [number(minutes, 1, ""), number(peak, 2, "")]
         lines.append([name, *means, seeds, number(rows[-1]["ratio"], 3, ""), *spent])
     num_seeds = len(arms[0]["seconds"])
     return f"Accept length, shape {shape}, {num_seeds} seeds:\n\n{Table(head, lines).markdown()}\n"

@@ -31,6 +31,21 @@ def describe_machine(device: str) -> dict[str, Any]:
     }
 
 
+def peak_memory_gb(device: str) -> float | None:
+    """Most memory that this process has held at a time: allocated on its GPU, or resident beside a CPU; None
+    where the system does not tell."""
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most / 1e9 if sys.platform == "darwin" else most * 1024 / 1e9
+
+
 def machine_title(machine: dict[str, Any]) -> str:
     """One short line: the GPU, or the CPU with its threads."""
     if machine.get("gpu"):

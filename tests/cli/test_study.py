@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from safetensors.torch import load_file
 from tiny_run import make_config
 
 from eagle_kit.cli import study as study_command
@@ -57,6 +58,9 @@ def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsy
     evaluated = json.loads((evaluation / "summary.json").read_text())
     for arm in result["arms"]:
         assert arm["tokens_seen"][0] > 0 and arm["tokens_seen"] == result["arms"][0]["tokens_seen"]
+        weights = load_file(out / "heads" / f"{arm['arm']}-s0" / "model.safetensors").values()
+        assert arm["parameters"] == [sum(each.numel() for each in weights if each.is_floating_point())] * 2
+        assert all(0.1 < peak < 8 for peak in arm["peak_memory_gb"])
         for row in arm["figures"]:
             heads = [f"{arm['arm']} s{seed}" for seed in (0, 3)]
             want = [

@@ -8,7 +8,6 @@ carry loss from step 1 on.
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
 """
 
-import resource
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import cache
@@ -25,6 +24,7 @@ from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.target import Target
+from eagle_kit.report.environment import peak_memory_gb
 from eagle_kit.train.algorithm.loss import TTTBatch
 from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
 from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
@@ -108,7 +108,7 @@ def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
             "needed GFLOP/s": total_flops / total_s / 1e9,
             **{f"share of {name}": total_flops / total_s / rate for name, rate in rates.items()},
             **{f"{name} GFLOP/s": flops[name] / time.median / 1e9 for name, time in times.items()},
-            "peak memory GB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
+            "peak memory GB": peak_memory_gb("cpu"),
         },
     }
 

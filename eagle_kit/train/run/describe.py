@@ -12,7 +12,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.files import nearest_folder
 from eagle_kit.data.chat.preview import preview
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.report.environment import describe_versions
+from eagle_kit.report.environment import describe_versions, peak_memory_gb
 from eagle_kit.train.parallel.launch import sharding_asked_for
 from eagle_kit.train.plan.costs import Costs, data_workload
 from eagle_kit.train.plan.estimate import Estimate, Session, make_estimate, measure_matmul_rate
@@ -128,6 +128,7 @@ def metadata(
 ) -> dict[str, Any]:
     """Contents of a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
     data, device = components.data, accelerator.device
+    peak = peak_memory_gb(str(device))
     kind = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -151,6 +152,7 @@ def metadata(
         "step": state.step,
         "tokens_seen": state.tokens,
         "seconds": round(state.seconds, 1),
+        "peak_memory_gb": peak and round(peak, 3),
         "machine": f"{accelerator.num_processes} x {kind}",
         "accept_length": accept_length or {},
         "versions": describe_versions(),
