@@ -176,9 +176,8 @@ def verify_and_commit(
     """Run the target over the window, accept a path, and commit it to the pool."""
     packing = None
     if settings.num_rows is not None and state.num_drafts is not None:
-        assert isinstance(window.proposal, Deterministic), "sampled drafts are verified whole"
         packing = Packing.of(state.num_drafts, window.tree.tokens.shape[1], settings.num_rows)
-        window = window._replace(tree=packing.cut(window.tree))
+        window = packing.cut(window)
     read = read_window(models, state, window.tree, settings, packing)
     return accept_and_commit(models, state, window, read, settings, sampling, allowed)
 

@@ -3,7 +3,7 @@ out, and the rows of the others are packed, in one of a few numbers of rows.
 
 Attention stays that of whole windows, in which a node that was left out is a copy of its root: the matmuls,
 which windows are paid for, have the packed rows only. Which nodes are verified changes no text of
-deterministic drafts.
+deterministic drafts, and no distribution of sampled ones as long as it does not depend on what was sampled.
 
 Legend: B requests, N window nodes, T packed rows.
 """
@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
 from eagle_kit.models.targets.target import TargetOutput
+from eagle_kit.speculation.proposal import DraftOutput, SampledChain, SampledTree
 
 
 class Packing(NamedTuple):
@@ -40,10 +40,15 @@ class Packing(NamedTuple):
         rows = is_kept.view(-1).to(torch.int8).argsort(descending=True, stable=True)[:num_rows]
         return cls(rows, torch.where(is_kept, places, places[:, :1]).view(-1), is_kept)
 
-    def cut(self, tree: Tree) -> Tree:
-        """Make every node that is left out its own parent, so that no path reaches it."""
+    def cut(self, window: DraftOutput) -> DraftOutput:
+        """Leave nodes out of a window: they become their own parents, so that no path reaches them, and of a
+        sampled chain their q becomes zero, which says that nothing was sampled."""
+        tree, proposal = window
         itself = torch.arange(self.is_kept.shape[1], device=self.rows.device)
-        return tree._replace(parents=torch.where(self.is_kept, tree.parents, itself))
+        if isinstance(proposal, SampledChain):
+            proposal = SampledChain(proposal.q.masked_fill(~self.is_kept[:, 1:, None], 0.0))
+        assert not isinstance(proposal, SampledTree), "sampled siblings are verified together"
+        return DraftOutput(tree._replace(parents=torch.where(self.is_kept, tree.parents, itself)), proposal)
 
     def whole(self, out: TargetOutput) -> TargetOutput:
         """Output of all nodes ``[B * N]`` of that of the packed rows."""

@@ -182,14 +182,9 @@ class Runner:
 
     @property
     def packs(self) -> bool:
-        """True if windows of greedy requests can be packed: nothing depends on their layout, and no graph on
-        their number of rows."""
+        """True if windows can be packed: nothing depends on their layout, and no graph on their number of
+        rows."""
         return not self.graphs.has_fixed_shapes and self.states is None and self._share is None
-
-    @property
-    def packs_samples(self) -> bool:
-        """True if those of requests that sample can be packed as well: their drafts are deterministic."""
-        return self.packs and TargetOnly in self.verifiers and self._verifier in (None, TargetOnly())
 
     def verifier(self, shape: SpecShape) -> Verifier:
         """Verifier of the drafts of requests that sample. Windows without a draft model are deterministic."""
@@ -362,7 +357,7 @@ class Runner:
             tree = agree_tree(tree, self.target.ranks)  # the log may have what a stop text took back
             wanted = num_drafts if self.target.ranks is None else None
         inputs = batch.inputs
-        if wanted is not None and (self.packs_samples or (self.packs and inputs.sampling is None)):
+        if wanted is not None and self.packs:
             num_rows = packed_rows(size, tokens - 1, sum(wanted))
             if num_rows is not None:
                 num_drafts, settings = list(wanted), settings._replace(num_rows=num_rows)

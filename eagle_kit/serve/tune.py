@@ -104,7 +104,7 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
         )
         for size in config.batch_sizes
     }
-    packs = engine.runner.packs_samples and not config.lag  # with a lag confidences come too late
+    packs = engine.runner.packs and not config.lag  # with a lag confidences come too late
     share = costs.packed_share if packs else None
     error = QUICK_ERROR if tuned.costs.is_quick else TABLE_ERROR
     return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, share, error)

@@ -113,10 +113,28 @@ class Sure(ShapePolicy):
         return SpecShape(steps, 1, steps + 1)
 
 
-@pytest.mark.parametrize("verifier", ["block", "rejection"])
+@pytest.mark.parametrize("verifier", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
 def test_windows_cut_by_confidences_keep_the_distribution(pairs, plain_counts, verifier):
     """The confidences are those of the greedy chain: of the text, and not of what is drawn behind it."""
     policy = Sure()
+    options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 20}
+    counts = pair_counts(pairs["dspark"], COUNT, **options)
+    assert len(policy.used) == 3 and min(policy.used.values()) > 20, policy.used
+    assert excess(counts, plain_counts) < 4
+
+
+class Packed(Sure):
+    """Has all chains drafted to the end, and verifies of each request the depths that its confidences call
+    likely."""
+
+    def choose(self, eases, context):
+        self.num_drafts = [super(Packed, self).choose([ease], context).steps for ease in eases]
+        return SpecShape(3, 1, 4)
+
+
+@pytest.mark.parametrize("verifier", ["block", pytest.param("rejection", marks=pytest.mark.slow)])
+def test_packed_windows_of_drawn_chains_keep_the_distribution(pairs, plain_counts, verifier):
+    policy = Packed()
     options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 20}
     counts = pair_counts(pairs["dspark"], COUNT, **options)
     assert len(policy.used) == 3 and min(policy.used.values()) > 20, policy.used

@@ -8,13 +8,15 @@ from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.tree_build import Tree
+from eagle_kit.kernels.accept import accept_block, accept_rejection_chain, accept_relaxed, accept_target_only
+from eagle_kit.kernels.tree_build import Tree, chain_build
 from eagle_kit.models.targets.target import TargetOutput
 from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.packed import Packing
 from eagle_kit.serve.request import Request
+from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.packing import packed_counts, packed_rows
 from eagle_kit.tuning.policy import ShapePolicy
@@ -167,7 +169,8 @@ def test_every_kept_node_has_a_row_and_others_are_copies_of_their_root(num_draft
         assert torch.equal(whole.hidden.view(3, 4), wanted.float())
         assert torch.equal(whole.aux.view(3, 4), wanted.float() + 1)
         parents = torch.tensor([0, 0, 1, 2]).expand(3, 4)
-        cut = packing.cut(Tree(parents, parents, parents, parents)).parents
+        tree = Tree(parents, parents, parents, parents)
+        cut = packing.cut(DraftOutput(tree, Deterministic())).tree.parents
         assert torch.equal(cut == torch.arange(4), ~packing.is_kept | (torch.arange(4) == 0))
 
 
@@ -182,3 +185,53 @@ def test_rows_are_enough_and_of_few_numbers(batch, drafts):
         assert (rows or most + batch) - batch - total <= math.ceil(most / 4)
     assert len(counts) <= 4
     assert [packed_rows(batch, drafts, count) for count in counts] == [batch + count for count in counts]
+
+
+def verify(name, probs, window, uniforms, bonus, backend):
+    """Verify chains with given uniform random numbers, one more than nodes."""
+    (tokens, parents, depths, _), steps = window.tree, probs.shape[1] - 1
+    match name, window.proposal:
+        case "target-only", Deterministic():
+            given = probs, tokens, parents, depths, uniforms[:, : steps + 1], steps
+            return accept_target_only(*given, backend=backend)
+        case "relaxed", Deterministic():
+            given = probs, tokens, parents, uniforms[:, : steps + 1], bonus, steps, 0.5, 0.7
+            return accept_relaxed(*given, backend=backend)
+        case _, SampledChain(q):
+            kernel = {"block": accept_block, "rejection": accept_rejection_chain}[name]
+            return kernel(probs, q, tokens, uniforms[:, 1 : steps + 1], bonus, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+@pytest.mark.parametrize("name", ["target-only", "relaxed", "rejection", "block"])
+def test_what_is_left_of_a_chain_is_verified_as_a_shorter_one(name, backend):
+    steps, vocabulary, rng = 3, 50, torch.Generator().manual_seed(0)
+    is_sampled = name in ("rejection", "block")
+    num_drafts = torch.arange(steps + 1).repeat(16)
+    count, num_accepted = len(num_drafts), 0
+    probs = torch.rand(count, steps + 1, vocabulary, generator=rng).pow(60)
+    probs /= probs.sum(-1, keepdim=True)
+    q = 0.7 * probs[:, :-1] + 0.3 / vocabulary
+    drawn = torch.multinomial(q.view(-1, vocabulary), 1, generator=rng).view(count, steps)
+    if not is_sampled:
+        drawn = probs[:, :-1].argmax(-1)
+    uniforms = torch.rand(count, steps + 1, dtype=torch.float64, generator=rng)
+    bonus = torch.rand(count, dtype=torch.float64, generator=rng)
+
+    def window(rows, length):
+        tree = chain_build(drawn[rows, 0], drawn[rows, :length], backend="reference")
+        return DraftOutput(tree, SampledChain(q[rows, :length]) if is_sampled else Deterministic())
+
+    every = torch.arange(count)
+    packing = Packing.of(num_drafts, steps + 1, int((num_drafts + 1).sum()))
+    cut = verify(name, probs, packing.cut(window(every, steps)), uniforms, bonus, backend)
+    assert not cut.num_accepted[num_drafts == 0].any()
+    for length in range(1, steps + 1):
+        rows = (num_drafts == length).nonzero()[:, 0]
+        short = window(rows, length)
+        expected = verify(name, probs[rows, : length + 1], short, uniforms[rows], bonus[rows], backend)
+        assert torch.equal(cut.num_accepted[rows], expected.num_accepted)
+        assert torch.equal(cut.tokens[rows, : length + 1], expected.tokens)
+        num_accepted += int(expected.num_accepted.sum())
+        assert (expected.num_accepted == length).any(), "no chain ends where it is cut"
+    assert num_accepted > 20
