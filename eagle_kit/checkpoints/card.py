@@ -149,7 +149,7 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
     if "seconds" in metadata:
         yield f"* time: {_duration(metadata['seconds'])}"
     if peak := metadata.get("peak_memory_gb"):
-        yield f"* most memory at a time, of one process: {_number(peak)} GB"
+        yield f"* peak memory of a process: {_number(peak)} GB"
     if machine := metadata.get("machine"):
         yield f"* machine: {machine}"
     settings = {

@@ -11,7 +11,7 @@ from eagle_kit.eval.summary import ALL, find_row
 from eagle_kit.report.plots import HUES, Bars, BarSeries, draw, shade
 from eagle_kit.report.tables import Table, number
 
-SPENT = "tokens_seen", "seconds", "peak_memory_gb", "parameters"
+FACTS = "tokens_seen", "seconds", "peak_memory_gb", "parameters"
 RESULT, TABLE, PLOT = "study.json", "study.md", "study.png"
 
 
@@ -46,8 +46,8 @@ def compare(
                 figures.append({**where, "accept_lengths": lengths, "mean": _mean(lengths)})
         for mine, first in zip(figures, arms[0]["figures"] if arms else figures, strict=True):
             mine["ratio"] = mine["mean"] / first["mean"] if mine["mean"] and first["mean"] else None
-        spent = {name: [trained[head].get(name) for head in heads] for name in SPENT}
-        arms.append({"arm": arm, "about": about[arm], **spent, "figures": figures})
+        facts = {name: [trained[head].get(name) for head in heads] for name in FACTS}
+        arms.append({"arm": arm, "about": about[arm], **facts, "figures": figures})
     result = {
         "format": 1,
         **{key: summary[key] for key in ("date", "command", "machine", "versions", "greedy_identical")},
@@ -72,7 +72,7 @@ def _rows(arm: Mapping[str, Any], shape: str, tasks: Sequence[str]) -> list[dict
 def _table(arms: Sequence[Mapping[str, Any]], shape: str, tasks: Sequence[str]) -> str:
     """One row an arm: mean accept length by task; range over seeds and ratio for all tasks."""
     head = ["arm", *map(part_label, tasks), "seeds", "against the first", "parameters, M", "tokens seen"]
-    head += ["minutes", "GB at most"]
+    head += ["minutes", "peak GB"]
     lines = []
     for arm in arms:
         rows = _rows(arm, shape, tasks)

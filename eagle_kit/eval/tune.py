@@ -101,7 +101,9 @@ def _measure(
         acceptance = MeasuredAcceptance(draft, recording.table(shapes), about)
 
         def tuned(timings: Sequence[Timing]) -> Tuned:
-            return Tuned(Costs(key, CostTable.fit(timings), tuple(timings), now()), acceptance, False)
+            most = max(timing.batch_size for timing in timings)
+            costs = Costs(key, CostTable.fit(timings), tuple(timings), now(), most)
+            return Tuned(costs, acceptance, is_average=False)
 
         bar.set_description("timing cycles")
         timings = _time(llm, plan, work, bar)

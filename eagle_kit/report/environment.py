@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -32,18 +33,16 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def peak_memory_gb(device: str) -> float | None:
-    """Most memory that this process has held at a time: allocated on its GPU, or resident beside a CPU; None
-    where the system does not tell."""
+    """Peak memory of this process: allocated on its GPU, or resident beside a CPU; None where the system does
+    not tell."""
     import torch
 
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 1e9
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most / 1e9 if sys.platform == "darwin" else most * 1024 / 1e9
+    with suppress(OSError):  # not getrusage, which on Linux begins with what the parent process had
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii")):
+            return int(found[1]) * 1024 / 1e9
+    return None
 
 
 def machine_title(machine: dict[str, Any]) -> str:

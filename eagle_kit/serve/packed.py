@@ -4,6 +4,7 @@ out, and the rows of the others are packed, in one of a few numbers of rows.
 Attention stays that of whole windows, in which a node that was left out is a copy of its root: the matmuls,
 which windows are paid for, have the packed rows only. Which nodes are verified changes no text of
 deterministic drafts, and no distribution of sampled ones as long as it does not depend on what was sampled.
+(The relaxed verifier is lossy, and as lossy as the nodes that it is given.)
 
 Legend: B requests, N window nodes, T packed rows.
 """
@@ -42,11 +43,11 @@ class Packing(NamedTuple):
 
     def cut(self, window: DraftOutput) -> DraftOutput:
         """Leave nodes out of a window: they become their own parents, so that no path reaches them, and of a
-        sampled chain their q becomes zero, which says that nothing was sampled."""
+        sampled chain their q becomes zero in place, which says that nothing was sampled."""
         tree, proposal = window
         itself = torch.arange(self.is_kept.shape[1], device=self.rows.device)
         if isinstance(proposal, SampledChain):
-            proposal = SampledChain(proposal.q.masked_fill(~self.is_kept[:, 1:, None], 0.0))
+            proposal = SampledChain(proposal.q.masked_fill_(~self.is_kept[:, 1:, None], 0.0))
         assert not isinstance(proposal, SampledTree), "sampled siblings are verified together"
         return DraftOutput(tree._replace(parents=torch.where(self.is_kept, tree.parents, itself)), proposal)
 

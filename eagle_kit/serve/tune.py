@@ -18,7 +18,6 @@ from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR
 from eagle_kit.tuning.costs import CostTable, join
 from eagle_kit.tuning.files import (
     Costs,
@@ -106,8 +105,8 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
     }
     packs = engine.runner.packs and not config.lag  # with a lag confidences come too late
     share = costs.packed_share if packs else None
-    error = QUICK_ERROR if tuned.costs.is_quick else TABLE_ERROR
-    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, share, error)
+    to = tuned.costs.tuned_to
+    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, share, to)
 
 
 def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:
@@ -131,8 +130,8 @@ def measure_costs(engine: Engine, plan: Plan, *, before: Costs | None = None) ->
     ) as bar:
         found = time_cycles(engine, plan, on_visit=lambda visit, timings: bar.update())
     timed = join(before.timings, found) if before else found
-    is_quick = before is None or before.is_quick
-    return Costs(engine_key(engine), CostTable.fit(timed), tuple(timed), now(), is_quick)
+    tuned_to = before.tuned_to if before else 0
+    return Costs(engine_key(engine), CostTable.fit(timed), tuple(timed), now(), tuned_to)
 
 
 def menu_plan(engine: Engine, tuned: Tuned, plan: Plan) -> Plan:

@@ -3,8 +3,9 @@
 A cycle is one forward of the target over the window, one of the draft over the emitted tokens, and one of the
 draft for each further step. The time of a forward grows with its rows, piece by piece linearly, and with the
 tokens before them; the pieces are fitted to measured cycles with coefficients that are never negative, so
-that more rows never cost less, and bend where something was measured. What the fit leaves over at a measured
-shape is added to it again, interpolated between batch sizes and contexts.
+that more rows never cost less, and bend where something was measured. What the fit leaves over is added to it
+again, interpolated between batch sizes and contexts: of all shapes at a point, and of a measured shape beside
+them.
 
 Legend: B requests, S steps, K top-k, N nodes with the root.
 """
@@ -105,22 +106,20 @@ class CostTable:
         features = np.array([_features(knots, *timing[:3]) for timing in timings])
         seconds = np.array([timing.seconds for timing in timings])
         found = _non_negative_least_squares(features / seconds[:, None], np.ones(len(seconds)))
-        points = np.unique(
-            [_place(timing.batch_size, timing.context) for timing in timings], axis=0, return_inverse=True
-        )[1]
+        points = np.array(_points(timings))
         for point in np.unique(points):  # what its cycles have in common says nothing about shapes
-            here = points.ravel() == point
+            here = points == point
             seconds[here] /= np.exp(np.log(seconds[here] / (features[here] @ found)).mean())
         found = _non_negative_least_squares(features / seconds[:, None], np.ones(len(seconds)))
         error = np.abs(features @ found / seconds - 1).mean()
         return cls(knots, tuple(map(float, found)), float(error)).with_rest(timings)
 
-    def with_rest(self, timings: Iterable[Timing]) -> "CostTable":
+    def with_rest(self, timings: Sequence[Timing]) -> "CostTable":
         """Return the table with what the fit leaves over at ``timings``."""
-        points: dict[tuple[int, int], list[tuple[SpecShape, Rest]]] = {}
-        for size, shape, context, seconds in timings:
+        points: dict[int, list[tuple[SpecShape, Rest]]] = {}
+        for point, (size, shape, context, seconds) in zip(_points(timings), timings, strict=True):
             mine = Rest(size, context, math.log(seconds / self._fitted(size, shape, context)))
-            points.setdefault(_place(size, context), []).append((shape, mine))
+            points.setdefault(point, []).append((shape, mine))
         rest: dict[SpecShape | None, tuple[Rest, ...]] = {}
         for here in points.values():
             common = sum(each.log_ratio for _, each in here) / len(here)
@@ -173,9 +172,17 @@ class CostTable:
         return cls(knots, coefficients, float(data["error"]))
 
 
-def _place(batch_size: int, context: int) -> tuple[int, int]:
-    """Point at which a cycle was timed; contexts of different shapes differ a little."""
-    return batch_size, round(math.log2(context + 1))
+def _points(timings: Sequence[Timing]) -> list[int]:
+    """Number of the point at which each cycle was timed; contexts of different shapes differ a little."""
+    found: list[int] = []
+    for size, _, context, _ in timings:
+        near = (
+            number
+            for number, other in zip(found, timings, strict=False)
+            if other.batch_size == size and abs(math.log2((other.context + 1) / (context + 1))) <= SAME_POINT
+        )
+        found.append(next(near, max(found, default=-1) + 1))
+    return found
 
 
 def _interpolated(rest: Sequence[Rest], batch_size: int, context: int) -> float:

@@ -36,14 +36,20 @@ class Costs:
         table: fitted.
         timings: what it was fitted to.
         date: of the measurement.
-        is_quick: True for the short measurement of a start.
+        tuned_to: largest batch size of a long measurement; larger ones, or with 0 all, are of the short one
+            of a start.
     """
 
     key: Mapping[str, Any]
     table: CostTable
     timings: tuple[Timing, ...]
     date: str
-    is_quick: bool = False
+    tuned_to: int = 0
+
+    @property
+    def is_quick(self) -> bool:
+        """True where all of it is the short measurement of a start."""
+        return not self.tuned_to
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` takes."""
@@ -54,7 +60,7 @@ class Costs:
         return {
             "key": dict(self.key),
             "date": self.date,
-            "is_quick": self.is_quick,
+            "tuned_to": self.tuned_to,
             "costs": self.table.to_json(),
             "timings": timings,
         }
@@ -72,7 +78,7 @@ class Costs:
         if not all(each.batch_size > 0 and each.context >= 0 for each in timings):
             raise ValueError("a cycle was measured without requests or with fewer tokens than none")
         table = CostTable.from_json(data["costs"]).with_rest(timings)
-        return cls(dict(data["key"]), table, timings, str(data["date"]), bool(data["is_quick"]))
+        return cls(dict(data["key"]), table, timings, str(data["date"]), int(data["tuned_to"]))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ Legend: G values of ease, M shapes, C classes of confidence.
 """
 
 import math
+import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -39,7 +41,7 @@ from eagle_kit.tuning.chances import (
     reach_of,
     sigmoid,
 )
-from eagle_kit.tuning.clock import TABLE_ERROR, Clock
+from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, Clock
 from eagle_kit.tuning.packing import packed_counts
 from eagle_kit.tuning.shapes import Seconds
 
@@ -65,8 +67,9 @@ USE = 128
 """Cycles for which what a probe tells is of use."""
 PROBE_LOSS, MOST_LOSS = 0.005, 1.5
 """Part of the time that probes may take off, and what may be saved up of it, in plain cycles."""
-UNCHECKED = 16
-"""Cycles of drafting after which plain decoding is tried though a short measurement calls it slower."""
+CHECKS, UNCHECKED = 4, 16
+"""How often, for sizes up to each power of two, and after how many cycles of drafting plain decoding is tried
+though a short measurement calls it slower, until the two have been compared."""
 MOST_MISSED, HORIZON = MAX_WINDOW, 32
 """Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
 pay."""
@@ -152,8 +155,8 @@ class ShapePolicy:
             request, context.
         packed_share: time of a cycle whose windows are packed, as a part of that with whole ones: batch size,
             shape, context, rows. None packs nothing.
-        table_error: relative error that these times may have. Where it is more than that of a long
-            measurement, plain decoding is tried early for comparison.
+        tuned_to: largest batch size whose times a long measurement has. Those of larger ones are doubted
+            more, and compared with plain decoding early.
 
     Attributes:
         packed_share: as given.
@@ -169,10 +172,11 @@ class ShapePolicy:
         origin: str = "",
         reading: Reading = lambda batch_size, num_tokens, context: 0.0,
         packed_share: PackedShare | None = None,
-        table_error: float = TABLE_ERROR,
+        tuned_to: int = sys.maxsize,
     ) -> None:
         self._seconds, self._reading, self.origin = seconds, reading, origin
-        self._table_error = table_error
+        self._tuned_to = tuned_to
+        self._num_checks: Counter[int] = Counter()  # by the size's power of two
         self.packed_share = packed_share
         self.num_drafts: list[int] | None = None
         used = {shape for menu in menus.values() for shape in menu if shape.steps}
@@ -363,16 +367,20 @@ class ShapePolicy:
         most, num_cycles = MOST_LOSS * float(costs[0]), self._num_plain + self._num_drafting
         self._may_lose = min(self._may_lose, most)
         has_waited = PROBE_LOSS * num_cycles * float(costs[self._number[self.shape]]) >= max(most, lost)
-        has_waited |= not is_plain and num_cycles >= UNCHECKED and self._is_unchecked(size)
         if not has_waited and (saved < lost or self._may_lose < lost):
-            return False
+            return self._checks(size)
         self._may_lose -= lost
         return True
 
-    def _is_unchecked(self, batch_size: int) -> bool:
-        """Return True for times of a short measurement that no cycle of plain decoding has confirmed."""
-        clock = self._clocks.get(batch_size)
-        return self._table_error > TABLE_ERROR and clock is not None and not clock.is_compared
+    def _checks(self, batch_size: int) -> bool:
+        """Return True if times of a short measurement are to be compared with plain decoding now, a few times
+        at most: cycles that have no graph or recording yet are not timed."""
+        clock, kind = self._clocks.get(batch_size), batch_size.bit_length()
+        if batch_size <= self._tuned_to or self._num_drafting < UNCHECKED or self._num_checks[kind] >= CHECKS:
+            return False
+        is_due = clock is not None and not clock.is_known.any()
+        self._num_checks[kind] += is_due
+        return is_due
 
     def _doubt(self, eases: Sequence[Ease], number: int) -> float:
         """Relative error of what a shape is worth beside plain decoding: of the ease of the texts, and of the
@@ -506,7 +514,8 @@ class ShapePolicy:
         compared where one follows the other."""
         clock = self._clocks.get(batch_size)
         if clock is None:
-            clock = self._clocks[batch_size] = Clock(2 * len(self.shapes), self._table_error)
+            error = TABLE_ERROR if batch_size <= self._tuned_to else QUICK_ERROR
+            clock = self._clocks[batch_size] = Clock(2 * len(self.shapes), error)  # and packed
         number = self._number[shape]
         expected = float(self._table(batch_size, context)[number])
         if num_rows is not None and self.packed_share is not None:
@@ -514,7 +523,7 @@ class ShapePolicy:
             number += len(self.shapes)
             if (batch_size, self._number[shape]) not in self._timed_packed:
                 self._timed_packed.add((batch_size, self._number[shape]))
-                clock.drift[number] = clock.drift[self._number[shape]]
+                clock.inherit(number, self._number[shape])
         error = math.log(seconds / expected)
         clock.observe(number, self._num_cycles, error)
         self._num_timed += 1

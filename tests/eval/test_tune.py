@@ -59,7 +59,7 @@ def test_a_draft_is_measured_and_the_measurement_is_used(folders, capsys, monkey
     assert not list((folders / "tuning").glob("work-*"))
     shipped = json.loads((folders / "head" / "tuning.json").read_text(encoding="utf-8"))
     assert shipped["acceptance"]["about"]["tasks"] == {"chat": 10}
-    assert len(shipped["costs"]) == 1 and not shipped["costs"][0]["is_quick"]
+    assert len(shipped["costs"]) == 1 and shipped["costs"][0]["tuned_to"] == 2
     options = {"max_batch_size": 2, "max_context": 128, "graph_mode": "off"}
     for _ in range(2):
         llm = LLM(str(folders / "target"), str(folders / "head"), **options)

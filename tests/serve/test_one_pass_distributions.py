@@ -14,6 +14,8 @@ from tiny_trained import trained_models
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.packed import Packing
+from eagle_kit.speculation.proposal import SampledChain
 from eagle_kit.speculation.propose import sampled_ready
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.row_plan import plan_row
@@ -125,20 +127,49 @@ def test_windows_cut_by_confidences_keep_the_distribution(pairs, plain_counts, v
 
 class Packed(Sure):
     """Has all chains drafted to the end, and verifies of each request the depths that its confidences call
-    likely."""
+    likely, one less where the first is not very likely."""
+
+    def __init__(self):
+        super().__init__()
+        self.verified = Counter()
 
     def choose(self, eases, context):
-        self.num_drafts = [super(Packed, self).choose([ease], context).steps for ease in eases]
+        likely = [super(Packed, self).choose([ease], context).steps for ease in eases]
+        is_sure = [bool(ease.told) and ease.told[0] > 0.0 for ease in eases]
+        self.num_drafts = [n if sure else n - 1 for n, sure in zip(likely, is_sure, strict=True)]
+        self.verified.update(self.num_drafts)
         return SpecShape(3, 1, 4)
 
 
 @pytest.mark.parametrize("verifier", ["block", pytest.param("rejection", marks=pytest.mark.slow)])
-def test_packed_windows_of_drawn_chains_keep_the_distribution(pairs, plain_counts, verifier):
-    policy = Packed()
+def test_packed_windows_of_drawn_chains_keep_the_distribution(pairs, plain_counts, verifier, monkeypatch):
+    policy, cut, packings = Packed(), Packing.cut, []
+
+    def watched(self, window):
+        packings.append(self)
+        return cut(self, window)
+
+    monkeypatch.setattr(Packing, "cut", watched)
     options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 20}
     counts = pair_counts(pairs["dspark"], COUNT, **options)
-    assert len(policy.used) == 3 and min(policy.used.values()) > 20, policy.used
+    assert set(policy.verified) == {0, 1, 2, 3} and min(policy.verified.values()) > 20, policy.verified
+    assert len(packings) > 50
     assert excess(counts, plain_counts) < 4
+
+
+@pytest.mark.slow
+def test_a_q_that_is_left_where_nothing_was_verified_is_seen_by_the_same_test(
+    pairs, plain_counts, monkeypatch
+):
+    cut = Packing.cut
+
+    def cut_tree(self, window):
+        whole = SampledChain(window.proposal.q.clone())
+        return cut(self, window)._replace(proposal=whole)
+
+    monkeypatch.setattr(Packing, "cut", cut_tree)
+    options = {"shape": Packed(), "seed": 3, "sampled_drafts": True, "batch": 20}
+    assert excess(pair_counts(pairs["dspark"], COUNT, **options), plain_counts) > 10
 
 
 @torch.no_grad()

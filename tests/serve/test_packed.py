@@ -9,6 +9,7 @@ from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import accept_block, accept_rejection_chain, accept_relaxed, accept_target_only
+from eagle_kit.kernels.sampling import sample
 from eagle_kit.kernels.tree_build import Tree, chain_build
 from eagle_kit.models.targets.target import TargetOutput
 from eagle_kit.serve import cpu_graph
@@ -204,8 +205,14 @@ def verify(name, probs, window, uniforms, bonus, backend):
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize("name", ["target-only", "relaxed", "rejection", "block"])
-def test_what_is_left_of_a_chain_is_verified_as_a_shorter_one(name, backend):
-    steps, vocabulary, rng = 3, 50, torch.Generator().manual_seed(0)
+def test_what_is_left_of_a_chain_is_verified_as_a_shorter_one(triton_device, name, backend):
+    device = triton_device if backend == "triton" else "cpu"
+    with torch.device(device):
+        check_cut_chains(name, backend, torch.Generator(device).manual_seed(0))
+
+
+def check_cut_chains(name, backend, rng):
+    steps, vocabulary = 3, 50
     is_sampled = name in ("rejection", "block")
     num_drafts = torch.arange(steps + 1).repeat(16)
     count, num_accepted = len(num_drafts), 0
@@ -225,13 +232,17 @@ def test_what_is_left_of_a_chain_is_verified_as_a_shorter_one(name, backend):
     every = torch.arange(count)
     packing = Packing.of(num_drafts, steps + 1, int((num_drafts + 1).sum()))
     cut = verify(name, probs, packing.cut(window(every, steps)), uniforms, bonus, backend)
-    assert not cut.num_accepted[num_drafts == 0].any()
+    bare = num_drafts == 0
+    own = bonus if name != "target-only" else uniforms[:, 0]
+    first = sample(probs[bare, 0].double(), own[bare], backend="reference")
+    assert not cut.num_accepted[bare].any() and torch.equal(cut.tokens[bare, 0], first)
     for length in range(1, steps + 1):
         rows = (num_drafts == length).nonzero()[:, 0]
         short = window(rows, length)
         expected = verify(name, probs[rows, : length + 1], short, uniforms[rows], bonus[rows], backend)
         assert torch.equal(cut.num_accepted[rows], expected.num_accepted)
-        assert torch.equal(cut.tokens[rows, : length + 1], expected.tokens)
+        is_given = torch.arange(length + 1) <= expected.num_accepted[:, None]
+        assert torch.equal(cut.tokens[rows, : length + 1][is_given], expected.tokens[is_given])
         num_accepted += int(expected.num_accepted.sum())
         assert (expected.num_accepted == length).any(), "no chain ends where it is cut"
     assert num_accepted > 20

@@ -33,17 +33,43 @@ def test_a_machine_that_is_slower_for_all_shapes_changes_no_cost():
     assert clock.drift == pytest.approx([0.0, 0.0], abs=0.03)
 
 
+def take_turns(clock, errors, cycle=0, times=1, count=6):
+    """Cycles of the named shapes in turn: ``(number, error)``."""
+    for _ in range(times):
+        for number, error in errors:
+            for _ in range(count):
+                clock.observe(number, cycle, error)
+                cycle += 1
+    return cycle
+
+
 def test_an_error_of_plain_decodings_own_time_is_one_of_all_shapes():
     clock = Clock(3, QUICK_ERROR)
-    assert not clock.is_compared
-    for cycle, number in enumerate([1] * 8 + [0] * 4):
-        clock.observe(number, cycle, 0.0 if number else -0.9)
-    assert clock.is_compared
+    take_turns(clock, [(1, 0.0), (0, -0.9)])
+    assert clock.is_known.tolist() == [False, True, False]
     assert clock.drift == pytest.approx([0.0, 0.9, 0.65], abs=0.1)
-    before = clock.drift[2]
-    for cycle, number in enumerate([1] * 6 + [0] * 6, start=12):
-        clock.observe(number, cycle, -0.3 if number else -0.9)
-    assert clock.drift[2] == pytest.approx(before, abs=0.15)  # by then it is known
+
+
+def test_a_shape_that_is_known_tells_nothing_of_others():
+    clock = Clock(4, QUICK_ERROR)
+    cycle = take_turns(clock, [(1, 0.0), (0, 0.0)])
+    known, unknown = clock.doubt(1, cycle), clock.doubt(2, cycle)
+    assert known < 0.06**2 and 0.18**2 < unknown < 0.25**2
+    cycle = take_turns(clock, [(1, 0.3), (0, 0.0)], cycle, times=3)
+    assert clock.drift[2] == pytest.approx(0.0, abs=0.01)
+    assert clock.doubt(2, cycle) == pytest.approx(unknown, rel=0.1)
+    before = clock.drift[1]
+    take_turns(clock, [(2, 0.5), (0, 0.0)], cycle)
+    assert clock.drift[1] == before and clock.drift[2] == pytest.approx(0.5, abs=0.1)
+    assert 0.1 < clock.drift[3] < 0.35  # two shapes disagree about the third
+
+
+def test_a_shape_begins_with_what_is_known_of_another():
+    clock = Clock(3, QUICK_ERROR)
+    cycle = take_turns(clock, [(1, 0.4), (0, 0.0)])
+    clock.inherit(2, 1)
+    assert clock.drift[2] == clock.drift[1] and clock.is_known[2]
+    assert clock.doubt(2, cycle) == clock.doubt(1, cycle)
 
 
 def test_what_was_not_compared_for_long_is_doubted_again():

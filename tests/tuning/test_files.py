@@ -24,7 +24,7 @@ def place(tmp_path, monkeypatch):
 
 def make_costs(key=KEY):
     timings = (Timing(1, NO_SPECULATION, 64, 0.02), Timing(1, CHAIN, 64, 0.04), Timing(8, CHAIN, 64, 0.2))
-    return Costs(key, CostTable.fit(timings), timings, "2026-01-02T03:04:05")
+    return Costs(key, CostTable.fit(timings), timings, "2026-01-02T03:04:05", 8)
 
 
 def make_acceptance(draft="abc"):
@@ -55,7 +55,7 @@ def test_a_shipped_table_serves_other_versions_and_not_other_devices_or_weights(
 
 
 def test_a_short_measurement_does_not_outweigh_a_shipped_table(place):
-    files.save_costs(replace(make_costs(), is_quick=True, date="quick"))
+    files.save_costs(replace(make_costs(), tuned_to=0, date="quick"))
     assert files.find_costs(KEY, place).date == "quick"
     files.ship(place, make_acceptance(), make_costs())
     assert files.find_costs(KEY, place).date == make_costs().date

@@ -10,7 +10,6 @@ import pytest
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
-from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR
 from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
@@ -236,17 +235,20 @@ def test_costs_that_the_table_has_wrong_are_learnt():
     assert used.most_common(1)[0][0].steps < 6
 
 
-@pytest.mark.parametrize("wrong", ["plain decoding 2.5 times too dear", "a chain 2.5 times too cheap"])
-def test_a_short_measurement_is_compared_with_plain_decoding_soon(wrong):
+def plain_too_dear(batch_size, shape, context):
+    return seconds(batch_size, shape, context) * (1.0 if shape.steps else 2.5)
+
+
+def chain_too_cheap(batch_size, shape, context):
+    return seconds(batch_size, shape, context) * (0.4 if shape.steps == 4 else 1.0)
+
+
+@pytest.mark.parametrize("measured", [plain_too_dear, chain_too_cheap])
+def test_a_short_measurement_is_compared_with_plain_decoding_soon(measured):
     """Other programs ran while it was made, and the draft is good for nothing."""
 
-    def measured(batch_size, shape, context):
-        if "plain" in wrong:
-            return seconds(batch_size, shape, context) * (1.0 if shape.steps else 2.5)
-        return seconds(batch_size, shape, context) * (0.4 if shape.steps == 4 else 1.0)
-
-    def speed(table_error, seed):
-        policy, rng = make_policy(seconds=measured, table_error=table_error), random.Random(seed)
+    def speed(tuned_to, seed):
+        policy, rng = make_policy(seconds=measured, tuned_to=tuned_to), random.Random(seed)
         ease, spent, tokens = policy.new_request(), 0.0, 0
         for _ in range(300):
             shape = policy.choose([ease], 300)
@@ -257,9 +259,28 @@ def test_a_short_measurement_is_compared_with_plain_decoding_soon(wrong):
             spent, tokens = spent + took, tokens + 1 + accepted
         return tokens / spent * seconds(1, NO_SPECULATION, 300)
 
-    quick, long = ([speed(error, seed) for seed in range(8)] for error in (QUICK_ERROR, TABLE_ERROR))
-    assert np.mean(quick) > 0.96
-    assert np.mean(quick) > np.mean(long) + 0.03  # which is trusted for longer
+    short, long = ([speed(tuned_to, seed) for seed in range(8)] for tuned_to in (0, 1))
+    assert np.mean(short) > 0.96
+    assert np.mean(short) > np.mean(long) + 0.03  # which is trusted for longer
+
+
+@pytest.mark.parametrize("times_plain", [False, True])
+def test_a_comparison_that_does_not_come_about_is_not_sought_for_ever(times_plain):
+    """Batch sizes that change every few cycles, and plain cycles that have no recording and are not timed."""
+    policy, rng = make_policy(tuned_to=0), random.Random(0)
+    eases, num_plain = [policy.new_request() for _ in range(4)], Counter()
+    for number in range(1200):
+        size = 1 + number // 3 % 4
+        shape = policy.choose(eases[:size], 300)
+        for ease in eases[:size]:
+            accepted = 0
+            while accepted < shape.steps and rng.random() < 0.9:
+                accepted += 1
+            policy.observe(ease, shape, accepted)
+        if shape.steps or times_plain:
+            policy.observe_time(size, shape, 300, seconds(size, shape, 300))
+        num_plain[number // 400] += not shape.steps
+    assert 4 <= num_plain[0] < 120 and num_plain[2] < 30
 
 
 @pytest.mark.parametrize("seed", range(5))

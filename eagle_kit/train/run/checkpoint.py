@@ -38,6 +38,8 @@ class TrainState:
         num_worse: judgements since.
         num_skipped: optimiser steps whose loss or gradient was not finite, which changed nothing.
         num_skipped_now: those in a row until now.
+        peak_memory_gb: of the first process of any session, when the run was last described; 0 where the
+            system does not tell.
     """
 
     step: int = 0
@@ -49,6 +51,7 @@ class TrainState:
     num_worse: int = 0
     num_skipped: int = 0
     num_skipped_now: int = 0
+    peak_memory_gb: float = 0.0
 
 
 def save_checkpoint(

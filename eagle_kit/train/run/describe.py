@@ -128,7 +128,7 @@ def metadata(
 ) -> dict[str, Any]:
     """Contents of a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
     data, device = components.data, accelerator.device
-    peak = peak_memory_gb(str(device))
+    state.peak_memory_gb = max(state.peak_memory_gb, peak_memory_gb(str(device)) or 0.0)
     kind = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"
@@ -152,7 +152,7 @@ def metadata(
         "step": state.step,
         "tokens_seen": state.tokens,
         "seconds": round(state.seconds, 1),
-        "peak_memory_gb": peak and round(peak, 3),
+        "peak_memory_gb": round(state.peak_memory_gb, 3),
         "machine": f"{accelerator.num_processes} x {kind}",
         "accept_length": accept_length or {},
         "versions": describe_versions(),
