@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from sweep import sweep
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -17,6 +18,7 @@ from eagle_kit.tuning import files
 from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
+SAMPLING = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 5}}
 SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "3,2,6")))
 
 
@@ -36,11 +38,13 @@ def texts(outputs):
     return [output.token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("graph_mode", ["off", "cycle"])
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5}], ids=["greedy", "seeded"])
-def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(params, graph_mode):
+@pytest.mark.parametrize(
+    ("sampling", "graph_mode"),
+    sweep(itertools.product(SAMPLING, ("off", "cycle")), fast=[("greedy", "off"), ("seeded", "cycle")]),
+)
+def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(sampling, graph_mode):
     llm = make(graph_mode=graph_mode)
-    params = SamplingParams(max_tokens=60, **params)
+    params = SamplingParams(max_tokens=60, **SAMPLING[sampling])
     policy, looks = llm.engine().shapes, itertools.count()
     assert isinstance(policy, ShapePolicy)
 

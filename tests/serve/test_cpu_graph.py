@@ -2,11 +2,13 @@
 what one in Python says, whatever the drafter, the sampling, the batch and the lengths."""
 
 import gc
+import itertools
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from sweep import sweep
 from tiny import tiny_head, tiny_target
 from tiny_mixtures import randomised
 from tiny_run import make_target
@@ -260,8 +262,19 @@ def test_engines_of_a_process_share_the_bound(monkeypatch):
     assert last.num_graphs == 2, "recordings of an engine that is gone do not count"
 
 
-@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
-@pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
+@pytest.mark.parametrize(
+    ("shape", "sampling"),
+    sweep(
+        itertools.product(("none", "4,1,5", "5,4,16"), SAMPLING_PARAMS),
+        fast=[
+            ("none", "greedy"),
+            ("4,1,5", "sampled"),
+            ("4,1,5", "penalised"),
+            ("5,4,16", "filtered"),
+            ("5,4,16", "biased"),
+        ],
+    ),
+)
 def test_an_engine_that_replays_says_what_one_in_python_says(shape, sampling):
     target = tiny_target(vocab_size=64)
     head, shape = tiny_head(target, 50), SpecShape.parse(shape)

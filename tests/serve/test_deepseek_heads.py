@@ -1,8 +1,11 @@
 """Every kind of head behind a DeepSeek target: the same text as plain decoding, the drafts of the published
 definitions, pools of the right size."""
 
+import itertools
+
 import pytest
 import torch
+from sweep import sweep
 from tiny import randomise, tiny_head
 from tiny_engine import PROMPTS as FIVE
 from tiny_engine import resolved, serve
@@ -87,9 +90,13 @@ CHAINS = [(kind, "3,1,4") for kind in KINDS]
 TREES = [*((kind, "4,4,16") for kind in KINDS[:-1]), ("mtp x 3", "3,4,14")]
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("kind", "shape"), CHAINS + TREES)
+@pytest.mark.parametrize(
+    ("kind", "shape", "page_size", "batch"),
+    sweep(
+        [(*each, *sizes) for each in CHAINS + TREES for sizes in itertools.product((1, 16), (1, 4))],
+        fast=[*((*each, 1, 4) for each in CHAINS), *((*each, 16, 1) for each in TREES)],
+    ),
+)
 def test_no_head_changes_greedy_output(models, plain, kind, shape, page_size, batch):
     requests = models.decode(kind, shape, batch, page_size)
     assert [r.token_ids for r in requests] == plain
@@ -106,8 +113,10 @@ def test_drafts_depend_on_no_batch_page_or_chunk(models, kind):
         assert [r.token_ids for r in other] == [r.token_ids for r in one]
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "page_size"),
+    sweep(itertools.product(KINDS, (1, 16)), fast=[*zip(KINDS, (1, 16, 16, 1), strict=True)]),
+)
 def test_a_cached_beginning_drafts_as_if_it_were_computed(models, kind, page_size):
     start = [(i * i) % 11 for i in range(64)]
     prompts = [start, [*start[:40], 7, 7, 2], [*start, 5]]

@@ -1,8 +1,11 @@
 """The engine: greedy identity over shapes, batches and pages; stops; the context's end; pages that come
 back."""
 
+import itertools
+
 import pytest
 import torch
+from sweep import sweep
 from tiny import tiny_target
 from tiny_engine import PROMPTS, check_next_turn, decode, make_engine, resolved, serve
 
@@ -19,10 +22,32 @@ from eagle_kit.speculation.proposal import DraftOutput
 from eagle_kit.speculation.propose.static import StaticDrafter
 
 
-@pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60"])
-@pytest.mark.parametrize(("batch", "page_size"), [(1, 16), (3, 1), (5, 64)])
-def test_speculation_does_not_change_greedy_output(models, shape, batch, page_size):
-    plain = decode(models)
+@pytest.fixture(scope="module")
+def plain(models):
+    """Requests that plain decoding has served."""
+    return decode(models)
+
+
+@pytest.mark.parametrize(
+    ("batch", "page_size", "shape"),
+    sweep(
+        [
+            (*sizes, shape)
+            for sizes, shape in itertools.product(
+                ((1, 16), (3, 1), (5, 64)), ("1,1,2", "4,1,5", "3,2,6", "5,4,16", "6,8,60")
+            )
+        ],
+        fast=[
+            (1, 16, "5,4,16"),
+            (3, 1, "4,1,5"),
+            (3, 1, "3,2,6"),
+            (5, 64, "1,1,2"),
+            (5, 64, "5,4,16"),
+            (5, 64, "6,8,60"),
+        ],
+    ),
+)
+def test_speculation_does_not_change_greedy_output(models, plain, shape, batch, page_size):
     speculated = decode(models, shape, batch, page_size)
     assert [r.token_ids for r in speculated] == [r.token_ids for r in plain]
     stats = SpecStats()
@@ -48,15 +73,13 @@ def test_a_prompt_in_chunks_decodes_as_in_one(models, chunk):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
-def test_max_tokens_is_exact_inside_an_accepted_run(models, max_tokens):
-    plain = decode(models)
+def test_max_tokens_is_exact_inside_an_accepted_run(models, plain, max_tokens):
     for request, full in zip(decode(models, "5,4,16", max_tokens=max_tokens), plain, strict=True):
         assert request.token_ids == full.token_ids[:max_tokens]
         assert request.finish_reason == "length"
 
 
-def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models):
-    plain = decode(models)
+def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
     stop = plain[2].token_ids[7]
     for request, full in zip(decode(models, "5,4,16", stop_token_ids=(stop,)), plain, strict=True):
         end = full.token_ids.index(stop) + 1 if stop in full.token_ids else 40
@@ -82,7 +105,7 @@ def test_bad_prompts_are_refused_before_any_work(models):
         LLM(tiny_target(vocab_size=13), models[1])
 
 
-def test_an_interrupted_call_gives_its_pages_back(models):
+def test_an_interrupted_call_gives_its_pages_back(models, plain):
     llm = LLM(*models, max_batch_size=2, max_context=256)
 
     def interrupt(number, output):
@@ -91,7 +114,7 @@ def test_an_interrupted_call_gives_its_pages_back(models):
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[1, 2]] * 4, SamplingParams(max_tokens=10), on_finish=interrupt)
     again = llm.generate(PROMPTS, SamplingParams(max_tokens=40))
-    assert [o.token_ids for o in again] == [r.token_ids for r in decode(models)]
+    assert [o.token_ids for o in again] == [r.token_ids for r in plain]
 
 
 def test_the_longest_chain_fits_the_pool(models):
@@ -169,7 +192,7 @@ def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, wrong_at):
         assert request.stats.accept_length == pytest.approx(wrong_at + 1, abs=0.01)
 
 
-@pytest.mark.parametrize("shape", [None, "4,1,5", "5,4,16"])
+@pytest.mark.parametrize("shape", sweep([None, "4,1,5", "5,4,16"], fast=[None, "5,4,16"]))
 def test_lag_padding_and_the_prefix_cache_change_nothing(models, shape):
     alone = decode(models, shape)
     for options in ({"lag": 1}, {"batch_sizes": (2, 4)}, {"prefix_cache": False}):
@@ -178,8 +201,10 @@ def test_lag_padding_and_the_prefix_cache_change_nothing(models, shape):
         assert [r.stats for r in other] == [r.stats for r in alone], options
 
 
-@pytest.mark.parametrize("shape", [None, "5,4,16"])
-@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize(
+    ("page_size", "shape"),
+    sweep(itertools.product((1, 4), (None, "5,4,16")), fast=[(1, "5,4,16"), (4, None)]),
+)
 def test_a_cached_beginning_is_not_computed_again_and_changes_nothing(models, shape, page_size):
     engine = make_engine(models, batch=2, page_size=page_size, max_context=128)
     engine.use_shape(SpecShape.parse(shape))
@@ -198,8 +223,9 @@ def test_a_next_turn_finds_the_reply_of_the_last(models):
     check_next_turn(models, max_context=128)
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("shape", [None, "5,4,16"])
+@pytest.mark.parametrize(
+    ("shape", "lag"), sweep(itertools.product((None, "5,4,16"), (0, 1)), fast=[(None, 0), ("5,4,16", 1)])
+)
 def test_a_full_pool_sends_the_last_back_and_loses_nothing(models, shape, lag):
     engine = make_engine(models, batch=4, page_size=2, max_context=100, kv_tokens=130, lag=lag)
     engine.use_shape(SpecShape.parse(shape))
@@ -288,8 +314,10 @@ def test_ngrams_may_follow_the_batch(models):
     assert engine.totals.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("shape", ["4,1,5", "3,2,6"])
+@pytest.mark.parametrize(
+    ("shape", "lag"),
+    sweep(itertools.product(("4,1,5", "3,2,6"), (0, 1)), fast=[("4,1,5", 1), ("3,2,6", 0)]),
+)
 def test_a_draft_reads_later_what_was_decoded_without_it(models, monkeypatch, shape, lag):
     """Cycles without drafts in between, more of them than are kept, change neither text nor acceptance."""
     prompts = [[(3 * i + j) % 11 for j in range(5)] for i in range(3)]

@@ -3,11 +3,13 @@
 Without a GPU the graphs are `EagerGraph`: the same buffers, overwritten by every replay, without CUDA.
 """
 
+import itertools
 from typing import NamedTuple
 
 import pytest
 import torch
 from restless import Restless
+from sweep import sweep
 from tiny import tiny_head, tiny_target
 from tiny_run import make_target
 
@@ -63,9 +65,20 @@ def replies(llm, shape, **sampling):
     return [request.token_ids for request in requests]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
-@pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(
+    ("lag", "shape", "sampling"),
+    sweep(
+        itertools.product((0, 1), ("none", "4,1,5", "5,4,16"), SAMPLING_PARAMS),
+        fast=[
+            (0, "none", "greedy"),
+            (1, "none", "biased"),
+            (0, "4,1,5", "penalised"),
+            (1, "4,1,5", "sampled"),
+            (0, "5,4,16", "filtered"),
+            (1, "5,4,16", "greedy"),
+        ],
+    ),
+)
 def test_replays_say_what_an_eager_engine_says(lag, shape, sampling):
     target = tiny_target(vocab_size=64)
     head, shape = tiny_head(target, 50), SpecShape.parse(shape)

@@ -1,7 +1,10 @@
 """Serving targets with recurrent layers: states follow their requests, whatever happens to these."""
 
+import itertools
+
 import pytest
 import torch
+from sweep import sweep
 from tiny import tiny_head, tiny_hybrid, tiny_target
 from tiny_engine import PROMPTS, make_engine, resolved, serve
 
@@ -15,6 +18,18 @@ from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 SHAPES = ["none", "4,1,5", "5,4,16"]
+OPTIONS = {
+    "as usual": {},
+    "fewer slots": {"batch": 2},
+    "lag": {"lag": 1},
+    "parts of prompts": {"prefill_tokens": 5},
+    "pages of one": {"page_size": 1},
+    "recorded": {"graph_mode": "cycle"},
+    "no prefix cache": {"prefix_cache": False},
+    "no snapshots": {"state_snapshots": 0},
+    "one snapshot, a small pool": {"state_snapshots": 1, "kv_tokens": 180, "max_context": 100},
+    "parts, a small pool": {"kv_tokens": 180, "max_context": 100, "prefill_tokens": 7},
+}
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +64,26 @@ def engine_of(models, shape, batch=5, **options):
     return engine
 
 
-@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"batch": 2},
-        {"lag": 1},
-        {"prefill_tokens": 5},
-        {"page_size": 1},
-        {"graph_mode": "cycle"},
-        {"prefix_cache": False},
-        {"state_snapshots": 0},
-        {"state_snapshots": 1, "kv_tokens": 180, "max_context": 100},
-        {"kv_tokens": 180, "max_context": 100, "prefill_tokens": 7},
-    ],
-    ids=lambda options: " ".join(f"{key}={value}" for key, value in options.items()) or "as usual",
+    ("name", "shape"),
+    sweep(
+        itertools.product(OPTIONS, SHAPES),
+        fast=[
+            *(("as usual", shape) for shape in SHAPES),
+            ("fewer slots", "4,1,5"),
+            ("lag", "5,4,16"),
+            ("parts of prompts", "none"),
+            ("pages of one", "4,1,5"),
+            ("recorded", "4,1,5"),
+            ("no prefix cache", "none"),
+            ("no snapshots", "5,4,16"),
+            ("one snapshot, a small pool", "4,1,5"),
+            ("parts, a small pool", "5,4,16"),
+        ],
+    ),
 )
-def test_replies_are_those_of_whole_forwards(models, wanted, shape, options):
+def test_replies_are_those_of_whole_forwards(models, wanted, name, shape):
+    options = OPTIONS[name]
     engine = engine_of(models, shape, **options)
     for first in (0, 10):  # the second time with whatever the first has left
         requests = requests_of(PROMPTS, first)
@@ -88,7 +105,7 @@ def test_a_prompt_is_computed_from_its_snapshot(models, wanted, shape):
         assert request.num_cached_tokens == cached
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", sweep(SHAPES, fast=["none", "5,4,16"]))
 def test_a_beginning_that_prompts_share_is_cached_from_the_third_on(models, shape):
     """The second finds its pages, but no state, and leaves one where it goes its own way."""
     engine = engine_of(models, shape, batch=1)

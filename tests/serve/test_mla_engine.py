@@ -1,8 +1,11 @@
 """The engine with DeepSeek targets: a pool of latents, absorbed windows, prompts with and without prefix."""
 
+import itertools
+
 import pytest
 import torch
 from restless import Restless
+from sweep import sweep
 from tiny import randomise, tiny_head
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 from tiny_mixtures import LITE_YARN, YARN, randomised, v2, v3
@@ -74,9 +77,13 @@ def test_plain_decoding_says_what_transformers_generates(theirs, plain):
     assert max(map(len, plain)) == 20
 
 
-@pytest.mark.parametrize("shape", ["4,1,5", "4,4,16"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize(
+    ("batch", "page_size", "shape"),
+    sweep(
+        itertools.product((1, 5), (1, 16, 64), ("4,1,5", "4,4,16")),
+        fast=[(5, 1, "4,1,5"), (1, 16, "4,4,16"), (5, 64, "4,4,16"), (1, 64, "4,1,5")],
+    ),
+)
 def test_speculation_does_not_change_greedy_output(models, plain, shape, batch, page_size):
     speculated = decode(models, shape, batch, page_size, max_tokens=20)
     assert [r.token_ids for r in speculated] == plain

@@ -1,7 +1,10 @@
 """Shapes that change from cycle to cycle change no text; what is learnt from cycles goes to the policy."""
 
+import itertools
+
 import pytest
 from restless import Restless
+from sweep import sweep
 from tiny_engine import PROMPTS, decode, make_engine, serve
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -11,13 +14,19 @@ from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.policy import ShapePolicy
 
+SAMPLING = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 3}}
 SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6", "5,4,16")))
 
 
-@pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_shapes_that_change_every_cycle_change_no_text(models, batch, params, lag):
+@pytest.mark.parametrize(
+    ("batch", "sampling", "lag"),
+    sweep(
+        itertools.product((1, 3), SAMPLING, (0, 1)),
+        fast=[(1, "seeded", 0), (3, "greedy", 1), (3, "seeded", 1)],
+    ),
+)
+def test_shapes_that_change_every_cycle_change_no_text(models, batch, sampling, lag):
+    params = SAMPLING[sampling]
     plain = [request.token_ids for request in decode(models, max_tokens=80, **params)]
     engine = make_engine(models, batch, lag=lag)
     policy = Restless(0, SHAPES)
@@ -46,8 +55,13 @@ class Late(Restless):
         return NO_SPECULATION if self.num_plain >= 0 else self.chain
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("num_plain", [1, 63, 64, 65, 100, 150])
+@pytest.mark.parametrize(
+    ("num_plain", "batch"),
+    sweep(
+        itertools.product((1, 63, 64, 65, 100, 150), (1, 3)),
+        fast=[(1, 1), (64, 1), (65, 1), (150, 1), (63, 3), (65, 3), (100, 3)],
+    ),
+)
 def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, batch, num_plain):
     """What it missed fills a window of the scratch, and is read in several where it is more. The batch is
     full, so that a row too many would be another request's, or nobody's."""
@@ -76,7 +90,7 @@ def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, b
     assert num_plain > 65 or accepted[1] > 0.05, "nothing was accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize("most", [16, 40, 100, 512])
+@pytest.mark.parametrize("most", sweep([16, 40, 100, 512], fast=[16, 100]))
 def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_for(models, most, monkeypatch):
     engines = [make_engine(models, 4, max_context=512, prefill_tokens=tokens) for tokens in (512, most)]
     params, replies, rows = SamplingParams(max_tokens=60, ignore_eos=True), [], []

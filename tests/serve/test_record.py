@@ -1,6 +1,7 @@
 """Acceptance predicted from one recording, against decoding in each shape."""
 
 import pytest
+from sweep import sweep
 from tiny_engine import PROMPTS, decode, resolved
 
 from eagle_kit.core.errors import UserError
@@ -32,7 +33,7 @@ def decoded(models, shape):
     return stats
 
 
-@pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "6,1,7"])
+@pytest.mark.parametrize("shape", sweep(["1,1,2", "4,1,5", "6,1,7"], fast=["1,1,2", "6,1,7"]))
 def test_chains_are_predicted_to_the_verify(models, recording, shape):
     stats = decoded(models, shape)
     predicted = recording.acceptance(SpecShape.parse(shape))
@@ -40,13 +41,18 @@ def test_chains_are_predicted_to_the_verify(models, recording, shape):
     assert [share for share in predicted.reach if share] == stats.acceptance_per_position
 
 
-@pytest.mark.parametrize("shape", ["6,8,64", "6,8,20", "1,8,9", "2,8,16", "4,8,30"])
+@pytest.mark.parametrize(
+    "shape",
+    sweep(["6,8,64", "6,8,20", "1,8,9", "2,8,16", "4,8,30"], fast=["6,8,20", "1,8,9", "4,8,30"]),
+)
 def test_trees_of_the_recorded_width_are_predicted_to_the_verify(models, recording, shape):
     stats = decoded(models, shape)
     assert recording.acceptance(SpecShape.parse(shape)).length == stats.accept_length > 1.05
 
 
-@pytest.mark.parametrize("shape", ["3,2,6", "5,4,16", "4,4,12", "6,3,20", "2,6,12"])
+@pytest.mark.parametrize(
+    "shape", sweep(["3,2,6", "5,4,16", "4,4,12", "6,3,20", "2,6,12"], fast=["3,2,6", "5,4,16"])
+)
 def test_narrower_trees_are_predicted_but_for_nodes_that_a_wider_one_did_not_extend(models, recording, shape):
     stats = decoded(models, shape)
     assert recording.acceptance(SpecShape.parse(shape)).length == pytest.approx(stats.accept_length, rel=0.03)

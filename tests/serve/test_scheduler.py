@@ -3,6 +3,7 @@
 Waiting times are counted in steps of the engine, so they are the same on every machine."""
 
 import pytest
+from sweep import sweep
 from tiny_engine import make_engine, resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -352,7 +353,11 @@ def test_a_higher_priority_does_not_give_way_to_a_lower(models):
 
 
 @pytest.mark.parametrize(
-    ("shape", "temperature", "lag"), [(None, 1.0, 0), (None, 0.0, 1), ("4,1,5", 1.0, 1), ("3,2,6", 0.0, 1)]
+    ("shape", "temperature", "lag"),
+    sweep(
+        [(None, 1.0, 0), (None, 0.0, 1), ("4,1,5", 1.0, 1), ("3,2,6", 0.0, 1)],
+        fast=[(None, 1.0, 0), ("3,2,6", 0.0, 1)],
+    ),
 )
 def test_giving_way_changes_no_reply(models, shape, temperature, lag):
     def serve(batch, arrivals):
