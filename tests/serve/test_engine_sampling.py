@@ -28,8 +28,14 @@ SAMPLING_PARAMS = {
 CHAINS, TREES = (tuple(map(SpecShape.parse, names)) for names in (("1,1,2", "3,1,4"), ("2,2,4", "3,3,8")))
 
 
+@pytest.fixture(scope="module")
+def greedy(models):
+    """Replies of plain greedy decoding."""
+    return [request.token_ids for request in decode(models, None)]
+
+
 @pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
-def test_with_a_seed_speculation_and_batches_change_no_token(models, sampling):
+def test_with_a_seed_speculation_and_batches_change_no_token(models, greedy, sampling):
     params = SAMPLING_PARAMS[sampling] | {"seed": 11}
     alone = decode(models, None, **params)
     for shape, batch, options in (
@@ -39,8 +45,7 @@ def test_with_a_seed_speculation_and_batches_change_no_token(models, sampling):
     ):
         other = decode(models, shape, batch=batch, page_size=4, options=options, **params)
         assert [r.token_ids for r in other] == [r.token_ids for r in alone], (shape, batch)
-    greedy = decode(models, None)
-    assert [r.token_ids for r in alone] != [r.token_ids for r in greedy]
+    assert [r.token_ids for r in alone] != greedy
 
 
 def test_a_mixed_batch_serves_each_request_by_its_own_sampling_params(models):
@@ -130,13 +135,13 @@ def plain_counts(trained, request):
 @pytest.mark.parametrize(
     "options",
     [
-        {"shape": "3,1,4", "seed": 1},
+        pytest.param({"shape": "3,1,4", "seed": 1}, marks=pytest.mark.slow),
         {"shape": "3,3,8", "seed": 2},
         {"shape": "3,1,4", "seed": 3, "sampled_drafts": True},
         {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": "rejection"},
         {"shape": "3,3,8", "seed": 5, "verifier": "relaxed"},
         {"shape": Restless(6, CHAINS, most_plain=2), "seed": 6, "sampled_drafts": True},
-        {"shape": Restless(7, TREES, most_plain=2), "seed": 7},
+        pytest.param({"shape": Restless(7, TREES, most_plain=2), "seed": 7}, marks=pytest.mark.slow),
     ],
 )
 def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, options):
@@ -151,16 +156,15 @@ def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
     assert distance > freedom + 10 * (2 * freedom) ** 0.5
 
 
-def test_sampled_drafts_leave_greedy_requests_alone(models):
-    alone = decode(models, None)
+def test_sampled_drafts_leave_greedy_requests_alone(models, greedy):
     sampled = decode(models, "4,1,5", batch=3, options={"sampled_drafts": True})
-    assert [r.token_ids for r in sampled] == [r.token_ids for r in alone]
+    assert [r.token_ids for r in sampled] == greedy
     engine = make_engine(models, batch=2, sampled_drafts=True)
     engine.use_shape(SpecShape(4, 1, 5))
     warm = SamplingParams(max_tokens=40, temperature=1.0, seed=1)
     requests = [Request(0, list(PROMPTS[0]), SamplingParams(max_tokens=40)), Request(1, [1, 2], warm)]
     serve(engine, requests)
-    assert requests[0].token_ids == alone[0].token_ids
+    assert requests[0].token_ids == greedy[0]
 
 
 def test_a_verifier_that_does_not_fit_the_drafts_is_refused(models):

@@ -1,9 +1,11 @@
 """Windows of different sizes in one forward: the same text, from fewer rows of the target."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from sweep import sweep
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -79,23 +81,37 @@ def requests_of(**params):
     return [Request(i, list(PROMPTS[i]), params) for i in range(4)]
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
+SAMPLING = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 3}}
+WINDOWS = [
+    ("4,1,5", [4, 0, 1, 2]),
+    ("3,2,6", [5, 0, 2, 1]),
+    ("5,4,16", [3, 15, 0, 7]),
+    ("4,1,5", [0]),
+    ("4,1,5", [4]),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(models):
+    """Replies of plain decoding by the name of their sampling."""
+    return {
+        name: [request.token_ids for request in decode(models, max_tokens=40, **params)][:4]
+        for name, params in SAMPLING.items()
+    }
+
+
 @pytest.mark.parametrize(
-    ("shape", "drafts"),
-    [
-        ("4,1,5", [4, 0, 1, 2]),
-        ("3,2,6", [5, 0, 2, 1]),
-        ("5,4,16", [3, 15, 0, 7]),
-        ("4,1,5", [0]),
-        ("4,1,5", [4]),
-    ],
+    ("shape", "drafts", "sampling"),
+    sweep(
+        [(*each, name) for each, name in itertools.product(WINDOWS, SAMPLING)],
+        fast=[*((*each, "greedy") for each in WINDOWS), *((*each, "seeded") for each in WINDOWS[:2])],
+    ),
 )
-def test_packed_windows_change_no_text_and_take_fewer_rows(models, shape, drafts, params):
-    plain = [request.token_ids for request in decode(models, max_tokens=40, **params)][:4]
-    engine, requests = make_engine(models, 4), requests_of(**params)
+def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape, drafts, sampling):
+    engine, requests = make_engine(models, 4), requests_of(**SAMPLING[sampling])
     engine.use_shape(Fixed(SpecShape.parse(shape), drafts))
     rows = serve_watched(engine, requests)
-    assert [request.token_ids for request in requests] == plain
+    assert [request.token_ids for request in requests] == plain[sampling]
     nodes = SpecShape.parse(shape).tokens
     expected = packed_rows(4, nodes - 1, sum((4 * drafts)[:4]))
     assert max(rows) == (expected or 4 * nodes) and (expected is None) == (drafts == [4])

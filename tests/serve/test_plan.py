@@ -1,9 +1,12 @@
 """`serve --plan` against the ranks that it speaks of: the same modules, made without weights."""
 
+import itertools
+
 import pytest
 import torch
 from families import family_config
 from rank_processes import run_ranks
+from sweep import sweep
 from tiny import tiny_head
 from tiny_mixtures import GROUPED, MIXTURES, randomised, v3
 from transformers import MixtralConfig
@@ -43,8 +46,10 @@ def bytes_of_rank(ranks, folder, options):
     return sum(parameter.nbytes for parameter in target.parameters()), shapes, target.config
 
 
-@pytest.mark.parametrize("quantization", ["none", "fp8"])
-@pytest.mark.parametrize("expert_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("expert_parallel", "quantization"),
+    sweep(itertools.product((False, True), ("none", "fp8")), fast=[(False, "none"), (True, "fp8")]),
+)
 def test_the_planned_rank_is_the_largest_of_those_that_are_loaded(folder, expert_parallel, quantization):
     planner = Planner(str(folder), None, OPTIONS.replace(quantization=quantization))
     plan = planner.plan(4, expert_parallel=expert_parallel)

@@ -19,7 +19,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import wait_until
 
-NUM_TOKENS = 400
+NUM_TOKENS = 200
 PAUSE_S = 1.0
 PROMPTS = ("The cat sees", "A dog likes the river", "the house and the stone", "12 birds")
 OPTIONS = ("--max-context", "512", "--max-running-requests", "4", "--served-model-name", "tiny")

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from sweep import sweep
 from tiny import tiny_head
 from tiny_run import make_target
 
@@ -20,6 +21,12 @@ from eagle_kit.serve.llm import LLM
 V, BEGIN, END, OTHER = 300, 270, 271, 272
 OPENED, OPTIONAL = Thought((END,)), Thought((END,), opener=BEGIN)
 SEQUENCE = Thought((BEGIN, OTHER, END), others=(275,))
+THOUGHTS = {"opened": OPENED, "optional": OPTIONAL, "sequence": SEQUENCE}
+SAMPLING = {
+    "greedy": {},
+    "seed 3": {"temperature": 1.0, "seed": 3},
+    "seed 5": {"temperature": 1.3, "seed": 5},
+}
 REGEX = "(ab|ba){3}"
 
 
@@ -121,9 +128,21 @@ def reply(llm, thought, shape, **params):
     return llm.generate(["Tell me."], params, shape=shape)[0]
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.3, "seed": 5}])
-@pytest.mark.parametrize("thought", [OPENED, OPTIONAL, SEQUENCE], ids=["opened", "optional", "sequence"])
-def test_speculation_changes_no_token_and_the_answer_matches(llm, thought, params):
+@pytest.mark.parametrize(
+    ("name", "sampling"),
+    sweep(
+        itertools.product(THOUGHTS, SAMPLING),
+        fast=[
+            ("opened", "greedy"),
+            ("opened", "seed 3"),
+            ("optional", "seed 5"),
+            ("sequence", "greedy"),
+            ("sequence", "seed 3"),
+        ],
+    ),
+)
+def test_speculation_changes_no_token_and_the_answer_matches(llm, name, sampling):
+    thought, params = THOUGHTS[name], SAMPLING[sampling]
     plain = reply(llm, thought, "none", **params)
     assert plain.finish_reason == "stop"
     tokens, end = plain.token_ids, thought.end

@@ -11,6 +11,7 @@ import pytest
 import torch
 from published_dflash import PublishedDFlash, PublishedDSpark
 from published_p_eagle import PublishedPEagle
+from sweep import sweep
 from tiny import tiny_dflash, tiny_dspark, tiny_p_eagle, tiny_target
 from tiny_engine import PROMPTS, check_next_turn, decode, make_engine, record_proposals, serve
 from tiny_run import make_target
@@ -196,18 +197,38 @@ def plain(target):
 
 
 RUNS = [*itertools.product(OPTIONS, ("5,1,6", "4,3,14")), ("alone", "1,1,2"), ("alone", "1,4,5")]
+FAST_SHAPES = {
+    "p-eagle": ("4,3,14", "5,1,6", "5,1,6", "4,3,14"),
+    "dflash": ("5,1,6", "4,3,14", "4,3,14", "5,1,6"),
+    "dspark": ("4,3,14", "4,3,14", "5,1,6", "4,3,14"),
+}
 
 
-@pytest.mark.parametrize(("case", "shape"), RUNS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "case", "shape"),
+    sweep(
+        [(name, *run) for name in KINDS for run in RUNS],
+        fast=[
+            *((name, *run) for name in KINDS for run in zip(OPTIONS, FAST_SHAPES[name], strict=True)),
+            ("p-eagle", "alone", "1,1,2"),
+            ("dflash", "alone", "1,4,5"),
+            ("dspark", "alone", "1,1,2"),
+        ],
+    ),
+)
 def test_greedy_text_is_that_of_plain_decoding(pairs, plain, name, case, shape):
     drafted = decode(pairs[name], shape, **{**OPTIONS[case], "prompts": PROMPTS[:4]})
     assert texts(drafted) == plain[:4]
     assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
 
 
-@pytest.mark.parametrize("shape", ["4,1,5", "4,3,14"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    sweep(
+        itertools.product(KINDS, ("4,1,5", "4,3,14")),
+        fast=[("p-eagle", "4,3,14"), ("dflash", "4,1,5"), ("dspark", "4,1,5"), ("dspark", "4,3,14")],
+    ),
+)
 def test_seeded_text_is_that_of_plain_decoding(pairs, name, shape):
     params = {"temperature": 0.9, "seed": 3, "prompts": PROMPTS[:4]}
     drafted = decode(pairs[name], shape, batch=3, options={"lag": 1}, **params)
@@ -287,8 +308,13 @@ def test_replies_match_their_grammar(tmp_path, name, shape):
 
 
 @pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
-@pytest.mark.parametrize("shape", ["4,1,5", "4,3,14"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    sweep(
+        itertools.product(KINDS, ("4,1,5", "4,3,14")),
+        fast=[("p-eagle", "4,1,5"), ("dflash", "4,1,5"), ("dflash", "4,3,14"), ("dspark", "4,3,14")],
+    ),
+)
 def test_recorded_cycles_say_the_same(pairs, plain, name, shape):
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     llm = LLM(*pairs[name], max_batch_size=2, max_context=128, shape=shape, lag=0)

@@ -67,7 +67,8 @@ def test_the_first_chain_of_the_tree_is_the_greedy_chain(models):
 @pytest.mark.parametrize("count", [2_000, pytest.param(6_000, marks=pytest.mark.slow)])
 def test_sampled_siblings_keep_the_distribution(models, count):
     def pairs(**options):
-        engine = make_engine(models, batch=500, max_context=24, kv_tokens=30_000, page_size=4, **options)
+        sizes = {"batch": 500, "max_context": 24, "kv_tokens": 30_000, "page_size": 4}
+        engine = make_engine(models, **sizes, mixed_prefill_tokens=512, **options)
         engine.use_shape(SpecShape.parse(SHAPE if options.get("tree") else None))
         params = SamplingParams(max_tokens=3, temperature=1.1)
         requests = [Request(i, [1, 2, 3], params) for i in range(count)]
