@@ -63,11 +63,18 @@ def test_accept_length_does_not_depend_on_batch_or_page(models):
     assert one == many
 
 
+LONG = [[(i * i) % 11 for i in range(201)], [3, 1, 4]]
+
+
+@pytest.fixture(scope="module")
+def whole(models):
+    """Requests whose prompts were computed in one part."""
+    return decode(models, "4,1,5", batch=2, prompts=LONG, max_tokens=25)
+
+
 @pytest.mark.parametrize("chunk", [1, 37, 64])
-def test_a_prompt_in_chunks_decodes_as_in_one(models, chunk):
-    long = [[(i * i) % 11 for i in range(201)], [3, 1, 4]]
-    whole = decode(models, "4,1,5", batch=2, prompts=long, max_tokens=25)
-    chunked = decode(models, "4,1,5", batch=2, prompts=long, max_tokens=25, options={"prefill_tokens": chunk})
+def test_a_prompt_in_chunks_decodes_as_in_one(models, whole, chunk):
+    chunked = decode(models, "4,1,5", batch=2, prompts=LONG, max_tokens=25, options={"prefill_tokens": chunk})
     assert [r.token_ids for r in chunked] == [r.token_ids for r in whole]
     assert [r.stats for r in chunked] == [r.stats for r in whole]
 
@@ -178,17 +185,17 @@ class KnowsTheAnswer:
 
 
 @pytest.mark.parametrize("wrong_at", [0, 2, 5])
-def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, wrong_at):
-    plain = decode(models, max_tokens=31)
+def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, plain, wrong_at):
+    answers = [request.token_ids[:31] for request in plain]
     engine = make_engine(models, batch=5, max_context=128, page_size=3, mixed_prefill_tokens=128)
     engine.use_shape(SpecShape(5, 4, 11))
     engine.runner.drafter = KnowsTheAnswer(
-        engine.runner.drafter, [r.token_ids for r in plain], [len(p) for p in PROMPTS], wrong_at
+        engine.runner.drafter, answers, [len(p) for p in PROMPTS], wrong_at
     )
     requests = [Request(i, list(p), SamplingParams(max_tokens=31)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
-    for request, full in zip(requests, plain, strict=True):
-        assert request.token_ids == full.token_ids
+    for request, full in zip(requests, answers, strict=True):
+        assert request.token_ids == full
         assert request.stats.accept_length == pytest.approx(wrong_at + 1, abs=0.01)
 
 
@@ -275,6 +282,12 @@ def test_a_reply_that_can_never_fit_is_refused(models):
 ADAPTIVE = "5,4,16 2:4,1,5 3:1,2,3 4:none"
 
 
+@pytest.fixture(scope="module")
+def plain_batch(models):
+    """Requests that plain decoding has served in batches of four."""
+    return decode(models, None, batch=4, max_tokens=60)
+
+
 @pytest.mark.parametrize(
     ("shapes", "options"),
     [
@@ -284,8 +297,7 @@ ADAPTIVE = "5,4,16 2:4,1,5 3:1,2,3 4:none"
         (f"{StaticDrafter.topology.shape} 3:none", {"tree": "static", "lag": 1}),
     ],
 )
-def test_the_shape_may_follow_the_batch(models, shapes, options):
-    expected = decode(models, None, batch=4, max_tokens=60)
+def test_the_shape_may_follow_the_batch(models, plain_batch, shapes, options):
     engine = make_engine(models, batch=4, **options)
     table = ShapeTable.parse(shapes)
     engine.use_shape(table)
@@ -297,7 +309,7 @@ def test_the_shape_may_follow_the_batch(models, shapes, options):
     requests = [Request(i, list(p), SamplingParams(max_tokens=20 + 10 * i)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     for i, request in enumerate(requests):
-        assert request.token_ids == expected[i].token_ids[: 20 + 10 * i]
+        assert request.token_ids == plain_batch[i].token_ids[: 20 + 10 * i]
     assert {table.at(size) for size, _ in used} == set(table.shapes)
     assert all(shape == table.at(size) for size, shape in used)
 

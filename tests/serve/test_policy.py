@@ -18,6 +18,15 @@ SAMPLING = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 3}}
 SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6", "5,4,16")))
 
 
+@pytest.fixture(scope="module")
+def plain(models):
+    """Replies of plain decoding by the name of their sampling."""
+    return {
+        name: [request.token_ids for request in decode(models, max_tokens=80, **params)]
+        for name, params in SAMPLING.items()
+    }
+
+
 @pytest.mark.parametrize(
     ("batch", "sampling", "lag"),
     sweep(
@@ -25,17 +34,14 @@ SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6", "5,4,16")))
         fast=[(1, "seeded", 0), (3, "greedy", 1), (3, "seeded", 1)],
     ),
 )
-def test_shapes_that_change_every_cycle_change_no_text(models, batch, sampling, lag):
-    params = SAMPLING[sampling]
-    plain = [request.token_ids for request in decode(models, max_tokens=80, **params)]
+def test_shapes_that_change_every_cycle_change_no_text(models, plain, batch, sampling, lag):
+    params = SamplingParams(max_tokens=80, **SAMPLING[sampling])
     engine = make_engine(models, batch, lag=lag)
     policy = Restless(0, SHAPES)
     engine.use_shape(policy)
-    requests = [
-        Request(i, list(prompt), SamplingParams(max_tokens=80, **params)) for i, prompt in enumerate(PROMPTS)
-    ]
+    requests = [Request(i, list(prompt), params) for i, prompt in enumerate(PROMPTS)]
     serve(engine, requests)
-    assert [request.token_ids for request in requests] == plain
+    assert [request.token_ids for request in requests] == plain[sampling]
     assert len(policy.used) == 1 + len(SHAPES)
     assert engine.totals.spec.num_accepted_at[0] > 0
     assert set(engine.totals.shapes) == {NO_SPECULATION, *SHAPES}
