@@ -23,6 +23,8 @@ VARIANTS = {
 }
 HEADS, KV_HEADS, SIZE, PAGE = 6, 2, 16, 8
 BACKENDS = ("reference", "triton")
+WHOLE = {"wide window", "wide chunk", "both", "all"}
+"""What has each part of a variant at least once; in Triton the others are slow."""
 
 
 def dense(q, k, v, positions, key_positions, seen, variant):
@@ -56,8 +58,17 @@ def on(variant, device):
 FORMS = [*((name, "trees") for name in VARIANTS), *((name, "block") for name in ("window", "all", "sinks"))]
 
 
-@pytest.mark.parametrize(("name", "form"), FORMS)
-@pytest.mark.parametrize("backend", BACKENDS)
+def on_backends(*cases):
+    """Cases, of which the first value is the name of a variant, on every backend."""
+    found = []
+    for backend in BACKENDS:
+        for name, *form in cases:
+            is_slow = backend == "triton" and name not in WHOLE and form != ["block"]
+            found.append(pytest.param(backend, name, *form, marks=[pytest.mark.slow] * is_slow))
+    return found
+
+
+@pytest.mark.parametrize(("backend", "name", "form"), on_backends(*FORMS))
 def test_windows(triton_device, backend, name, form):
     """Trees, and blocks whose nodes attend to each other both ways."""
     variant, prefixes, nodes, keys = VARIANTS[name], (3, 0, 131, 64, 300), 6, 9
@@ -110,8 +121,7 @@ def causal(q, k, v, variant):
     return dense(q, k, v, mine, places, places <= mine[:, None], variant)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), on_backends(*((name,) for name in VARIANTS)))
 def test_prompts(triton_device, backend, name):
     variant, chunks = VARIANTS[name], ((0, 40), (150, 33), (7, 1), (64, 64))
     starts, counts = (torch.tensor(x) for x in zip(*chunks, strict=True))
@@ -133,8 +143,7 @@ def test_prompts(triton_device, backend, name):
         torch.testing.assert_close(out[mine].double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "name"), on_backends(*((name,) for name in VARIANTS)))
 def test_packed_texts(triton_device, backend, name):
     variant, spans = VARIANTS[name], [(0, 3), (3, 90), (90, 130)]
     q, k, v = normal(130, HEADS, SIZE), *normal(2, 130, KV_HEADS, SIZE, seed=1)
@@ -144,7 +153,9 @@ def test_packed_texts(triton_device, backend, name):
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in WHOLE)) for name in VARIANTS]
+)
 def test_packed_texts_are_differentiable(triton_device, name):
     variant, spans = on(VARIANTS[name], triton_device), [(0, 3), (3, 40)]
     tensors = [normal(40, HEADS, SIZE), *normal(2, 40, KV_HEADS, SIZE, seed=1)]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from crossed import crossed
 
 from eagle_kit.kernels.accept import (
     accept_block,
@@ -125,9 +126,9 @@ def verify_chains(verifier, target: Distributions, draft: Distributions, points:
     return verifier(probs, q, tokens, uniforms[:, :2], uniforms[:, 2]), weights
 
 
-@pytest.mark.parametrize("verifier", [accept_rejection_chain, accept_block])
-@pytest.mark.parametrize(
-    "draft", [Q, make_distributions(2, temperature=0.3), P, with_zeros(make_distributions(3))]
+@crossed(
+    ("verifier", [accept_rejection_chain, accept_block]),
+    ("draft", [Q, make_distributions(2, temperature=0.3), P, with_zeros(make_distributions(3))]),
 )
 def test_sampled_chains_emit_the_distribution_of_the_target(verifier, draft):
     check_lossless(*verify_chains(verifier, P, draft))
@@ -161,8 +162,7 @@ def trees(draft: Distributions, distinct: bool) -> tuple[torch.Tensor, torch.Ten
     return tokens[weights > 0], weights[weights > 0]
 
 
-@pytest.mark.parametrize("distinct", [True, False])
-@pytest.mark.parametrize("draft", [Q, make_distributions(2, temperature=0.5)])
+@crossed(("distinct", [True, False]), ("draft", [Q, make_distributions(2, temperature=0.5)]))
 def test_sampled_trees_emit_the_distribution_of_the_target(draft, distinct):
     tokens, weights, uniforms = cross(*trees(draft, distinct), sobol(2048, 6))
     parents = torch.tensor(TREE).expand_as(tokens)

@@ -2,9 +2,11 @@
 target, by the enumeration of ``test_accept_distributions``."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
+from crossed import crossed
 
 from eagle_kit.kernels.accept import accept_block, accept_rejection_chain, accept_rejection_tree
 from eagle_kit.kernels.sampling import VERIFY_UNIFORMS, sample_distinct, window_uniforms
@@ -60,9 +62,7 @@ def windows(kind: str, points: int):
     return tokens, weights, uniforms, rows(P, tokens, shape), rows(Q, tokens, shape)[:, :2], verify
 
 
-@pytest.mark.parametrize("spoiled", [0, 1])
-@pytest.mark.parametrize("what", SPOILED)
-@pytest.mark.parametrize("kind", SHAPES)
+@crossed(("what", SPOILED), ("kind, spoiled", product(SHAPES, [0, 1])))
 def test_the_distribution_is_the_targets(kind, what, spoiled):
     tokens, weights, uniforms, probs, q, verify = windows(kind, 1024 if kind == "tree" else 2048)
     q[:, spoiled] = torch.tensor(SPOILED[what])

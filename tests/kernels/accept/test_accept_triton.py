@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -78,8 +79,10 @@ def walk(predicted, tokens, parents):
         node = children[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("nodes, vocab", [(1, 1), (6, 3), (17, 3), (3, 700)])
+@crossed(
+    ("dtype", [torch.float32, torch.float16, torch.bfloat16]),
+    ("nodes, vocab", [(1, 1), (6, 3), (17, 3), (3, 700)]),
+)
 def test_the_most_likely_token_is_followed(triton_device, nodes, vocab, dtype):
     """Rounded logits tie; the lowest id wins, as it would in a loop."""
     generator = torch.Generator().manual_seed(nodes)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.core.shape import SpecShape
@@ -70,9 +71,16 @@ def by_loops(root, tokens, scores, shape):
     return nodes
 
 
-@pytest.mark.parametrize("kind", ["random", "coarse", "broken"])
-@pytest.mark.parametrize("is_conditional", [False, True], ids=["independent", "conditional"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@crossed(
+    ("shape", SHAPES),
+    (
+        "kind, is_conditional",
+        itertools.product(
+            ["random", "coarse", "broken"],
+            [pytest.param(False, id="independent"), pytest.param(True, id="conditional")],
+        ),
+    ),
+)
 def test_every_node_is_the_best_that_can_be_added(form, shape, is_conditional, kind):
     shape = SpecShape(*shape)
     given = candidates(shape, 2, shape.topk if is_conditional else 1, kind)

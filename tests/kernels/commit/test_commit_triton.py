@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from eagle_kit.kernels.commit import commit_path
@@ -39,9 +40,8 @@ def copied(store, pairs):
     return held
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 5, 1), (3, 2, 7, 5), (2, 3, 9, 80), (5, 2, 8, 64), (3, 8, 288)], ids=str
+@crossed(
+    ("dtype", DTYPES), ("shape", [(1, 1, 5, 1), (3, 2, 7, 5), (2, 3, 9, 80), (5, 2, 8, 64), (3, 8, 288)])
 )
 def test_rows_are_copied_in_all_planes_and_nothing_else_changes(triton_device, dtype, shape):
     k, v = stores(shape, dtype, triton_device)
@@ -111,8 +111,7 @@ def path_inputs(page_size, device, b=3, n=5):
     return scratch_start + b * WINDOW + 2, pairs, (*rest, scratch_start, WINDOW)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
+@crossed(("dtype", DTYPES), ("page_size", [1, 3, 16, 64]))
 def test_a_path_lands_in_its_pages_and_what_is_rejected_is_not_even_read(triton_device, dtype, page_size):
     num_rows, pairs, path = path_inputs(page_size, triton_device)
     k, v = stores((2, 2, num_rows, 20), dtype, triton_device)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 
 from eagle_kit.kernels.draft_inputs import draft_inputs
 
@@ -26,16 +27,17 @@ def _exact(part, norm):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("gathers", [True, False], ids=["gathered", "in order"])
-@pytest.mark.parametrize(
-    ("dtype", "norm_dtype", "tolerance"),
-    [
-        (torch.float32, torch.float32, 1e-6),
-        (torch.bfloat16, torch.bfloat16, 2**-7),
-        (torch.bfloat16, torch.float32, 2**-8),
-        (torch.float16, torch.float16, 2**-10),
-    ],
-    ids=str,
+@crossed(
+    ("gathers", [pytest.param(True, id="gathered"), pytest.param(False, id="in order")]),
+    (
+        "dtype, norm_dtype, tolerance",
+        [
+            (torch.float32, torch.float32, 1e-6),
+            (torch.bfloat16, torch.bfloat16, 2**-7),
+            (torch.bfloat16, torch.float32, 2**-8),
+            (torch.float16, torch.float16, 2**-10),
+        ],
+    ),
 )
 def test_it_is_the_normed_embedding_beside_the_normed_feature(
     dtype, norm_dtype, tolerance, gathers, backend, triton_device

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.draft_topk import draft_topk
@@ -53,8 +54,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, vocab, size, topk", SHAPES)
+@crossed(("dtype", DTYPES), ("rows, vocab, size, topk", SHAPES))
 def test_the_best_and_their_log_probabilities(triton_device, rows, vocab, size, topk, dtype):
     x, weight = make(rows, vocab, size, dtype, triton_device)
     ids, scores = draft_topk(x, weight, topk, backend="triton")
@@ -78,8 +78,7 @@ def test_tiles_of_a_large_vocabulary(triton_device):
     assert ids[1, 0] == 25600
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("topk", [1, 5, 16])
+@crossed(("dtype", DTYPES), ("topk", [1, 5, 16]))
 def test_equal_logits_come_in_the_order_of_their_ids(triton_device, topk, dtype):
     """Small integers, so that every implementation has exactly the same logits, and many equal ones."""
     generator = torch.Generator().manual_seed(topk)

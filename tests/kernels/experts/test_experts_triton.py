@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from tiny_experts import ROUNDINGS, SHAPES, expected, make
 from torch._subclasses import FakeTensorMode
 
@@ -17,8 +18,7 @@ def poisoned(triton_device):
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
-@pytest.mark.parametrize(("tokens", "count", "chosen", "hidden", "size"), SHAPES)
+@crossed(("dtype", ROUNDINGS), ("tokens, count, chosen, hidden, size", SHAPES))
 def test_the_sum_over_experts(triton_device, tokens, count, chosen, hidden, size, dtype):
     given = make(tokens, count, chosen, hidden, size, dtype, triton_device)
     out = experts(*given, backend="triton")

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from tiny_experts import ROUNDINGS, SHAPES, expected, make
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,22 +56,19 @@ def check(out, wide, dtype):
     assert wanted.abs().max() > 0
 
 
-@pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
-@pytest.mark.parametrize("block", BLOCKS)
+@crossed(("dtype", ROUNDINGS), ("block", BLOCKS))
 def test_the_sum_over_experts(triton_device, poisoned, block, dtype):
     given, wide = case((6, 4, 2, 300, 140), dtype, triton_device, block)
     check(fp8_experts(*given, backend="triton"), wide, dtype)
 
 
-@pytest.mark.parametrize("block", BLOCKS[:2])
-@pytest.mark.parametrize(("tokens", "count", "chosen", "hidden", "size"), SHAPES[1:4])
+@crossed(("block", BLOCKS[:2]), ("tokens, count, chosen, hidden, size", SHAPES[1:4]))
 def test_sizes_beside_those_of_tiles(triton_device, poisoned, tokens, count, chosen, hidden, size, block):
     given, wide = case((tokens, count, chosen, hidden, size), torch.bfloat16, triton_device, block)
     check(fp8_experts(*given, backend="triton"), wide, torch.bfloat16)
 
 
-@pytest.mark.parametrize("block", BLOCKS[:2])
-@pytest.mark.parametrize("tokens", [40, 200])
+@crossed(("block", BLOCKS[:2]), ("tokens", [40, 200]))
 def test_many_rows_of_few_experts(triton_device, poisoned, tokens, block):
     """Blocks of 32 and of 64 rows."""
     given, wide = case((tokens, 2, 1, 140, 70), torch.bfloat16, triton_device, block)
@@ -85,8 +83,7 @@ def test_routing_that_leaves_experts_idle(triton_device, poisoned, routing):
     assert torch.equal(out, fp8_experts(*given, backend="triton"))
 
 
-@pytest.mark.parametrize("block", BLOCKS[:2])
-@pytest.mark.parametrize("dtype", ROUNDINGS, ids=str)
+@crossed(("block", BLOCKS[:2]), ("dtype", ROUNDINGS))
 def test_a_gpu_without_e4m3_takes_its_bits(triton_device, poisoned, monkeypatch, block, dtype):
     """Every finite number that e4m3 has, subnormal ones and both zeros among them."""
     from eagle_kit.kernels.experts import triton

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.capability import facts_of
@@ -107,33 +108,31 @@ def check(q, rows, plan, tolerance, scale=0.11, kv_scale=1.0):
     return out
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case((0,), 1, 1, 1, page_size=1), id="one row and one key"),
-        pytest.param(Case((0, 1, 2), 3, 3, 2, first_slot=1), id="prefixes around the first slot"),
-        pytest.param(Case((129, 5, 64), 1, 1, 16), id="decode"),
-        pytest.param(
-            Case((70, 3), 4, 12, 8, page_size=64, first_slot=1), id="a draft step, queries behind keys"
-        ),
-        pytest.param(Case((31, 130, 77), 7, 7, 5, page_size=3), id="primes"),
-        pytest.param(Case((63,), 2, 2, 128, page_size=1, columns=65), id="128 heads"),
-        pytest.param(Case((30, 128), 64, 64, 1, chain=True), id="the last bit is the sign"),
-    ],
+@crossed(
+    ("dtype", [torch.float32, torch.bfloat16, torch.float16]),
+    (
+        "case",
+        [
+            pytest.param(Case((0,), 1, 1, 1, page_size=1), id="one row and one key"),
+            pytest.param(Case((0, 1, 2), 3, 3, 2, first_slot=1), id="prefixes around the first slot"),
+            pytest.param(Case((129, 5, 64), 1, 1, 16), id="decode"),
+            pytest.param(
+                Case((70, 3), 4, 12, 8, page_size=64, first_slot=1), id="a draft step, queries behind keys"
+            ),
+            pytest.param(Case((31, 130, 77), 7, 7, 5, page_size=3), id="primes"),
+            pytest.param(Case((63,), 2, 2, 128, page_size=1, columns=65), id="128 heads"),
+            pytest.param(Case((30, 128), 64, 64, 1, chain=True), id="the last bit is the sign"),
+        ],
+    ),
 )
 def test_equals_a_dense_softmax(triton_device, kernels, case, dtype):
     q, rows, plan = dataclasses.replace(case, dtype=dtype).build(triton_device)
     check(q, rows, plan, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("swapped", [False, True], ids=["plain", "swapped"])
-@pytest.mark.parametrize(
-    ("queries", "keys", "splits"), [(16, 64, 1), (32, 32, 3), (64, 64, 1), (64, 64, 2), (16, 16, 5)]
+@crossed(
+    ("swapped", [pytest.param(False, id="plain"), pytest.param(True, id="swapped")]),
+    ("queries, keys, splits", [(16, 64, 1), (32, 32, 3), (64, 64, 1), (64, 64, 2), (16, 16, 5)]),
 )
 def test_every_form_tile_and_number_of_runs(
     triton_device, kernels, monkeypatch, queries, keys, splits, swapped
@@ -144,14 +143,16 @@ def test_every_form_tile_and_number_of_runs(
     check(q, rows, plan, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize(("queries", "swapped"), [(16, True), (16, False), (32, True)])
-@pytest.mark.parametrize(
-    ("case", "splits"),
-    [
-        (Case((150, 0, 60), 5, 5, 4), 3),  # three, one and two runs
-        (Case((400, 129), 1, 1, 2, first_slot=1), 7),
-        (Case((300, 20), 6, 9, 8, page_size=3, dtype=torch.bfloat16), 4),
-    ],
+@crossed(
+    ("queries, swapped", [(16, True), (16, False), (32, True)]),
+    (
+        "case, splits",
+        [
+            (Case((150, 0, 60), 5, 5, 4), 3),  # three, one and two runs
+            (Case((400, 129), 1, 1, 2, first_slot=1), 7),
+            (Case((300, 20), 6, 9, 8, page_size=3, dtype=torch.bfloat16), 4),
+        ],
+    ),
 )
 def test_the_last_program_of_a_block_adds_up_its_runs_as_a_second_launch_does(
     triton_device, kernels, monkeypatch, case, splits, queries, swapped
@@ -185,16 +186,14 @@ def test_wide_blocks_are_added_up_by_a_second_launch(triton_device, kernels, mon
             check(q, rows, dataclasses.replace(plan, arrivals=usable), TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("heads", [1, 24])
+@crossed(("dtype", [torch.bfloat16, torch.float16]), ("heads", [1, 24]))
 def test_fp8_rows_are_scaled(triton_device, kernels, dtype, heads):
     case = Case((70, 0, 33), 2, 3, heads, dtype=dtype, stored=torch.float8_e4m3fn)
     q, rows, plan = case.build(triton_device)
     check(q, rows, plan, TOLERANCE[dtype], kv_scale=0.375)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("nodes", "heads"), [(1, 16), (4, 8), (4, 24)])
+@crossed(("splits", [1, 3]), ("nodes, heads", [(1, 16), (4, 8), (4, 24)]))
 def test_a_block_of_query_rows_loads_each_key_once(triton_device, kernels, monkeypatch, nodes, heads, splits):
     """Up to 32 query rows, which are one block, read each latent of a window once, and no other row."""
     if triton_device != "cpu":

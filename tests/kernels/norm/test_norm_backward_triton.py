@@ -1,7 +1,10 @@
 """Gradients of the RMSNorm kernels against autograd in fp64."""
 
+from itertools import product
+
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -28,9 +31,7 @@ def make(shape, dtype, weight_dtype, device):
     return [t.requires_grad_() for t in (x, residual, weight)], (dy, dt)
 
 
-@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@crossed(("shape", SHAPES), ("dtype, weight_dtype", product(TOLERANCE, [None, torch.float32])))
 def test_gradients(triton_device, shape, dtype, weight_dtype):
     inputs, ups = make(shape, dtype, weight_dtype or dtype, triton_device)
     exact = [t.detach().double().requires_grad_() for t in inputs]

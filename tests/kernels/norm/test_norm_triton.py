@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -14,8 +15,7 @@ def expected(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 64), (7, 576), (2, 1025)], ids=str)
+@crossed(("dtype", TOLERANCE), ("shape", [(1, 1), (3, 5), (2, 3, 64), (7, 576), (2, 1025)]))
 def test_the_kernel_computes_the_norm(triton_device, dtype, shape):
     generator = torch.Generator().manual_seed(1)
     x, residual = (torch.randn(shape, generator=generator).to(dtype).to(triton_device) for _ in range(2))

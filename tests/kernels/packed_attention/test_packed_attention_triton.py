@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.packed_attention import packed_attention
@@ -27,17 +28,19 @@ def make(tokens, hq, hkv, d, dtype, device):
     return [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    ("stops", "hq", "hkv", "d"),
-    [
-        pytest.param((1,), 1, 1, 64, id="one token"),
-        pytest.param((1, 2, 3, 5), 3, 1, 16, id="documents of one token"),
-        pytest.param((64, 128, 129), 2, 2, 24, id="borders at blocks, odd head size"),
-        pytest.param((61, 62, 211), 4, 2, 80, id="borders inside of blocks"),
-        pytest.param((193,), 5, 1, 128, id="one long document, group of 5"),
-        pytest.param((30, 70), 1, 1, 256, id="head size 256"),
-    ],
+@crossed(
+    ("dtype", TOLERANCE),
+    (
+        "stops, hq, hkv, d",
+        [
+            pytest.param((1,), 1, 1, 64, id="one token"),
+            pytest.param((1, 2, 3, 5), 3, 1, 16, id="documents of one token"),
+            pytest.param((64, 128, 129), 2, 2, 24, id="borders at blocks, odd head size"),
+            pytest.param((61, 62, 211), 4, 2, 80, id="borders inside of blocks"),
+            pytest.param((193,), 5, 1, 128, id="one long document, group of 5"),
+            pytest.param((30, 70), 1, 1, 256, id="head size 256"),
+        ],
+    ),
 )
 def test_out_equals_the_softmax_of_each_document(triton_device, dtype, stops, hq, hkv, d):
     spans = list(zip((0, *stops), stops, strict=False))

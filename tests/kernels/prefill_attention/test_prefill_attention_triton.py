@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
@@ -89,22 +90,28 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(was)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case(((0, 1),), heads=(1, 1)), id="one token"),
-        pytest.param(Case(((0, 3), (64, 1), (63, 2)), heads=(3, 1), page=1), id="short chunks, page of 1"),
-        pytest.param(
-            Case(((1, 61), (1, 5)), (2, 2), page=64, first_slot=1, slack=40), id="page of 64, no group"
-        ),
-        pytest.param(Case(((70, 67), (0, 0), (5, 33)), heads=(5, 1), page=3, first_slot=1), id="page of 3"),
-        pytest.param(Case(((0, 5), (0, 1)), heads=(2, 1), first_slot=1), id="the empty slot sees itself"),
-        pytest.param(Case(((190, 9),), heads=(16, 1), size=80), id="group of 16, size 80"),
-        pytest.param(Case(((0, 130),), heads=(2, 1), size=64, page=32), id="more than a tile"),
-        pytest.param(Case(((50, 20),), heads=(3, 1), size=128, page=128), id="size 128, page of 128"),
-        pytest.param(Case(((0, 40),), heads=(2, 1), size=256), id="size 256"),
-    ],
+@crossed(
+    ("dtype", TOLERANCE),
+    (
+        "case",
+        [
+            pytest.param(Case(((0, 1),), heads=(1, 1)), id="one token"),
+            pytest.param(
+                Case(((0, 3), (64, 1), (63, 2)), heads=(3, 1), page=1), id="short chunks, page of 1"
+            ),
+            pytest.param(
+                Case(((1, 61), (1, 5)), (2, 2), page=64, first_slot=1, slack=40), id="page of 64, no group"
+            ),
+            pytest.param(
+                Case(((70, 67), (0, 0), (5, 33)), heads=(5, 1), page=3, first_slot=1), id="page of 3"
+            ),
+            pytest.param(Case(((0, 5), (0, 1)), heads=(2, 1), first_slot=1), id="the empty slot sees itself"),
+            pytest.param(Case(((190, 9),), heads=(16, 1), size=80), id="group of 16, size 80"),
+            pytest.param(Case(((0, 130),), heads=(2, 1), size=64, page=32), id="more than a tile"),
+            pytest.param(Case(((50, 20),), heads=(3, 1), size=128, page=128), id="size 128, page of 128"),
+            pytest.param(Case(((0, 40),), heads=(2, 1), size=256), id="size 256"),
+        ],
+    ),
 )
 def test_the_kernel_equals_fp64(triton_device, dtype, case):
     case = replace(case, slots=[])
@@ -118,8 +125,7 @@ def test_the_kernel_equals_fp64(triton_device, dtype, case):
     torch.testing.assert_close(theirs.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rows", [5, 45], ids=["few rows", "a full tile"])
+@crossed(("dtype", TOLERANCE), ("rows", [pytest.param(5, id="few rows"), pytest.param(45, id="a full tile")]))
 def test_an_fp8_store_is_scaled(triton_device, dtype, rows):
     needs_fp8(triton_device)
     case = Case(((70, rows), (0, 2)), heads=(4, 2), first_slot=1)

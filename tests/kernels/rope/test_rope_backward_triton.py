@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.rope import Rotation, rope_store
@@ -37,8 +38,7 @@ def exact(qkv, rotation, num_heads, interleaved, norms, eps):
     return parts
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(("tokens", "hq", "hkv", "d", "rotated", "interleaved", "normed"), CASES)
+@crossed(("dtype", TOLERANCE), ("tokens, hq, hkv, d, rotated, interleaved, normed", CASES))
 def test_values_and_gradients(triton_device, tokens, hq, hkv, d, rotated, interleaved, normed, dtype):
     by = torch.Generator().manual_seed(6)
     qkv = torch.randn(tokens, hq + 2 * hkv, d, generator=by).to(dtype).to(triton_device).requires_grad_()

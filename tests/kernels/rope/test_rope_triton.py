@@ -1,9 +1,11 @@
 """Kernel of RoPE, qk-norm and store against fp64 and against the reference, and its fake implementation."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.rope import Rotation, WindowRows, rope_store
@@ -56,19 +58,19 @@ def assert_near(ours, theirs, dtype):
         torch.testing.assert_close(mine.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "rotated"),
-    [
-        ((1, 1, 1, 2), 2),
-        ((3, 9, 3, 64), 64),
-        ((2, 7, 7, 80), 80),
-        ((2, 33, 2, 128), 128),
-        ((2, 16, 1, 10), 4),
-        ((2, 5, 1, 96), 48),
-    ],
-    ids=str,
+@crossed(
+    (
+        "shape, rotated",
+        [
+            ((1, 1, 1, 2), 2),
+            ((3, 9, 3, 64), 64),
+            ((2, 7, 7, 80), 80),
+            ((2, 33, 2, 128), 128),
+            ((2, 16, 1, 10), 4),
+            ((2, 5, 1, 96), 48),
+        ],
+    ),
+    ("dtype, interleaved", product(TOLERANCE, [False, True])),
 )
 def test_heads_are_normed_and_turned(triton_device, dtype, interleaved, shape, rotated):
     qkv, rotation, norms = inputs(shape, dtype, triton_device, rotated)
@@ -84,8 +86,7 @@ def test_heads_are_normed_and_turned(triton_device, dtype, interleaved, shape, r
             assert wrong.float().mean() < 0.02
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("returns_kv", [False, True])
+@crossed(("dtype", TOLERANCE), ("returns_kv", [False, True]))
 def test_keys_and_values_are_stored_in_their_rows_and_nowhere_else(triton_device, dtype, returns_kv):
     qkv, rotation, norms = inputs((5, 6, 3, 20), dtype, triton_device, rotated=16)
     rows = torch.tensor([7, 0, 12, 3, 12], device=triton_device)  # 12 is a trash row

@@ -1,7 +1,10 @@
 """Kernels of small linear layers against fp64, and their fake implementation."""
 
+from itertools import product
+
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -61,8 +64,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", EPSILON, ids=str)
-@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+@crossed(("dtype", EPSILON), ("m, n, k", SHAPES))
 def test_the_product_and_the_bias(triton_device, kernels, m, n, k, dtype):
     x, weight, bias = make(m, n, k, dtype, triton_device)
     for b in (None, bias):
@@ -92,9 +94,7 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", EPSILON, ids=str)
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize(("m", "n", "k"), ROWS_AND_SIZES)
+@crossed(("m, n, k", ROWS_AND_SIZES), ("dtype, block", product(EPSILON, BLOCKS)))
 def test_fp8_weights(triton_device, kernels, m, n, k, block, dtype):
     x, weight, bias = make(m, n, k, dtype, triton_device)
     held, exact = in_fp8(weight, block)
@@ -102,8 +102,7 @@ def test_fp8_weights(triton_device, kernels, m, n, k, block, dtype):
     check(small_linear(x, held, bias, backend="triton"), x, exact, bias, dtype)
 
 
-@pytest.mark.parametrize("block", BLOCKS[:2])
-@pytest.mark.parametrize("dtype", EPSILON, ids=str)
+@crossed(("block", BLOCKS[:2]), ("dtype", EPSILON))
 def test_a_gpu_without_e4m3_takes_its_bits(triton_device, kernels, monkeypatch, block, dtype):
     """Every finite number that e4m3 has, subnormal ones and both zeros among them."""
     monkeypatch.setattr(kernels, "device_facts", lambda device: facts_of(80))
@@ -118,8 +117,7 @@ def test_a_gpu_without_e4m3_takes_its_bits(triton_device, kernels, monkeypatch, 
         small_linear(x, held, backend="triton")
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 5])
-@pytest.mark.parametrize("kind", ["plain", None, (128, 128)])
+@crossed(("splits", [1, 2, 3, 5]), ("kind", ["plain", None, (128, 128)]))
 def test_every_number_of_runs_and_the_same_bits_twice(triton_device, kernels, monkeypatch, splits, kind):
     """Five tiles: runs of unequal length, and with S = 3 runs of 2, 2 and 1."""
     monkeypatch.setattr(kernels, "choose_splits", lambda *_: splits)
@@ -130,9 +128,10 @@ def test_every_number_of_runs_and_the_same_bits_twice(triton_device, kernels, mo
     assert torch.equal(out, small_linear(x, held, bias, backend="triton"))
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("dtype", EPSILON, ids=str)
-@pytest.mark.parametrize(("m", "half", "k"), [(1, 1, 1), (1, 32, 128), (17, 37, 300), (64, 65, 130)])
+@crossed(
+    ("m, half, k", [(1, 1, 1), (1, 32, 128), (17, 37, 300), (64, 65, 130)]),
+    ("splits, dtype", product([1, 3], EPSILON)),
+)
 def test_swiglu_within_the_matmul_has_the_bits_of_both(
     triton_device, kernels, monkeypatch, m, half, k, dtype, splits
 ):
@@ -148,9 +147,7 @@ def test_swiglu_within_the_matmul_has_the_bits_of_both(
         assert ((out.double() - exact).abs() <= 5 * EPSILON[dtype] * (gate.abs() + 1) * (up.abs() + 1)).all()
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize(("m", "half", "k"), [(1, 32, 128), (33, 200, 300)])
+@crossed(("splits", [1, 3]), ("block", BLOCKS), ("m, half, k", [(1, 32, 128), (33, 200, 300)]))
 def test_swiglu_within_the_matmul_of_fp8_weights_has_the_bits_of_both(
     triton_device, kernels, monkeypatch, m, half, k, block, splits
 ):

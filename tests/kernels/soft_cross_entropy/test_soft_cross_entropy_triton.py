@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
@@ -43,9 +44,9 @@ def assert_exact_but_for_rounding(z, dz, losses, probs, index, weights):
     assert ((dz - gradient).abs() <= bound * 1.01).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("rows", "vocab"), [(1, 1), (3, 2), (5, 1271), (2, 2047), (2, 2048), (3, 2049), (2, 6001), (2, 128256)]
+@crossed(
+    ("dtype", DTYPES),
+    ("rows, vocab", [(1, 1), (3, 2), (5, 1271), (2, 2047), (2, 2048), (3, 2049), (2, 6001), (2, 128256)]),
 )
 def test_losses_and_gradient_of_logits(triton_device, dtype, rows, vocab):
     from eagle_kit.kernels.soft_cross_entropy.triton import soft_cross_entropy_

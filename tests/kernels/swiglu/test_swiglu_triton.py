@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.swiglu import swiglu
@@ -38,8 +39,7 @@ def forward_and_backward(gate_up, d_out, backend):
     return out.detach(), gradient
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 3, 64), (2, 1024), (2, 1271), (1, 2049)], ids=str)
+@crossed(("dtype", TOLERANCE), ("shape", [(1, 1), (3, 7), (2, 3, 64), (2, 1024), (2, 1271), (1, 2049)]))
 def test_the_kernels_compute_output_and_gradient(triton_device, dtype, shape):
     gate_up, d_out = inputs(shape, dtype, triton_device)
     ours = forward_and_backward(gate_up, d_out, "triton")

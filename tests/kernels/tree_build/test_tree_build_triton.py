@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from crossed import crossed
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
@@ -125,16 +126,14 @@ def assert_grown(beams, candidates, expected, records):
         torch.testing.assert_close(record.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 4), (4, 3, 8), (5, 4, 16)], ids=str)
+@crossed(("kind", KINDS), ("shape", [(1, 1, 2), (3, 2, 4), (4, 3, 8), (5, 4, 16)]))
 def test_a_beam_keeps_the_best_children(form, shape, kind):
     shape, batch = SpecShape(*shape), 3
     drafted = proposals(shape, batch, kind)
     assert_grown(*run(shape, drafted, form), *by_hand(shape, batch, drafted))
 
 
-@pytest.mark.parametrize("kind", ["coarse", "random"])
-@pytest.mark.parametrize("shape", [(3, 10, 60), (2, 16, 64), (5, 16, 64), (2, 40, 64)], ids=str)
+@crossed(("kind", ["coarse", "random"]), ("shape", [(3, 10, 60), (2, 16, 64), (5, 16, 64), (2, 40, 64)]))
 def test_wide_beams(form, shape, kind):
     shape, batch = SpecShape(*shape), 1
     drafted = proposals(shape, batch, kind)
@@ -163,7 +162,7 @@ def test_nan_is_taken_for_the_worst(form):
 
 
 @given(data=st.data(), shape=st.sampled_from([(1, 4, 3), (2, 2, 5), (3, 2, 6), (5, 3, 12), (9, 2, 20)]))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_scores_hold_the_parent_of_every_node_is_chosen(triton_device, data, shape):
     """Also when the candidates of a path were not made one from another."""
     shape = SpecShape(*shape)
@@ -219,16 +218,15 @@ def assert_built(shape, batch, kind, form):
         assert ours.dtype == torch.int64 and ours.tolist() == list(theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 2, 2), (4, 1, 5), (3, 2, 6), (5, 4, 16)], ids=str)
+@crossed(("kind", KINDS), ("shape", [(1, 2, 2), (4, 1, 5), (3, 2, 6), (5, 4, 16)]))
 def test_a_window_keeps_the_best_candidates(form, shape, kind):
     assert_built(SpecShape(*shape), 2, kind, form)
 
 
 # All of the candidates; a window of 64; 510 and 1,040 candidates; the deepest and widest of all, 3,856.
-@pytest.mark.parametrize("kind", ["coarse", "random"])
-@pytest.mark.parametrize(
-    "shape", [(3, 3, 22), (6, 5, 64), (6, 10, 64), (5, 16, 64), (16, 16, 64), (16, 2, 60)], ids=str
+@crossed(
+    ("kind", ["coarse", "random"]),
+    ("shape", [(3, 3, 22), (6, 5, 64), (6, 10, 64), (5, 16, 64), (16, 16, 64), (16, 2, 60)]),
 )
 def test_large_windows(form, shape, kind):
     assert_built(SpecShape(*shape), 1, kind, form)

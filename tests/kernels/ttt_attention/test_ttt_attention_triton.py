@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.core.errors import UserError
@@ -90,9 +91,9 @@ def test_out_and_gradients_in_fp32(triton_device, lengths, keep, hq, hkv, own, d
     assert_all_close(inputs, dout, doc_start, rows, d**-0.5, TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("own", "d", "lengths"), [(0, 64, (150, 20)), (7, 128, (70, 75, 1)), (2, 256, (67,))]
+@crossed(
+    ("dtype", [torch.float16, torch.bfloat16]),
+    ("own, d, lengths", [(0, 64, (150, 20)), (7, 128, (70, 75, 1)), (2, 256, (67,))]),
 )
 def test_out_and_gradients_in_half_types(triton_device, dtype, own, d, lengths):
     doc_start = documents(*lengths).to(triton_device)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from crossed import crossed
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.capability import facts_of
@@ -108,22 +109,28 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(was)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case((0,), heads=(1, 1)), id="nothing but itself"),
-        pytest.param(Case((1, 63, 64, 65), heads=(2, 1)), id="decode around block borders"),
-        pytest.param(Case((5, 129), 5, heads=(6, 2), page=1, size=24), id="page of 1, group of 3, odd size"),
-        pytest.param(Case((200,), 7, heads=(3, 3), page=64, first_slot=1), id="page of 64, no group"),
-        pytest.param(Case((1, 97), 3, heads=(5, 1), page=3, first_slot=1), id="page of 3, first slot empty"),
-        pytest.param(Case((0, 70, 131), 2, 9, page=32), id="a window that grows"),
-        pytest.param(Case((190,), 16, heads=(4, 1), size=80), id="64 rows, size 80"),
-        pytest.param(Case((66,), 64, heads=(2, 1), size=64), id="a full window"),
-        pytest.param(Case((130,), 9, heads=(16, 1), size=96), id="group of 16, two tiles"),
-        pytest.param(Case((67,), 2, heads=(2, 1), size=128, page=128), id="size 128, page of 128"),
-        pytest.param(Case((45,), 3, heads=(8, 1), size=256), id="size 256"),
-    ],
+@crossed(
+    ("dtype", TOLERANCE),
+    (
+        "case",
+        [
+            pytest.param(Case((0,), heads=(1, 1)), id="nothing but itself"),
+            pytest.param(Case((1, 63, 64, 65), heads=(2, 1)), id="decode around block borders"),
+            pytest.param(
+                Case((5, 129), 5, heads=(6, 2), page=1, size=24), id="page of 1, group of 3, odd size"
+            ),
+            pytest.param(Case((200,), 7, heads=(3, 3), page=64, first_slot=1), id="page of 64, no group"),
+            pytest.param(
+                Case((1, 97), 3, heads=(5, 1), page=3, first_slot=1), id="page of 3, first slot empty"
+            ),
+            pytest.param(Case((0, 70, 131), 2, 9, page=32), id="a window that grows"),
+            pytest.param(Case((190,), 16, heads=(4, 1), size=80), id="64 rows, size 80"),
+            pytest.param(Case((66,), 64, heads=(2, 1), size=64), id="a full window"),
+            pytest.param(Case((130,), 9, heads=(16, 1), size=96), id="group of 16, two tiles"),
+            pytest.param(Case((67,), 2, heads=(2, 1), size=128, page=128), id="size 128, page of 128"),
+            pytest.param(Case((45,), 3, heads=(8, 1), size=256), id="size 256"),
+        ],
+    ),
 )
 def test_the_kernel_equals_fp64(triton_device, dtype, case):
     case = replace(case, rows=[])
@@ -133,13 +140,15 @@ def test_the_kernel_equals_fp64(triton_device, dtype, case):
     assert_close(out, case.expected(q, k, v, plan, scale), dtype)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case((0, 130, 64), 3, page=16, first_slot=1), id="few rows"),
-        pytest.param(Case((140,), 16, heads=(8, 2), size=32, page=64), id="64 rows, page of 64"),
-    ],
+@crossed(
+    ("dtype", TOLERANCE),
+    (
+        "case",
+        [
+            pytest.param(Case((0, 130, 64), 3, page=16, first_slot=1), id="few rows"),
+            pytest.param(Case((140,), 16, heads=(8, 2), size=32, page=64), id="64 rows, page of 64"),
+        ],
+    ),
 )
 def test_an_fp8_store_is_scaled(triton_device, dtype, case):
     needs_fp8(triton_device)
@@ -197,13 +206,15 @@ class _Order:
         monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", set_grid_idx)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 5, 17, 128])
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(Case((0, 300, 1, 128), 2, heads=(2, 1), first_slot=1), id="few rows"),
-        pytest.param(Case((290, 20), 3, heads=(10, 2), size=24), id="a block of 15 rows"),
-    ],
+@crossed(
+    ("splits", [2, 3, 5, 17, 128]),
+    (
+        "case",
+        [
+            pytest.param(Case((0, 300, 1, 128), 2, heads=(2, 1), first_slot=1), id="few rows"),
+            pytest.param(Case((290, 20), 3, heads=(10, 2), size=24), id="a block of 15 rows"),
+        ],
+    ),
 )
 def test_the_last_program_merges_all_parts_in_their_order(triton_device, monkeypatch, case, splits):
     """Whichever program is the last, the bits are the same; counters are 0 again for the next launch. New
