@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from crossed import crossed
 from tiny import tiny_hybrid
 from tiny_mixtures import MIXTURES, v3
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -63,8 +64,7 @@ def test_a_cycle_of_llama_is_within_its_budget(shape):
     assert sum(count.total() for count in counts.values()) <= TOTALS[shape]
 
 
-@pytest.mark.parametrize("kind", SMALL)
-@pytest.mark.parametrize("shape", LLAMA)
+@crossed(("kind", SMALL), ("shape", LLAMA))
 def test_cycles_of_other_targets_are_within_their_budgets(shape, kind):
     gather, propose, _, _, extend, scatter = LLAMA[shape]
     verify, accept = SMALL[kind][shape]

@@ -29,7 +29,7 @@ def test_every_cell_is_measured_and_drawn(folders, capsys):
     pytest.importorskip("matplotlib")
     words = ["bench", "tune", "--target", str(folders / "target"), "--draft", str(folders / "head")]
     words += ["--tasks", str(folders / "chat.jsonl"), "noise", "--batches", "1", "2", "--rounds", "2"]
-    words += ["--shapes", "1,1,2", "2,2,4", "--max-tokens", "10", "--seed", "3", "--no-progress"]
+    words += ["--shapes", "1,1,2", "2,2,4", "--max-tokens", "6", "--seed", "3", "--no-progress"]
     code = main([*words, "--out", str(folders / "tune.json")])
     record = json.loads((folders / "tune.json").read_text(encoding="utf-8"))
     rows = list(record["cases"].values())

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from crossed import crossed
 from families import COMMON, HYBRIDS
 from live_bytes import LiveBytes
 from rank_processes import run_ranks
@@ -220,7 +221,7 @@ def _forward(ranks, folder, ids, capture, way):
     return out, logits, ends, before, parts, target.config
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@crossed(("size", [2, 4]), ("folder", TARGETS), fixtures=("folder",))
 def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
     """In fp64's neighbourhood: fp32 sums in another order."""
     ids = torch.randint(0, 131, (29,), generator=torch.Generator().manual_seed(1))

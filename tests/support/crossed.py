@@ -1,7 +1,7 @@
 """Parametrization over all combinations of several axes, of which `make test` runs a diagonal."""
 
 from collections.abc import Iterable
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -9,11 +9,12 @@ import pytest
 Parameters = type(pytest.param())
 
 
-def crossed(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
+def crossed(*axes: tuple[str, Iterable[Any]], fixtures: tuple[str, ...] = ()) -> pytest.MarkDecorator:
     """Parametrize with every combination of the axes' values; all but a diagonal are slow.
 
     An axis is the names of its arguments, separated by commas, and their values. On the diagonal the n-th
     value of an axis stands beside the n-th of every other; shorter axes begin again, so each value is there.
+    Those of ``fixtures`` are parameters of fixtures.
     """
     names = [[name.strip() for name in axis.split(",")] for axis, _ in axes]
     values = [
@@ -30,7 +31,7 @@ def crossed(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
             marks.append(pytest.mark.slow)
         together = [value for each in chosen for value in each.values]
         cases.append(pytest.param(*together, marks=marks, id="-".join(each.id for each in chosen)))
-    return pytest.mark.parametrize([name for argument in names for name in argument], cases)
+    return pytest.mark.parametrize(list(chain(*names)), cases, indirect=fixtures)
 
 
 def as_parameters(value: Any, names: list[str], place: int) -> Any:

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from crossed import crossed
 from rank_processes import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny import tiny_head
@@ -68,8 +69,10 @@ def logits(target):
     return run(target, torch.arange(40) * 7 % 271).hidden @ target.head_weight.t()
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["one by one", "in one tensor"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@crossed(
+    ("fused", [pytest.param(False, id="one by one"), pytest.param(True, id="in one tensor")]),
+    ("layout", LAYOUTS),
+)
 def test_published_experts_are_kept_and_mean_their_numbers(tmp_path, layout, fused):
     config, inner = LAYOUTS[layout]
     small, wide = save(tmp_path, config, inner=inner, fused=fused)
@@ -151,8 +154,10 @@ def of_a_rank(ranks, folder, **options):
     return target.logits(run(target, torch.arange(40) * 7 % 271).hidden), shapes
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["one by one", "in one tensor"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@crossed(
+    ("fused", [pytest.param(False, id="one by one"), pytest.param(True, id="in one tensor")]),
+    ("layout", LAYOUTS),
+)
 def test_ranks_have_parts_of_experts_in_fp8(tmp_path, layout, fused):
     """By number whatever the blocks are; inside where ranks have whole blocks."""
     config, inner = LAYOUTS[layout]

@@ -22,7 +22,17 @@ ACTIVE = {  # as the model cards round them, in billions
 }
 
 
-@pytest.mark.parametrize("name", KNOWN_TARGETS)
+def one_of_an_architecture():
+    """Names of known targets; those of an architecture that another before them has are slow."""
+    names, seen = [], set()
+    for name, known in KNOWN_TARGETS.items():
+        kind = known.config["architectures"][0]
+        names.append(pytest.param(name, marks=[pytest.mark.slow] * (kind in seen)))
+        seen.add(kind)
+    return names
+
+
+@pytest.mark.parametrize("name", one_of_an_architecture())
 def test_modules_have_the_published_number_of_parameters(name: str) -> None:
     known = KNOWN_TARGETS[name]
     architecture = known.architecture

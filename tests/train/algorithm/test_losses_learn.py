@@ -70,7 +70,11 @@ def language() -> Language:
 @pytest.mark.parametrize(
     ("loss", "optimizer"),
     [(loss, "adamw") for loss in ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")]
-    + [("ce", "muon"), ("lk-hybrid", "muon"), ({"ce": 0.1, "tv": 0.9}, "adamw")],
+    + [
+        ("ce", "muon"),
+        pytest.param("lk-hybrid", "muon", marks=pytest.mark.slow),
+        ({"ce": 0.1, "tv": 0.9}, "adamw"),
+    ],
 )
 def test_twenty_steps_lengthen_the_decoded_drafts(
     language: Language, loss: str | dict[str, float], optimizer: str

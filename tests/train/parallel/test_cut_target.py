@@ -57,7 +57,12 @@ def make_hybrid(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "size"),
-    [("llama", 2), pytest.param("llama", 4, marks=pytest.mark.slow), ("deepseek", 2), ("hybrid", 2)],
+    [
+        ("llama", 2),
+        pytest.param("llama", 4, marks=pytest.mark.slow),
+        ("deepseek", 2),
+        pytest.param("hybrid", 2, marks=pytest.mark.slow),  # is judged below
+    ],
 )
 def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
     kind: str, size: int, tmp_path: Path

@@ -2,6 +2,7 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,18 @@ def test_there_are_recipes_for_ten_public_targets() -> None:
     assert len({load_config(TrainConfig, path).target for path in RECIPES}) >= 10
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def one_of_a_kind() -> list[Any]:
+    """Recipes; those for an architecture and a kind of head that another before them has are slow."""
+    recipes, seen = [], set()
+    for path in RECIPES:
+        config = load_config(TrainConfig, path)
+        kind = KNOWN_TARGETS[config.target].config["architectures"][0], config.head.kind
+        recipes.append(pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (kind in seen)))
+        seen.add(kind)
+    return recipes
+
+
+@pytest.mark.parametrize("path", one_of_a_kind())
 def test_a_recipe_builds_on_the_meta_device_and_prints_its_plan(
     path: Path, no_network: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

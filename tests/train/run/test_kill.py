@@ -7,9 +7,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 CHILD = """
@@ -64,12 +65,23 @@ MOMENTS = {  # what is called for the n-th time, and whether the kill comes afte
 }
 
 
-def test_a_killed_run_resumes_to_the_bit(make_run: Callable) -> None:
+MET_ELSEWHERE = ("before-the-first-save", "behind-a-row-of-metrics")
+"""Resumed without a checkpoint, and behind the last one: in test_resume.py without a kill."""
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param([name for name in MOMENTS if name not in MET_ELSEWHERE], id="inside of a save"),
+        pytest.param(MET_ELSEWHERE, id="beside a save", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_run_resumes_to_the_bit(make_run: Callable, moments: Sequence[str]) -> None:
     run = make_run(training={"save_every": 2, "keep_last": 1})
     torch.set_num_threads(1)
     assert run("--max-steps", "7") == 0
     whole = files(run.output / "step-7")
-    killed = {str(run.folder / name): moment for name, moment in MOMENTS.items()}
+    killed = {str(run.folder / name): moment for name, moment in MOMENTS.items() if name in moments}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(run.config), json.dumps(killed)],
         capture_output=True,
@@ -79,7 +91,7 @@ def test_a_killed_run_resumes_to_the_bit(make_run: Callable) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    for name in MOMENTS:
+    for name in moments:
         folder = run.folder / name
         assert (folder / "run.yaml").exists()
         if name == "while-an-old-one-is-deleted":

@@ -32,7 +32,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("judge_every", [0, 3])
+@pytest.mark.parametrize("judge_every", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_two_halves_equal_the_whole_to_the_bit(make_run: Callable, judge_every: int) -> None:
     run = make_run(judge={"every": judge_every, "max_tokens": 6})
     halves = str(run.folder / "halves")
@@ -201,7 +201,15 @@ def test_judging_and_saving_may_change_on_resume(make_run: Callable) -> None:
     assert len(run.metrics()) == 4 and (run.output / "best").exists()
 
 
-@pytest.mark.parametrize("left", ["no folder", "an empty folder", "half a run.yaml", "no checkpoint"])
+@pytest.mark.parametrize(
+    "left",
+    [
+        "no folder",
+        pytest.param("an empty folder", marks=pytest.mark.slow),
+        "half a run.yaml",
+        "no checkpoint",
+    ],
+)
 def test_resume_before_the_first_checkpoint_begins_the_run_and_says_so(
     make_run: Callable, capsys: pytest.CaptureFixture[str], left: str
 ) -> None:

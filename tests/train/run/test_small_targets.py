@@ -85,7 +85,7 @@ def slow(*names):
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("deepseek", "mtp"),
+        slow("deepseek", "mtp"),
         slow("deepseek", "eagle3"),
         slow("deepseek", "eagle3-mla"),
         slow("deepseek", "eagle1"),

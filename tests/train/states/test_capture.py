@@ -129,7 +129,7 @@ def test_training_from_a_store_alone_is_training_online_to_the_bit(
     )
 
 
-@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_a_smaller_store_is_smaller_on_disk_and_teaches_nearly_the_same(
     make_run: Callable, kind: str
 ) -> None:
