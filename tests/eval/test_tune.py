@@ -12,6 +12,7 @@ from eagle_kit.cli.app import main
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.eval import tune as measuring
+from eagle_kit.eval import tune_check
 from eagle_kit.eval.tasks import load_tasks
 from eagle_kit.eval.tune_check import SHAPES, tokens_a_cycle
 from eagle_kit.models.loading.loader import load_target
@@ -36,6 +37,9 @@ def test_replies_that_end_cut_their_last_cycle():
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
+    whole_plan = measuring.whole_plan
+    monkeypatch.setattr(measuring, "whole_plan", lambda engine: whole_plan(engine)._replace(num_passes=2))
+    monkeypatch.setattr(tune_check, "NUM_PASSES", 1)
     monkeypatch.setattr(files, "folder", lambda: tmp_path / "tuning")
     target = make_target(tmp_path / "target")
     save_draft(tiny_head(load_target(target), draft_vocab_size=90), tmp_path / "head", metadata={})

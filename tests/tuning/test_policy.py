@@ -7,6 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from crossed import crossed
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
@@ -56,8 +57,7 @@ def fixed(chances):
     return {shape: speed(lambda shape=shape: shape, chances) for shape in SHAPES}
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 8, 32])
-@pytest.mark.parametrize("chance", [0.0, 0.2, 0.5, 0.8, 0.97])
+@crossed(("batch_size", [1, 4, 8, 32]), ("chance", [0.0, 0.2, 0.5, 0.8, 0.97]))
 def test_text_of_one_kind_is_decoded_nearly_as_fast_as_in_its_best_shape(chance, batch_size):
     def chances(at):
         return [chance] * batch_size
@@ -475,8 +475,10 @@ def test_choosing_takes_microseconds(packs):
     assert (time.perf_counter() - begun) / 500 < 2e-3
 
 
-@pytest.mark.parametrize("see_depths", [False, True], ids=["first token", "all depths"])
-@pytest.mark.parametrize(("batch_size", "gain"), [(4, 1.1), (8, 1.1), (32, 1.02)])
+@crossed(
+    ("see_depths", [pytest.param(False, id="first token"), pytest.param(True, id="all depths")]),
+    ("batch_size, gain", [(4, 1.1), (8, 1.1), (32, 1.02)]),
+)
 def test_a_batch_verifies_the_drafts_that_are_likeliest(batch_size, gain, see_depths):
     whole, _ = batch_speed(batch_size, packs=False, see_depths=see_depths)
     packed, verified = batch_speed(batch_size, packs=True, see_depths=see_depths)

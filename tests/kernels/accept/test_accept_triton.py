@@ -136,7 +136,7 @@ def all_verifiers(probs, q, tokens, uniforms, bonus, backend):
     }
 
 
-@pytest.mark.parametrize("b, vocab", [(8, 5), (2, 257), (2, 1271)])
+@pytest.mark.parametrize("b, vocab", [(8, 5), pytest.param(2, 257, marks=pytest.mark.slow), (2, 1271)])
 def test_every_verifier_equals_the_reference(triton_device, b, vocab):
     """Small vocabularies reject several siblings in a row, repeat siblings and have tokens of q = 0."""
     generator = torch.Generator().manual_seed(vocab)
@@ -290,7 +290,14 @@ def test_siblings_emit_exactly_the_distribution_of_the_target(triton_device):
     assert emitted_first(out, weights, 3) == [Fraction(1, 4), Fraction(1, 4), Fraction(1, 2)]
 
 
-@pytest.mark.parametrize("kind", ["chain", "block", "tree", "target", "relaxed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("chain", "block", "tree")),
+        "target",
+        "relaxed",
+    ],
+)
 def test_enumerated_windows_are_verified_losslessly(triton_device, kind):
     """All of them on a GPU, with the distribution they emit; under the interpreter a few, held to the
     reference, whose distribution is enumerated in ``test_accept_distributions``."""

@@ -3,6 +3,7 @@ functions."""
 
 import pytest
 import torch
+from crossed import crossed
 
 from eagle_kit.kernels.recurrence import (
     Inputs,
@@ -69,8 +70,17 @@ def paths(bits, b):
     return [row.nonzero().flatten().tolist() for row in tree_mask(bits, "window")[b]]
 
 
-@KINDS
-@pytest.mark.parametrize("scale", [1.0, 40.0], ids=["gentle", "strong decay"])
+@crossed(
+    (
+        "delta, by_channel",
+        [
+            pytest.param(False, False, id="sums"),
+            pytest.param(True, False, id="delta"),
+            pytest.param(True, True, id="channels"),
+        ],
+    ),
+    ("scale", [pytest.param(40.0, id="strong decay"), pytest.param(1.0, id="gentle")]),
+)
 def test_a_tree_is_every_path_by_itself(delta, by_channel, scale, place):
     backend, device = place
     parts = inputs(B, N, by_channel=by_channel)

@@ -166,7 +166,9 @@ def test_an_fp8_store_is_scaled(triton_device, dtype, case):
         torch.testing.assert_close(out, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 5, 17, 128])
+@pytest.mark.parametrize(
+    "splits", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5, 17)), 128]
+)
 def test_any_number_of_parts_gives_the_same(triton_device, splits):
     from eagle_kit.kernels.window_attention.triton import window_attention_op
 
@@ -207,7 +209,7 @@ class _Order:
 
 
 @crossed(
-    ("splits", [2, 3, 5, 17, 128]),
+    ("splits", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5)), 17, 128]),
     (
         "case",
         [

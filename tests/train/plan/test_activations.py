@@ -110,9 +110,11 @@ class Row:
 
 def kinds_and_numerics():
     """Every kind in fp32; in half precision three that differ most, the others are slow."""
+    cases = []
     for kind, numerics in product(KINDS, ("fp32", "bf16", "bf16 in Triton")):
         is_slow = numerics != "fp32" and kind not in ("llama", "mtp", "dflash")
-        yield pytest.param(kind, numerics, marks=[pytest.mark.slow] * is_slow)
+        cases.append(pytest.param(kind, numerics, marks=[pytest.mark.slow] * is_slow))
+    return cases
 
 
 @pytest.mark.parametrize(("kind", "numerics"), kinds_and_numerics())
