@@ -270,7 +270,7 @@ SHIPPED = {
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_value_of_any_key_is_taken_or_refused(name, data):
     schema, path = SHIPPED[name], Path(__file__).parents[2] / "configs" / f"{name}.yaml"

@@ -15,7 +15,13 @@ def test_every_operation_is_checked_and_right():
     assert [check for check in checks if not check.ok] == []
 
 
-@pytest.mark.parametrize("name", ["paged_prefill_attention", "mla_window_attention", "small_linear"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "paged_prefill_attention",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mla_window_attention", "small_linear")),
+    ],
+)
 def test_a_wrong_kernel_is_noticed(name, monkeypatch):
     right = getattr(selfcheck, name)
     monkeypatch.setattr(selfcheck, name, lambda *args, **options: right(*args, **options) * 1.02)
@@ -23,7 +29,15 @@ def test_a_wrong_kernel_is_noticed(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "prefill_attention", "window_attention", "packed_attention", "ttt_attention"]
+    "name",
+    [
+        "linear",
+        "window_attention",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("prefill_attention", "packed_attention", "ttt_attention")
+        ),
+    ],
 )
 def test_a_wrong_operation_is_noticed(name, monkeypatch):
     right = getattr(selfcheck, name)

@@ -63,7 +63,7 @@ def on_backends(*cases):
     found = []
     for backend in BACKENDS:
         for name, *form in cases:
-            is_slow = backend == "triton" and name not in WHOLE and form != ["block"]
+            is_slow = backend == "triton" and name not in WHOLE
             found.append(pytest.param(backend, name, *form, marks=[pytest.mark.slow] * is_slow))
     return found
 
@@ -176,8 +176,15 @@ def test_a_long_text_in_blocks():
     torch.testing.assert_close(out.double(), causal(q, k, v, variant), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton", "cpu"])
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize(
+    ("step", "backend"),
+    [
+        (0, "reference"),
+        pytest.param(0, "triton", marks=pytest.mark.slow),
+        (0, "cpu"),
+        *((2, backend) for backend in ("reference", "triton", "cpu")),
+    ],
+)
 def test_training_time_test_with_a_window(triton_device, backend, step):
     if backend == "cpu" and triton_device != "cpu":
         pytest.skip("the CPU's own operation")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from crossed import crossed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kit
@@ -153,8 +154,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize(("sizes", "causal"), [*CASES, pytest.param(([150, 65], [170, 65]), True, id="long")])
+@crossed(
+    ("page_size", [1, 3, 16]),
+    ("sizes, causal", [*CASES, pytest.param(([150, 65], [170, 65]), True, id="long")]),
+)
 def test_equals_a_dense_softmax(sizes, causal, page_size):
     case = Case(*sizes, page_size)
     wrapper = case.plan(causal)

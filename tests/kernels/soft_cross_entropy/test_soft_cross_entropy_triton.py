@@ -119,7 +119,7 @@ def fused_case(rows, vocab, size, positions, dtype, device):
     return h, w, probs, index, weights
 
 
-@pytest.mark.parametrize("chunk", [1024, 7, 20])
+@pytest.mark.parametrize("chunk", [1024, 7, pytest.param(20, marks=pytest.mark.slow)])
 def test_the_fused_loss_equals_autograd_on_whole_logits(triton_device, chunk):
     h, w, probs, index, weights = fused_case(41, 1271, 23, 13, torch.float32, triton_device)
     exact_h, exact_w = (x.detach().double().requires_grad_() for x in (h, w))

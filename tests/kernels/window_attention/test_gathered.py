@@ -96,7 +96,10 @@ class Life:
         return found
 
 
-@pytest.mark.parametrize(("seed", "run_bytes"), [(0, 0), (1, 0), (2, 20_000), (3, gathered.RUN_BYTES)])
+@pytest.mark.parametrize(
+    ("seed", "run_bytes"),
+    [(0, 0), pytest.param(1, 0, marks=pytest.mark.slow), (2, 20_000), (3, gathered.RUN_BYTES)],
+)
 @torch.no_grad()
 def test_gathered_rows_have_the_bits_of_pages(monkeypatch, seed, run_bytes):
     monkeypatch.setattr(gathered, "RUN_BYTES", run_bytes)  # runs of equal columns, of similar ones, of all

@@ -348,7 +348,7 @@ def test_a_store_is_described_and_checked(make_run: Callable, capsys: pytest.Cap
 def many_rows(run: Callable) -> None:
     from tiny_run import make_conversations
 
-    make_conversations(run.folder / "chats.jsonl", count=300)  # type: ignore[attr-defined]
+    make_conversations(run.folder / "chats.jsonl", count=150)  # type: ignore[attr-defined]
 
 
 def start(run: Callable, out: Path, *prefix: str) -> "subprocess.Popen[str]":
