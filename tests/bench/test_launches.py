@@ -1,5 +1,7 @@
 """Budgets of launches: no phase of a cycle launches more; and the counter counts what is launched."""
 
+from functools import cache
+
 import pytest
 import torch
 from crossed import crossed
@@ -48,6 +50,11 @@ def small(kind: str) -> TargetConfig:
     return TargetConfig.from_dict({**config.to_dict(), "architectures": [name]})
 
 
+@cache
+def launches(kind: str, shape: SpecShape):
+    return cycle_launches(small(kind), 67, shape)
+
+
 def over(counts, budget) -> list[str]:
     """Phases that launch more than their budget, with what they launch."""
     return [
@@ -68,19 +75,19 @@ def test_a_cycle_of_llama_is_within_its_budget(shape):
 def test_cycles_of_other_targets_are_within_their_budgets(shape, kind):
     gather, propose, _, _, extend, scatter = LLAMA[shape]
     verify, accept = SMALL[kind][shape]
-    counts = cycle_launches(small(kind), 67, SpecShape.parse(shape))
+    counts = launches(kind, SpecShape.parse(shape))
     assert not over(counts, (gather, propose, verify, accept, extend, scatter))
 
 
 @pytest.mark.parametrize("shape", LLAMA)
 def test_phases_are_the_whole_cycle_that_an_engine_runs(shape):
-    counts = cycle_launches(small("mixture"), 67, SpecShape.parse(shape))
+    counts = launches("mixture", SpecShape.parse(shape))
     whole = whole_cycle_launches(small("mixture"), 67, SpecShape.parse(shape))
     assert sum(count.total() for count in counts.values()) == whole
 
 
 def test_the_table_names_phases_and_shapes():
-    lines = [line.split() for line in table(lambda shape: cycle_launches(small("mixture"), 67, shape))]
+    lines = [line.split() for line in table(lambda shape: launches("mixture", shape))]
     assert lines[0] == ["shape", *PHASES, "all"]
     assert [line[0] for line in lines[1:]] == list(LLAMA)
     assert all(sum(map(int, line[1:-1])) == int(line[-1]) for line in lines[1:])
