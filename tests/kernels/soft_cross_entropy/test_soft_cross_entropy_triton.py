@@ -46,7 +46,19 @@ def assert_exact_but_for_rounding(z, dz, losses, probs, index, weights):
 
 @crossed(
     ("dtype", DTYPES),
-    ("rows, vocab", [(1, 1), (3, 2), (5, 1271), (2, 2047), (2, 2048), (3, 2049), (2, 6001), (2, 128256)]),
+    (
+        "rows, vocab",
+        [
+            (1, 1),
+            (3, 2),
+            (5, 1271),
+            (2, 2047),
+            (2, 2048),
+            (3, 2049),
+            (2, 6001),
+            pytest.param(2, 128256, marks=pytest.mark.slow),
+        ],
+    ),
 )
 def test_losses_and_gradient_of_logits(triton_device, dtype, rows, vocab):
     from eagle_kit.kernels.soft_cross_entropy.triton import soft_cross_entropy_

@@ -209,7 +209,15 @@ class _Order:
 
 
 @crossed(
-    ("splits", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5)), 17, 128]),
+    (
+        "splits",
+        [
+            2,
+            *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 5)),
+            17,
+            pytest.param(128, marks=pytest.mark.slow),
+        ],
+    ),
     (
         "case",
         [
