@@ -40,6 +40,7 @@ def as_parameters(value: Any, names: list[str], place: int) -> Any:
     if found is None:
         found = pytest.param(*value) if len(names) > 1 else pytest.param(value)
     assert len(found.values) == len(names), (names, value)
+    assert not any(isinstance(each, Parameters) for each in found.values), f"{names}: nested {value}"
     if found.id:
         return found
     name = "-".join(getattr(each, "__name__", None) or str(each) for each in found.values)

@@ -77,7 +77,7 @@ def by_loops(root, tokens, scores, shape):
         "kind, is_conditional",
         itertools.product(
             ["random", "coarse", "broken"],
-            [pytest.param(False, id="independent"), pytest.param(True, id="conditional")],
+            [False, True],
         ),
     ),
 )
