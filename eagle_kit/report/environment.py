@@ -40,7 +40,8 @@ def peak_memory_gb(device: str) -> float | None:
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device) / 1e9
     with suppress(OSError):  # not getrusage, which on Linux begins with what the parent process had
-        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii")):
+        status = Path("/proc/self/status").read_bytes()  # a process may have any name
+        if found := re.search(rb"VmHWM:\s*(\d+) kB", status):
             return int(found[1]) * 1024 / 1e9
     return None
 

@@ -97,6 +97,7 @@ def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
     context = float((torch.arange(len(ids)) - doc_start + 1).float().mean())
     work = Workload(len(ids), plan.counts[0], options.ttt_length, context)
     flops = {"capture": capture_flops(target.config, work), "head": head_flops(head.config, work)}
+    peak = peak_memory_gb("cpu")
     total_s, total_flops = sum(time.median for time in times.values()), sum(flops.values())
     return {
         "threads": torch.get_num_threads(),
@@ -108,7 +109,7 @@ def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
             "needed GFLOP/s": total_flops / total_s / 1e9,
             **{f"share of {name}": total_flops / total_s / rate for name, rate in rates.items()},
             **{f"{name} GFLOP/s": flops[name] / time.median / 1e9 for name, time in times.items()},
-            "peak memory GB": peak_memory_gb("cpu"),
+            **({} if peak is None else {"peak memory GB": peak}),
         },
     }
 

@@ -12,7 +12,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.files import nearest_folder
 from eagle_kit.data.chat.preview import preview
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.report.environment import describe_versions, peak_memory_gb
+from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.parallel.launch import sharding_asked_for
 from eagle_kit.train.plan.costs import Costs, data_workload
 from eagle_kit.train.plan.estimate import Estimate, Session, make_estimate, measure_matmul_rate
@@ -128,7 +128,6 @@ def metadata(
 ) -> dict[str, Any]:
     """Contents of a checkpoint's ``eagle_kit.json``; ``accept_length`` as decoded, by shape."""
     data, device = components.data, accelerator.device
-    state.peak_memory_gb = max(state.peak_memory_gb, peak_memory_gb(str(device)) or 0.0)
     kind = (
         torch.cuda.get_device_name(device)
         if device.type == "cuda"

@@ -21,6 +21,7 @@ from eagle_kit.kinds.kind import Start
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.kinds.support.files import read_metadata
 from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.report.environment import peak_memory_gb
 from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.optim.strategy import on_device
 from eagle_kit.train.parallel.launch import go_on, is_main, sharding_asked_for
@@ -363,6 +364,8 @@ class Trainer:
         return Judge(self.components.target if cut is None else cut, prompts, settings, categories)
 
     def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
+        peak = peak_memory_gb(str(self.accelerator.device)) or 0.0
+        self.state.peak_memory_gb = max(self.state.peak_memory_gb, peak)
         about = metadata(
             self.config, self.accelerator, self.components, self.state, self.options.command, decoded
         )

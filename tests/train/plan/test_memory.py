@@ -17,12 +17,13 @@ from eagle_kit.train.algorithm.target_features import TargetFeatures
 from eagle_kit.train.algorithm.ttt import ttt_forward
 
 LONG = """
-import json, re, sys
+import json, sys
 import torch
 torch.set_num_threads(1)
 sys.path.insert(0, "tests/train/plan")
 from test_memory import make_head, one_step, rows_of
 from eagle_kit.kernels.ttt_attention import cpu, reference
+from eagle_kit.report.environment import peak_memory_gb
 
 if sys.argv[1] == "scores":  # what must not happen: one softmax over all keys, with its scores kept
     def attend(q, k, v, own_k, own_v, blocks, scale):
@@ -35,14 +36,11 @@ if sys.argv[1] == "scores":  # what must not happen: one softmax over all keys, 
                        + torch.einsum("rhj,rhjd->rhd", p[..., n:], own_v[start:stop]))
         return torch.cat(out)
     cpu.TTTAttention.apply = attend
-def peak():  # not getrusage, which begins with what the parent process had
-    return int(re.search("VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
-
 head = make_head(heads=1)
 one_step(head, *rows_of(512, 256), recompute=False)  # what torch sets up once
-before = peak()
+before = peak_memory_gb("cpu")
 one_step(head, *rows_of(32768, 3072), recompute=False)
-print(json.dumps((peak() - before) / 1024))
+print(json.dumps((peak_memory_gb("cpu") - before) * 1e9 / 2**20))
 """
 
 
