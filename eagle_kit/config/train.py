@@ -337,8 +337,9 @@ class TrainingConfig(Section):
         dpace_alpha: weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810,
             there 0.5), in place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step
             takes from those behind it. Null does not. See ``eagle_kit/train/algorithm/dpace.py``.
-        down_sample_ratio, down_sample_ratio_min: of ``p-eagle``: step k is trained at a share
-            ``max(ratio ** k, min)`` of the rows that could learn there, others in every optimiser step.
+        down_sample_ratio, down_sample_ratio_min: of ``eagle3``, ``eagle1`` and ``p-eagle``: step k is trained
+            at a share ``max(ratio ** k, min)`` of the rows that could learn there, others in every optimiser
+            step. Null is 0.8 of ``p-eagle``, and 1, all rows, of the others.
         num_anchors: of ``dflash``: anchors of a conversation, drawn anew in every optimiser step, each with a
             block behind it; all tokens of replies where there are fewer.
         confidence_weight: of ``dspark``: weight of the cross-entropy between the head's confidence in a token
@@ -410,7 +411,7 @@ class TrainingConfig(Section):
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     step_weights: tuple[float, ...] | None = None
     dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
-    down_sample_ratio: float = Field(default=0.8, gt=0.0, le=1.0)
+    down_sample_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
     down_sample_ratio_min: float = Field(default=0.2, ge=0.0, le=1.0)
     num_anchors: int = Field(default=512, ge=1)
     confidence_weight: float = Field(default=1.0, gt=0.0)

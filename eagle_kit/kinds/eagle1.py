@@ -40,6 +40,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         {
             *("head.intermediate_size", "head.fc_bias", "training.regression", "training.feature_noise"),
             "training.detach_steps",
+            *("training.down_sample_ratio", "training.down_sample_ratio_min"),
         }
     )
 

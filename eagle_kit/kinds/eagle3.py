@@ -40,6 +40,7 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
             "head.init",
             *("training.loss", "training.dpace_alpha", "training.feature_noise"),
             "training.detach_steps",
+            *("training.down_sample_ratio", "training.down_sample_ratio_min"),
         }
     )
 

@@ -121,6 +121,10 @@ class RowSampling(NamedTuple):
     floor: float = 1.0
     most: int | None = None
 
+    def shares(self, num_depths: int) -> tuple[float, ...]:
+        """Share of the rows of each depth that is kept."""
+        return tuple(max(self.ratio**depth, self.floor) for depth in range(num_depths))
+
 
 class HeadKind(DraftKind, Generic[Config, Head]):
     """A draft head: how it is published, checked, described, planned, trained and served.
@@ -134,6 +138,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         trained_as: the values of ``head.kind`` that train it.
         settings: keys of a training config that have a meaning for it, of those of :data:`KIND_SETTINGS`.
         needs_layers: its first weights are read from the target's layers.
+        down_sample_ratio: what ``training.down_sample_ratio`` is where a config does not say it.
     """
 
     config_class: type[Config]
@@ -144,6 +149,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     trained_as: ClassVar[tuple[str, ...]]
     settings: ClassVar[frozenset[str]]
     needs_layers: ClassVar[bool] = False
+    down_sample_ratio: ClassVar[float] = 1.0
 
     # On disk
 
@@ -349,11 +355,27 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         return 0.0
 
     def sampling(self, config: TrainConfig) -> RowSampling | None:
-        """Rows that an optimiser step trains; None for kinds that need all."""
+        """Rows that an optimiser step trains; None for all.
+
+        Raises:
+            UserError: rows are left out, and another setting needs them or has no meaning without.
+        """
         training = config.training
-        if "training.down_sample_ratio" in self.settings:
-            return RowSampling(training.down_sample_ratio, training.down_sample_ratio_min)
-        return RowSampling(most=training.num_anchors) if "training.num_anchors" in self.settings else None
+        if "training.num_anchors" in self.settings:
+            return RowSampling(most=training.num_anchors)
+        ratio, floor = training.down_sample_ratio, training.down_sample_ratio_min
+        ratio = self.down_sample_ratio if ratio is None else ratio
+        if ratio < 1.0 and training.dpace_alpha is not None:
+            raise UserError(
+                f"training.down_sample_ratio is {ratio}, but training.dpace_alpha needs all steps of a row.",
+                "Leave one of the two out.",
+            )
+        if ratio == 1.0 and floor != type(training).model_fields["down_sample_ratio_min"].default:
+            raise UserError(
+                "training.down_sample_ratio_min is set, but no step leaves rows out.",
+                "Leave it out, or set training.down_sample_ratio below 1.",
+            )
+        return None if ratio == 1.0 else RowSampling(ratio, floor)
 
     def runs_target(self, config: TrainConfig) -> bool:
         """True when training needs the target's layers: not with captured states and nothing to judge."""

@@ -41,6 +41,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
     config_class, head_class = PEagleConfig, PEagleHead
     speculators_model_type = "peagle"
     trained_as = ("p-eagle",)
+    down_sample_ratio = 0.8
     settings = frozenset(
         {
             *(f"head.{name}" for name in (*FLAGS[::2], "draft_vocab_size", "vocab_map", "aux_layer_ids")),

@@ -138,6 +138,26 @@ def test_settings_of_other_kinds_are_refused(tmp_path):
         registry.training_kind(config(kind="tory"))
 
 
+def test_rows_of_later_steps_are_left_out_where_a_kind_or_a_config_says_so():
+    def sampling(kind, **training):
+        data = {"source": "chats.jsonl"}
+        config = TrainConfig(target="t", output_dir="o", data=data, head={"kind": kind}, training=training)
+        return registry.training_kind(config).sampling(config)
+
+    for kind in ("eagle3", "eagle3-mla", "eagle1", "p-eagle"):
+        assert sampling(kind, down_sample_ratio=0.5).shares(4) == (1.0, 0.5, 0.25, 0.2)
+        assert sampling(kind, down_sample_ratio=1.0) is None
+    assert sampling("eagle3") is sampling("eagle1") is sampling("mtp") is None
+    assert sampling("p-eagle").shares(3) == pytest.approx((1.0, 0.8, 0.64))
+    assert sampling("p-eagle", down_sample_ratio_min=0.7).shares(3) == pytest.approx((1.0, 0.8, 0.7))
+    with pytest.raises(UserError, match="down_sample_ratio has no meaning for a head of the kind mtp"):
+        sampling("mtp", down_sample_ratio=0.5)
+    with pytest.raises(UserError, match="down_sample_ratio_min is set, but no step leaves rows out"):
+        sampling("eagle3", down_sample_ratio_min=0.5)
+    with pytest.raises(UserError, match="down_sample_ratio is 0.5, but training.dpace_alpha needs all steps"):
+        sampling("eagle3", down_sample_ratio=0.5, dpace_alpha=0.5)
+
+
 def test_whole_models_and_unknown_heads_are_no_heads(target, tmp_path):
     with pytest.raises(UserError, match="is a whole model, not a draft head"):
         registry.find_head_kind(open_draft(target[0]))

@@ -74,7 +74,8 @@ def make_micro_batch(
     packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start, group)]
     shares = uniforms = most = None
     if drop is not None:
-        shares, uniforms, most = drop.shares(ttt_length), drop.uniforms(numbers, lengths), drop.most
+        shares, most = drop.sampling.shares(ttt_length), drop.sampling.most
+        uniforms = drop.uniforms(numbers, lengths)
     plan = plan_row(packed[1], packed[2], ttt_length, loss_rows, shares, uniforms, most)
     counts = torch.bincount(packed[3][plan.rows[0]], minlength=len(data.groups)).tolist()
     moved, groups, plan = plan.to(device, packed[0], packed[3])

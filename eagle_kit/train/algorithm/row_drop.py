@@ -3,7 +3,8 @@
 Conditional drop of deeper rows (COD; P-EAGLE, arXiv 2602.01469, section 4): depth d of a draft is trained at
 a share max(r^d, floor) of the rows that could learn there, so that K depths cost little more than a few. A
 row's uniform random number decides for all depths, so rows of a depth are among those of the depth before,
-whose keys they attend to.
+whose keys they attend to. What a head is fed back comes from its own row alone, so heads whose steps are run
+one after another train the same way at the rows that are left.
 
 Anchors (DFlash, arXiv 2602.06036, section 4): the rows of a document with the smallest numbers, at most
 ``most`` of them, at all depths.
@@ -20,23 +21,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from eagle_kit.kinds.kind import RowSampling
+
 _STREAM = 0x64726F70
 """Keeps these draws apart from others that begin with the run's seed."""
 
 
 class RowDrop(NamedTuple):
-    """Shares of the rows that are kept, ``max(ratio ** depth, floor)``, in the optimiser step behind ``step``
-    finished ones of a run with ``seed``; and before that, ``most`` rows of every document, None for all."""
+    """Draw of the rows that are kept in the optimiser step behind ``step`` finished ones of a run with
+    ``seed``."""
 
-    ratio: float
-    floor: float
+    sampling: RowSampling
     seed: int
     step: int
-    most: int | None = None
-
-    def shares(self, num_depths: int) -> tuple[float, ...]:
-        """Share of the rows of each depth that is kept."""
-        return tuple(max(self.ratio**depth, self.floor) for depth in range(num_depths))
 
     def uniforms(self, numbers: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
         """A number in [0, 1) for each token of the packed rows ``numbers`` of ``lengths`` tokens, fp32

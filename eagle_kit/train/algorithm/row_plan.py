@@ -160,7 +160,7 @@ def plan_row(
         reply, doc_start: int64 ``[T]``, see :mod:`eagle_kit.train.algorithm.align`.
         ttt_length: K.
         loss_rows: ``serving`` or ``published``, see there.
-        shares, uniforms, most: of :class:`~eagle_kit.train.algorithm.row_drop.RowDrop`; None keeps all rows.
+        shares, uniforms, most: of a :class:`~eagle_kit.train.algorithm.row_drop.RowDrop`; None keeps all.
     """
     is_published, shares = loss_rows == "published", shares or (1.0,) * ttt_length
     if is_published:

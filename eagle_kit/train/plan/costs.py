@@ -40,21 +40,26 @@ class Workload:
         rows: R, rows that carry loss at step 0.
         steps: K.
         mean_context: mean number of keys a token attends to.
+        later: rows of all later steps together, in multiples of R; None for all of them, K - 1.
     """
 
     tokens: int
     rows: int
     steps: int
     mean_context: float
+    later: float | None = None
+
+    @property
+    def later_rows(self) -> float:
+        """Rows of the steps behind the first."""
+        return self.rows * (self.steps - 1 if self.later is None else self.later)
 
 
 def data_workload(config: TrainConfig, data: PreparedData, num_rows: int) -> Workload:
     """Forward of ``num_rows`` average packed rows of ``data``."""
     tokens = num_rows * data.num_tokens / len(data)
-    rows, sampled = (
-        tokens * data.num_supervised_tokens / max(1, data.num_tokens),
-        training_kind(config).sampling(config),
-    )
+    rows = tokens * data.num_supervised_tokens / max(1, data.num_tokens)
+    sampled = training_kind(config).sampling(config)
     if sampled is not None and sampled.most is not None:  # of every conversation; long ones have more to drop
         rows = min(rows, sampled.most * num_rows * data.num_conversations / len(data))
     return Workload(
@@ -62,7 +67,14 @@ def data_workload(config: TrainConfig, data: PreparedData, num_rows: int) -> Wor
         rows=round(rows),
         steps=config.training.ttt_length,
         mean_context=min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2,
+        later=later_share(config),
     )
+
+
+def later_share(config: TrainConfig) -> float:
+    """Rows that all steps behind the first train together, in multiples of those of the first."""
+    sampled, steps = training_kind(config).sampling(config), config.training.ttt_length
+    return steps - 1.0 if sampled is None else sum(sampled.shares(steps)[1:])
 
 
 def capture_flops(target: TargetConfig, work: Workload) -> float:
@@ -77,11 +89,11 @@ def head_flops(draft: HeadArchitecture, work: Workload) -> float:
     """Floating-point operations that one forward and backward of the head need.
 
     Counted: the teacher's logits over Vd at R rows once; the head's fusion, keys and values at T tokens and
-    everything else at R rows, in each of the K steps (a few rows less carry loss at later steps). Of several
-    layers each runs over T tokens, and those behind the first over the rows of all steps too (what P-EAGLE
-    drops of them is not counted). Of blocks behind anchors, which R are, the teacher's logits are those at
-    all positions that their rows learn from, and the layers run over the rows of blocks. A backward pass is
-    twice its forward, but the fusion's input needs no gradient.
+    everything else at R rows, in each of the K steps those that are trained there (a few less carry loss).
+    Of several layers each runs over T tokens, and those behind the first over the rows of all steps too. Of
+    blocks behind anchors, which R are, the teacher's logits are those at all positions that their rows learn
+    from, and the layers run over the rows of blocks. A backward pass is twice its forward, but the fusion's
+    input needs no gradient.
     """
     sizes, T, R = head_sizes(draft), work.tokens, work.rows
     flops = 2.0 * R * draft.target_hidden_size * draft.draft_vocab_size + 4.0 * T * sizes.fuse
@@ -95,7 +107,7 @@ def head_flops(draft: HeadArchitecture, work: Workload) -> float:
         flops += 2.0 * (min(R * work.steps, T) - R) * draft.target_hidden_size * draft.draft_vocab_size
         flops += 3.0 * layers * (T * keys + rows * (keys + 2.0 * sizes.behind + attention))
         return flops + 3.0 * R * work.steps * 2.0 * sizes.output
-    later = (work.steps - 1) * R
+    later = work.later_rows
     if sizes.num_plain:
         everywhere = keys + 2.0 * (sizes.behind + sizes.plain) + (1 + sizes.num_plain) * attention
         return flops + 3.0 * ((T + later) * everywhere + (R + later) * 2.0 * sizes.output)

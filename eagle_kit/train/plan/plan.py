@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from eagle_kit.core.gpus import RUNTIME_BYTES, Gpu
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload
+from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, later_share
 
 UTILISATION = 0.4
 """Share of the data sheet's FLOP/s that matmuls of a step are assumed to reach."""
@@ -119,7 +119,7 @@ class Planner:
         config = self.costs.config
         tokens = rows * config.data.max_length
         steps, context = config.training.ttt_length, config.data.max_length / 2
-        return Workload(tokens, round(tokens * supervised), steps, context)
+        return Workload(tokens, round(tokens * supervised), steps, context, later_share(config))
 
     def _placement(self, name: str, layout: Layout, forwards: int, rows: int) -> Placement:
         work = self._work(rows, SUPERVISED_SHARE)

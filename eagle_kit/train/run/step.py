@@ -155,9 +155,7 @@ class Stepper:
         weight, confidence = self.target.head_weight.to(device), kind.confidence_weight(config)
         objective = Objective.of(training.losses, training.lk_eta, head, weight, confidence)
         regression, sampled = kind.regression(config), kind.sampling(config)
-        self._drop = None
-        if sampled is not None:
-            self._drop = RowDrop(sampled.ratio, sampled.floor, config.seed, 0, sampled.most)
+        self._drop = None if sampled is None else RowDrop(sampled, config.seed, 0)
         objective = replace(
             objective,
             regression=regression,

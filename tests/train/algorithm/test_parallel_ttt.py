@@ -14,6 +14,7 @@ from tiny import packed_row, tiny_dflash, tiny_dspark, tiny_p_eagle, tiny_target
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from eagle_kit.checkpoints.draft import write_draft
+from eagle_kit.kinds.kind import RowSampling
 from eagle_kit.kinds.registry import kind_of
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.row_drop import RowDrop, anchors_of
@@ -22,7 +23,8 @@ from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward, ttt_forward_backward
 
 STEPS = 5
-COD, ANCHORS = RowDrop(0.7, 0.3, seed=1, step=2), RowDrop(1.0, 1.0, seed=1, step=2, most=4)
+COD = RowDrop(RowSampling(0.7, 0.3), seed=1, step=2)
+ANCHORS = RowDrop(RowSampling(most=4), seed=1, step=2)
 SLIDING = {"sliding_window": 7, "sliding_layers": (0, 2)}
 DSPARK = Objective({"ce": 0.1, "tv": 1.8}, confidence_weight=0.7)
 
@@ -50,7 +52,7 @@ CASES = {
     "dflash, text": Case(tiny_dflash, ANCHORS, objective=Objective({}, text_weight=1.0)),
     "dflash, text, own output": Case(
         tiny_dflash,
-        ANCHORS._replace(most=9),
+        ANCHORS._replace(sampling=RowSampling(most=9)),
         objective=Objective({}, text_weight=0.7),
         changes={"draft_vocab_size": 101, "num_layers": 1},
     ),
@@ -82,7 +84,8 @@ def batch_of(target, head, drop: RowDrop | None = None, *, ids=None, rule: str =
     ids, steps = own if ids is None else ids, head.most_steps or STEPS
     shares = uniforms = most = None
     if drop is not None:
-        shares, uniforms, most = drop.shares(steps), drop.uniforms([3], [len(ids)]), drop.most
+        shares, most = drop.sampling.shares(steps), drop.sampling.most
+        uniforms = drop.uniforms([3], [len(ids)])
     plan = plan_row(reply, doc_start, steps, rule, shares, uniforms, most)
     features = capture_features(target, ids, doc_start, head.capture, plan.needed)
     weights = [torch.full((n,), 0.9**k) for k, n in enumerate(plan.counts)]
@@ -212,8 +215,8 @@ def test_a_draft_depends_on_nothing_behind_it(target, name):
 
 def test_rows_are_dropped_at_the_published_shares_and_nested():
     reply, start = torch.zeros(20000, dtype=torch.int64), torch.zeros(20000, dtype=torch.int64)
-    drop = RowDrop(0.8, 0.5, seed=0, step=0)
-    plan = plan_row(reply, start, 5, "serving", drop.shares(5), drop.uniforms([0], [20000]))
+    drop = RowDrop(RowSampling(0.8, 0.5), seed=0, step=0)
+    plan = plan_row(reply, start, 5, "serving", drop.sampling.shares(5), drop.uniforms([0], [20000]))
     for depth, share in enumerate((1.0, 0.8, 0.64, 0.512, 0.5)):
         assert plan.counts[depth] / 20000 == pytest.approx(share, abs=0.01)
     for before, after in zip(plan.rows, plan.rows[1:], strict=False):
@@ -242,16 +245,22 @@ def test_anchors_are_others_in_every_step_and_the_same_at_all_depths(target):
     assert not torch.equal(plans[0].rows[0], plans[1].rows[0])
     for plan in plans:
         counts = torch.unique(plan.doc_start[plan.rows[0]], return_counts=True)[1]
-        assert counts.max() == ANCHORS.most
+        assert counts.max() == ANCHORS.sampling.most
         for rows in plan.rows[1:]:
             assert torch.isin(rows, plan.rows[0]).all()
 
 
 LEARNING = {
     "p-eagle": (tiny_p_eagle, 60, COD, Objective(), {"draft_vocab_size": 131}),
-    "dflash": (tiny_dflash, 110, ANCHORS._replace(most=16), Objective(), {}),
-    "dflash, D-PACE": (tiny_dflash, 110, ANCHORS._replace(most=16), Objective(dpace_alpha=0.5), {}),
-    "dspark": (tiny_dspark, 110, ANCHORS._replace(most=16), DSPARK, {"block_size": 5}),
+    "dflash": (tiny_dflash, 110, ANCHORS._replace(sampling=RowSampling(most=16)), Objective(), {}),
+    "dflash, D-PACE": (
+        tiny_dflash,
+        110,
+        ANCHORS._replace(sampling=RowSampling(most=16)),
+        Objective(dpace_alpha=0.5),
+        {},
+    ),
+    "dspark": (tiny_dspark, 110, ANCHORS._replace(sampling=RowSampling(most=16)), DSPARK, {"block_size": 5}),
 }
 
 
@@ -289,7 +298,7 @@ def test_matches_of_dropped_rows_are_estimated(target, learned):
     head, *_ = learned
     with torch.no_grad():
         exact = ttt_forward(head, batch_of(target, head)).leading
-        drops = (RowDrop(0.5, 0.3, 0, step) for step in range(80))
+        drops = (RowDrop(RowSampling(0.5, 0.3), 0, step) for step in range(80))
         draws = [ttt_forward(head, batch_of(target, head, drop)).leading for drop in drops]
     mean = torch.stack(draws).mean(0)
     assert exact.min() >= 4 and mean[0] == exact[0]

@@ -7,7 +7,9 @@ import torch
 from tiny import packed_row, tiny_head, tiny_target
 
 from eagle_kit.kernels.rope.reference import rotate
+from eagle_kit.kinds.kind import RowSampling
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
+from eagle_kit.train.algorithm.row_drop import RowDrop
 from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
@@ -47,8 +49,11 @@ def row_loss(loss, distribution, words, log_q):
     }[loss]
 
 
-def dense_oracle(head, target, ids, reply, doc_start, features, step_weights, loss="ce", rows="serving"):
-    """EAGLE-3's published training step: all rows at every step, T x (T + k) masks, shifted inputs."""
+def dense_oracle(
+    head, target, ids, reply, doc_start, features, step_weights, loss="ce", rows="serving", kept=None
+):
+    """EAGLE-3's published training step: all rows at every step, T x (T + k) masks, shifted inputs; of the
+    losses those of rows in ``kept [K, T]``."""
     length = ids.shape[0]
     position = torch.arange(length) - doc_start
     same = doc_start[:, None] == doc_start[None]
@@ -87,7 +92,7 @@ def dense_oracle(head, target, ids, reply, doc_start, features, step_weights, lo
         theirs = published_mask(reply, doc_start, k)
         for i in range(length - 2 - k):
             ours = reply[i + 1] >= 0 and reply[i + 1] == reply[i + 2 + k]
-            if ours if rows == "serving" else theirs[i]:
+            if (ours if rows == "serving" else theirs[i]) and (kept is None or kept[k, i]):
                 count += 1
                 teacher = full[i + 1 + k]
                 if head.t2d[teacher.argmax()]:
@@ -98,25 +103,33 @@ def dense_oracle(head, target, ids, reply, doc_start, features, step_weights, lo
 
 
 @pytest.mark.parametrize(
-    ("flags", "loss", "rows"),
+    ("flags", "loss", "rows", "ratio"),
     [
-        ({}, "ce", "serving"),
-        ({"fc_norm": True, "norm_output": True}, "ce", "serving"),
-        ({"norm_before_residual": True}, "ce", "serving"),
-        ({"sliding_window": STEPS + 3}, "ce", "serving"),
-        ({}, "ce", "published"),
-        ({}, "kl", "serving"),
-        ({}, "reverse-kl", "serving"),
-        ({}, "tv", "published"),
-        ({}, "lk-alpha", "serving"),
-        ({}, "lk-hybrid", "serving"),
+        ({}, "ce", "serving", None),
+        ({"fc_norm": True, "norm_output": True}, "ce", "serving", None),
+        ({"norm_before_residual": True}, "ce", "serving", None),
+        ({"sliding_window": STEPS + 3}, "ce", "serving", None),
+        ({}, "ce", "published", None),
+        ({}, "kl", "serving", None),
+        ({}, "reverse-kl", "serving", None),
+        ({}, "tv", "published", None),
+        ({}, "lk-alpha", "serving", None),
+        ({}, "lk-hybrid", "serving", None),
+        ({"norm_output": True}, "ce", "serving", 0.8),
+        ({}, "ce", "published", 0.8),
     ],
 )
-def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows):
+def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio):
+    """With a ``ratio`` rows are left out of later steps, and the losses that are left are what they were."""
     target = tiny_target()
     head, oracle = tiny_head(target, 101, **flags), tiny_head(target, 101, **flags)
     ids, reply, doc_start = packed_row()
-    plan = plan_row(reply, doc_start, STEPS, rows)
+    drop, kept = None if ratio is None else RowDrop(RowSampling(ratio, 0.2), seed=1, step=2), None
+    drawn = (None, None)
+    if drop is not None:
+        drawn = drop.sampling.shares(STEPS), drop.uniforms([3], [len(ids)])
+        kept = torch.stack([drawn[1] < ratio**k for k in range(STEPS)])
+    plan = plan_row(reply, doc_start, STEPS, rows, *drawn)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)
     weights = [0.8**k for k in range(STEPS)]
     rows_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
@@ -127,9 +140,10 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows):
         ),
         Objective.of(loss, ETA, head, target.head_weight),
     )
-    total, per_step = dense_oracle(oracle, target, ids, reply, doc_start, features, weights, loss, rows)
+    total, per_step = dense_oracle(oracle, target, ids, reply, doc_start, features, weights, loss, rows, kept)
     total.backward()
     assert plan.counts == [count for _, count, _ in per_step] and min(plan.counts) > 5
+    assert drop is None or plan.counts[-1] < 0.6 * plan_row(reply, doc_start, STEPS, rows).counts[-1]
     assert result.matches.tolist() == [hits for _, _, hits in per_step]
     torch.testing.assert_close(
         result.losses, torch.stack([t.detach() for t, _, _ in per_step]), rtol=1e-5, atol=1e-4

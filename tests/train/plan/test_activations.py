@@ -11,6 +11,7 @@ from tiny import randomise, tiny_target
 from tiny_mixtures import v3
 
 from eagle_kit.kernels.backend import triton_available, use
+from eagle_kit.kinds.kind import RowSampling
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
@@ -54,8 +55,8 @@ class Row:
         reply[: tokens // 4] = -1
         drop = ()
         if config.block_rows(steps):  # anchors have gaps between them
-            every = RowDrop(1.0, 1.0, seed=0, step=0, most=tokens // 8)
-            drop = every.shares(steps), every.uniforms([0], [tokens]), every.most
+            every = RowDrop(RowSampling(most=tokens // 8), seed=0, step=0)
+            drop = every.sampling.shares(steps), every.uniforms([0], [tokens]), every.sampling.most
         self.plan = plan_row(reply, torch.zeros_like(reply), steps, "serving", *drop)
 
         def random(rows, size):

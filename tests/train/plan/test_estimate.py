@@ -9,7 +9,7 @@ from eagle_kit.models.heads.dflash import DFlashConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops
+from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops, later_share
 from eagle_kit.train.plan.estimate import Session, make_estimate, measure_matmul_rate
 from eagle_kit.train.plan.sizes import head_sizes, num_weights
 
@@ -82,6 +82,27 @@ def test_arithmetic_of_a_layer_behind_the_first_is_that_of_all_rows_of_all_steps
     work = Workload(128, 70, 5, 0)
     matrices = 48 * (48 + 32) + 48 * 48 + 3 * 48 * 100
     assert head_flops(three, work) - head_flops(two, work) == 6 * (128 + 4 * 70) * matrices
+
+
+@pytest.mark.parametrize("config_class", [Eagle3Config, PEagleConfig])
+def test_arithmetic_of_later_steps_is_that_of_the_rows_that_are_kept(config_class) -> None:
+    draft = config_class.for_target(TARGET, 64)
+    all_rows, some, first = (
+        head_flops(draft, Workload(128, 70, steps, 40, later))
+        for steps, later in ((5, None), (5, 1.2), (1, None))
+    )
+    assert some - first == pytest.approx(1.2 / 4 * (all_rows - first))
+
+
+def test_a_config_says_how_many_rows_later_steps_have() -> None:
+    def later(**settings: object) -> float:
+        data = DataConfig(source="c.jsonl")
+        return later_share(TrainConfig(target="t", output_dir="o", data=data, **settings))
+
+    assert later(training={"ttt_length": 5}) == 4
+    assert later(training={"ttt_length": 5, "down_sample_ratio": 0.5}) == 0.5 + 0.25 + 0.2 + 0.2
+    published = later(head={"kind": "p-eagle"}, training={"ttt_length": 8})
+    assert published == pytest.approx(0.8 + 0.64 + 0.512 + 0.4096 + 0.32768 + 0.262144 + 0.2097152)
 
 
 def test_arithmetic_of_a_layer_over_blocks_is_keys_of_the_text_and_rows_of_the_blocks() -> None:
