@@ -12,13 +12,17 @@ Beside any of them: ``id``, ``category``, ``system`` (text), ``tools`` (a list o
 ``chat_template_kwargs`` (an object or its JSON text), ``finish_reasons`` of regenerated replies.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_kit.core.errors import shown
+from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.messages import (
     KNOWN_KEYS,
+    REASONING,
     ChatPrompt,
     Message,
     Tool,
@@ -87,9 +91,13 @@ def to_conversation(record: Any, where: str) -> Conversation:
     messages = [read_message(turn) for turn in turns]
     for turn in turns:
         for key in sorted({str(k) for k, v in turn.items() if v is not None} - KNOWN_KEYS):
-            remarks[f"the key {key!r} of a message is not read"] = None
-    if isinstance(system := record.get("system"), str) and system.strip():
-        messages.insert(0, {"role": "system", "content": system})
+            remarks[f"the key {shown(key)} of a message is not read"] = None
+        if len({json.dumps(turn[name]) for name in REASONING if turn.get(name)}) > 1:
+            remarks["of several thoughts of a message one is read"] = None
+    if not isinstance(system := record.get("system") or "", str):
+        raise Unusable("a system that is not text")
+    if system.strip() and messages[:1] != [said := {"role": "system", "content": system}]:
+        messages.insert(0, said)
     regenerated = "finish_reasons" in record
     if tools and not regenerated:  # calls that the target wrote stay as it wrote them
         messages = _structured(messages, remarks)
@@ -98,23 +106,49 @@ def to_conversation(record: Any, where: str) -> Conversation:
     kept = _from_first_user(messages)
     if len(kept) < len(messages):
         remarks["it begins with a reply, which is left out"] = None
-    reasons, category = record.get("finish_reasons") or ["stop"], record.get("category")
-    return Conversation(
+    category = record.get("category", "")
+    if not isinstance(category, str):
+        remarks["a category that is not text is not read"], category = None, ""
+    conversation = Conversation(
         str(record.get("id", where)),
         kept,
         where,
         tools,
         _template_kwargs(record.get("chat_template_kwargs", {})),
-        complete=reasons[-1] in WHOLE,
+        complete=_is_complete(record.get("finish_reasons")),
         regenerated=regenerated,
         from_start=len(kept) == len(messages),
-        category=category if isinstance(category, str) else "",
+        category=category,
         remarks=tuple(remarks),
     )
+    _check_json(conversation)
+    return conversation
+
+
+def _is_complete(reasons: Any) -> bool:
+    """True unless the last of ``finish_reasons`` says that a reply was cut."""
+    if not (isinstance(reasons, list | None) and all(isinstance(each, str) for each in reasons or ())):
+        raise Unusable("finish_reasons that are not a list of texts")
+    return not reasons or reasons[-1] in WHOLE
+
+
+def _check_json(conversation: Conversation) -> None:
+    """Raise :class:`Unusable` for what cannot be written: values of Arrow that JSON does not have, such as
+    dates, and half characters."""
+    about = [conversation.id, conversation.category, conversation.messages, conversation.tools]
+    try:
+        text = json.dumps([*about, dict(conversation.chat_template_kwargs)], ensure_ascii=False)
+    except TypeError as error:
+        raise Unusable(f"a value that JSON does not have ({error})") from None
+    if not is_unicode(text):
+        raise Unusable("half a character (a lone surrogate)")
 
 
 def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
     """Turns of a record with the keys of OpenAI's messages."""
+    record = {
+        key: _list(value) if key in ("conversations", "messages") else value for key, value in record.items()
+    }
     if isinstance(found := record.get("conversations"), list):
         turns = []
         for turn in _dicts(found):
@@ -137,6 +171,11 @@ def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
             return _dicts([*prompt, *completion])
         return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     raise Unusable("no conversations, messages, query and answers, or prompt and completion")
+
+
+def _list(value: Any) -> Any:
+    """Turns, which some sets keep as JSON text."""
+    return parse_json_text(value, "turns that are not JSON") if isinstance(value, str) else value
 
 
 def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
@@ -171,6 +210,8 @@ def _structured(messages: list[Message], remarks: dict[str, None]) -> list[Messa
             calls = read_calls([call._asdict() for call in parts.calls])
             found.append(message | {"content": parts.content.strip(), "tool_calls": calls})
         elif role == "tool" and (results := RESULT.findall(text)):
+            if RESULT.sub("", text).strip():
+                remarks["text beside a <tool_response> is left out"] = None
             found += [message | {"content": result} for result in results]
         else:
             found.append(message)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_kit.core.errors import shown
 from eagle_kit.core.files import is_unicode
 
 Message = dict[str, Any]
@@ -36,6 +37,7 @@ ROLES = {
     "tool": "tool",
     "function": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
     "observation": "tool",
     "ipython": "tool",
 }
@@ -81,23 +83,21 @@ def read_message(turn: Any) -> Message:
     turn = {key: value for key, value in turn.items() if value is not None}
     role = turn.get("role")
     if not isinstance(role, str) or role.lower() not in ROLES:
-        raise Unusable(f"unknown role {role!r}")
+        raise Unusable(f"unknown role {shown(role)}")
     calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if role.lower() in CALLERS:
         calls, turn = parse_json_text(turn.get("content"), "a call that is not JSON"), {**turn, "content": ""}
-    message: Message = {
-        "role": ROLES[role.lower()],
-        "content": _text(turn.get("content", "" if calls else None)),
-    }
+    content = turn.get("content") or "" if calls else turn.get("content")
+    message: Message = {"role": ROLES[role.lower()], "content": _text(content)}
     if thought := next((turn[name] for name in REASONING if turn.get(name)), None):
-        message["reasoning_content"] = _text(thought)
+        message["reasoning_content"] = _text(thought, "reasoning")
     if calls:
         message["tool_calls"] = read_calls(calls)
     if (calls or "reasoning_content" in message) and message["role"] != "assistant":
         raise Unusable(f"a turn of the {message['role']} with tool calls or reasoning")
     for name in ("tool_call_id", "name", "generated"):
         if name in turn:
-            message[name] = _text(turn[name])
+            message[name] = _text(turn[name], name)
     return message
 
 
@@ -138,7 +138,11 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unusable("a tool without a name")
-        if isinstance(parameters := function.get("parameters"), dict):
+        if (parameters := function.get("parameters")) is not None:
+            if isinstance(parameters, str):  # a column of Parquet, which has no place for schemas that differ
+                parameters = parse_json_text(parameters, "parameters of a tool that are not JSON")
+            if not isinstance(parameters, dict):
+                raise Unusable("parameters of a tool that are not an object")
             function = {**function, "parameters": _json_schema(parameters)}
         found.append({"type": "function", "function": {k: v for k, v in function.items() if k != "type"}})
     return tuple(found)
@@ -170,12 +174,12 @@ def parse_json_text(text: Any, problem: str) -> Any:
         raise Unusable(problem) from None
 
 
-def _text(content: Any) -> str:
-    """Text, or the texts of parts joined by line ends."""
+def _text(content: Any, what: str = "content") -> str:
+    """Text, or the texts of parts joined by line ends; ``what`` names it in the reason."""
     if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise Unusable("a turn whose content is not text")
+        raise Unusable(f"a turn whose {what} is not text")
     if not is_unicode(content):
         raise Unusable("a turn with half a character (a lone surrogate)")
     return content

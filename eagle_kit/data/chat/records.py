@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import MAX_TEXT, json_problem, parse_json
@@ -22,6 +22,8 @@ READ_SIZE = 1 << 20
 LONGEST_WORD = 12
 """Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
 the end of what was read may be nothing but that end."""
+BETWEEN = re.compile(r"[ \t\r\n,]*")
+"""What may stand before an object of a list, a comma too many included."""
 NOT_UTF_8 = re.compile("[\udc80-\udcff]")
 """Result of ``surrogateescape`` for bytes that are not UTF-8."""
 
@@ -47,10 +49,24 @@ class SkipLog:
         """Skipped records by reason."""
         return Counter(reason for _, reason in self.rows)
 
+    def reasons(self, most: int = 3) -> str:
+        """The ``most`` frequent reasons with their counts; empty where nothing was skipped."""
+        counts = self.counts.most_common()
+        others = sum(count for _, count in counts[most:])
+        found = [f"{shortened(reason)} ({count})" for reason, count in counts[:most]]
+        return "; ".join(found + ([f"other reasons ({others})"] if others else []))
+
     def write(self, path: Path) -> None:
         """List every skipped record, one a line, with the notes at the top."""
-        lines = [f"# {note}" for note in self.notes] + [f"{where}\t{reason}" for where, reason in self.rows]
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = [f"# {note}" for note in self.notes]
+        lines += [f"{where}\t{' '.join(reason.split())}" for where, reason in self.rows]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
+
+
+def shortened(text: str) -> str:
+    """Text on one line of at most 200 characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Conversation]:
@@ -92,20 +108,29 @@ def _records(source: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 
 def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    if path.is_dir():
+        raise UserError(f"The data file {path} is a folder.", f"Name its files, or give datasets:{path}.")
     if not path.is_file():
-        raise UserError(f"The data file {path} does not exist.", "Check the path given as data.source.")
+        raise UserError(f"The data file {path} does not exist.", "Check its path.")
     readers = {".json": _json_records, ".jsonl": _jsonl_records, ".parquet": _parquet_records}
     reader = readers.get(path.suffix)
     if reader is None:
         raise UserError(f"The data file {path} has the ending {path.suffix!r}.", f"Use {', '.join(readers)}.")
-    yield from reader(path, skipped)
+    try:
+        yield from reader(path, skipped)
+    except OSError as error:
+        raise UserError(
+            f"The data file {path} cannot be read: {error.strerror or error}.", "Check its disk and rights."
+        ) from error
 
 
 def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
+            where = f"{path}, line {number},"
+            if len(line) == MAX_TEXT and not line.endswith(b"\n"):
+                raise UserError(f"{where} has more than {MAX_TEXT >> 20} MiB.", "Remove that line.")
             if line.strip():
-                where = f"{path}, line {number},"
                 yield f"{path.name}:{number}", parse_json(line, where, "Repair or remove that line.")
 
 
@@ -123,15 +148,16 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                 f"{path} is not a JSON list.", "Give a list of objects, or one object a line as .jsonl."
             )
         line += buffer.count("\n", 0, start)
-        buffer = buffer[start + 1 :]
+        place = start + 1  # from where on the buffer is not read yet
         while True:
-            rest = buffer.lstrip(" \t\r\n,")
-            line += buffer.count("\n", 0, len(buffer) - len(rest))
-            buffer = rest
-            if buffer.startswith("]"):
-                return
+            found = BETWEEN.match(buffer, place)
+            assert found is not None
+            line += buffer.count("\n", place, found.end())
+            place = found.end()
+            if buffer.startswith("]", place):
+                return _check_end(path, buffer[place + 1 :], file, line)
             try:
-                record, end = decoder.raw_decode(buffer)
+                record, end = decoder.raw_decode(buffer, place)
             except (ValueError, RecursionError) as error:
                 where = f"{path}, record {count + 1} from line {line},"
                 if not isinstance(error, json.JSONDecodeError):  # nesting, or digits, that Python cannot hold
@@ -141,17 +167,18 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                     not error.msg.startswith("Unterminated string") and error.pos < len(buffer) - LONGEST_WORD
                 )
                 if whole:
+                    at = line + buffer.count("\n", place, error.pos)
                     raise UserError(
-                        f"{path}, line {line + error.lineno - 1}, is not JSON ({error.msg}).",
+                        f"{path}, line {at}, is not JSON ({error.msg}).",
                         f"Repair or remove record {count + 1}.",
                     ) from None
-                if len(buffer) > MAX_TEXT:
+                if len(buffer) - place > MAX_TEXT:
                     raise UserError(
                         f"{where} has more than {MAX_TEXT >> 20} MiB.", "Remove that record."
                     ) from None
-                more = file.read(max(READ_SIZE, len(buffer)))
+                more = file.read(max(READ_SIZE, len(buffer) - place))
                 if more:
-                    buffer += more
+                    buffer, place = buffer[place:] + more, 0
                     continue
                 if count == 0:
                     raise UserError(
@@ -159,15 +186,28 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                     ) from None
                 skipped.notes.append(f"{path.name} is cut off after {count} whole conversations")
                 return
-            if NOT_UTF_8.search(buffer, 0, end):
+            if NOT_UTF_8.search(buffer, place, end):
                 raise UserError(
                     f"{path}, record {count + 1} from line {line}, is not UTF-8.",
                     "Save the file as UTF-8, or remove that record.",
                 )
-            line += buffer.count("\n", 0, end)
-            buffer = buffer[end:]
+            line += buffer.count("\n", place, end)
+            place = end
             count += 1
             yield f"{path.name}#{count}", record
+
+
+def _check_end(path: Path, rest: str, file: TextIO, line: int) -> None:
+    """Raise UserError where text follows the list, such as another list, whose records would be lost."""
+    while rest and not rest.strip():
+        line += rest.count("\n")
+        rest = file.read(READ_SIZE)
+    if rest:
+        line += rest.count("\n", 0, len(rest) - len(rest.lstrip()))
+        raise UserError(
+            f"{path} has more behind its list, from line {line} on.",
+            "Put all objects into one list, or write one a line as .jsonl.",
+        )
 
 
 def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
@@ -176,9 +216,9 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet as pq
     except ImportError:
         raise _not_installed("pyarrow") from None
+    number = 0
     try:
         batches = pq.ParquetFile(path).iter_batches()
-        number = 0
         while (batch := next(batches, None)) is not None:
             for record in batch.to_pylist():
                 number += 1
@@ -186,6 +226,10 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file ({error}).", "Copy it again from its source."
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(
+            f"{path} has text that is not UTF-8 behind record {number}.", "Write the file again in UTF-8."
         ) from None
 
 

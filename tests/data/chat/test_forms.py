@@ -168,6 +168,43 @@ def test_prompts_and_completions_may_be_messages_and_a_column_may_be_the_system(
     )
 
 
+def test_turns_and_parameters_of_tools_may_be_json_text() -> None:
+    """As Toucan keeps its messages, and files of Parquet the schemas of tools, which differ."""
+    tool = FUNCTION | {"parameters": json.dumps(PARAMETERS)}
+    turns = [
+        AGENT[0],
+        {"role": "tool_call", "content": json.dumps({"name": "weather", "arguments": '{"city": "Oslo"}'})},
+        {"role": "tool_response", "content": '{"rain": true}'},
+        AGENT[3],
+    ]
+    found = to_conversation({"messages": json.dumps(turns), "tools": [tool]}, "x")
+    assert found.messages == AGENT and found.tools == (TOOL,)
+
+
+def test_a_system_column_that_repeats_the_system_message_is_one_message() -> None:
+    system = {"role": "system", "content": "Be kind."}
+    record = {"messages": [system, AGENT[0], AGENT[3]], "system": "Be kind."}
+    assert to_conversation(record, "x").messages == (system, AGENT[0], AGENT[3])
+
+
+def test_content_of_no_parts_beside_calls_is_empty() -> None:
+    assert read_message(SAID | {"content": []}) == SAID
+    with pytest.raises(Unusable, match="content is not text"):
+        read_message({"role": "assistant", "content": []})
+
+
+def test_parts_of_records_that_are_not_read_are_named() -> None:
+    late = {"from": "tool", "value": "<tool_response>1</tool_response> and more"}
+    said = AGENT[3] | {"reasoning": "one", "thinking": "another"}
+    record = {"conversations": [*HERMES["conversations"][:3], late, said], "tools": [TOOL], "category": 3}
+    assert set(to_conversation(record, "x").remarks) >= {
+        "text beside a <tool_response> is left out",
+        "of several thoughts of a message one is read",
+        "a category that is not text is not read",
+    }
+    assert not to_conversation({"messages": [AGENT[0], said | {"thinking": "one"}]}, "x").remarks
+
+
 def test_template_arguments_are_read_and_unknown_keys_of_messages_are_named() -> None:
     turns = [AGENT[0], AGENT[3] | {"weight": 0}]
     found = to_conversation({"messages": turns, "chat_template_kwargs": '{"enable_thinking": false}'}, "x")
@@ -204,6 +241,18 @@ def test_template_arguments_are_read_and_unknown_keys_of_messages_are_named() ->
             },
             "a <tool_call> that cannot be read",
         ),
+        ({"messages": "oops"}, "turns that are not JSON"),
+        *((OPENAI | {name: "\ud83d"}, "half a character") for name in ("id", "category")),
+        (OPENAI | {"chat_template_kwargs": {"\ud83d": 1}}, "half a character"),
+        (
+            OPENAI | {"tools": [{"name": "f", "parameters": [1]}]},
+            "parameters of a tool that are not an object",
+        ),
+        (OPENAI | {"system": ["Be kind."]}, "a system that is not text"),
+        (OPENAI | {"finish_reasons": "stop"}, "finish_reasons that are not a list"),
+        (OPENAI | {"finish_reasons": {"1": "stop"}}, "finish_reasons that are not a list"),
+        ({"messages": [AGENT[0] | {"name": 5}]}, "a turn whose name is not text"),
+        ({"messages": [{"role": "x" * 999}]}, r"unknown role 'x{50,60}\.\.\.$"),
     ],
 )
 def test_records_with_broken_calls_say_why(record: dict[str, Any], reason: str) -> None:

@@ -2,6 +2,8 @@
 refused."""
 
 import json
+import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +197,12 @@ def test_json_damaged_in_the_middle_is_refused_with_its_line(tmp_path: Path) -> 
         ("chats.json", '{"messages": []}', "is not a JSON list"),
         ("chats.json", "", "is not a JSON list"),
         ("chats.json", '[{"messages"', "is not JSON"),
+        (
+            "chats.json",
+            f"[{json.dumps(MESSAGES)}]\n\n[{json.dumps(MESSAGES)}]",
+            "more behind its list, from line 3",
+        ),
+        ("chats.json", f"[{json.dumps(MESSAGES)}],", "more behind its list, from line 1"),
         ("chats.jsonl", json.dumps(MESSAGES) + "\n\n{oops\n", "line 3, is not JSON"),
         ("chats.jsonl", json.dumps([MESSAGES], indent=1), "line 1, is not JSON"),
         ("chats.parquet", "PAR1 but not really", "is not a Parquet file"),
@@ -217,6 +225,65 @@ def test_parquet_with_damaged_pages_is_refused(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UserError, match="is not a Parquet file"):
         read(path)
+
+
+def test_parquet_of_text_that_is_not_utf_8_is_refused(tmp_path: Path) -> None:
+    pq, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    text = pa.array([b"caf\xe9"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": text, "completion": ["r"]}), tmp_path / "chats.parquet")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read(tmp_path / "chats.parquet")
+
+
+def test_values_that_json_does_not_have_make_a_record_unusable(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    call = {"function": {"name": "f", "arguments": {"day": datetime(2026, 1, 1)}}}
+    turns = [MESSAGES["messages"][-2], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    found, skipped = read(write(tmp_path / "chats.parquet", [{"messages": turns}]))
+    assert not found and "a value that JSON does not have" in skipped.rows[0][1]
+
+
+@pytest.mark.parametrize("name", ["disk.json", "disk.jsonl"])
+def test_a_file_that_the_disk_does_not_give_and_a_folder_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).symlink_to("/proc/self/mem")  # opens, and fails to be read
+    with pytest.raises(UserError, match=f"{name} cannot be read"):
+        read(tmp_path / name)
+    with pytest.raises(UserError, match="is a folder"):
+        read(tmp_path)
+
+
+def test_a_line_that_is_too_long_is_refused_with_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_TEXT", 400)
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps(MESSAGES)}\n{json.dumps(MESSAGES | {'id': 'x' * 400})}\n")
+    with pytest.raises(UserError, match="line 2, has more than"):
+        read(path)
+
+
+def test_small_objects_behind_an_enormous_one_take_no_longer_than_before_it(tmp_path: Path) -> None:
+    """None of them moves what is left of the text: 50,000 times 8 MB would be minutes."""
+    path = tmp_path / "chats.json"
+    enormous = json.dumps({"prompt": "x" * (9 << 20), "completion": "y"})
+    small = ",".join(['{"note": "' + "z" * 120 + '"}'] * 50_000)
+    path.write_text(f"[{enormous},{small}]")
+    started = time.process_time()
+    found, skipped = read(path)
+    assert len(found) == 1 and len(skipped.rows) == 50_000
+    assert time.process_time() - started < 30
+
+
+def test_reasons_are_one_line_each_and_can_be_written(tmp_path: Path) -> None:
+    skipped = SkipLog()
+    for number in range(5):
+        skipped.add("a:1", f"the template says\n{number} \ud800")
+    skipped.add("a:2", "the template says\n0 \ud800")
+    skipped.write(tmp_path / "skipped.txt")
+    lines = (tmp_path / "skipped.txt").read_text().splitlines()
+    assert lines[0] == "a:1\tthe template says 0 \\ud800" and len(lines) == 6
+    assert skipped.reasons(2).startswith("the template says 0 \ud800 (2); the template says 1")
+    assert skipped.reasons(2).endswith("other reasons (3)")
 
 
 def test_bytes_that_are_not_utf_8_are_refused_with_the_line(tmp_path: Path) -> None:
