@@ -184,13 +184,19 @@ def _preview(args: argparse.Namespace) -> int:
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    conversations = conversations_of(config.data, SkipLog())
+    skipped = SkipLog()
+    conversations = conversations_of(config.data, skipped)
     chosen = next(islice(conversations, args.record, None), None)
+    unread = f"{len(skipped.rows)} records cannot be read: {skipped.reasons()}" if skipped.rows else ""
     if chosen is None:
         raise UserError(
-            f"{_listed(config)} has no conversation number {args.record}.",
-            "Give a smaller number, from 0.",
+            f"{_listed(config)} has no conversation number {args.record}{unread and f'; {unread}'}.",
+            "Give a smaller number, from 0."
+            if args.record
+            else "Correct its records, or name another source.",
         )
+    if unread:
+        print(f"note: before it, {unread}")
     remarks: Counter[str] = Counter()
     try:
         chats = tokenize_chat(tokenizer, chosen, config.data.max_length, remarks)
@@ -223,8 +229,7 @@ def _data(config: "TrainConfig") -> "PreparedData":
 def _prepare(args: argparse.Namespace) -> int:
     config = _config(args)
     data = _data(config)
-    for note in data.notes:
-        print(f"note           {note}")
+    _print_notes(data)
     listed = f", listed in {data.skip_file}" if data.num_skipped else ""
     share = 100 * data.num_supervised_tokens / max(data.num_tokens, 1)
     print(f"conversations  {data.num_conversations}, {data.num_skipped} skipped{listed}")
@@ -239,11 +244,20 @@ def _prepare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_notes(data: "PreparedData") -> None:
+    for note in data.notes:
+        print(f"note           {note}")
+    if data.num_skipped:
+        print(f"skipped        {data.skip_reasons}")
+
+
 def _mix(args: argparse.Namespace) -> int:
     from eagle_kit.train.run.mixture import describe_mixture
 
     config = _config(args)
-    print(describe_mixture(config, _data(config)))
+    data = _data(config)
+    _print_notes(data)
+    print(describe_mixture(config, data))
     return 0
 
 
@@ -310,7 +324,10 @@ def _regenerate(args: argparse.Namespace) -> int:
     if skipped:
         listing = args.out.with_suffix(".skipped.txt")
         report.skipped.write(listing)
-        print(f"{skipped} conversations were skipped, see {listing}", file=sys.stderr)
+        print(
+            f"{skipped} conversations were skipped, see {listing}: {report.skipped.reasons()}",
+            file=sys.stderr,
+        )
     for kind, counts in (("left out", report.left_out), ("shortened", report.shortened)):
         for reason, count in counts.items():
             print(f"{count} conversations were {kind}: {reason}", file=sys.stderr)
@@ -328,15 +345,21 @@ def _prompts(args: argparse.Namespace) -> int:
 
     if args.limit < 1 or args.skip < 0:
         raise UserError("--limit is below 1, or --skip below 0.", "Ask for at least one prompt.")
+    if args.out.is_dir():
+        raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
     check_writable(args.out.parent, "Give another file with --out.")
     skipped = SkipLog()
     conversations = islice(read_conversations(args.source, skipped=skipped), args.skip, None)
     made = list(islice(task_prompts(conversations, args.seed), args.limit))
+    unread = f"{len(skipped.rows)} records cannot be read: {skipped.reasons()}" if skipped.rows else ""
     if not made:
-        raise UserError(f"{args.source} gives no prompts behind --skip.", "Skip fewer, or name more chats.")
+        raise UserError(
+            f"{args.source} gives no prompts behind --skip{unread and f'; {unread}'}.",
+            "Skip fewer, or name more chats.",
+        )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(args.out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in made))
-    for note in skipped.notes:
+    for note in [*skipped.notes, *([unread] if unread else [])]:
         print(note, file=sys.stderr)
     counts = Counter(one["category"] for one in made)
     print(f"{args.out}: " + ", ".join(f"{counts[name]} {name}" for name in CATEGORIES) + ".")

@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import random
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -115,7 +116,7 @@ def load_task(name: str | Path) -> Task:
     try:
         data = path.read_bytes()
         data = gzip.decompress(data) if path.suffix == ".gz" else data
-    except (OSError, EOFError) as error:  # gzip's own error is an OSError
+    except (OSError, EOFError, zlib.error) as error:  # gzip's own error is an OSError
         raise UserError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).",
             "Check the file and its permissions.",

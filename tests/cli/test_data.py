@@ -40,6 +40,9 @@ def test_prepare_says_what_was_left_out_and_where_it_is_listed(
     assert "it begins with a reply, which is left out: 1 conversations of" in out
     listed = Path(out.partition("listed in ")[2].splitlines()[0])
     assert "no assistant turn" in listed.read_text()
+    assert "skipped        no assistant turn (1)" in out
+    assert main(["data", "mix", str(config), "training.max_steps=4"]) == 0
+    assert "skipped        no assistant turn (1)" in capsys.readouterr().out
 
 
 def test_preview_of_a_conversation_that_training_skips_says_why(
@@ -49,6 +52,25 @@ def test_preview_of_a_conversation_that_training_skips_says_why(
     assert "chats.jsonl:1: no assistant turn" in error(capsys)
     assert main(["data", "preview", str(config), "--record", "1"]) == 0
     assert "Yes." in capsys.readouterr().out
+
+
+def test_preview_and_prompts_say_what_they_could_not_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bad, some = tmp_path / "bad.jsonl", tmp_path / "some.jsonl"
+    bad.write_text('{"text": "?"}\n[]\n')
+    some.write_text('{"text": "?"}\n{"prompt": "Why?", "completion": "So."}\n')
+    assert main(["data", "preview", str(config), f"data.source={bad}"]) == 2
+    assert "2 records cannot be read: no conversations" in error(capsys)
+    assert main(["data", "preview", str(config), f"data.source={some}"]) == 0
+    assert "note: before it, 1 records cannot be read: no conversations" in capsys.readouterr().out
+    command = ["data", "prompts", "--limit", "1", "--source"]
+    assert main([*command, str(bad), "--out", str(tmp_path / "p.jsonl")]) == 2
+    assert "2 records cannot be read" in error(capsys)
+    assert main([*command, str(some), "--out", str(tmp_path / "p.jsonl")]) == 0
+    assert "1 records cannot be read" in capsys.readouterr().err
+    assert main([*command, str(some), "--out", str(tmp_path)]) == 2
+    assert f"{tmp_path} is a folder" in error(capsys)
 
 
 def test_vocab_writes_the_map_that_training_would_make(

@@ -234,6 +234,11 @@ def test_a_packed_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.gz").write_bytes(b"{}")
     with pytest.raises(UserError, match="cannot be read"):
         load_task(tmp_path / "a.jsonl.gz")
+    packed = bytearray(gzip.compress(b'{"prompt": "a"}\n' * 100))
+    packed[12:20] = b"\xff" * 8
+    (tmp_path / "a.jsonl.gz").write_bytes(packed)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_task(tmp_path / "a.jsonl.gz")
     (tmp_path / "a.json").write_text('[{"prompt": "a"}, {"turns": []}]')
     with pytest.raises(UserError, match="Record 2 of a.json"):
         load_task(tmp_path / "a.json")

@@ -6,7 +6,7 @@ Legend: n tokens of all conversations, T tokens of a row.
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -16,11 +16,11 @@ import numpy as np
 
 from eagle_kit.config.train import DataConfig, SourceConfig, template_variants
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import read_json, read_object, replacing, taking_turns
+from eagle_kit.core.files import read_json, read_object, read_text, replacing, taking_turns
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Unusable
 from eagle_kit.data.chat.packing import PackedRow, join, pack
-from eagle_kit.data.chat.records import SkipLog, package_file_size, read_conversations
+from eagle_kit.data.chat.records import SkipLog, package_file_size, read_conversations, reasons_of
 from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.data.chat.variants import draw_kwargs
@@ -37,6 +37,10 @@ FORMAT = 5
 """Raise when the arrays or the mask change, so that old caches are made anew."""
 MOST_CATEGORIES = 16
 """Categories of a source's records that are counted apart; where there are more, none is."""
+LONGEST_MODE = 20
+"""Characters of an argument of a chat template that tells modes apart."""
+Group = tuple[str, str, str]
+"""What a document is counted as: its source's name, its record's category, and its mode (:func:`_mode`)."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class PreparedData:
         heldout_prompts: token ids of the first turns of conversations that are in no row; of a mixture, the
             sources take turns.
         heldout_groups: the group of each, as a place in ``groups``.
-        groups: names of the groups that documents are counted in: their source, and the ``category`` of
-            their record where it has one.
+        groups: names of the groups that documents are counted in: their source, the ``category`` of their
+            record where it has one, and the arguments of the chat template where a source has several.
         parts: rows of the sources of a mixture, or of the only one.
         fingerprint: hash of data, tokenizer, template and settings.
     """
@@ -117,6 +121,12 @@ class PreparedData:
     def skip_file(self) -> Path:
         """The list of skipped records."""
         return self.folder / "skipped.txt"
+
+    @property
+    def skip_reasons(self) -> str:
+        """The most frequent reasons of skipped records, with their counts."""
+        lines = read_text(self.skip_file).splitlines()
+        return reasons_of(Counter(line.partition("\t")[2] for line in lines if not line.startswith("# ")))
 
     def equals(self, fingerprint: str) -> bool:
         """True when ``fingerprint`` names the same rows and prompts: by hash, or because the cache still has
@@ -219,12 +229,12 @@ def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bo
 
 @dataclass(frozen=True)
 class _Document:
-    """A conversation to learn from: where it comes from, the key of its first turns, its group's name, and
-    its rows."""
+    """A conversation to learn from: where it comes from, the key of its first turns, its group, and its
+    rows."""
 
     where: str
     turns: str
-    group: tuple[str, str]
+    group: Group
     chats: list[TokenizedChat]
 
 
@@ -240,13 +250,13 @@ class _Reader:
 
     def read(
         self, source: SourceConfig, num_heldout: int, progress: bool
-    ) -> tuple[list[_Document], list[tuple[tuple[str, str], list[int]]]]:
+    ) -> tuple[list[_Document], list[tuple[Group, list[int]]]]:
         """Documents of a source, and the group and prompt of ``num_heldout`` others, if there are as many."""
         from tqdm import tqdm
 
         limit = source.limit or self.settings.limit
         found: list[_Document] = []
-        heldout: list[tuple[tuple[str, str], list[int]]] = []
+        heldout: list[tuple[Group, list[int]]] = []
         bar = tqdm(
             _labelled(self.settings, source, self.skipped),
             total=limit * len(source.files) if limit else None,
@@ -262,7 +272,8 @@ class _Reader:
             except Unusable as reason:
                 self.skipped.add(conversation.where, str(reason))
                 continue
-            first, group = conversation.first_prompt, (label, conversation.category)
+            first = conversation.first_prompt
+            group = label, conversation.category, _mode(conversation.chat_template_kwargs)
             turns = ChatPrompt(first.messages, first.tools).key()
             may_hold = len(heldout) < num_heldout and conversation.from_start
             if may_hold and turns not in self.held_turns:
@@ -296,6 +307,17 @@ def name_of(source: str) -> str:
     return rest if kind in ("package", "datasets") and rest else Path(source).stem
 
 
+def _same_names(sources: Sequence[SourceConfig]) -> list[str]:
+    """Remarks about sources whose names do not tell them apart."""
+    own = ([source.name] if source.name else map(name_of, source.files) for source in sources)
+    counts = Counter(name for names in own for name in dict.fromkeys(names))
+    return [
+        f"{count} sources are named {name}, so that their accept lengths are one; data.mix can name them"
+        for name, count in counts.items()
+        if count > 1
+    ]
+
+
 def _check_length(source: SourceConfig, length: int) -> None:
     if source.min_tokens is not None and length < source.min_tokens:
         raise Unusable(f"fewer tokens than the source's min_tokens, {source.min_tokens}")
@@ -319,6 +341,7 @@ def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -
         kept.append([document for document in found if document.turns not in reader.held_turns])
     skipped.note_counts(reader.remarks, ", ".join(file for source in sources for file in source.files))
     names = [", ".join(source.files) for source in sources]
+    skipped.notes += _same_names(sources)
     for name, documents in zip(names, kept, strict=True):
         _check_mask([chat for document in documents for chat in document.chats], name, skipped)
     heldout = [one for turn in zip_longest(*(held for _, held in read)) for one in turn if one is not None]
@@ -360,14 +383,28 @@ def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
-def _groups(found: list[tuple[str, str]]) -> dict[tuple[str, str], str]:
-    """Name of the group of every (source, category): both, or the source alone where its records have no
-    category or too many."""
-    counts = Counter(label for label, _ in dict.fromkeys(found))
-    return {
-        (label, category): f"{label}: {category}" if category and counts[label] <= MOST_CATEGORIES else label
-        for label, category in dict.fromkeys(found)
-    }
+def _mode(kwargs: Mapping[str, Any]) -> str:
+    """The short ones of a chat template's arguments, such as ``enable_thinking=false``."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in kwargs.items()}
+    return ", ".join(f"{name}={text}" for name, text in sorted(texts.items()) if len(text) <= LONGEST_MODE)
+
+
+def _groups(found: list[Group]) -> dict[Group, str]:
+    """Name of every group: its source, its category, and its mode where the source has several; the source
+    and the mode, or the source alone, where that would be too many."""
+    names: dict[Group, str] = {}
+    for label in dict.fromkeys(label for label, _, _ in found):
+        mine = {group: group[1:] for group in found if group[0] == label}
+        if len({mode for _, mode in mine.values()}) == 1:
+            mine = {group: (category, "") for group, (category, _) in mine.items()}
+        if len(set(mine.values())) > MOST_CATEGORIES:
+            mine = {group: ("", mode) for group, (_, mode) in mine.items()}
+        if len(set(mine.values())) > MOST_CATEGORIES:
+            mine = dict.fromkeys(mine, ("", ""))
+        for group, told in mine.items():
+            details = ", ".join(filter(None, told))
+            names[group] = f"{label}: {details}" if details else label
+    return names
 
 
 def conversations_of(settings: DataConfig, skipped: SkipLog) -> Iterator[Conversation]:
@@ -385,7 +422,7 @@ def _first_prompt(tokenizer: Any, prompt: ChatPrompt, max_length: int) -> list[i
 
 def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> None:
     if not chats:
-        reasons = "; ".join(f"{reason} ({count})" for reason, count in skipped.counts.most_common(3))
+        reasons = skipped.reasons()
         raise UserError(
             f"No conversation of {source} can be trained on{f': {reasons}' if reasons else ''}.",
             "Look at a record with eagle-kit data preview, or hold out fewer conversations.",

@@ -49,12 +49,9 @@ class SkipLog:
         """Skipped records by reason."""
         return Counter(reason for _, reason in self.rows)
 
-    def reasons(self, most: int = 3) -> str:
-        """The ``most`` frequent reasons with their counts; empty where nothing was skipped."""
-        counts = self.counts.most_common()
-        others = sum(count for _, count in counts[most:])
-        found = [f"{shortened(reason)} ({count})" for reason, count in counts[:most]]
-        return "; ".join(found + ([f"other reasons ({others})"] if others else []))
+    def reasons(self) -> str:
+        """See :func:`reasons_of`."""
+        return reasons_of(self.counts)
 
     def write(self, path: Path) -> None:
         """List every skipped record, one a line, with the notes at the top."""
@@ -63,8 +60,16 @@ class SkipLog:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
 
 
-def shortened(text: str) -> str:
-    """Text on one line of at most 200 characters."""
+def reasons_of(counts: Counter[str], most: int = 3) -> str:
+    """The ``most`` frequent reasons with their counts, on one line; empty where there is none."""
+    ordered = counts.most_common()
+    found = [f"{_short(reason)} ({count})" for reason, count in ordered[:most]]
+    if others := sum(count for _, count in ordered[most:]):
+        found.append(f"other reasons ({others})")
+    return "; ".join(found)
+
+
+def _short(text: str) -> str:
     text = " ".join(text.split())
     return text if len(text) <= 200 else f"{text[:197]}..."
 

@@ -27,6 +27,7 @@ TAG = re.compile(r"\A\s*<think>\n?")
 NO_PLACE = "reasoning that the chat template has no place for is left out"
 ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
 TOO_LATE = "replies beyond max_length are left out"
+CUT = "a reply is cut at max_length"
 OTHERWISE = "regenerated replies that the chat template renders otherwise are left out"
 EMPTY_END = "empty replies at the end are left out"
 
@@ -85,6 +86,8 @@ def tokenize_chat(
         turned = (_encode_turn(tokenizer, row.text, *span) for span in row.spans)
         chats += turned if chat is None else [chat]
     num_replies = sum(int(chat.reply.max()) + 1 for chat in chats)
+    if any(len(chat.ids) > max_length and chat.reply[max_length] >= 0 for chat in chats):
+        noted[CUT] = 1
     chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length]) for chat in chats]
     chats = [chat for chat in chats if (chat.reply >= 0).any()]
     if not chats:

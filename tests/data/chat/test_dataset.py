@@ -370,7 +370,47 @@ def test_records_of_many_categories_are_counted_by_their_source(tmp_path: Path, 
     assert data.groups == ["many"]
 
 
+def test_sources_of_one_name_are_noted(tmp_path: Path, tokenizer: Any) -> None:
+    files = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        files.append(write(tmp_path / folder / "train.jsonl", [talk(f"{folder}?")]))
+    data = prepare(tmp_path, tokenizer, Settings(mix=tuple({"source": file} for file in files)))
+    assert data.groups == ["train"] and "2 sources are named train" in data.notes[0]
+    assert not prepare(tmp_path, tokenizer, Settings(mix=({"source": tuple(files), "name": "one"},))).notes
+
+
+def test_replies_cut_at_the_length_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "a.jsonl", [talk("Q?", "x" * n) for n in (5, 400)])
+    data = prepare(tmp_path, tokenizer, Settings(source, max_length=100))
+    assert data.notes == [f"a reply is cut at max_length: 1 conversations of {source}"]
+
+
 THINKING = {"enable_thinking": True}, {"enable_thinking": False}
+
+
+def test_modes_of_a_source_are_counted_apart(tmp_path: Path) -> None:
+    tokenizer = tokenizer_for("qwen3")
+    chats = [talk(f"Question {i:02d}?", category=("a", "b")[i // 20]) for i in range(40)]
+    source = write(tmp_path / "chats.jsonl", chats)
+    variants = [{"kwargs": kwargs} for kwargs in THINKING]
+    settings = Settings(source, chat_template_kwargs=variants, eval_conversations=4)
+    data = prepare(tmp_path, tokenizer, settings)
+    modes = "enable_thinking=false", "enable_thinking=true"
+    assert sorted(data.groups) == [f"chats: {name}, {mode}" for name in ("a", "b") for mode in modes]
+    for i in range(len(data)):
+        row = data.row(i)
+        for start in np.unique(row.doc_start):
+            of = row.doc_start == start
+            group, text = data.groups[row.group[start]], tokenizer.decode(row.ids[of].tolist())
+            produced = tokenizer.decode(row.ids[of & (row.reply >= 0)].tolist())
+            assert ("true" in group) == ("<think>" in produced)
+            assert ("a," in group) == (int(re.findall(r"Question (\d+)", text)[0]) < 20)
+    one = prepare(tmp_path, tokenizer, Settings(source, chat_template_kwargs=THINKING[1]))
+    assert one.groups == ["chats: a", "chats: b"], "a mode that all have tells nothing apart"
+    many = [talk(f"Question {i}?", category=f"c{i}") for i in range(dataset.MOST_CATEGORIES + 4)]
+    settings = Settings(write(tmp_path / "many.jsonl", many), chat_template_kwargs=variants)
+    assert sorted(prepare(tmp_path, tokenizer, settings).groups) == [f"many: {mode}" for mode in modes]
 
 
 def test_a_share_of_the_conversations_thinks_and_the_same_ones_again(tmp_path: Path) -> None:
