@@ -293,6 +293,7 @@ def _vocab(args: argparse.Namespace) -> int:
 
 
 def _regenerate(args: argparse.Namespace) -> int:
+    from eagle_kit.data.chat.records import check_source
     from eagle_kit.train.replies.dialogue import read_refusals
     from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
 
@@ -312,6 +313,7 @@ def _regenerate(args: argparse.Namespace) -> int:
         test_prompts=_test_prompts(args.decontaminate),
     )
     check_out(args.out)
+    check_source(args.source)
     responder, target = _server(args) if args.base_url else _engine(args)
     try:
         report = regenerate(responder, args.source, args.out, options, target=target)

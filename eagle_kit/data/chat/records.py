@@ -7,7 +7,7 @@ and listed; a *file* that is not what its name says is refused.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,7 +112,25 @@ def _records(source: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         yield from _file_records(Path(source).expanduser(), skipped)
 
 
+def check_source(source: str) -> None:
+    """Raise UserError where :func:`read_conversations` would not find the file or the package ``source``."""
+    if source.startswith("package:"):
+        _package_path(source.removeprefix("package:"))
+    elif not source.startswith("datasets:"):
+        _reader_of(Path(source).expanduser())
+
+
 def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    reader = _reader_of(path)
+    try:
+        yield from reader(path, skipped)
+    except OSError as error:
+        raise UserError(
+            f"The data file {path} cannot be read: {error.strerror or error}.", "Check its disk and rights."
+        ) from error
+
+
+def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]]]:
     if path.is_dir():
         raise UserError(f"The data file {path} is a folder.", f"Name its files, or give datasets:{path}.")
     if not path.is_file():
@@ -121,12 +139,7 @@ def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     reader = readers.get(path.suffix)
     if reader is None:
         raise UserError(f"The data file {path} has the ending {path.suffix!r}.", f"Use {', '.join(readers)}.")
-    try:
-        yield from reader(path, skipped)
-    except OSError as error:
-        raise UserError(
-            f"The data file {path} cannot be read: {error.strerror or error}.", "Check its disk and rights."
-        ) from error
+    return reader
 
 
 def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:

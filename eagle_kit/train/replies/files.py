@@ -21,9 +21,12 @@ LATER_SETTINGS: dict[str, Any] = {
 
 
 def check_out(path: Path) -> None:
-    """Raise UserError when ``path`` could not be made or appended to; nothing is made."""
+    """Raise UserError when ``path`` could not be made or appended to, or is no JSONL file, whose ending the
+    names of the files beside it are made of and training reads it by; nothing is made."""
     if path.is_dir():
         raise UserError(f"{path} is a folder.", ANOTHER_FILE)
+    if path.suffix != ".jsonl":
+        raise UserError(f"{path} does not end in .jsonl.", "Give --out a name that does.")
     check_writable(path.parent, ANOTHER_FILE)
 
 

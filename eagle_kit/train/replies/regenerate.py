@@ -28,7 +28,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.overlap import LEAST_SIMILARITY, NearDuplicates, TestPrompts
-from eagle_kit.data.chat.records import SkipLog, read_conversations
+from eagle_kit.data.chat.records import SkipLog, check_source, read_conversations
 from eagle_kit.data.chat.template import PromptError
 from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.train.replies.dialogue import REFUSAL, Dialogue, refusal_pattern, script, texts
@@ -185,6 +185,7 @@ def regenerate(
     """
     path = Path(out)
     check_out(path)
+    check_source(source)
     with sole_writer(path, path.with_name(f".{path.name}.lock")):
         return _continue(responder, source, path, options, target, progress)
 

@@ -244,6 +244,33 @@ def test_another_file_is_not_appended_to(tmp_path):
     assert len(_records(out)) == 1
 
 
+@pytest.mark.parametrize("name", ["replies.0", "replies"])
+def test_a_file_that_training_would_not_read_is_refused(tmp_path, name):
+    """The files beside it would be those of replies.1 too."""
+    with pytest.raises(UserError, match="does not end in .jsonl"):
+        _run(Parrot(), _source(tmp_path, [["a"]]), tmp_path / name)
+
+
+def test_a_source_that_is_not_there_leaves_no_file(tmp_path):
+    for source in ("nowhere.jsonl", "package:nothing"):
+        with pytest.raises(UserError):
+            _run(Parrot(), source, tmp_path / "out.jsonl")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_record_that_cannot_be_written_is_skipped_and_the_others_are_answered(tmp_path):
+    source = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "abc"}]
+    records = [
+        {"id": "\ud83d", "messages": turns},
+        {"category": "\ud83d", "messages": turns},
+        {"messages": turns},
+    ]
+    source.write_text("\n".join(map(json.dumps, records)))
+    report = _run(Parrot(), str(source), tmp_path / "out.jsonl")
+    assert report.num_written == 1 and report.skipped.counts == {"half a character (a lone surrogate)": 2}
+
+
 def test_shards_together_are_the_whole(tmp_path):
     source = _source(tmp_path, [["a"], ["b"], ["a"], ["c"], ["d"]])
     _run(Parrot(), source, tmp_path / "whole.jsonl")
