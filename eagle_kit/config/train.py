@@ -57,7 +57,7 @@ class SourceConfig(Section):
         chat_template_kwargs: as ``data.chat_template_kwargs``, in its place; null is that.
     """
 
-    source: str | tuple[str, ...]
+    source: str | tuple[str, ...] = Field(min_length=1)
     name: str | None = Field(default=None, min_length=1)
     weight: float = Field(default=1.0, gt=0.0)
     phase: tuple[float, float] = (0.0, 1.0)

@@ -149,6 +149,28 @@ def test_a_value_out_of_range_says_the_limit(tmp_path):
     assert "greater than 0" in error.cause
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "problem"),
+    [
+        (
+            "data.chat_template_kwargs=[{kwargs: {}, weight: 0}]",
+            "data.chat_template_kwargs.0.weight",
+            "is 0: ",
+        ),
+        ("data.chat_template_kwargs=[{weight: 1}]", "data.chat_template_kwargs.0.kwargs", "lacks the key"),
+        ("data.chat_template_kwargs=5", "data.chat_template_kwargs", "is 5: "),
+        ("training.loss={ce: .inf}", "training.loss.ce", "is inf: input should be a finite number"),
+        ("data.mix=[{source: []}]", "data.mix.0.source", "at least 1 item"),
+        ("data.mix=[{source: [a, 1]}]", "data.mix.0.source.1", "is 1: "),
+    ],
+)
+def test_a_value_of_several_forms_is_named_by_its_own_key(tmp_path, override, key, problem):
+    with pytest.raises(UserError) as error:
+        load_config(TrainConfig, _write(tmp_path, "target: tiny\noutput_dir: run\ndata: {source: a.jsonl}\n"), [override])
+    assert f"`{key}`" in error.value.cause and problem in error.value.cause
+    assert f"`{key}`" in error.value.remedy
+
+
 def test_a_refusal_of_a_validator_keeps_its_cause_and_remedy(tmp_path):
     error = _refusal(tmp_path, GOOD, "training.max_steps=3")
     assert "max_steps is 3, an odd number." in error.cause

@@ -34,7 +34,7 @@ def load_config(schema: type[Schema], path: str | Path, overrides: Sequence[str]
     try:
         return schema.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
-        raise _explain(error, schema, str(path)) from None
+        raise _explain(error, schema, str(path), raw) from None
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
@@ -62,12 +62,31 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         ) from None
 
 
-def _explain(error: ValidationError, schema: type[BaseModel], where: str) -> UserError:
-    """The first problem of a validation as one cause and one remedy; unknown keys come first."""
+def _key(problem: Any, raw: Any) -> str:
+    """Dotted key of a problem, without what pydantic puts between for the forms that a value may have."""
+    *parts, last = problem["loc"] or ("",)
+    found = []
+    for part in parts:
+        is_key = part in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(part, int)
+        if is_key:
+            found.append(str(part))
+            raw = raw[part]
+    is_form = problem["type"] != "missing" and not (
+        last in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(last, int)
+    )
+    return ".".join(found if is_form else [*found, str(last)])
+
+
+def _explain(error: ValidationError, schema: type[BaseModel], where: str, raw: dict[str, Any]) -> UserError:
+    """The first problem of a validation as one cause and one remedy; unknown keys come first, and of the
+    forms that a value may have the one that it fits furthest."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    first = problems[0]
-    key = ".".join(str(part) for part in first["loc"]) or "the config"
-    more = f" ({len(problems) - 1} more after this one)" if len(problems) > 1 else ""
+    key = _key(problems[0], raw)
+    same = [problem for problem in problems if f"{_key(problem, raw)}.".startswith(f"{key}.")] or problems[:1]
+    first = max(same, key=lambda problem: len(problem["loc"]))
+    key = _key(first, raw) or "the config"
+    others = len(problems) - len(same)
+    more = f" ({others} more after this one)" if others else ""
     value, inner = first.get("input"), first.get("ctx", {}).get("error")
     if first["type"] == "extra_forbidden":
         known = known_keys(schema)
