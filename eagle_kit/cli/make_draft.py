@@ -115,8 +115,10 @@ class Making:
         }
         path = out / STATE
         self.state: dict[str, Any] = read_object(path) if path.is_file() else {"asked": asked, "done": {}}
-        if self.state.get("asked") != asked:
-            before = self.state.get("asked")
+        before = self.state.get("asked")
+        if before != asked and not self.state.get("done"):  # the first stage said what to correct
+            self.state = {"asked": asked, "done": {}}
+        elif before != asked:
             raise UserError(
                 f"{out} was begun with other settings: {json.dumps(before)}.",
                 "Give the same ones to go on, or another folder with --out.",

@@ -31,12 +31,22 @@ def words(tmp_path, monkeypatch):
 def test_too_small_a_budget_and_other_settings_are_refused(words, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     out.mkdir()
-    (out / make_draft.STATE).write_text(json.dumps({"asked": {"target": "another"}, "done": {}}))
+    (out / make_draft.STATE).write_text(json.dumps({"asked": {"target": "another"}, "done": {"raw": {}}}))
     assert main(words) == 2
     assert "was begun with other settings" in capsys.readouterr().err
     monkeypatch.setattr(make_draft, "LEAST_BUDGET_S", 300.0)
     assert main(words) == 2
     assert "--budget is 90s" in capsys.readouterr().err
+
+
+def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
+    words, tmp_path, monkeypatch, capsys
+):
+    calls = []
+    monkeypatch.setattr(make_draft, "_call", lambda words: calls.append(words) or 2)
+    assert main([*words, "--tasks", "nothing"]) == 2 and main(words) == 2
+    assert "was begun with other settings" not in capsys.readouterr().err
+    assert "nothing" in calls[0] and "nothing" not in calls[1]
 
 
 @pytest.mark.slow
