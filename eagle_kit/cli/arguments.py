@@ -12,6 +12,7 @@ from pydantic_core import PydanticUndefined
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.options import OptionError, Options
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import parse_json
 from eagle_kit.core.sampling_params import SamplingParams
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
@@ -147,3 +148,11 @@ def check_positive(args: argparse.Namespace, *names: str) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number of at least one.")
+
+
+def json_object(text: str | None, flag: str, example: str) -> dict[str, Any]:
+    """The object of a flag's JSON, empty where it was not given. Raise UserError that names the flag."""
+    value = parse_json(text or "{}", flag, f"Give a JSON object such as {example}.")
+    if not isinstance(value, dict):
+        raise UserError(f"{flag} is no JSON object.", f"Give one such as {example}.")
+    return value

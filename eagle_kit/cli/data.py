@@ -16,6 +16,7 @@ from eagle_kit.cli.arguments import (
     add_sampling,
     add_shard,
     add_target,
+    json_object,
     options_of,
     sampling_params,
 )
@@ -465,7 +466,6 @@ def _layer(name: str) -> int | str:
 
 
 def _capture(args: argparse.Namespace) -> int:
-    from eagle_kit.core.files import parse_json
     from eagle_kit.train.parallel.launch import check_launcher
 
     config = _config(args)
@@ -477,11 +477,7 @@ def _capture(args: argparse.Namespace) -> int:
         more: tuple[str, ...] = ("--engine", "vllm", "--engine-python", args.engine_python)
         more += ("--engine-args", args.engine_args) if args.engine_args else ()
         more += ("--no-check",) if args.no_check else ()
-        engine_args = parse_json(args.engine_args or "{}", "--engine-args", "Give a JSON object.")
-        if not isinstance(engine_args, dict):
-            raise UserError(
-                "--engine-args is no JSON object.", 'Give one such as {"tensor_parallel_size": 8}.'
-            )
+        engine_args = json_object(args.engine_args, "--engine-args", '{"tensor_parallel_size": 8}')
         python, checks = args.engine_python, not args.no_check
         other = OtherEngine("capture", more, python=python, engine_args=engine_args, checks=checks)
     options = CaptureOptions(

@@ -1,5 +1,7 @@
 """Options of an evaluation: tasks, shapes and the engine that decodes them. Torch-free."""
 
+from typing import Any
+
 from pydantic import Field, field_validator
 
 from eagle_kit.config.engine import EngineConfig
@@ -22,6 +24,8 @@ class EvalConfig(Options):
         max_tokens: most tokens per reply.
         limit: prompts of each task, drawn evenly over its categories; default all.
         seed: seed of the draw of prompts.
+        chat_template_kwargs: arguments of the chat template for prompts that have none of their own, such as
+            {"enable_thinking": false}.
         plots: draw the plots; needs matplotlib.
         engine: options of the engines; its algorithm is not looked at, and its shape only says what memory
             is planned for.
@@ -32,6 +36,7 @@ class EvalConfig(Options):
     max_tokens: int = Field(default=128, ge=1)
     limit: int | None = None
     seed: int = 0
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     plots: bool = True
     engine: EngineConfig = EngineConfig(max_batch_size=1)
 

@@ -64,7 +64,8 @@ def run_eval(
     engine = config.engine
     places = drafts if engines is not None else resolve_drafts(target, drafts)
     runs = [PLAIN, *(Setting(name, shape) for name in drafts for shape in config.shapes)]
-    loaded = [task.limited(config.limit, config.seed) for task in load_tasks(config.tasks)]
+    kwargs = config.chat_template_kwargs
+    loaded = [task.limited(config.limit, config.seed).given(kwargs) for task in load_tasks(config.tasks)]
     settings = {
         "target": str(target),
         "target_fingerprint": fingerprint(target),
@@ -78,6 +79,7 @@ def run_eval(
         "dtype": engine.dtype,
         "device": engine.device,
         "max_context": engine.max_context,
+        **({"chat_template_kwargs": kwargs} if kwargs else {}),
         **({"tensor_parallel": engine.tensor_parallel} if engine.tensor_parallel > 1 else {}),
         **_speed_settings(),
     }

@@ -10,16 +10,18 @@
 | ``query``, ``tools`` | xLAM's function-calling prompts |
 | ``messages``, with or without ``tools`` | OpenAI's chats |
 | ``prompt`` | anything else |
+
+Beside any of them: ``id``, ``category``, ``chat_template_kwargs``.
 """
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_kit.core.files import is_unicode
-from eagle_kit.data.chat.forms import to_conversation
+from eagle_kit.data.chat.forms import template_kwargs, to_conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Unusable, read_tools
 
 FORMS = (
@@ -40,6 +42,7 @@ class EvalPrompt:
         turns: user messages. A later turn follows the target's own plain greedy reply to the earlier ones.
         context: messages that stand before the first turn as they are.
         tools: definitions that the chat template shows the target, as OpenAI's API has them.
+        chat_template_kwargs: further arguments of the template, such as ``enable_thinking``.
     """
 
     id: str
@@ -47,6 +50,7 @@ class EvalPrompt:
     turns: tuple[str, ...]
     context: tuple[Message, ...] = ()
     tools: tuple[Message, ...] = ()
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def messages(self, replies: Sequence[str]) -> list[Message]:
         """The conversation up to user turn ``len(replies)``, given the replies to the turns before it."""
@@ -56,9 +60,9 @@ class EvalPrompt:
         return [*messages, {"role": "user", "content": self.turns[len(replies)]}]
 
     def given(self, replies: Sequence[str] = ()) -> list[Message] | ChatPrompt:
-        """:meth:`messages`, with tools where there are any, as an engine takes them."""
-        messages = self.messages(replies)
-        return ChatPrompt(messages, self.tools) if self.tools else messages
+        """:meth:`messages`, with tools and arguments where there are any, as an engine takes them."""
+        messages, kwargs = self.messages(replies), self.chat_template_kwargs
+        return ChatPrompt(messages, self.tools, kwargs) if self.tools or kwargs else messages
 
 
 def read_record(record: Any, task: str, number: int) -> EvalPrompt:
@@ -83,7 +87,8 @@ def read_record(record: Any, task: str, number: int) -> EvalPrompt:
     if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise Unusable("an empty prompt or one that is not text")
     names = (record[key] for key in ("question_id", "id", "task_id") if key in record)
-    return EvalPrompt(str(next(names, f"{task}-{number}")), category, turns, context, tools)
+    kwargs = template_kwargs(record.get("chat_template_kwargs", {}))
+    return EvalPrompt(str(next(names, f"{task}-{number}")), category, turns, context, tools, kwargs)
 
 
 Read = tuple[str, tuple[Any, ...], tuple[Message, ...], tuple[Message, ...]]

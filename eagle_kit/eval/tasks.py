@@ -8,7 +8,7 @@ import json
 import random
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
@@ -44,9 +44,18 @@ class Task:
     @property
     def fingerprint(self) -> str:
         """Short hash of every prompt, so that a resumed run is known to measure the same ones."""
-        found = ({k: v for k, v in asdict(prompt).items() if v or k != "tools"} for prompt in self.prompts)
+        later = ("tools", "chat_template_kwargs")  # which prompts of before they existed do not have
+        found = ({k: v for k, v in asdict(prompt).items() if v or k not in later} for prompt in self.prompts)
         text = json.dumps(list(found), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def given(self, chat_template_kwargs: Mapping[str, Any]) -> "Task":
+        """The task with arguments of the chat template; a prompt's own come first."""
+        if not chat_template_kwargs:
+            return self
+        both = ({**chat_template_kwargs, **prompt.chat_template_kwargs} for prompt in self.prompts)
+        prompts = (replace(p, chat_template_kwargs=each) for p, each in zip(self.prompts, both, strict=True))
+        return Task(self.name, tuple(prompts))
 
     def limited(self, limit: int | None, seed: int) -> "Task":
         """At most ``limit`` prompts, drawn by ``seed`` evenly over the categories and kept in their order."""

@@ -166,7 +166,11 @@ def test_a_value_out_of_range_says_the_limit(tmp_path):
 )
 def test_a_value_of_several_forms_is_named_by_its_own_key(tmp_path, override, key, problem):
     with pytest.raises(UserError) as error:
-        load_config(TrainConfig, _write(tmp_path, "target: tiny\noutput_dir: run\ndata: {source: a.jsonl}\n"), [override])
+        load_config(
+            TrainConfig,
+            _write(tmp_path, "target: tiny\noutput_dir: run\ndata: {source: a.jsonl}\n"),
+            [override],
+        )
     assert f"`{key}`" in error.value.cause and problem in error.value.cause
     assert f"`{key}`" in error.value.remedy
 

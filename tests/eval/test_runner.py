@@ -207,6 +207,21 @@ def test_other_settings_in_the_same_folder_are_refused(
     assert (tmp_path / "out" / "answers.jsonl").read_bytes() == before
 
 
+def test_arguments_of_the_chat_template_reach_every_setting_and_a_prompts_own_come_first(
+    prompts: Path, tmp_path: Path
+) -> None:
+    own = {"turns": ["black"], "chat_template_kwargs": {"enable_thinking": True}}
+    prompts.write_text(prompts.read_text() + json.dumps(own) + "\n")
+    fakes, off = Fakes(), {"enable_thinking": False}
+    summary = evaluate(prompts, tmp_path / "out", fakes, chat_template_kwargs=off)
+    given = [prompt for _, _, asked in fakes.measured for prompt in asked]
+    assert summary["settings"]["chat_template_kwargs"] == off
+    assert {prompt.chat_template_kwargs["enable_thinking"] for prompt in given} == {False, True}
+    assert sum(prompt.chat_template_kwargs["enable_thinking"] for prompt in given) == 1 + len(SHAPES)
+    with pytest.raises(UserError, match="tasks differ|chat_template_kwargs"):
+        evaluate(prompts, tmp_path / "out", Fakes())
+
+
 def test_changed_prompts_or_a_changed_draft_are_refused(prompts: Path, tmp_path: Path) -> None:
     draft = tmp_path / "head1"
     draft.mkdir()

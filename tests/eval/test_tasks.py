@@ -9,6 +9,7 @@ import pytest
 from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.eval.tasks import MT_BENCH, SPEC_BENCH, EvalPrompt, Task, load_task, load_tasks
 from eagle_kit.models.loading.source import load_tokenizer
@@ -261,6 +262,24 @@ def test_an_unknown_task_names_the_nearest_and_twice_the_same_is_refused(tmp_pat
         load_tasks([write(tmp_path / "mine.jsonl", {"prompt": "a"})] * 2)
     with pytest.raises(UserError, match="No task"):
         load_tasks([])
+
+
+def test_prompts_have_arguments_of_the_chat_template_and_others_keep_their_fingerprint(
+    tmp_path: Path,
+) -> None:
+    path = write(
+        tmp_path / "modes.jsonl", {"prompt": "a", "chat_template_kwargs": {"enable_thinking": False}}
+    )
+    task = load_task(path)
+    given = task.prompts[0].given()
+    assert isinstance(given, ChatPrompt) and given.chat_template_kwargs == {"enable_thinking": False}
+    on = task.given({"enable_thinking": True, "more": 1}).prompts[0]
+    assert on.chat_template_kwargs == {"enable_thinking": False, "more": 1}
+    plain = Task("t", (EvalPrompt("p", "c", ("one",)),))
+    assert plain.given({}) is plain and plain.fingerprint == "0260b45722c5149b"
+    assert plain.given({"more": 1}).fingerprint != plain.fingerprint
+    with pytest.raises(UserError, match="chat_template_kwargs that are not an object"):
+        load_task(write(tmp_path / "odd.jsonl", {"prompt": "a", "chat_template_kwargs": 3}))
 
 
 def test_a_limit_draws_evenly_over_categories_and_keeps_their_order() -> None:

@@ -44,8 +44,9 @@ class FakeLLM:
             embed_tokens=SimpleNamespace(weight=torch.zeros(1)), weight_format="float32"
         )
 
-    def tokenize(self, prompt: list[dict[str, str]]) -> list[int]:
-        text = "|".join(f"{message['role']}:{message['content']}" for message in prompt)
+    def tokenize(self, prompt: Any) -> list[int]:
+        messages = getattr(prompt, "messages", prompt)
+        text = "|".join(f"{message['role']}:{message['content']}" for message in messages)
         return [ord(letter) % VOCABULARY for letter in text]
 
     def close(self) -> None:

@@ -114,7 +114,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
         kept,
         where,
         tools,
-        _template_kwargs(record.get("chat_template_kwargs", {})),
+        template_kwargs(record.get("chat_template_kwargs", {})),
         complete=_is_complete(record.get("finish_reasons")),
         regenerated=regenerated,
         from_start=len(kept) == len(messages),
@@ -184,7 +184,8 @@ def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _template_kwargs(value: Any) -> dict[str, Any]:
+def template_kwargs(value: Any) -> dict[str, Any]:
+    """Arguments of a chat template, as an object or its JSON text. Raises :class:`Unusable`."""
     value = (
         parse_json_text(value, "chat_template_kwargs that are not JSON") if isinstance(value, str) else value
     )

@@ -106,9 +106,10 @@ def decode_replies(llm: LLM, config: DiagnoseConfig, progress: Progress) -> Repl
             f"The task {task.name} has {len(task.prompts)} prompts, too few to tell a cause from chance.",
             f"Give at least {FEWEST_PROMPTS} with --task.",
         )
-    if any(prompt.tools for prompt in task.prompts):
+    if any(prompt.tools or prompt.chat_template_kwargs for prompt in task.prompts):
         raise UserError(
-            f"The task {task.name} has prompts with tools, which a diagnosis does not render.",
+            f"The task {task.name} has prompts with tools or arguments of the chat template, which a "
+            "diagnosis does not render.",
             "Give another with --task.",
         )
     messages = [prompt.messages([]) for prompt in task.prompts]
