@@ -7,7 +7,8 @@ verdicts.
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -32,7 +33,7 @@ def words(text: str) -> list[str]:
     return WORD.findall(text.casefold())
 
 
-def ngrams(found: list[str], n: int) -> set[str]:
+def ngrams(found: Sequence[str], n: int) -> set[str]:
     """The n-grams of words; of fewer words all of them together."""
     return {" ".join(found[i : i + n]) for i in range(max(1, len(found) - n + 1))} if found else set()
 
@@ -45,6 +46,11 @@ def rows_per_band(threshold: float) -> int:
         rows for rows in range(MOST_ROWS, 1, -1) if 1 - (1 - threshold**rows) ** (MINIMA // rows) >= FOUND
     )
     return next(enough, 1)
+
+
+WORDING = 20
+"""Prompts that share an n-gram from which on it is the wording of a set, such as the instruction before each
+of HumanEval's functions, and shows no contamination."""
 
 
 class NearDuplicates:
@@ -100,7 +106,10 @@ class TestPrompts:
 
     def __init__(self, prompts: Iterable[str]) -> None:
         found = [words(prompt) for prompt in prompts]
-        self._grams = {gram for each in found if len(each) >= NGRAM for gram in ngrams(each, NGRAM)}
+        grams = Counter(
+            gram for each in set(map(tuple, found)) if len(each) >= NGRAM for gram in ngrams(each, NGRAM)
+        )
+        self._grams = {gram for gram, count in grams.items() if count < WORDING}
         short = [each for each in found if each and len(each) < NGRAM]
         self._whole = {" ".join(each) for each in short}
         self._inside: dict[int, set[str]] = {}
@@ -109,8 +118,8 @@ class TestPrompts:
                 self._inside.setdefault(len(each), set()).add(" ".join(each))
 
     def are_in(self, text: str) -> bool:
-        """True for a text that shares 13 words in a row with a prompt, holds a whole one of 8 to 12 words, or
-        is a shorter one."""
+        """True for a text that shares 13 words in a row with a prompt, but for the wording of a set, holds a
+        whole one of 8 to 12 words, or is a shorter one."""
         found = words(text)
         if " ".join(found) in self._whole:
             return True

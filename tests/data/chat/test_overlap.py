@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from eagle_kit.data.chat.overlap import NearDuplicates, TestPrompts, ngrams, words
+from eagle_kit.data.chat.overlap import WORDING, NearDuplicates, TestPrompts, ngrams, words
 
 
 def test_near_duplicates_are_those_of_an_exhaustive_comparison() -> None:
@@ -66,3 +66,17 @@ def test_a_long_prompt_is_found_by_thirteen_words_and_a_short_one_whole() -> Non
     assert tests.are_in("Tell me: what is the capital city of the French Republic?")
     assert tests.are_in("say HI") and not tests.are_in("Say hi to everybody.") and not tests.are_in("")
     assert not TestPrompts([]).are_in("anything")
+
+
+def test_the_wording_that_many_prompts_share_is_no_contamination() -> None:
+    wording = (
+        "Complete the following function of the language and answer with the whole function in one block"
+    )
+    bodies = [
+        f"def f{i}(x): return the sum of x and {i} and twice the number {i + 7}" for i in range(WORDING)
+    ]
+    found = TestPrompts([f"{wording} {body}" for body in bodies])
+    assert not found.are_in(f"{wording} def mine(x): return x")
+    assert found.are_in(f"Look: {bodies[3]}") and found.are_in(f"block {bodies[3]}")
+    few = TestPrompts([f"{wording} {body}" for body in bodies[: WORDING - 1]] * 2)
+    assert few.are_in(f"{wording} def mine(x): return x"), "a repeated prompt counts once"
