@@ -20,7 +20,14 @@ import numpy as np
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import Message, Unusable, is_empty
 from eagle_kit.data.chat.reply.tags import END_THINK, OPENED, THINK, opens_thought
-from eagle_kit.data.chat.template import chat_template, check_prompt, end_names, render, text_token_ids
+from eagle_kit.data.chat.template import (
+    chat_template,
+    check_prompt,
+    drops_system,
+    end_names,
+    render,
+    text_token_ids,
+)
 
 THOUGHT = re.compile(r"\A(?:\s*<think>)?.*?</think>\s*", re.DOTALL)
 TAG = re.compile(r"\A\s*<think>\n?")
@@ -29,6 +36,7 @@ ENDED = "reasoning is left out where the prompt has ended it, as with thinking o
 TOO_LATE = "replies beyond max_length are left out"
 CUT = "a reply is cut at max_length"
 OTHERWISE = "regenerated replies that the chat template renders otherwise are left out"
+NO_SYSTEM = "a system message that the chat template has no place for is left out"
 EMPTY_END = "empty replies at the end are left out"
 
 
@@ -77,6 +85,8 @@ def tokenize_chat(
         raise Unusable("an empty reply")
     is_generated = _generated(conversation, turns[-1]) is not None  # and is not rendered
     check_prompt(tokenizer, conversation.prompt(turns[-1] if is_generated else turns[-1] + 1))
+    if drops_system(tokenizer, conversation.prompt(turns[-1])):
+        noted[NO_SYSTEM] = 1
     chats: list[TokenizedChat] = []
     rows = _rows(tokenizer, conversation, turns, noted)
     if not rows:

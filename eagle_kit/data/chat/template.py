@@ -5,6 +5,7 @@ import hashlib
 import inspect
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from eagle_kit.core.errors import UserError
@@ -121,6 +122,22 @@ def check_prompt(tokenizer: Any, prompt: ChatPrompt) -> None:
     for name, what in probes.items():
         if name not in text:
             raise Unusable(f"the chat template has no place for {what}")
+
+
+def drops_system(tokenizer: Any, prompt: ChatPrompt) -> bool:
+    """True where the chat template leaves out a system's or a developer's message, as some do behind the
+    first. Raises as :func:`render`."""
+    messages: list[Message] = []
+    names: list[str] = []
+    for message in prompt.messages:
+        if message["role"] in ("system", "developer") and message["content"].strip():
+            names.append(f"{PROBE}{len(names)}x")
+            message = {**message, "content": f"{message['content']} {names[-1]}"}
+        messages.append(message)
+    if not names:
+        return False
+    text = render(tokenizer, replace(prompt, messages=messages), generation_prompt=True)
+    return not all(name in text for name in names)
 
 
 def _probed(message: Message, probe: Any) -> Message:

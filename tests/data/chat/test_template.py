@@ -11,7 +11,7 @@ from tiny_run import TEMPLATE, make_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
+from eagle_kit.data.chat.rows import NO_SYSTEM, TokenizedChat, tokenize_chat
 from eagle_kit.data.chat.template import end_tokens, prompt_token_ids
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -302,3 +302,16 @@ def test_only_added_tokens_end_a_turn(tokenizer: Any) -> None:
     assert ends == {"<|im_end|>"}
     tokenizer.add_tokens(["<|eot_id|>"], special_tokens=True)
     assert len(end_tokens(tokenizer)) == 2
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_message_that_the_template_leaves_out_is_counted(tokenizer: Any, role: str) -> None:
+    """As some do behind the first one."""
+    turns = [(role, "Be kind."), ("user", "Q?"), ("assistant", "A.")]
+    once = "{% if loop.first or message['role'] not in ('system', 'developer') %}"
+    inner = TEMPLATE.replace("{% for message in messages %}", "{% for message in messages %}" + once)
+    tokenizer.chat_template = inner.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
+    for talk, dropped in ((turns, 0), (turns * 2, 1)):
+        remarks: Counter[str] = Counter()
+        tokenize_chat(tokenizer, conversation(*talk), PLENTY, remarks)
+        assert remarks[NO_SYSTEM] == dropped
