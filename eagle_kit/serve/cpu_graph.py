@@ -291,8 +291,15 @@ def _function_of(graph: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
     function: Callable[..., tuple[torch.Tensor, ...]] = torch._C._create_function_from_graph("cycle", graph)
 
     def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with _as_written():
-            return function(*tensors)
+        try:
+            with _as_written():
+                return function(*tensors)
+        except RuntimeError as error:
+            if "KeyboardInterrupt" in str(
+                error
+            ):  # in one of our operations, of which TorchScript makes its own
+                raise KeyboardInterrupt from None
+            raise
 
     return call
 

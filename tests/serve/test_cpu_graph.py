@@ -3,6 +3,7 @@ what one in Python says, whatever the drafter, the sampling, the batch and the l
 
 import gc
 import itertools
+import signal
 import weakref
 
 import numpy as np
@@ -84,6 +85,26 @@ def test_a_replay_gives_the_bits_of_the_body_and_its_changes():
             assert type(got) is tuple and type(got[1]) is tuple and got[5] is not None
             for mine, other in zip(cpu_graph.leaves(got), cpu_graph.leaves(wanted), strict=True):
                 assert mine.dtype == other.dtype and torch.equal(mine, other)
+
+
+def test_an_interrupt_inside_a_replay_stays_one():
+    """Ctrl-C reaches Python code only, which in a replay is that of our own operations."""
+    pressed = []
+
+    def negated(x):
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
+        return -x
+
+    library = torch.library.Library("eagle_kit_interrupted", "DEF")
+    library.define("negated(Tensor x) -> Tensor")
+    library.impl("negated", negated, "CPU")
+    x = torch.ones(2)
+    recording = record(torch.ops.eagle_kit_interrupted.negated.default, x)
+    assert recording.replay(x).tolist() == [-1.0, -1.0]
+    pressed.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        recording.replay(x)
 
 
 READS = {
