@@ -59,7 +59,8 @@ def test_the_account_says_what_is_drawn_without_a_run(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli(["data", "mix", str(config)]) == 0
-    head, _, titles, _, *lines = capsys.readouterr().out.splitlines()
+    note, skipped, head, _, titles, _, *lines = capsys.readouterr().out.splitlines()
+    assert "a reply is cut at max_length" in note and "held-out" in skipped
     assert head.startswith("8 steps of 2 rows draw 16 rows")
     columns = titles.split()
     chats, own = (line.split() for line in lines)
