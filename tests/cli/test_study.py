@@ -17,6 +17,9 @@ from eagle_kit.cli.app import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.config.train import LOSSES, FeatureNoise
+from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.train.plan.costs import Workload, head_flops, later_share
 
 
 @pytest.fixture
@@ -317,9 +320,39 @@ def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_e
     runs = study_command.plan(study, STUDIES)
     files = [study_command.Preparation(Path(path), command) for path, command in study.prepare.items()]
     study_command.check(study, files, runs)
-    assert [len(arm.choose["training.learning_rate"]) for arm in study.arms.values()] == [3] * 5
+    rates = [len(arm.choose.get("training.learning_rate", ())) for arm in study.arms.values()]
+    assert rates == [3] * 5 + [0]  # the last arm has the rate of the first
     kinds = {run.resolved.head.kind for run in runs}
     assert kinds == {"eagle3", "p-eagle", "dflash", "dspark"}
+
+
+def test_kinds_are_compared_at_equal_arithmetic():
+    """Of SmolLM2-135M's sizes, and rows of 1,000 tokens and 1.3 conversations, three quarters in replies."""
+    study = load_config(StudyConfig, STUDIES / "smollm2-135m-kinds.yaml")
+    target = TargetConfig(
+        model_type="llama",
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        vocab_size=49152,
+        rms_norm_eps=1e-5,
+        rope_theta=1e5,
+        rope_scaling=None,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    costs = {}
+    for run in study_command.plan(study, STUDIES):
+        config = run.resolved
+        kind = training_kind(config)
+        draft, sampled = kind.new_config(config.head, target), kind.sampling(config)
+        rows = 750 if sampled is None or sampled.most is None else round(1.3 * sampled.most)
+        work = Workload(1000, rows, config.training.ttt_length, 300, later_share(config))
+        costs[run.arm] = config.training.max_steps * head_flops(draft, work)
+    assert max(costs.values()) < 1.15 * min(costs.values()), costs
 
 
 @pytest.mark.slow
