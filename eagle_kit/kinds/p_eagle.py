@@ -21,6 +21,7 @@ from eagle_kit.kinds.fused_states import (
     start_new_head,
 )
 from eagle_kit.kinds.kind import EMBEDDING, Start, Weights, describe_attention
+from eagle_kit.kinds.support.copies import other_rows
 from eagle_kit.kinds.support.files import DraftFiles, without_keys
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import MAX_LAYERS, read_size, read_table, wrong_value
@@ -107,6 +108,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         if embedding is not None and row < len(embedding):
             tensors.setdefault(MASK_EMBEDDING, embedding[row].clone())
             if target is not None:  # the rest is what must be the target's
+                _check_mask(files, row, embedding, target.embed_tokens.weight)
                 theirs = target.embed_tokens.weight[row].to(embedding.device, embedding.dtype)
                 copies[EMBEDDING] = embedding.index_copy(0, torch.tensor([row]), theirs[None])
         return found._replace(copies=copies)
@@ -145,6 +147,19 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         with torch.no_grad():
             head.mask_embedding.copy_(start.target.embed_tokens.weight.float().mean(0))
         return head
+
+
+def _check_mask(files: DraftFiles, row: int, embedding: torch.Tensor, own: torch.Tensor) -> None:
+    """Raise UserError where one row alone of an ``embedding`` is not the target's ``own``, and the config
+    names another ``row`` for the mask's."""
+    others = other_rows(embedding, own).tolist() if embedding.shape == own.shape else []
+    if len(others) == 1 and others != [row]:
+        key = next(key for key in MASK_KEYS if files.config.get(key) is not None)
+        raise UserError(
+            f"The P-EAGLE draft in {files.where} says that token {row} is its mask, but its embedding of it "
+            f"is the target's, and only that of token {others[0]} is another.",
+            f"Set {key} to {others[0]} in its config.json.",
+        )
 
 
 P_EAGLE = PEagleKind()

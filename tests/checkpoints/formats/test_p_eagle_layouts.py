@@ -90,6 +90,19 @@ def test_heads_of_others_are_read_and_go_back_as_they_came(made, tmp_path, peer,
     assert all(torch.equal(back[name].flatten(), tensors[name].flatten()) for name in tensors)
 
 
+@pytest.mark.parametrize(("peer", "key"), [("vllm", "ptd_token_id"), ("speculators", "mask_token_id")])
+def test_a_wrong_token_of_the_mask_is_named_by_the_embedding_that_differs(made, tmp_path, peer, key):
+    target, ours, model, head = made
+    export_draft(ours, tmp_path / peer, format=peer, dtype=None, target=target)
+    files = open_draft(tmp_path / peer)
+    files.config[key] = 4
+    mask = head.config.mask_token_id
+    with pytest.raises(
+        UserError, match=f"token 4 is its mask, .* of token {mask} is another.*{key} to {mask}"
+    ):
+        P_EAGLE.read(files, model)
+
+
 def test_an_own_head_is_read_back(made):
     _, ours, model, head = made
     read = load_draft(ours, target=model)
