@@ -31,6 +31,10 @@ UNUSUAL = {
     "optimizer": "adamw",
     "ema_decay": None,
     "schedule": "cosine",
+    "num_anchors": 512,
+    "down_sample_ratio": None,
+    "down_sample_ratio_min": 0.2,
+    "confidence_weight": 1.0,
 }
 """Settings that are named where they are other than this."""
 

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_target
+from tiny import tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.card import Card, model_card
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import Facts, export_draft, find_checkpoint, without_folders
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.dspark import DSPARK
 from eagle_kit.kinds.eagle3 import EAGLE3
+from eagle_kit.kinds.p_eagle import P_EAGLE
 from eagle_kit.kinds.support.files import read_metadata
 from eagle_kit.models.loading.loader import load_target
 
@@ -195,6 +197,17 @@ def test_the_card_names_the_settings_of_an_unusual_recipe():
     card = model_card(Card(EAGLE3, head.config, {"config": {"training": chosen}}, "checkpoints/head"))
     noise = "feature_noise (kind uniform, amount 0.1, unit rms)"
     assert f"* settings: ttt_length 7, loss lk-alpha, ema_decay 0.99, {noise}\n" in card
+
+
+def test_the_card_of_a_head_that_drafts_in_one_pass_names_the_rows_that_it_learned():
+    target = tiny_target()
+    chosen = {"ttt_length": 7, "num_anchors": 64, "confidence_weight": 0.5, "down_sample_ratio": None}
+    settings = {"config": {"training": chosen}}
+    card = model_card(Card(DSPARK, tiny_dspark(target).config, settings, "checkpoints/head"))
+    assert "* settings: ttt_length 7, num_anchors 64, confidence_weight 0.5\n" in card
+    chosen |= {"num_anchors": 512, "confidence_weight": 1.0, "down_sample_ratio": 0.8}
+    card = model_card(Card(P_EAGLE, tiny_p_eagle(target).config, settings, "checkpoints/head"))
+    assert "* settings: ttt_length 7, down_sample_ratio 0.8\n" in card
 
 
 def test_a_card_without_facts_invents_none():
