@@ -7,6 +7,7 @@ What the rows of a block predict is said by ``sample_from_anchor``: row k its ow
 the next. The wrong one gives under one percent of acceptance and no error.
 """
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -73,8 +74,8 @@ class BlockKind(HeadKind[Config, Head]):
         return files.architecture in (self.architecture, self.speculator)
 
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:
-        """See :class:`~eagle_kit.kinds.kind.HeadKind`; ``target`` gives the spread layer ids to a config that
-        names none, as the first heads' do."""
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; ``target`` gives the authors' layer ids to a config
+        that names none, as the first heads' do."""
         return self.config_class(**self.read_fields(files, target))
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class BlockKind(HeadKind[Config, Head]):
             "max_position_embeddings": read_size(
                 layer, "max_position_embeddings", where, 2048, most=MAX_POSITIONS
             ),
-            "aux_layer_ids": _layer_ids(raw, table, where, target),
+            "aux_layer_ids": _layer_ids(raw, table, layers, where, target),
             "mask_token_id": _mask({**table, **raw}, sizes["vocab_size"], where),
             "num_layers": layers,
             "block_size": block,
@@ -225,6 +226,31 @@ class BlockKind(HeadKind[Config, Head]):
         rows = Convention("what rows predict", words, remedy, change)
         return [*super().conventions(head, target), rows]
 
+    def token_conventions(self, head: Head, tokens: Iterable[int]) -> list[Convention]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`: the anchor's own row is no mask."""
+        depth = 1 + head.config.predicts_next
+
+        def reads(token: int) -> Convention:
+            def change(head: Head) -> None:
+                object.__setattr__(head.config, "mask_token_id", token)
+
+            remedy = f"Set mask_token_id to {token} in the draft's config.json."
+            return Convention("mask token", f"token {token} as the mask", remedy, change, depth)
+
+        own, most = head.config.mask_token_id, head.config.vocab_size
+        return [reads(token) for token in dict.fromkeys(tokens) if token != own and 0 <= token < most]
+
+    def usual_layers(self, config: Config, target: TargetConfig) -> tuple[int, ...]:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return published_layers(target.num_layers, config.num_layers)
+
+    def layers_remedy(self, layers: tuple[int, ...]) -> str:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
+        return (
+            f"Write {[layer - 1 for layer in layers]}, their outputs, as {FLAT_IDS} into the draft's "
+            f"config.json ({list(layers)} as {NESTED_IDS} into one of speculators)."
+        )
+
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's token is the last one by default."""
         if settings.start_from is not None:
@@ -303,8 +329,17 @@ def _mask(config: dict[str, Any], vocab_size: int, where: str) -> int:
     return number
 
 
+def published_layers(target_layers: int, num_layers: int) -> tuple[int, ...]:
+    """Inputs of the target's layers that a head of ``num_layers`` layers reads whose config names none: as
+    many, spread by the rule of DFlash's authors over the outputs of layers 1 to L - 3."""
+    if num_layers == 1:
+        return (target_layers // 2 + 1,)
+    span = target_layers - 4
+    return tuple(round(1 + i * span / (num_layers - 1)) + 1 for i in range(num_layers))
+
+
 def _layer_ids(
-    config: dict[str, Any], table: dict[str, Any], where: str, target: TargetConfig | None
+    config: dict[str, Any], table: dict[str, Any], num_layers: int, where: str, target: TargetConfig | None
 ) -> tuple[int, ...]:
     """The captured layers by their inputs, whichever way they are stored."""
     flat = {**config, **table}.get(FLAT_IDS)
@@ -312,7 +347,7 @@ def _layer_ids(
     ids: Any = flat if nested is None else nested
     shift = 1 if nested is None else 0
     if ids is None and target is not None:
-        return spread_layers(target.num_layers)
+        return published_layers(target.num_layers, num_layers)
     is_list = isinstance(ids, list) and 0 < len(ids) <= MAX_LAYERS
     if not is_list or not all(type(layer) is int and -shift <= layer <= MAX_LAYERS for layer in ids):
         raise UserError(
@@ -366,19 +401,21 @@ def _sliding(
 
 def _check_layers(config: DFlashConfig, target: TargetConfig) -> Finding:
     """Find ids out of range, and the usual ones in the other numbering, which fails silently."""
-    ids, count, usual = list(config.aux_layer_ids), target.num_layers, list(spread_layers(target.num_layers))
+    ids, count = config.aux_layer_ids, target.num_layers
+    known = {spread_layers(count), published_layers(count, config.num_layers), published_layers(count, 5)}
     if not all(0 <= layer <= count for layer in ids):
-        cause = f"the draft reads the inputs of layers {ids}, the target has {count} layers."
+        cause = f"the draft reads the inputs of layers {list(ids)}, the target has {count} layers."
         return Finding("error", "layer ids", cause, OWN_TARGET)
     for shift, meant in ((1, "inputs"), (-1, "outputs")):
-        if [layer - shift for layer in ids] == usual:
+        usual = tuple(layer - shift for layer in ids)
+        if usual in known and ids not in known:
             cause = (
-                f"the draft reads the inputs of layers {ids}, one off the usual {usual}: its ids look like "
-                f"{meant} that are stored as the other."
+                f"the draft reads the inputs of layers {list(ids)}, one off the usual {list(usual)}: its ids "
+                f"look like {meant} that are stored as the other."
             )
             remedy = f"If the accept length is about 1.0, shift the layer ids in its config.json by {-shift}."
             return Finding("warning", "layer ids", cause, remedy)
-    return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
+    return Finding("ok", "layer ids", f"inputs of layers {list(ids)} of {count}.")
 
 
 def _check_rows(files: DraftFiles, config: DFlashConfig) -> Finding:

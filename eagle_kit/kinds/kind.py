@@ -310,6 +310,21 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         """Other readings of its weights that load as well and cost acceptance."""
         return shared_conventions(head, target, self.joint_layers(head))
 
+    def token_conventions(self, head: Head, tokens: Iterable[int]) -> list[Convention]:
+        """Readings by which one of the target's ``tokens`` that texts do not have is the head's mask."""
+        return []
+
+    def usual_layers(self, config: Config, target: TargetConfig) -> tuple[int, ...]:
+        """Inputs of the target's layers that such heads read as a rule."""
+        return target.default_aux_layer_ids
+
+    def layers_remedy(self, layers: tuple[int, ...]) -> str:
+        """What to do where the inputs of ``layers`` are those that a head was trained on, a sentence."""
+        return (
+            f'Write {list(layers)} as eagle_aux_hidden_state_layer_ids with the convention "input" into the '
+            "draft's config.json."
+        )
+
     def joint_layers(self, head: Head) -> list[str]:
         """Names of the linear layers that read embedding and feature side by side."""
         return []

@@ -50,15 +50,19 @@ def learned_target(steps: int = 140):
 
 
 @cache
-def learned_head(steps: int = 120, *, late_features: int = 0, late_tokens: int = 0, **changes):
+def learned_head(
+    steps: int = 120, *, make=tiny_head, late_features: int = 0, late_tokens: int = 0, **changes
+):
     """A head of :func:`learned_target` by training-time test; change a copy.
 
     Args:
+        make: of a kind; an EAGLE-3 head leaves two tokens out of its vocabulary.
         late_features, late_tokens: slots by which its inputs come late in training.
     """
     target = learned_target()
-    head = tiny_head(target, VOCABULARY - 2, std=0.1, **changes)
-    rows = target.head_weight[head.target_ids]
+    changes = {"draft_vocab_size": VOCABULARY - 2} | changes if make is tiny_head else changes
+    head = make(target, std=0.1, **changes)
+    rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     doc_start = torch.arange(ROWS).repeat_interleave(LENGTH + 2) * (LENGTH + 2)
     place = torch.arange(len(doc_start)) - doc_start
     plan = plan_row(torch.where(place >= 2, doc_start, -1), doc_start, STEPS)

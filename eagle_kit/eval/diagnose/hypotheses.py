@@ -3,7 +3,7 @@
 Legend: Vd draft vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from eagle_kit.eval.diagnose.chain import SERVED, View
 from eagle_kit.kinds.registry import kind_of
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.heads.draft_head import DraftHead, StepForm
 
 LAYERS, SHIFT, MAP = "layer ids", "one-slot shift", "vocabulary map"
 EMBEDDING, STATE, DTYPE, ROPE = "embedding", "norm convention", "dtype", "RoPE"
 LEAST_RATIO, LEAKED_RATIO, LEAST_SHARE = 1.03, 1.15, 0.1
+MOST_MASKS = 32
+"""Tokens that are tried as a head's mask."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +53,24 @@ class Hypothesis:
 
 
 def hypotheses(
-    head: DraftHead, target: TargetConfig, embedding: torch.Tensor | None = None
+    head: DraftHead,
+    target: TargetConfig,
+    embedding: torch.Tensor | None = None,
+    masks: Sequence[int] = (),
 ) -> list[Hypothesis]:
     """All that can be tried of a head.
 
     Args:
         embedding: ``[V, H]`` that the draft's files bring, where it is not the target's.
+        masks: tokens that may be the mask of a head that has one.
     """
-    conventions = kind_of(head.config).conventions(head, target)
+    kind = kind_of(head.config)
+    conventions = [*kind.conventions(head, target), *kind.token_conventions(head, masks)]
     found = [
         Hypothesis(each.subject, each.words, each.remedy, change=each.change, depth=each.depth)
         for each in conventions
     ]
-    found += [*_layers(head, target), *_shifts(), *_maps(head)]
+    found += [*_layers(head, target), *_shifts(head), *_maps(head)]
     if embedding is not None:
         remedy = "Use the target that the draft was trained for: it brings another embedding than this one's."
         view = View(embedding=embedding)
@@ -78,6 +85,16 @@ def hypotheses(
         view = View(unit_norm=True)
         found.append(Hypothesis(STATE, "captured states normed in front of fc", remedy, view))
     return found
+
+
+def mask_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
+    """Tokens that a head may have for a mask, as texts do not have them: those that the tokenizer calls mask
+    and padding, the first behind its own, the last of all, and its added ones; at most :data:`MOST_MASKS`."""
+    named = [getattr(tokenizer, f"{name}_token_id", None) for name in ("mask", "pad")]
+    found = [*named, len(tokenizer), vocab_size - 1, *sorted(tokenizer.added_tokens_decoder)]
+    return list(dict.fromkeys(token for token in found if token is not None and token < vocab_size))[
+        :MOST_MASKS
+    ]
 
 
 def layers_needed(hypotheses: list[Hypothesis], head: DraftHead, target: TargetConfig) -> set[int]:
@@ -95,7 +112,8 @@ def _layers(head: DraftHead, target: TargetConfig) -> Iterator[Hypothesis]:
     for shift, numbering in ((1, "outputs"), (-1, "inputs")):
         ids = tuple(layer + shift for layer in own)
         others.setdefault(ids, f"its ids are {numbering} of layers, and were read the other way")
-    usual = target.default_aux_layer_ids
+    kind = kind_of(head.config)
+    usual = kind.usual_layers(head.config, target)
     if len(own) == len(usual):
         others.setdefault(usual, "the usual ones")
     if 1 < len(own) <= 4:
@@ -108,14 +126,10 @@ def _layers(head: DraftHead, target: TargetConfig) -> Iterator[Hypothesis]:
     for ids, why in others.items():
         if ids != own and all(0 <= layer <= last for layer in ids):
             words = f"the inputs of layers {', '.join(map(str, ids))} ({why})"
-            remedy = (
-                f'Write {list(ids)} as eagle_aux_hidden_state_layer_ids with the convention "input" into the '
-                "draft's config.json."
-            )
-            yield Hypothesis(LAYERS, words, remedy, View(layers=ids))
+            yield Hypothesis(LAYERS, words, kind.layers_remedy(ids), View(layers=ids))
 
 
-def _shifts() -> Iterator[Hypothesis]:
+def _shifts(head: DraftHead) -> Iterator[Hypothesis]:
     """One of feature, token and taught token a slot away from the other two.
 
     The feature of the embedded token's own position holds what the target makes of that token, its choice of
@@ -124,6 +138,8 @@ def _shifts() -> Iterator[Hypothesis]:
     parts = {"feature_shift": "features", "token_shift": "tokens", "truth_shift": "taught tokens"}
     for field, what in parts.items():
         for by, where in ((-1, "before"), (1, "behind")):
+            if head.step_form is StepForm.BLOCK and (field, by) in (("truth_shift", -1), ("token_shift", 1)):
+                continue
             yield Hypothesis(
                 SHIFT,
                 f"{what} one slot {where}",

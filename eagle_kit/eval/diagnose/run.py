@@ -20,7 +20,7 @@ from eagle_kit.eval.diagnose.compare import Comparison, compare_server, gap
 from eagle_kit.eval.diagnose.context import FAR, FEWEST, ContextReading, read_context
 from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.formats import FormatReading, read_formats
-from eagle_kit.eval.diagnose.hypotheses import DTYPE, ROPE, Hypothesis, hypotheses, layers_needed
+from eagle_kit.eval.diagnose.hypotheses import DTYPE, ROPE, Hypothesis, hypotheses, layers_needed, mask_tokens
 from eagle_kit.eval.diagnose.models import Models, load_models
 from eagle_kit.eval.diagnose.replay import Progress, Replay, Replies, decode_drafted, decode_replies
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
@@ -157,7 +157,8 @@ class Basis(NamedTuple):
 
 def make_basis(models: Models, replies: Replies) -> Basis:
     """Run the target over the replies once, with every layer captured that a hypothesis asks for."""
-    tried = hypotheses(models.head, models.target.config, models.embedding)
+    masks = mask_tokens(models.llm.tokenizer, models.target.config.vocab_size)
+    tried = hypotheses(models.head, models.target.config, models.embedding, masks)
     row = pack(replies.texts).to(models.target.embed_tokens.weight.device)
     layers = layers_needed(tried, models.head, models.target.config)
     source = Source(models.target, row, compute_states(models.target, row, sorted(layers)))

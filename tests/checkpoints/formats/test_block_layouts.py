@@ -185,7 +185,9 @@ def test_wrong_conventions_are_named(made):
     big = replace(model.config, num_layers=30)
     usual = spread_layers(30)
     assert [layer - 1 for layer in spread_layers(36)] == [1, 9, 17, 25, 33]  # as published for Qwen3-8B
-    for layers in (usual, [layer - 2 for layer in usual]):  # outputs are one less
+    theirs = (2, 9, 15, 21, 28)  # as the authors' code rounds
+    for layers in (usual, [layer - 2 for layer in usual], theirs, [layer - 2 for layer in theirs]):
+        # outputs are one less
         files = open_draft(ours)
         files.config["dflash_config"] = {"mask_token_id": 5, "target_layer_ids": list(layers)}
         del files.config["sample_from_anchor"]
@@ -194,6 +196,27 @@ def test_wrong_conventions_are_named(made):
         assert warned == {"layer ids", "rows of a block"}
     words = [each.words for each in DFLASH.conventions(tiny_dflash(model), model.config)]
     assert "rows that predict the next token" in words
+
+
+@pytest.mark.parametrize(
+    ("target_layers", "layers", "outputs"),
+    [
+        (36, 5, [1, 9, 17, 25, 33]),
+        (30, 5, [1, 8, 14, 20, 27]),
+        (62, 5, [1, 16, 30, 44, 59]),
+        (28, 8, [1, 4, 8, 11, 15, 18, 22, 25]),
+        (28, 1, [14]),
+    ],
+)
+def test_a_config_that_names_no_layers_means_those_of_the_authors(made, target_layers, layers, outputs):
+    """As many as the head has layers, by the ``build_target_layer_ids`` of their repository."""
+    _, ours, model, _ = made
+    files = open_draft(ours)
+    files.config.update(dflash_config={"mask_token_id": 5}, num_hidden_layers=layers, layer_types=None)
+    config = DFLASH.read_config(files, replace(model.config, num_layers=target_layers))
+    assert [layer - 1 for layer in config.aux_layer_ids] == outputs
+    with pytest.raises(UserError, match="layer ids"):
+        DFLASH.read_config(files)
 
 
 def test_deepspec_s_baseline_has_rows_of_the_next_token(made):

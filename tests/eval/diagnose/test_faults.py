@@ -2,10 +2,11 @@
 
 import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
-from tiny import tiny_head
+from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_target
 from tiny_rule import learned_head, learned_target, texts
 
 from eagle_kit.core.shape import SpecShape
@@ -13,19 +14,20 @@ from eagle_kit.eval.diagnose.causes import Cause, Measured, name_causes
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.context import read_context
 from eagle_kit.eval.diagnose.fit import measure_fit
-from eagle_kit.eval.diagnose.hypotheses import hypotheses, layers_needed
+from eagle_kit.eval.diagnose.hypotheses import hypotheses, layers_needed, mask_tokens
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.run import Basis, likely_misreading
 from eagle_kit.eval.diagnose.server import ServerReading
-from eagle_kit.eval.diagnose.trials import STEPS, decoded, try_all
+from eagle_kit.eval.diagnose.trials import STEPS, decoded, read, try_all
 from eagle_kit.models.blocks.layers import RMSNorm
+from eagle_kit.serve.drafts import copy_head
 
 
 def diagnosed(head, target=None, late: int = 0) -> list[Cause]:
     """Causes of a head over texts; ``late``: slots by which the target's states come late."""
     target = target or learned_target()
-    tried, row = hypotheses(head, target.config), pack(texts())
+    tried, row = hypotheses(head, target.config, masks=(3, 5, 17, 40)), pack(texts())
     states = compute_states(target, row, layers_needed(tried, head, target.config))
     if late:
         states = states._replace(inputs={i: state.roll(late, 0) for i, state in states.inputs.items()})
@@ -120,6 +122,69 @@ def test_a_head_of_another_target_is_surer_than_it_may_be():
         if name.startswith("layers.") and weight.ndim == 2:
             weight.data += 0.5 * weight.data.std() * torch.randn(weight.shape, generator=generator)
     assert [cause.subject for cause in diagnosed(learned_head(), target)] == ["another target"]
+
+
+BLOCKS = {
+    "dflash": (tiny_dflash, {"block_size": 4, "num_layers": 1}, 70),
+    "dspark": (tiny_dspark, {"block_size": 3, "num_layers": 1}, 70),
+}
+MISREAD = {
+    "what rows predict": lambda config: {"predicts_next": not config.predicts_next},
+    "mask token": lambda config: {"mask_token_id": 17},
+    "layer ids": lambda config: {"aux_layer_ids": (0, 1, 2)},
+}
+OF_BLOCKS = {"mask_token_id": 5, "aux_layer_ids": (1, 2, 3)}
+
+
+def misread(head, fault):
+    other = copy_head(head).bind(head.bound)
+    other.config = replace(other.config, **MISREAD[fault](other.config))
+    return other
+
+
+@pytest.mark.parametrize("fault", MISREAD)
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_some_reading_is_the_right_one_of_a_head_of_blocks_whose_config_is_wrong(kind, fault):
+    make, changes, _ = BLOCKS[kind]
+    target = tiny_target(41)
+    head = make(target, **OF_BLOCKS, **changes).eval().requires_grad_(False)
+    wrong, row = misread(head, fault), pack(texts(4))
+    tried = [each for each in hypotheses(wrong, target.config, masks=range(9)) if each.subject == fault]
+    source = Source(target, row, compute_states(target, row, range(5)))
+    right, served = (read_chain(each, source, 2).log_truth for each in (head, wrong))
+    assert not torch.equal(served, right)
+    undone = [each for each in tried if torch.equal(read(wrong, source, each, 2).log_truth, right)]
+    remedies = {
+        "what rows predict": f"sample_from_anchor to {str(head.config.predicts_next).lower()}",
+        "mask token": "mask_token_id to 5",
+        "layer ids": "[0, 1, 2], their outputs, as target_layer_ids",
+    }
+    assert len(undone) == 1 and remedies[fault] in undone[0].remedy
+    assert wrong.config != head.config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", MISREAD)
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_what_a_config_says_wrong_of_a_head_of_blocks_is_named_first(kind, fault):
+    make, changes, steps = BLOCKS[kind]
+    head = learned_head(steps, make=make, **OF_BLOCKS, **changes)
+    assert diagnosed(head) == []
+    assert diagnosed(misread(head, fault))[0].subject == fault
+
+
+def test_tokens_that_may_be_a_mask_are_few_and_the_usual_ones():
+    class Tokenizer(NamedTuple):
+        pad_token_id: int
+        added_tokens_decoder: dict[int, str]
+
+        def __len__(self) -> int:
+            return 160
+
+    tokenizer = Tokenizer(7, dict.fromkeys(range(100, 160), ""))
+    assert mask_tokens(tokenizer, 200)[:4] == [7, 160, 199, 100]
+    assert len(mask_tokens(tokenizer, 200)) == 32
+    assert 160 not in mask_tokens(tokenizer, 160)
 
 
 @pytest.mark.slow
