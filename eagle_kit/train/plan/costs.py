@@ -57,18 +57,24 @@ class Workload:
 
 def data_workload(config: TrainConfig, data: PreparedData, num_rows: int) -> Workload:
     """Forward of ``num_rows`` average packed rows of ``data``."""
-    tokens = num_rows * data.num_tokens / len(data)
-    rows = tokens * data.num_supervised_tokens / max(1, data.num_tokens)
+    tokens, conversations = (
+        num_rows * count / len(data) for count in (data.num_tokens, data.num_conversations)
+    )
+    context = min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2
+    supervised = data.num_supervised_tokens / max(1, data.num_tokens)
+    return make_workload(config, tokens, tokens * supervised, conversations, context)
+
+
+def make_workload(
+    config: TrainConfig, tokens: float, supervised: float, conversations: float, mean_context: float
+) -> Workload:
+    """Forward of ``tokens`` of as many ``conversations``, of which the rows that a config's kind of head
+    samples are trained."""
     sampled = training_kind(config).sampling(config)
     if sampled is not None and sampled.most is not None:  # of every conversation; long ones have more to drop
-        rows = min(rows, sampled.most * num_rows * data.num_conversations / len(data))
-    return Workload(
-        tokens=round(tokens),
-        rows=round(rows),
-        steps=config.training.ttt_length,
-        mean_context=min(config.data.max_length, data.num_tokens / max(1, data.num_conversations)) / 2,
-        later=later_share(config),
-    )
+        supervised = min(supervised, sampled.most * conversations)
+    steps = config.training.ttt_length
+    return Workload(round(tokens), round(supervised), steps, mean_context, later_share(config))
 
 
 def later_share(config: TrainConfig) -> float:

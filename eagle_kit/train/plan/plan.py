@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from eagle_kit.core.gpus import RUNTIME_BYTES, Gpu
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, later_share
+from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, make_workload
 
 UTILISATION = 0.4
 """Share of the data sheet's FLOP/s that matmuls of a step are assumed to reach."""
@@ -117,9 +117,8 @@ class Planner:
     def _work(self, rows: int, supervised: float) -> Workload:
         """A forward of full rows, each a single document."""
         config = self.costs.config
-        tokens = rows * config.data.max_length
-        steps, context = config.training.ttt_length, config.data.max_length / 2
-        return Workload(tokens, round(tokens * supervised), steps, context, later_share(config))
+        length = config.data.max_length
+        return make_workload(config, rows * length, rows * length * supervised, rows, length / 2)
 
     def _placement(self, name: str, layout: Layout, forwards: int, rows: int) -> Placement:
         work = self._work(rows, SUPERVISED_SHARE)

@@ -9,7 +9,7 @@ from eagle_kit.models.heads.dflash import DFlashConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops, later_share
+from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops, later_share, make_workload
 from eagle_kit.train.plan.estimate import Session, make_estimate, measure_matmul_rate
 from eagle_kit.train.plan.sizes import head_sizes, num_weights
 
@@ -92,6 +92,22 @@ def test_arithmetic_of_later_steps_is_that_of_the_rows_that_are_kept(config_clas
         for steps, later in ((5, None), (5, 1.2), (1, None))
     )
     assert some - first == pytest.approx(1.2 / 4 * (all_rows - first))
+
+
+def test_a_forward_has_the_rows_of_the_anchors_that_are_drawn() -> None:
+    def rows(kind: str, anchors: int) -> int:
+        training = {"ttt_length": 7} | ({"num_anchors": anchors} if kind == "dflash" else {})
+        config = TrainConfig(
+            target="t",
+            output_dir="o",
+            data=DataConfig(source="c.jsonl"),
+            head={"kind": kind},
+            training=training,
+        )
+        return make_workload(config, tokens=1000, supervised=700, conversations=2, mean_context=250).rows
+
+    assert [rows("dflash", anchors) for anchors in (100, 349, 351)] == [200, 698, 700]
+    assert rows("eagle3", 1) == 700
 
 
 def test_a_config_says_how_many_rows_later_steps_have() -> None:
