@@ -56,6 +56,11 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return chance
 
 
+def chance_of(odds: float) -> float:
+    """Chance of log-odds."""
+    return 1.0 / (1.0 + math.exp(-max(odds, -700.0)))
+
+
 def learn_offset(
     value: float, variance: float, odds: Sequence[float], num_accepted: int
 ) -> tuple[float, float, float]:
@@ -63,7 +68,7 @@ def learn_offset(
     about it, behind a cycle that accepted so many."""
     surprise, information = float(num_accepted), 0.0
     for each in odds[: num_accepted + 1]:
-        chance = 1.0 / (1.0 + math.exp(-each - value))
+        chance = chance_of(each + value)
         surprise -= chance
         information += chance * (1.0 - chance)
     left = variance / (1.0 + variance * information)

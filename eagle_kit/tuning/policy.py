@@ -7,11 +7,11 @@ token is more likely to be accepted. Whatever shape is in use tells it, and it p
 Every few cycles the policy decides, from averages, whether to speculate at all and in which shape at most.
 While it speculates, the draft's confidence shortens or widens single cycles: a step that is worth less than
 the time that it takes is not drafted. A draft that tells how likely each depth is accepted (DSpark's
-confidence head) is believed for chains, but for a bias that is learnt from its cycles. Whatever it tells, it
-tells of the text and not of tokens that will be drawn, so that no choice changes a distribution. How sure the
-draft is differs by text as well, and a request's *mix*
-says how often each class of confidence comes up in it. Cycles that are chosen one by one are worth more than
-any single shape, so what counts for speculation is the average of what was expected of them. A shape is for a
+confidence head) is believed for chains, but for a calibration by depth, which all requests teach, and a bias
+of each request. Whatever it tells, it tells of the text and not of tokens that will be drawn, so that no
+choice changes a distribution. How sure the draft is differs by text as well, and a request's *mix* says how
+often each class of confidence comes up in it. Cycles that are chosen one by one are worth more than any
+single shape, so what counts for speculation is the average of what was expected of them. A shape is for a
 batch, not for a request: requests of a cycle share its forwards. But of the drafts of a chain the target may
 verify only the likeliest of the batch, whichever requests they belong to, whose rows are packed.
 
@@ -31,6 +31,7 @@ import numpy as np
 
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.chances import (
     CHANGE,
     EASES,
@@ -88,8 +89,8 @@ class Ease:
     where it is not known; ``num_missed``, tokens that the draft has not read; the ``information`` that its
     drafts have given about it, one over a variance; and the log-odds of ``told`` confidences, that each depth
     of a chain is accepted where all before it are, empty where the draft does not tell them, with the ``bias
-    [2]`` by which they are wrong, and its variance. ``num_unseen``: cycles since a draft of it was
-    verified while others' were."""
+    [2]`` by which they are wrong once calibrated, and its variance. ``num_unseen``: cycles since a draft of
+    it was verified while others' were."""
 
     value: float
     mix: np.ndarray
@@ -202,7 +203,7 @@ class ShapePolicy:
             size: np.array([shape in (NO_SPECULATION, *menu) for shape in self.shapes])
             for size, menu in menus.items()
         }
-        self.shared_ease, self.shared_mix = 0.0, self._usual_mix
+        self.shared_ease, self.shared_mix, self.calibration = 0.0, self._usual_mix, Calibration()
         self._shared_variance = SHARED_VARIANCE
         self.shape = NO_SPECULATION
         self._tokens = self._spent = 0.0  # of a cycle of speculation, on average
@@ -298,7 +299,7 @@ class ShapePolicy:
             reached = reach[:, number, :steps]
             for i, ease in enumerate(eases):
                 if len(ease.told) >= steps:
-                    reached[i] = _told_reach(ease)[:steps]
+                    reached[i] = self._told_reach(ease)[:steps]
             ranked = reached.copy()
             ranked[unseen, 0] = 1.0
             order = (-ranked).ravel().argsort(kind="stable")  # a draft behind those that it depends on
@@ -319,9 +320,15 @@ class ShapePolicy:
         """Expected tokens in every shape, ``[M]``, those of chains by the draft's own confidences."""
         if not ease.told:
             return lengths
-        reached = np.concatenate(([1.0], 1.0 + _told_reach(ease).cumsum()))
+        reached = np.concatenate(([1.0], 1.0 + self._told_reach(ease).cumsum()))
         is_told = self._chains & (self._depths < len(reached))
         return np.where(is_told, reached[np.minimum(self._depths, len(reached) - 1)], lengths)
+
+    def _told_reach(self, ease: Ease) -> np.ndarray:
+        """Chance that each depth is accepted with all before it, by the confidences that the draft tells."""
+        odds = np.array(self.calibration.log_odds(ease.told))
+        reach: np.ndarray = sigmoid(odds + ease.bias[0]).cumprod()
+        return reach
 
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
@@ -483,7 +490,9 @@ class ShapePolicy:
         odds = self._odds[self._number[shape]][known][:num_drafts]
         ease.value, ease.variance, information = learn_offset(ease.value, ease.variance, odds, num_accepted)
         if self._chains[self._number[shape]] and len(ease.told) >= shape.steps:
-            *bias, _ = learn_offset(*ease.bias, ease.told[: shape.steps][:num_drafts], num_accepted)
+            drafted = ease.told[: shape.steps][:num_drafts]
+            self.calibration.learn(drafted, ease.bias[0], num_accepted)
+            *bias, _ = learn_offset(*ease.bias, self.calibration.log_odds(drafted), num_accepted)
             ease.bias = bias[0], bias[1]
         before, ease.information = ease.information, ease.information + information
         told = _about_all(ease.information) - _about_all(before)
@@ -570,12 +579,6 @@ def _drafting_probe(batch_size: int) -> int:
 def _about_all(information: float) -> float:
     """Information about what texts have in common, of that about one of them: one text tells little."""
     return information / (1.0 + VARIANCE * information)
-
-
-def _told_reach(ease: Ease) -> np.ndarray:
-    """Chance that each depth is accepted with all before it, by the confidences that the draft has told."""
-    reach: np.ndarray = sigmoid(np.array(ease.told) + ease.bias[0]).cumprod()
-    return reach
 
 
 def _likeliest(chances: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The policy in a simulated engine: texts of known ease, cycles of known cost."""
 
+import itertools
 import math
 import random
 import time
@@ -11,6 +12,7 @@ from crossed import crossed
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
@@ -173,6 +175,29 @@ def test_windows_end_where_the_draft_tells_that_its_chain_does(bias):
     fixed = [told_speed(lambda _: None, lambda shape=shape: shape) for shape in SHAPES]
     ours, first_only = run(told=True), run(told=False)
     assert ours > 1.05 * max(fixed) and ours > 1.05 * first_only, (ours, first_only, fixed)
+
+
+def test_what_requests_have_taught_about_confidences_serves_those_that_come():
+    """Each request is 12 cycles long, too short to learn by how much its own confidences are wrong."""
+
+    def run(shares):
+        policy, cycles, eases = make_policy(), itertools.count(), []
+
+        def see(survival):
+            if next(cycles) % 12 == 0:
+                eases[:] = [policy.new_request()]
+                if not shares:
+                    policy.calibration = Calibration()
+            policy.see(eases[0], survival)
+
+        return told_speed(
+            see,
+            lambda: policy.choose(eases, 300),
+            lambda shape, accepted: policy.observe(eases[0], shape, accepted),
+            bias=2.5,
+        )
+
+    assert run(shares=True) > 1.03 * run(shares=False)
 
 
 def test_confidences_that_are_no_numbers_are_not_believed():
