@@ -57,7 +57,6 @@ from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose
 from eagle_kit.speculation.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 from eagle_kit.tuning.packing import packed_rows
-from eagle_kit.tuning.policy import MOST_MISSED
 
 
 class Results(NamedTuple):
@@ -341,7 +340,8 @@ class Runner:
         (steps, topk, tokens), drafter = shape, self.models.drafter
         is_usual, num_warm_ups = True, self.graphs.num_warm_ups
         if drafter is not None and drafter.can_wait:
-            if any(each.num_missed and (steps or each.num_missed == MOST_MISSED) for each in requests):
+            most = drafter.most_missed(self.kept)
+            if any(each.num_missed and (steps or each.num_missed == most) for each in requests):
                 self._catch_up(requests)
                 is_usual = False
             if not steps:
@@ -408,7 +408,7 @@ class Runner:
         request), as memory is planned for."""
         behind = [request for request in requests if request.num_missed]
         length = max(request.num_missed for request in behind)
-        columns = self._columns(requests, length + 2)
+        columns = self._columns(requests, length + 2 + self._appended)
         if self.graphs.has_fixed_shapes:  # so that kernels are compiled for few
             length = 1 << (length - 1).bit_length()
         most = self._most_behind(length)
@@ -424,7 +424,8 @@ class Runner:
         """Let the draft read nothing in every size in which it may have to catch up -> their number."""
         if self.slots.missed is None or self.models.drafter is None:
             return 0
-        lengths, sizes = [1 << i for i in range(MOST_MISSED.bit_length())], self.config.batch_sizes
+        most, sizes = self.models.drafter.most_missed(self.kept), self.config.batch_sizes
+        lengths = [1 << i for i in range(most.bit_length())]
         fit = [(size, length) for length in lengths for size in sizes if size <= self._most_behind(length)]
         for size, length in fit:
             self._read_missed([self.slots.dummy] * size, length, self._columns((), length + 2))

@@ -72,8 +72,8 @@ CHECKS, UNCHECKED = 4, 16
 """How often, for sizes up to each power of two, and after how many cycles of drafting plain decoding is tried
 though a short measurement calls it slower, until the two have been compared."""
 MOST_MISSED, HORIZON = MAX_WINDOW, 32
-"""Tokens of a request that a draft may have to read when it is needed again, and cycles in which that has to
-pay."""
+"""Tokens of a request that a draft may have to read at most when it is needed again, and cycles in which that
+has to pay."""
 
 UNSEEN = 16
 """Cycles without a verified draft after which a request has one verified: its text may have become easier."""

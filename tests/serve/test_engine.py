@@ -324,31 +324,3 @@ def test_ngrams_may_follow_the_batch(models):
     serve(engine, requests)
     assert [r.token_ids for r in requests] == [r.token_ids for r in expected]
     assert engine.totals.num_draft_tokens > 0
-
-
-@pytest.mark.parametrize(
-    ("shape", "lag"),
-    sweep(itertools.product(("4,1,5", "3,2,6"), (0, 1)), fast=[("4,1,5", 1), ("3,2,6", 0)]),
-)
-def test_a_draft_reads_later_what_was_decoded_without_it(models, monkeypatch, shape, lag):
-    """Cycles without drafts in between, more of them than are kept, change neither text nor acceptance."""
-    prompts = [[(3 * i + j) % 11 for j in range(5)] for i in range(3)]
-
-    def run():
-        engine = make_engine(models, batch=3, lag=lag)
-        engine.use_shape(ShapeTable.parse(f"{shape} 3:none"))
-        requests = [
-            Request(i, prompt, SamplingParams(max_tokens=n))
-            for i, (prompt, n) in enumerate(zip(prompts, (150, 45, 60), strict=True))
-        ]
-        serve(engine, requests)
-        return [(request.token_ids, request.stats) for request in requests]
-
-    later = run()
-    monkeypatch.setattr("eagle_kit.speculation.propose.drafter.Drafter.can_wait", False)
-    assert later == run()
-    assert max(stats.accept_length for _, stats in later) > 1.02
-    assert [tokens for tokens, _ in later] == [
-        decode(models, prompts=[prompt], max_tokens=n)[0].token_ids
-        for prompt, n in zip(prompts, (150, 45, 60), strict=True)
-    ]

@@ -143,6 +143,10 @@ class Drafter:
         """Rows that draft-extend has behind the emitted ones."""
         return 0
 
+    def most_missed(self, kept: Kept) -> int:
+        """Tokens that :meth:`extend` reads at once, a power of two: what a window has room for."""
+        return 1 << ((MAX_WINDOW - self.num_appended(kept)).bit_length() - 1)
+
     @property
     def capture(self) -> tuple[int, ...]:
         """Ids of the target layers whose inputs the draft reads."""

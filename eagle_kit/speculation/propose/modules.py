@@ -41,6 +41,7 @@ class ModulesState(NamedTuple):
 class ModulesDrafter(ReadyDrafter):
     """Several modules with a store each. Mutates only the stores."""
 
+    can_wait = False  # its states are carried from cycle to cycle
     model: HeadDraftModel
 
     def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:

@@ -45,7 +45,6 @@ class Candidates(NamedTuple):
 class ReadyDrafter(Drafter):
     """A drafter whose states are, or begin with, :class:`Candidates`."""
 
-    can_wait = False
     keeps_by_size = True
     unlikely: tuple[float, ...] = (0, float("-inf"), 0)
     """What stands for candidates that were not kept, in each part of the state: a token and its score."""

@@ -1,0 +1,108 @@
+"""A draft reads later what was decoded without it: plain cycles in between change neither text nor
+acceptance."""
+
+from collections import Counter
+
+import pytest
+from sweep import sweep
+from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
+from tiny_engine import decode, resolved
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.serve.drafts import load_draft_model
+from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.request import Request
+from eagle_kit.serve.runner import Runner
+from eagle_kit.speculation.propose.drafter import Drafter
+from eagle_kit.speculation.propose.ready import ReadyDrafter
+from eagle_kit.tuning.policy import ToldPolicy
+
+AT_ONCE = {"eagle3": 64, "p-eagle": 32, "dflash": 32, "dflash, causal": 32, "dspark": 32}
+"""By kind of head, tokens that a window has room for, beside a block of masks where there is one."""
+PROMPTS = [[(3 * i + j) % 11 for j in range(5)] for i in range(3)]
+LENGTHS = (150, 45, 60)
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    """A target of 11 tokens and a draft of each name."""
+    target = tiny_target(vocab_size=11)
+    heads = {
+        "eagle3": tiny_head(target, 9),
+        "p-eagle": tiny_p_eagle(target, draft_vocab_size=9),
+        "dflash": tiny_dflash(target),
+        "dflash, causal": tiny_dflash(target, sliding_window=400, sliding_layers=(0, 1, 2)),
+        "dspark": tiny_dspark(target),
+    }
+    return {name: (target, load_draft_model(head.eval(), target)) for name, head in heads.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(pairs):
+    """Tokens of plain decoding."""
+    target = pairs["eagle3"][0]
+    return [
+        decode((target, None), prompts=[prompt], max_tokens=n)[0].token_ids
+        for prompt, n in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "lag", "sampled"),
+    sweep(
+        [
+            (name, shape, lag, sampled)
+            for name in AT_ONCE
+            for shape, sampled in (("4,1,5", False), ("3,2,6", False), ("4,1,5", True))
+            for lag in (0, 1)
+        ],
+        fast=[
+            ("eagle3", "4,1,5", 1, False),
+            ("eagle3", "3,2,6", 0, False),
+            ("p-eagle", "4,1,5", 1, False),
+            ("dflash", "3,2,6", 0, False),
+            ("dflash, causal", "4,1,5", 0, True),
+            ("dspark", "3,2,6", 1, False),
+            ("dspark", "4,1,5", 0, True),
+        ],
+    ),
+)
+def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
+    pairs, plain, monkeypatch, name, shape, lag, sampled
+):
+    """More of them than the draft reads at once; greedy, or with sampled drafts of seeded requests."""
+    params = {"temperature": 1.0, "seed": 5} if sampled else {}
+    options = {"sampled_drafts": True} if sampled else {}
+
+    def run():
+        policy = ToldPolicy({1: [SpecShape.parse(shape), NO_SPECULATION]})
+        engine = Engine(*pairs[name], resolved(3, 256, kv_tokens=1500, lag=lag, **options))
+        engine.use_shape(policy)
+        requests = [
+            Request(i, prompt, SamplingParams(max_tokens=n, **params))
+            for i, (prompt, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
+        ]
+        for request in requests:
+            engine.add_request(request)
+        for policy.shape in map(SpecShape.parse, (*["none"] * 37, shape, *["none", shape, shape] * 300)):
+            if engine.has_work:
+                engine.step()
+        assert not engine.has_work
+        return [(request.token_ids, request.stats) for request in requests]
+
+    reads, read = Counter(), Runner._read_missed
+
+    def counted(runner, slots, length, columns):
+        reads[length] += 1
+        read(runner, slots, length, columns)
+
+    monkeypatch.setattr(Runner, "_read_missed", counted)
+    later = run()
+    assert reads and max(reads) <= AT_ONCE[name] and (reads[32] or AT_ONCE[name] == 64)
+    for drafter in (Drafter, ReadyDrafter):
+        monkeypatch.setattr(drafter, "can_wait", False)
+    assert later == run()
+    assert max(stats.accept_length for _, stats in later) > 1.01
+    if not sampled:
+        assert [tokens for tokens, _ in later] == plain
