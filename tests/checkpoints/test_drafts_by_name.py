@@ -12,6 +12,7 @@ import pytest
 import torch
 from local_hub import TOKEN, environment
 from safetensors.torch import load_file
+from sweep import sweep
 from tiny import tiny_head, tiny_target
 from tiny_run import make_config, make_target
 
@@ -89,7 +90,10 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+SLOW = {"serve --draft", "regenerate", "bench"}
+
+
+@pytest.mark.parametrize("command", sweep(COMMANDS, fast=set(COMMANDS) - SLOW))
 def test_every_command_takes_a_draft_by_its_name(command, hub, target, eagles, tmp_path, monkeypatch, capsys):
     hub.add(NAME, eagles)
     (tmp_path / "task.jsonl").write_text('{"prompt": "Hi"}\n')

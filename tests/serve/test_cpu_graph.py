@@ -311,7 +311,7 @@ def test_an_engine_that_replays_says_what_one_in_python_says(shape, sampling):
     ("tree", "sampled"),
     [
         ("dynamic", False),
-        ("static", True),
+        pytest.param("static", True, marks=pytest.mark.slow),
         pytest.param("dynamic", True, marks=pytest.mark.slow),
         pytest.param("static", False, marks=pytest.mark.slow),
     ],

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from crossed import crossed
 from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_hybrid, tiny_p_eagle, tiny_target
 from tiny_cycle import (
     BATCH,
@@ -24,30 +25,29 @@ from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
 
 CPU = torch.device("cpu")
+BACKENDS = "backend", ["reference", "triton"]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
-@pytest.mark.parametrize("shape", ["none", "1,1,2", "4,1,5", "5,4,16", "6,10,60"])
+@crossed(("shape", ["none", "1,1,2", "4,1,5", "5,4,16", "6,10,60"]), ("sampling", SAMPLING_PARAMS), BACKENDS)
 def test_the_cycle_needs_no_host(shape, sampling, backend):
     _trace(backend, sampling, shape)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
-@pytest.mark.parametrize(("shape", "options"), POLICIES.values(), ids=POLICIES)
+@crossed(
+    ("shape, options", [pytest.param(*each, id=name) for name, each in POLICIES.items()]),
+    ("sampling", SAMPLING_PARAMS),
+    BACKENDS,
+)
 def test_no_policy_needs_the_host(shape, options, sampling, backend):
     _trace(backend, sampling, shape, **options)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("shape", ["none", "4,1,5", "5,4,16"])
+@crossed(("shape", ["none", "4,1,5", "5,4,16"]), BACKENDS)
 def test_recurrent_layers_need_no_host(shape, backend):
     _trace(backend, "greedy", shape, target=tiny_hybrid())
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("shape", ["1,1,2", "5,1,6", "5,4,16"])
+@crossed(("shape", ["1,1,2", "5,1,6", "5,4,16"]), BACKENDS)
 @pytest.mark.parametrize("make_head", [tiny_p_eagle, tiny_dflash, tiny_dspark])
 def test_drafts_of_one_pass_need_no_host(shape, backend, make_head):
     _trace(backend, "greedy", shape, make_head=make_head)

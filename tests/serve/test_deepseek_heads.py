@@ -103,7 +103,7 @@ def test_no_head_changes_greedy_output(models, plain, kind, shape, page_size, ba
     assert accept_length(requests) > 1.02, "nothing was accepted, so nothing was tested"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sweep(KINDS, fast=["eagle3", "mtp"]))
 def test_drafts_depend_on_no_batch_page_or_chunk(models, kind):
     prompts = [[(i * i) % 11 for i in range(70)], [3], [1, 2], [(3 * i) % 11 for i in range(33)]]
     one = models.decode(kind, "3,1,4", prompts=prompts)
@@ -149,7 +149,7 @@ def entered(models, kind, prompts, **options) -> torch.Tensor:
     return torch.cat([rows.flatten() for rows in found[len(prompts[-1]) + 1][-count:]])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sweep(KINDS, fast=["eagle3-mla", "mtp x 3"]))
 def test_every_slot_holds_the_same_whatever_was_cached_or_cut(models, kind):
     prompt = [(i * i) % 11 for i in range(41)]
     whole = entered(models, kind, [prompt], page_size=4, prefix_cache=False)
@@ -163,7 +163,7 @@ def test_every_slot_holds_the_same_whatever_was_cached_or_cut(models, kind):
         torch.testing.assert_close(cached, whole, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sweep(KINDS, fast=["eagle3-mla", "mtp x 3"]))
 def test_preempted_requests_draft_on_as_if_nothing_had_been(models, kind):
     prompts = [[(i * i + k) % 11 for i in range(20 + 5 * k)] for k in range(4)]
     apart = models.decode(kind, "3,1,4", prompts=prompts, max_tokens=40)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from pair_counts import chi_square, pair_counts
 from restless import Restless
+from sweep import sweep
 from tiny_engine import PROMPTS, decode, make_engine, serve
 from tiny_trained import trained_models
 
@@ -34,7 +35,7 @@ def greedy(models):
     return [request.token_ids for request in decode(models, None)]
 
 
-@pytest.mark.parametrize("sampling", SAMPLING_PARAMS)
+@pytest.mark.parametrize("sampling", sweep(SAMPLING_PARAMS, fast=["warm", "penalised"]))
 def test_with_a_seed_speculation_and_batches_change_no_token(models, greedy, sampling):
     params = SAMPLING_PARAMS[sampling] | {"seed": 11}
     alone = decode(models, None, **params)
@@ -138,7 +139,10 @@ def plain_counts(trained, request):
         pytest.param({"shape": "3,1,4", "seed": 1}, marks=pytest.mark.slow),
         {"shape": "3,3,8", "seed": 2},
         {"shape": "3,1,4", "seed": 3, "sampled_drafts": True},
-        {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": "rejection"},
+        pytest.param(
+            {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": "rejection"},
+            marks=pytest.mark.slow,
+        ),
         {"shape": "3,3,8", "seed": 5, "verifier": "relaxed"},
         {"shape": Restless(6, CHAINS, most_plain=2), "seed": 6, "sampled_drafts": True},
         pytest.param({"shape": Restless(7, TREES, most_plain=2), "seed": 7}, marks=pytest.mark.slow),
@@ -150,6 +154,7 @@ def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, opt
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
 
 
+@pytest.mark.slow
 def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
     options = {"shape": "3,3,8", "seed": 6, "accept_threshold_single": 0.1, "accept_threshold_acc": 0.3}
     distance, freedom = chi_square(pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)

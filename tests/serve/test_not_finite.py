@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from crossed import crossed
 from restless import Restless
 from tiny import tiny_head, tiny_target
 from tiny_engine import make_engine
@@ -48,8 +49,7 @@ def engine_of(pair, shape, **options):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-@pytest.mark.parametrize("shape", [None, "3,1,4", "3,2,6"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@crossed(("shape", [None, "3,1,4", "3,2,6"]), ("temperature", [0.0, 0.8]))
 def test_the_request_ends_alone(shape, temperature, lag):
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
     pair = models()

@@ -83,7 +83,7 @@ def excess(counts, plain_counts) -> float:
         pytest.param("dspark", "block", marks=pytest.mark.slow),
         pytest.param("dspark", "rejection", marks=pytest.mark.slow),
         ("dspark, rnn", "block"),
-        ("dflash", "block"),
+        pytest.param("dflash", "block", marks=pytest.mark.slow),
         ("p-eagle", "block"),
     ],
 )
@@ -92,6 +92,7 @@ def test_drawn_chains_have_the_distribution_of_plain_sampling(pairs, plain_count
     assert excess(pair_counts(pairs[name], COUNT, **options), plain_counts) < 4
 
 
+@pytest.mark.slow
 def test_a_q_without_the_correction_is_seen_by_the_same_test(pairs, plain_counts, monkeypatch):
     """As if every token had been drawn from a flatter distribution than it was."""
     exact = sampled_ready.sample

@@ -74,7 +74,7 @@ def test_chains_and_trees_of_the_recorded_size_are_predicted_to_the_verify(pairs
 SMALLER = "1,1,2", "2,1,3", "2,8,16", "3,2,6", "2,3,9", "3,4,12"
 
 
-@pytest.mark.parametrize("text", sweep(SMALLER, fast=["2,1,3", "2,8,16", "3,2,6"]))
+@pytest.mark.parametrize("text", sweep(SMALLER, fast=["2,1,3", "3,2,6"]))
 def test_smaller_shapes_are_predicted(pairs, recorded, text):
     """To the verify where a candidate depends on none that is left out. The rows of a block see each other,
     so a shorter block has other candidates; a DSpark head keeps those likely behind all that it keeps."""

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from crossed import crossed
+from sweep import sweep
 from torch.nn import functional as F
 
 from eagle_kit.kernels.ttt_attention import plan_rows
@@ -36,7 +37,7 @@ def dense(q, k, v, own_k, own_v, rows, window, is_causal):
 @crossed(
     ("window, is_causal", [(None, False), (9, True), (9, False)]), ("heads, size", [((6, 2), 5), ((3, 3), 4)])
 )
-@pytest.mark.parametrize("backend", [None, "reference", "triton"])
+@pytest.mark.parametrize("backend", sweep([None, "reference", "triton"], fast=[None, "triton"]))
 def test_forward_and_backward_equal_dense_masks(backend, window, is_causal, heads, size):
     hq, hkv = heads
     generator = torch.Generator().manual_seed(1)
