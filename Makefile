@@ -60,7 +60,7 @@ head: install ## the shipped head from packages alone, in half a day on two core
 	@$(KIT) export runs/smollm2-135m-head-own --out runs/head --eval runs/head-eval
 	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
 
-test: install ## run the tests but those marked slow, about 16 minutes on two cores
+test: install ## run the tests but those marked slow, 15 to 30 minutes on two cores
 	@echo "== tests, $(WORKERS) processes"
 	@$(PYTEST) -m "not slow" $(ARGS)
 
