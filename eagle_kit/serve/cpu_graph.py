@@ -295,9 +295,7 @@ def _function_of(graph: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
             with _as_written():
                 return function(*tensors)
         except RuntimeError as error:
-            if "KeyboardInterrupt" in str(
-                error
-            ):  # in one of our operations, of which TorchScript makes its own
+            if "KeyboardInterrupt" in str(error):  # of an operation of ours; TorchScript makes its own of it
                 raise KeyboardInterrupt from None
             raise
 

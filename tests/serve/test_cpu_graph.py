@@ -3,7 +3,6 @@ what one in Python says, whatever the drafter, the sampling, the batch and the l
 
 import gc
 import itertools
-import signal
 import weakref
 
 import numpy as np
@@ -93,7 +92,7 @@ def test_an_interrupt_inside_a_replay_stays_one():
 
     def negated(x):
         if pressed:
-            signal.raise_signal(signal.SIGINT)
+            raise KeyboardInterrupt
         return -x
 
     library = torch.library.Library("eagle_kit_interrupted", "DEF")
