@@ -385,6 +385,12 @@ class HeadKind(DraftKind, Generic[Config, Head]):
                 f"training.down_sample_ratio is {ratio}, but training.dpace_alpha needs all steps of a row.",
                 "Leave one of the two out.",
             )
+        if ratio < 1.0 and training.loss_normalisation != "tokens":
+            raise UserError(
+                f"training.down_sample_ratio is {ratio}, but training.loss_normalisation="
+                f"{training.loss_normalisation} weighs steps by rows that are left out.",
+                "Set training.loss_normalisation=tokens, or training.down_sample_ratio=1.",
+            )
         if ratio == 1.0 and floor != type(training).model_fields["down_sample_ratio_min"].default:
             raise UserError(
                 "training.down_sample_ratio_min is set, but no step leaves rows out.",

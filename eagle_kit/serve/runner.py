@@ -223,7 +223,7 @@ class Runner:
             self._slots[kind] = Slots(*sizes, drafter, self.kept, self.device)
         self.slots = self._slots[kind]
         if drafter is not None and drafter.can_wait and NO_SPECULATION in shapes:
-            self.slots.make_missed(drafter.model)
+            self.slots.make_missed(drafter.model, drafter.most_missed(self.kept))
         self._batch = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
@@ -341,7 +341,7 @@ class Runner:
         is_usual, num_warm_ups = True, self.graphs.num_warm_ups
         if drafter is not None and drafter.can_wait:
             most = drafter.most_missed(self.kept)
-            if any(each.num_missed and (steps or each.num_missed == most) for each in requests):
+            if any(each.num_missed and (steps or each.num_missed >= most) for each in requests):
                 self._catch_up(requests)
                 is_usual = False
             if not steps:
@@ -428,13 +428,14 @@ class Runner:
         lengths = [1 << i for i in range(most.bit_length())]
         fit = [(size, length) for length in lengths for size in sizes if size <= self._most_behind(length)]
         for size, length in fit:
-            self._read_missed([self.slots.dummy] * size, length, self._columns((), length + 2))
+            columns = self._columns((), length + 2 + self._appended)
+            self._read_missed([self.slots.dummy] * size, length, columns)
         return len(fit)
 
     def _most_behind(self, length: int) -> int:
         """Most requests that read ``length`` missed tokens in one forward; a batch size where shapes are
         fixed."""
-        most = max(1, self.config.prefill_tokens // length)
+        most = max(1, self.config.prefill_tokens // (length + self._appended))
         if self.graphs.has_fixed_shapes:
             sizes = self.config.batch_sizes
             most = max([size for size in sizes if size <= most], default=sizes[0])
@@ -450,7 +451,8 @@ class Runner:
         state = self.slots.gather(rows)
         before = state._replace(seq_lens=state.seq_lens - missed.counts)
         with self.linear_forms.using():
-            draft = drafter.extend(before, missed, missed.counts - 1, self.kept, columns)
+            last = (missed.counts - 1).clamp(min=0)  # padding has none
+            draft = drafter.extend(before, missed, last, self.kept, columns)
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
 

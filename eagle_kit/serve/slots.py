@@ -18,7 +18,6 @@ from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import DraftModel
 from eagle_kit.speculation.propose.drafter import Drafter, Kept, Missed
 from eagle_kit.speculation.state import CycleState
-from eagle_kit.tuning.policy import MOST_MISSED
 
 
 class Tables(NamedTuple):
@@ -120,7 +119,7 @@ class Slots:
     def miss(self, rows: torch.Tensor, new: Missed) -> None:
         """Append a token of each of ``rows [B]`` to what the draft has missed."""
         assert self.missed is not None
-        at = self.missed.counts[rows].clamp(max=MOST_MISSED - 1)
+        at = self.missed.counts[rows].clamp(max=self.missed.tokens.shape[1] - 1)
         self.missed.features[rows, at] = new.features[:, 0]
         self.missed.tokens[rows, at] = new.tokens[:, 0]
         self.missed.counts[rows] += new.counts
@@ -133,13 +132,14 @@ class Slots:
             self.masks = torch.zeros(shape, dtype=torch.uint8, device=self.roots.device)
         return self.masks
 
-    def make_missed(self, model: DraftModel) -> None:
-        """Make room for what a draft misses in plain cycles, unless there is some."""
+    def make_missed(self, model: DraftModel, most: int) -> None:
+        """Make room for ``most`` tokens of a request that a draft misses in plain cycles, unless there is
+        some."""
         if self.missed is not None:
             return
         count, device = self.dummy + 1, self.roots.device
-        features = torch.zeros(count, MOST_MISSED, model.feature_size, dtype=model.dtype, device=device)
-        tokens = torch.zeros(count, MOST_MISSED, dtype=torch.int64, device=device)
+        features = torch.zeros(count, most, model.feature_size, dtype=model.dtype, device=device)
+        tokens = torch.zeros(count, most, dtype=torch.int64, device=device)
         self.missed = Missed(features, tokens, torch.zeros(count, dtype=torch.int64, device=device))
 
     def adjust(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:

@@ -156,6 +156,10 @@ def test_rows_of_later_steps_are_left_out_where_a_kind_or_a_config_says_so():
         sampling("eagle3", down_sample_ratio_min=0.5)
     with pytest.raises(UserError, match="down_sample_ratio is 0.5, but training.dpace_alpha needs all steps"):
         sampling("eagle3", down_sample_ratio=0.5, dpace_alpha=0.5)
+    for rule in ("sequence", "published"):
+        assert sampling("eagle3", loss_normalisation=rule) is None
+        with pytest.raises(UserError, match=f"is 0.8, but training.loss_normalisation={rule} weighs steps"):
+            sampling("p-eagle", loss_normalisation=rule)
 
 
 def test_whole_models_and_unknown_heads_are_no_heads(target, tmp_path):

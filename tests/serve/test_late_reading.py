@@ -12,6 +12,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Runner
 from eagle_kit.speculation.propose.drafter import Drafter
@@ -106,3 +107,45 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
     assert max(stats.accept_length for _, stats in later) > 1.01
     if not sampled:
         assert [tokens for tokens, _ in later] == plain
+
+
+@pytest.mark.parametrize("name", sweep(AT_ONCE, fast=["eagle3", "p-eagle", "dflash"]))
+def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, name):
+    """In the sizes of graphs: three requests as four, and what is prepared before there is any."""
+    engine = Engine(*pairs[name], resolved(4, 256, kv_tokens=2000, lag=1, batch_sizes=(1, 4)))
+    engine.runner.graphs = GraphRunner("cycle", EagerGraph)
+    policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+    engine.use_shape(policy)
+    assert engine.runner.catch_up_idle() == 2 * AT_ONCE[name].bit_length()
+    requests = [
+        Request(i, prompt, SamplingParams(max_tokens=n))
+        for i, (prompt, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
+    ]
+    for request in requests:
+        engine.add_request(request)
+    for policy.shape in map(SpecShape.parse, (*["none"] * 37, *["4,1,5", "none"] * 300)):
+        if engine.has_work:
+            engine.step()
+    assert [request.token_ids for request in requests] == plain
+    assert max(request.stats.accept_length for request in requests) > 1.01
+
+
+@pytest.mark.parametrize("name", sweep(AT_ONCE, fast=["eagle3", "dflash"]))
+def test_rows_of_a_reading_are_planned_for(pairs, monkeypatch, name):
+    """Those of masks and blocks too: a batch that is far behind is read in parts."""
+    engine = Engine(*pairs[name], resolved(3, 256, kv_tokens=1500, prefill_tokens=64))
+    policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+    engine.use_shape(policy)
+    for i, prompt in enumerate(PROMPTS):
+        engine.add_request(Request(i, prompt, SamplingParams(max_tokens=60)))
+    rows, read, appended = [], Runner._read_missed, engine.runner._appended
+
+    def counted(runner, slots, length, columns):
+        rows.append(len(slots) * (length + appended))
+        read(runner, slots, length, columns)
+
+    monkeypatch.setattr(Runner, "_read_missed", counted)
+    for policy.shape in map(SpecShape.parse, (*["none"] * 30, *["4,1,5"] * 60)):
+        if engine.has_work:
+            engine.step()
+    assert len(rows) > 1 and max(rows) <= 64
