@@ -15,7 +15,8 @@ from eagle_kit.train.run.new_head import head_architecture
 
 COUNTS = (1, 8)
 HONESTY = (
-    "Estimates: nothing here has run on a GPU. Memory is for rows full of replies, and may fill "
+    "Estimates: nothing here has run on a GPU. Memory is for rows full of replies (of blocks, "
+    "with an anchor at every token), and may fill "
     f"{USABLE:.0%} of a GPU; speed assumes {UTILISATION:.0%} of the data sheet's FLOP/s and "
     f"{SUPERVISED_SHARE:.0%} supervised tokens, judging not counted."
 )
