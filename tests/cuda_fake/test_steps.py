@@ -108,7 +108,7 @@ def test_catching_up_waits_for_nothing():
     head = tiny_head(target)
     with fake_gpu(), torch.no_grad():
         runner = on_gpu(target, head, "3,2,6").runner
-        runner.slots.make_missed(runner.drafter.model)
+        runner.slots.make_missed(runner.drafter.model, 64)
         everyone = requests("greedy")
         for request in everyone:
             request.num_missed = 3

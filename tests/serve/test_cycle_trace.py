@@ -80,7 +80,7 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
 def test_catching_up_needs_no_host(backend):
     """What plain cycles kept for the draft is read in one forward, whose length the host knows."""
     _, engine, _, _ = _engine("3,2,6")
-    engine.runner.slots.make_missed(engine.runner.drafter.model)
+    engine.runner.slots.make_missed(engine.runner.drafter.model, 64)
     requests = [SimpleNamespace(slot=i, num_missed=n, num_tokens=20) for i, n in ((0, 3), (2, 5))]
     with _traced(backend):
         engine.runner._catch_up(requests)
