@@ -76,10 +76,11 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
     assert out.emitted.tokens.shape == (BATCH, shape.steps + 1)
 
 
+@pytest.mark.parametrize("make_head", [tiny_head, tiny_p_eagle, tiny_dflash, tiny_dspark])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_catching_up_needs_no_host(backend):
+def test_catching_up_needs_no_host(backend, make_head):
     """What plain cycles kept for the draft is read in one forward, whose length the host knows."""
-    _, engine, _, _ = _engine("3,2,6")
+    _, engine, _, _ = _engine("3,2,6", make_head=make_head)
     engine.runner.slots.make_missed(engine.runner.drafter.model, 64)
     requests = [SimpleNamespace(slot=i, num_missed=n, num_tokens=20) for i, n in ((0, 3), (2, 5))]
     with _traced(backend):
