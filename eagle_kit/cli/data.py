@@ -188,7 +188,7 @@ def _preview(args: argparse.Namespace) -> int:
     skipped = SkipLog()
     conversations = conversations_of(config.data, skipped)
     chosen = next(islice(conversations, args.record, None), None)
-    unread = f"{len(skipped.rows)} records cannot be read: {skipped.reasons()}" if skipped.rows else ""
+    unread = skipped.unread()
     if chosen is None:
         raise UserError(
             f"{_listed(config)} has no conversation number {args.record}{unread and f'; {unread}'}.",
@@ -354,7 +354,7 @@ def _prompts(args: argparse.Namespace) -> int:
     skipped = SkipLog()
     conversations = islice(read_conversations(args.source, skipped=skipped), args.skip, None)
     made = list(islice(task_prompts(conversations, args.seed), args.limit))
-    unread = f"{len(skipped.rows)} records cannot be read: {skipped.reasons()}" if skipped.rows else ""
+    unread = skipped.unread()
     if not made:
         raise UserError(
             f"{args.source} gives no prompts behind --skip{unread and f'; {unread}'}.",

@@ -9,6 +9,7 @@ binary outcome) for every depth that a cycle has reached.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.tuning.chances import chance_of
 
 SLOPE_VARIANCE, OFFSET_VARIANCE = 0.25, 1.0
@@ -51,20 +52,17 @@ class Line:
 
 
 class Calibration:
-    """Lines of all depths that came up."""
+    """Lines of all depths that a window may have."""
 
     def __init__(self) -> None:
-        self.lines: list[Line] = []
+        self.lines = [Line() for _ in range(MAX_WINDOW)]
 
     def log_odds(self, told: Sequence[float]) -> list[float]:
         """Log-odds of each depth, where all before it are accepted, that told ones stand for."""
-        self.lines += [Line() for _ in range(len(self.lines), len(told))]
         return [line.at(odds) for line, odds in zip(self.lines, told, strict=False)]
 
     def learn(self, told: Sequence[float], bias: float, num_accepted: int) -> None:
         """Learn from a cycle that verified drafts with ``told`` log-odds and accepted the first so many, of a
         request whose log-odds are off by ``bias`` beside what all share."""
-        reached = told[: num_accepted + 1]
-        self.log_odds(reached)
-        for depth, odds in enumerate(reached):
+        for depth, odds in enumerate(told[: num_accepted + 1]):
             self.lines[depth].learn(odds, bias, depth < num_accepted)

@@ -19,7 +19,7 @@ from eagle_kit.config.study import StudyConfig
 from eagle_kit.config.train import LOSSES, FeatureNoise
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.train.plan.costs import Workload, head_flops, later_share
+from eagle_kit.train.plan.costs import head_flops, make_workload
 
 
 @pytest.fixture
@@ -347,10 +347,8 @@ def test_kinds_are_compared_at_equal_arithmetic():
     costs = {}
     for run in study_command.plan(study, STUDIES):
         config = run.resolved
-        kind = training_kind(config)
-        draft, sampled = kind.new_config(config.head, target), kind.sampling(config)
-        rows = 750 if sampled is None or sampled.most is None else round(1.3 * sampled.most)
-        work = Workload(1000, rows, config.training.ttt_length, 300, later_share(config))
+        draft = training_kind(config).new_config(config.head, target)
+        work = make_workload(config, tokens=1000, supervised=750, conversations=1.3, mean_context=300)
         costs[run.arm] = config.training.max_steps * head_flops(draft, work)
     assert max(costs.values()) < 1.15 * min(costs.values()), costs
 

@@ -53,6 +53,10 @@ class SkipLog:
         """See :func:`reasons_of`."""
         return reasons_of(self.counts)
 
+    def unread(self) -> str:
+        """How many records were skipped, and why; empty where none was."""
+        return f"{len(self.rows)} records cannot be read: {self.reasons()}" if self.rows else ""
+
     def write(self, path: Path) -> None:
         """List every skipped record, one a line, with the notes at the top."""
         lines = [f"# {note}" for note in self.notes]

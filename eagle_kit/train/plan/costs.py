@@ -74,13 +74,8 @@ def make_workload(
     if sampled is not None and sampled.most is not None:  # of every conversation; long ones have more to drop
         supervised = min(supervised, sampled.most * conversations)
     steps = config.training.ttt_length
-    return Workload(round(tokens), round(supervised), steps, mean_context, later_share(config))
-
-
-def later_share(config: TrainConfig) -> float:
-    """Rows that all steps behind the first train together, in multiples of those of the first."""
-    sampled, steps = training_kind(config).sampling(config), config.training.ttt_length
-    return steps - 1.0 if sampled is None else sum(sampled.shares(steps)[1:])
+    later = None if sampled is None else sum(sampled.shares(steps)[1:])
+    return Workload(round(tokens), round(supervised), steps, mean_context, later)
 
 
 def capture_flops(target: TargetConfig, work: Workload) -> float:

@@ -9,7 +9,7 @@ from eagle_kit.models.heads.dflash import DFlashConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops, later_share, make_workload
+from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops, make_workload
 from eagle_kit.train.plan.estimate import Session, make_estimate, measure_matmul_rate
 from eagle_kit.train.plan.sizes import head_sizes, num_weights
 
@@ -113,7 +113,8 @@ def test_a_forward_has_the_rows_of_the_anchors_that_are_drawn() -> None:
 def test_a_config_says_how_many_rows_later_steps_have() -> None:
     def later(**settings: object) -> float:
         data = DataConfig(source="c.jsonl")
-        return later_share(TrainConfig(target="t", output_dir="o", data=data, **settings))
+        config = TrainConfig(target="t", output_dir="o", data=data, **settings)
+        return make_workload(config, tokens=1, supervised=1, conversations=1, mean_context=1).later_rows
 
     assert later(training={"ttt_length": 5}) == 4
     assert later(training={"ttt_length": 5, "down_sample_ratio": 0.5}) == 0.5 + 0.25 + 0.2 + 0.2
