@@ -71,7 +71,18 @@ def interruptible(seconds: float | None = None) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def run_jobs(jobs: Sequence[Job], at_once: int, what: str, num_done: int = 0) -> None:
+@dataclass
+class Following:
+    """Jobs that can begin only when others have ended: ``take`` hands over those that can now, once each, and
+    ``count`` is how many there will be."""
+
+    take: Callable[[], Sequence[Job]] = tuple
+    count: int = 0
+
+
+def run_jobs(
+    jobs: Sequence[Job], at_once: int, what: str, num_done: int = 0, following: Following | None = None
+) -> None:
     """Run jobs in their order under a progress bar, ``at_once`` together; when one ends otherwise than well,
     or an exception comes, the others are stopped and waited for.
 
@@ -80,6 +91,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, what: str, num_done: int = 0) ->
     Args:
         what: title of the bar.
         num_done: jobs that were done before, for the bar.
+        following: jobs behind these.
 
     Raises:
         UserError: one failed.
@@ -87,11 +99,13 @@ def run_jobs(jobs: Sequence[Job], at_once: int, what: str, num_done: int = 0) ->
     """
     from tqdm import tqdm
 
-    waiting, total = list(jobs), num_done + len(jobs)
+    following = following or Following()
+    waiting, total = list(jobs), num_done + len(jobs) + following.count
     running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
     environment = {"OMP_NUM_THREADS": str(max(1, num_cores() // at_once)), **os.environ}
     with tqdm(total=total, initial=num_done, unit="run", desc=what, dynamic_ncols=True) as bar:
         try:
+            waiting += following.take()
             while waiting or running:
                 while waiting and len(running) < at_once:
                     job = waiting.pop(0)
@@ -108,6 +122,7 @@ def run_jobs(jobs: Sequence[Job], at_once: int, what: str, num_done: int = 0) ->
                         raise job.failure(process.returncode)
                     job.finish()
                     bar.update()
+                    waiting += following.take()
         finally:
             for _, process in running.values():
                 process.terminate()  # a job saves first; in the background SIGINT may be ignored

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.cli.jobs import Job, interruptible, run_jobs
+from eagle_kit.cli.jobs import Following, Job, interruptible, run_jobs
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.loading.command_line import add_config
@@ -220,11 +221,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         with interruptible(seconds):
             run_jobs([file.job(out) for file in files if not file.is_done], args.jobs, "prepare")
-            _train(runs, args.jobs)
+            _train(study, folder, runs, args.jobs)
             if choices := choose(study, runs):
                 runs = plan(study, folder, choices)
                 check(study, files, runs)
-                _train(runs, args.jobs)
             return _measure(study, runs, choices)
     except KeyboardInterrupt:
         print("Stopped; what was done is kept. Give the command again to go on.")
@@ -232,19 +232,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def plan(
-    study: StudyConfig, folder: Path, choices: Mapping[str, Mapping[str, Any]] | None = None
+    study: StudyConfig, folder: Path, choices: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 ) -> list[StudyRun]:
     """List every arm with every seed, seed by seed: a study that is broken off has whole comparisons.
 
     Args:
         folder: of the study's file, which its configs are relative to.
-        choices: of :func:`choose`; without them arms that choose have the first seed only, and each value.
+        choices: of :func:`choose`; arms that choose and are not among them have the first seed only, and each
+            value.
     """
     runs = []
     for seed in study.seeds:
         for name, arm in study.arms.items():
             values: Sequence[Any] = (None,)
-            if arm.choose and choices is not None:
+            if arm.choose and name in choices:
                 values = (choices[name]["best"],)
             elif arm.choose:
                 values = next(iter(arm.choose.values())) if seed == study.seeds[0] else ()
@@ -258,7 +259,7 @@ def plan(
 
 
 def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
-    """Choose the setting of each arm that has ``choose``, by the judgements of ``runs``.
+    """Choose the setting of each arm that has ``choose``, once its ``runs`` are done, by their judgements.
 
     Returns:
         By arm: ``setting``, ``accept_lengths`` as pairs of value and length, and ``best``; of equal ones the
@@ -269,8 +270,9 @@ def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, 
     """
     choices = {}
     for name, arm in study.arms.items():
-        if arm.choose:
-            lengths = [(one.value, one.judged) for one in runs if one.arm == name]
+        mine = [one for one in runs if one.arm == name]
+        if arm.choose and all(one.is_done for one in mine):
+            lengths = [(one.value, one.judged) for one in mine]
             best = max(lengths, key=lambda pair: pair[1])[0]
             choices[name] = {"setting": next(iter(arm.choose)), "accept_lengths": lengths, "best": best}
     return choices
@@ -307,9 +309,23 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
             _ = one.judged  # the choice needs it
 
 
-def _train(runs: Sequence[StudyRun], at_once: int) -> None:
-    missing = [one.job() for one in runs if not one.is_done]
-    run_jobs(missing, at_once, "train", len(runs) - len(missing))
+def _train(study: StudyConfig, folder: Path, runs: Sequence[StudyRun], at_once: int) -> None:
+    """Train ``runs``, and behind them the other seeds of each arm whose setting has been chosen."""
+    known = {one.name for one in runs}
+
+    def take() -> list[StudyRun]:
+        found = [one for one in plan(study, folder, choose(study, runs)) if one.name not in known]
+        known.update(one.name for one in found)
+        for one in found:
+            one.check()
+        return found
+
+    begun = [*runs, *take()]
+    jobs = [one.job() for one in begun if not one.is_done]
+    in_all = sum(len(next(iter(arm.choose.values()), ())) or len(study.seeds) for arm in study.arms.values())
+    in_all += sum(len(study.seeds) - 1 for arm in study.arms.values() if arm.choose)
+    following = Following(lambda: [one.job() for one in take()], in_all - len(begun))
+    run_jobs(jobs, at_once, "train", len(begun) - len(jobs), following)
 
 
 def _about(arm: Arm, choice: Mapping[str, Any] | None) -> str:

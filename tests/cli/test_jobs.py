@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from eagle_kit.cli.jobs import Job, interruptible, run_jobs
+from eagle_kit.cli.jobs import Following, Job, interruptible, run_jobs
 from eagle_kit.core.errors import UserError
 
 SLEEPS = "import time; print('begun', flush=True); time.sleep(60)"
@@ -54,6 +54,20 @@ def test_jobs_finish_in_order_and_share_the_cores(tmp_path, monkeypatch):
     assert {job.log.read_text().strip() for job in jobs} == {str(cores)}
     run_jobs(jobs[:1], 64, "test")
     assert jobs[0].log.read_text().split() == [str(cores), "1"]
+
+
+def test_what_follows_a_job_begins_while_others_still_run(tmp_path):
+    """The second waits for what follows the first."""
+    mark, finished = tmp_path / "mark", []
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(mark)!r}).exists(): time.sleep(0.05)"
+    first = [line("a", "", tmp_path, finished), line("b", waits, tmp_path, finished)]
+    behind = {"a": [line("c", f"open({str(mark)!r}, 'w')", tmp_path, finished)]}
+
+    def take():
+        return [job for name in finished for job in behind.pop(name, ())]
+
+    run_jobs(first, 2, "test", 0, Following(take, 1))
+    assert sorted(finished) == ["a", "b", "c"]
 
 
 def test_a_failure_is_told_in_the_words_of_this_attempt(tmp_path):
