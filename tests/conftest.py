@@ -7,10 +7,15 @@ import pytest
 import torch
 from local_hub import hub as hub  # a fixture
 
+from eagle_kit.kernels.cpp import compiled_folder
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any import
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for tests that ask for deterministic sums
+
+# Once for all tests, whatever caches they use.
+os.environ.setdefault("EAGLE_KIT_CPP", str(compiled_folder()))
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))

@@ -13,12 +13,12 @@ from filelock import FileLock
 from eagle_kit.checkpoints.formats.convert import read_draft
 from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import ANOTHER_FOLDER, check_disk_space, replacing
+from eagle_kit.core.files import ANOTHER_FOLDER, cache_folder, check_disk_space, replacing
 from eagle_kit.kinds.registry import find_head_kind, find_kind, kind_of
 from eagle_kit.kinds.support.files import CONFIG, METADATA, WEIGHTS, open_draft
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.loading.source import ANOTHER_CACHE, cache_folder, resolve_model, target_revision
+from eagle_kit.models.loading.source import ANOTHER_CACHE, resolve_model, target_revision
 from eagle_kit.models.targets.target import Target
 from eagle_kit.tuning.files import SHIPPED
 

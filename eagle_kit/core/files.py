@@ -20,6 +20,14 @@ MAX_TEXT = 1 << 28
 """Bytes of the largest text file that is read whole."""
 
 
+def cache_folder() -> Path:
+    """Cache folder: ``EAGLE_KIT_CACHE``, or ``eagle_kit`` in the user's cache folder."""
+    root = os.environ.get("EAGLE_KIT_CACHE")
+    if root:
+        return Path(root).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle_kit"
+
+
 def read_text(path: Path, remedy: str = COPY_AGAIN, max_bytes: int = MAX_TEXT) -> str:
     """Read UTF-8 text of at most ``max_bytes``. Raises UserError."""
     try:

@@ -1,4 +1,4 @@
-"""Choice between the torch reference and the Triton kernel of an operation."""
+"""Choice between the torch reference, the Triton kernel and the C++ form of an operation."""
 
 import importlib.util
 import os
@@ -9,14 +9,16 @@ from functools import cache
 from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kernels import cpp
 from eagle_kit.kernels.capability import has_streams
 
 # Triton's long-standing behaviour; 3.9 warns when it is not requested.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-Backend = Literal["reference", "triton"]
+Backend = Literal["reference", "triton", "cpp"]
 _chosen: ContextVar[Backend | None] = ContextVar("backend", default=None)
 
 
@@ -42,6 +44,27 @@ def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
     if backend == "triton" and not triton_available():
         raise UserError("Triton is not installed.", "Install it with pip install 'triton>=3.6'.")
     return backend == "triton"
+
+
+def uses_cpp(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
+    """Return whether to run the C++ form of an operation over ``tensor``, if it has one: for plain fp32
+    tensors on a CPU, where the forms are at hand, unless ``backend`` or the enclosing :func:`use` name
+    another.
+
+    Raises:
+        UserError: C++ was asked for and is not at hand.
+    """
+    backend = backend or _chosen.get()
+    if backend not in (None, "cpp"):
+        return False
+    if type(tensor) not in (torch.Tensor, nn.Parameter):  # fake ones, and those of several processes
+        return False
+    fits = tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    if backend == "cpp" and not cpp.available():
+        raise UserError(
+            f"The operations in C++ are not at hand: {cpp.problem()}.", "Set CXX to a C++ compiler."
+        )
+    return fits and cpp.available()
 
 
 def is_differentiated(*tensors: torch.Tensor) -> bool:

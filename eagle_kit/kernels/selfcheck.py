@@ -7,12 +7,13 @@ libraries of this machine compute what they should, and which forms of each oper
 import json
 import warnings
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels import cpp
 from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_rejection_chain, outcome
 from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
@@ -22,7 +23,7 @@ from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_loss import linear_draft_loss
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.experts import experts
-from eagle_kit.kernels.linear import linear, onednn
+from eagle_kit.kernels.linear import linear, onednn, panels
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
@@ -66,8 +67,9 @@ class Check(NamedTuple):
 
 
 def run_checks() -> list[Check]:
-    """Check every operation in fp32 on torch's default device, as :func:`backend.use` says."""
-    return [Check(kernel, form, error()) for kernel, form, error in _checks("reference")]
+    """Check every operation in fp32 on torch's default device: torch's forms, oneDNN's, and those in C++."""
+    with use("reference"):
+        return [Check(kernel, form, error()) for kernel, form, error in _checks("reference")]
 
 
 def run_triton_checks() -> list[Check]:
@@ -95,7 +97,23 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
     if onednn.available():
         checks += [
             ("linear", "oneDNN", lambda: _linear("onednn")),
-            ("linear", "oneDNN, packed", _packed_linear),
+            ("linear", "oneDNN, packed", lambda: _packed_linear(onednn.pack, onednn.packed_matmul)),
+        ]
+    if cpp.available() and torch.get_default_device().type == "cpu":
+        checks += [
+            ("linear", "C++, packed", lambda: _packed_linear(panels.pack, panels.matmul)),
+            *(
+                (kernel, f"C++{variant}", lambda check=check: _in_cpp(check))
+                for kernel, variant, check in (
+                    ("prefill_attention", ", paged", _paged_prefill),
+                    ("window_attention", "", _window),
+                    ("window_attention", ", window, cap, sinks", lambda: _window(_variant())),
+                    ("mla_attention", "", _mla),
+                    ("norm", "", _norm),
+                    ("swiglu", "", _swiglu),
+                    ("rope", "", _rope),
+                )
+            ),
         ]
     return [
         *checks,
@@ -180,9 +198,14 @@ def _linear(backend: str) -> float:
     return _error(linear(x, weight, backend=backend), x.double() @ weight.double().t())
 
 
-def _packed_linear() -> float:
+def _packed_linear(pack: Callable[..., Any], matmul: Callable[..., torch.Tensor]) -> float:
     x, weight = _randn(5, 96), _randn(65, 96, seed=1)
-    return _error(onednn.packed_matmul(x, onednn.pack(weight)), x.double() @ weight.double().t())
+    return _error(matmul(x, pack(weight)), x.double() @ weight.double().t())
+
+
+def _in_cpp(check: Callable[[], float]) -> float:
+    with use("cpp"):
+        return check()
 
 
 def _norm() -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.kernels.backend import uses_triton
+from eagle_kit.kernels.backend import uses_cpp, uses_triton
 from eagle_kit.kernels.prefill_attention import (
     PrefillPlan,
     PromptAttention,
@@ -20,7 +20,7 @@ from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.variant import AttentionVariant
-from eagle_kit.kernels.window_attention import GatheredRows, WindowPlan, window_attention
+from eagle_kit.kernels.window_attention import WindowPlan, window_attention
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.layers import Attend, KVSlots
 
@@ -31,8 +31,6 @@ class PagedKV(PagedStore):
     Args:
         variants: how each layer attends; default plainly, with the usual scale.
         heads: of ``num_heads``, those that each layer uses; default all.
-        gathers: keep those of running requests together for recorded cycles, where the store is on a CPU and
-            of the dtype of the queries. For targets: what a window commits must never change afterwards.
 
     Attributes:
         prompt_attention: attention of planned prompts in place of ours, set by who chooses among libraries.
@@ -49,7 +47,6 @@ class PagedKV(PagedStore):
         *,
         variants: Sequence[AttentionVariant] | None = None,
         heads: Sequence[int] | None = None,
-        gathers: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(layout, **options)
@@ -58,9 +55,6 @@ class PagedKV(PagedStore):
         self.variants = variants or [AttentionVariant(head_dim**-0.5)] * num_layers
         self.heads = heads or [num_heads] * num_layers
         assert len(self.variants) == len(self.heads) == num_layers
-        gathers = gathers and min(self.heads) == num_heads
-        if gathers and self.k.device.type == "cpu" and self.k.dtype == self.dtype:
-            self.gathered = GatheredRows(num_layers, num_heads, head_dim, layout.num_pages + 1, self.dtype)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values ``[Hkv, R, D]`` of a layer."""
@@ -103,7 +97,7 @@ class PagedKV(PagedStore):
         if self.prompt_attention is not None:
             rows, plan = self._prefill_plan(segments)
             return _PrefillAttend(self, rows, self.prompt_attention(plan))
-        if uses_triton(self.k) or self.k.dtype != self.dtype:
+        if uses_triton(self.k) or uses_cpp(self.k) or self.k.dtype != self.dtype:
             rows, plan = self._prefill_plan(segments)
             return _PrefillAttend(self, rows, own_attention(plan))
         target_rows, cached = self.prompt_rows(segments)

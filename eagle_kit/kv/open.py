@@ -17,12 +17,11 @@ def open_store(
     layout: PoolLayout,
     variants: Sequence[AttentionVariant],
     *,
-    gathers: bool = False,
     share: Share | None = None,
     **options: Any,
 ) -> PagedStore:
     """Open the store of a model that keeps ``spec`` of a token and whose layers attend as ``variants`` say;
-    ``options`` are those of :class:`PagedStore`, and ``gathers`` that of :class:`PagedKV`. With a ``share``
+    ``options`` are those of :class:`PagedStore`. With a ``share``
     it is that of a rank of data-parallel attention."""
     if share is not None:
         assert isinstance(spec, LatentSpec)
@@ -30,4 +29,4 @@ def open_store(
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, layout, **options)
     sizes = spec.num_layers, spec.num_heads, spec.head_dim
-    return PagedKV(*sizes, layout, variants=variants, heads=spec.heads, gathers=gathers, **options)
+    return PagedKV(*sizes, layout, variants=variants, heads=spec.heads, **options)

@@ -16,7 +16,7 @@ import torch
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.rope import WindowRows
-from eagle_kit.kernels.window_attention import GatheredRows, WindowPlan
+from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.models.blocks.layers import Attend
 
 KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
@@ -69,9 +69,6 @@ class PagedStore(ABC):
         first_slot: slots at the front of a request that hold nothing and are not attended to.
         dtype: of queries, keys and values.
     """
-
-    gathered: GatheredRows | None = None
-    """What recorded cycles keep together of running requests, on a CPU."""
 
     def __init__(
         self,
@@ -184,7 +181,6 @@ class PagedStore(ABC):
             dummy_row=self.dummy_row,
             dtype=self.dtype,
             arrivals=self.arrivals,
-            gathered=0 if self.gathered is None else self.gathered.number,
         )
         return plan, WindowRows(self.num_slots + num_keys - n, self.window, b, n, self.device)
 
@@ -199,7 +195,4 @@ class PagedStore(ABC):
             keep = positions[start - self.first_slot :] >= write_from
             written.append(torch.where(keep, own, self.trash_row))
             cached.append(rows[: start - self.first_slot])
-        target_rows = torch.cat(written)
-        if self.gathered is not None:
-            self.gathered.note_prompt(target_rows, self.page_size)
-        return target_rows, cached
+        return torch.cat(written), cached

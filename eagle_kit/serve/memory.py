@@ -16,7 +16,6 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.kernels.linear.fp8 import working_bytes
-from eagle_kit.kernels.window_attention.gathered import MAX_BYTES
 from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
 from eagle_kit.models.config import TargetConfig
@@ -176,9 +175,6 @@ def plan_memory(
         expanded = max(expanded, min(PACKED_TOKENS, batch * config.max_context))
     values = config.prefill_tokens * _values_per_row(model) + expanded * _expanded_per_token(model)
     activations = values * weight.element_size() + target.working_bytes
-    if device.type == "cpu" and config.graph_mode == "cycle" and batch > 1:
-        gathered = batch * config.max_context * model.cache.values_per_token * width
-        activations += min(gathered, MAX_BYTES)
     activations += prefill_backends.working_bytes(config.prefill_backend, device, target.variants)
     if layers := target.fp8_layers:
         activations += working_bytes(device)

@@ -148,7 +148,6 @@ class Runner:
             target.config.cache,
             layout,
             target.variants,
-            gathers=config.graph_mode == "cycle",
             share=self._share,
             **place,
         )

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.kernels.backend import uses_cpp
 from eagle_kit.models.loading.source import ANOTHER_CACHE
 from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
@@ -180,6 +181,7 @@ def engine_key(engine: Engine) -> dict[str, Any]:
         **ranks,
         "device": torch.cuda.get_device_name(weight.device) if is_gpu else cpu_model(),
         "threads": None if is_gpu else torch.get_num_threads(),
+        "cpp": uses_cpp(weight),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "kv_dtype": config.kv_dtype,
         "graph_mode": config.graph_mode,

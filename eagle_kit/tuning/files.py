@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import read_object, write_json_atomically
+from eagle_kit.core.files import cache_folder, read_object, write_json_atomically
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.models.loading.source import cache_folder
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.costs import CostTable, Timing
 

@@ -8,6 +8,7 @@ import pytest
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
+    cache_folder,
     making,
     read_object,
     read_text,
@@ -126,3 +127,11 @@ def test_json_that_cannot_be_read_is_one_sentence(tmp_path: Path, text: bytes, w
 def test_a_text_without_end_is_not_read_to_its_end() -> None:
     with pytest.raises(UserError, match="more than 1 MiB"):
         read_text(Path("/dev/zero"), max_bytes=1 << 20)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("EAGLE_KIT_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "eagle_kit"

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.kernels import cpp
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.rope import reference as rope
 from eagle_kit.kernels.window_attention import chain_bits
@@ -165,8 +166,11 @@ def test_what_fp8_cannot_do_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3), (8, 1)], ids=["grouped", "multi-head", "multi-query"])
 @torch.inference_mode()
-def test_a_token_has_the_same_bits_in_any_chunk_and_any_window(heads):
+@pytest.mark.parametrize("in_cpp", [True, False])
+def test_a_token_has_the_same_bits_in_any_chunk_and_any_window(heads, in_cpp, monkeypatch):
     """Lengths at which BLAS divides its sums otherwise lie on the way, 192 and 384."""
+    if not in_cpp:
+        monkeypatch.setattr(cpp, "available", lambda: False)
     generator = torch.Generator().manual_seed(5)
     length, (hq, hkv) = 460, heads
     q = torch.randn(length, hq, 64, generator=generator)

@@ -13,6 +13,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.kernels import cpp
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 from eagle_kit.serve.engine import Engine
@@ -140,18 +141,43 @@ def test_what_a_rejected_token_left_behind_is_never_read(models):
     assert request.token_ids == decode(models, prompts=[[1, 2, 3]], max_tokens=20)[0].token_ids
 
 
-@torch.no_grad()
-def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights():
+@pytest.fixture(scope="module", params=[True, False], ids=["C++", "torch"])
+def window_logits(request):
+    """Logits of a window by tokens, positions and ancestor bits, of a target of SmolLM2's sizes."""
+    patched = pytest.MonkeyPatch()
+    if not request.param:
+        patched.setattr(cpp, "available", lambda: False)
     sizes = {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
     llm = LLM(tiny_target(vocab_size=61, num_layers=2, std=0.05, **sizes), max_batch_size=1, max_context=64)
     engine = llm.engine(SpecShape.parse(None))
+
+    @torch.no_grad()
+    def logits(tokens, positions, bits):
+        table = torch.arange(engine.config.max_pages)[None]
+        attend = engine.runner.kv.window_attend(table, torch.tensor([0]), bits, len(tokens), 64)
+        return llm.target.logits(llm.target(tokens, positions, attend).hidden)
+
+    yield logits
+    patched.undo()
+
+
+def test_a_window_of_one_equals_larger_windows_bit_for_bit_on_packed_weights(window_logits):
     first = []
     for n in (1, 2, 5, 16):
         bits = chain_bits(n, torch.device("cpu"))[None]
-        table = torch.arange(engine.config.max_pages)[None]
-        attend = engine.runner.kv.window_attend(table, torch.tensor([0]), bits, n, 64)
-        first.append(llm.target.logits(llm.target(torch.arange(n) + 3, torch.arange(n), attend).hidden)[0])
+        first.append(window_logits(torch.arange(n) + 3, torch.arange(n), bits)[0])
     assert all(torch.equal(logits, first[0]) for logits in first[1:])
+
+
+def test_a_branch_of_a_tree_equals_a_chain_bit_for_bit_in_cpp(window_logits):
+    if not cpp.available():
+        pytest.skip("torch's sums over keys depend on their columns")
+    parents = torch.tensor([[0, 0, 0, 1, 2, 2, 4, 5]])
+    depths = torch.tensor([0, 1, 1, 2, 2, 2, 3, 3])
+    branch, tokens = [0, 2, 5, 7], torch.tensor([3, 40, 4, 41, 42, 5, 43, 6])
+    tree = window_logits(tokens, depths, ancestor_bits(parents, 3))[branch]
+    chain = window_logits(tokens[branch], torch.arange(4), chain_bits(4, torch.device("cpu"))[None])
+    assert torch.equal(tree, chain)
 
 
 class KnowsTheAnswer:

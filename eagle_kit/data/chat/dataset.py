@@ -16,7 +16,7 @@ import numpy as np
 
 from eagle_kit.config.train import DataConfig, SourceConfig, template_variants
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import read_json, read_object, read_text, replacing, taking_turns
+from eagle_kit.core.files import cache_folder, read_json, read_object, read_text, replacing, taking_turns
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Unusable
 from eagle_kit.data.chat.packing import PackedRow, join, pack
@@ -31,7 +31,6 @@ from eagle_kit.data.chat.vocab_map import (
     tokenizer_hash,
     vocab_map_of,
 )
-from eagle_kit.models.loading.source import cache_folder
 
 FORMAT = 5
 """Raise when the arrays or the mask change, so that old caches are made anew."""

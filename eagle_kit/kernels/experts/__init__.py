@@ -20,7 +20,7 @@ from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.capability import device_facts
 from eagle_kit.kernels.experts import reference
 from eagle_kit.kernels.experts.fp8 import fp8_experts
-from eagle_kit.kernels.linear import can_pack, onednn, takes_packed
+from eagle_kit.kernels.linear import Packed, can_pack, pack, packed_matmul, takes_packed
 from eagle_kit.kernels.recording import is_recording, keep_alive, library
 
 __all__ = ["PackedExperts", "experts", "fp8_experts", "pack_experts"]
@@ -36,11 +36,11 @@ _packed: "WeakValueDictionary[int, PackedExperts]" = WeakValueDictionary()
 
 @dataclass(frozen=True, eq=False)
 class PackedExperts:
-    """Copies of every expert's weights in oneDNN's layout for few rows. The custom op, whose arguments are
+    """Copies of every expert's weights, packed for few rows. The custom op, whose arguments are
     tensors and numbers, looks them up by ``number``."""
 
-    gate_up: Sequence[onednn.Packed]
-    down: Sequence[onednn.Packed]
+    gate_up: Sequence[Packed]
+    down: Sequence[Packed]
     number: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class PackedExperts:
 
 def _by_packed_expert(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
     packed = _packed[number]
-    return reference.by_expert(x, ids, weights, packed.gate_up, packed.down, multiply=onednn.packed_matmul)
+    return reference.by_expert(x, ids, weights, packed.gate_up, packed.down, multiply=packed_matmul)
 
 
 library.define("by_packed_expert(Tensor x, Tensor ids, Tensor weights, int number) -> Tensor")
@@ -59,12 +59,10 @@ library.impl("by_expert", reference.by_expert, "CPU")
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts | None:
-    """Pack the weights of :func:`experts`; None where oneDNN is not used."""
+    """Pack the weights of :func:`experts`; None where they cannot be."""
     if not (can_pack(gate_up) and can_pack(down)):
         return None
-    return PackedExperts(
-        [onednn.pack(weight) for weight in gate_up], [onednn.pack(weight) for weight in down]
-    )
+    return PackedExperts([pack(weight) for weight in gate_up], [pack(weight) for weight in down])
 
 
 def experts(
@@ -100,7 +98,7 @@ def experts(
 
         routing = x.contiguous(), ids.contiguous(), weights.contiguous()
         return triton.routed_experts(*routing, gate_up.contiguous(), None, [], down.contiguous(), None, [])
-    if packed is not None and takes_packed(x):
+    if packed is not None and takes_packed(x, packed.down[0]):
         if is_recording():  # one recorded operation, independent of the routing
             keep_alive(packed)
             return torch.ops.eagle_kit_cpu.by_packed_expert(x, ids, weights, packed.number)  # type: ignore[no-any-return]

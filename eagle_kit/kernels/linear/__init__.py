@@ -1,5 +1,5 @@
-"""Linear layers: on a CPU oneDNN for fp32 and padded rows for half types, on a GPU Triton for few rows where
-a table says so, or torch; and layers whose weight is fp8."""
+"""Linear layers: on a CPU oneDNN for fp32 (or C++, over packed weights) and padded rows for half types, on a
+GPU Triton for few rows where a table says so, or torch; and layers whose weight is fp8."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.linear import onednn
 from eagle_kit.kernels.linear.fp8 import FP8Linear
+from eagle_kit.kernels.linear.packed import Packed, can_pack, pack, packed_matmul, takes_packed
 from eagle_kit.kernels.linear.plain import choose, linear
 from eagle_kit.kernels.small_linear import small_linear_swiglu
 from eagle_kit.kernels.swiglu import swiglu
@@ -17,48 +17,36 @@ __all__ = [
     "FP8Linear",
     "Linear",
     "MergedLinear",
+    "Packed",
     "can_pack",
     "linear",
+    "pack",
     "pack_merged",
     "pack_weights",
+    "packed_matmul",
     "packed_parts",
     "takes_packed",
 ]
-
-
-def can_pack(weight: torch.Tensor) -> bool:
-    """Return whether ``weight`` can be kept in oneDNN's layout."""
-    return weight.device.type == "cpu" and weight.dtype == torch.float32 and onednn.available()
-
-
-def takes_packed(x: torch.Tensor) -> bool:
-    """Return whether rows ``x [T, K]`` are multiplied by packed weights where these exist."""
-    return (
-        x.shape[0] <= onednn.PACKED_MAX_ROWS
-        and x.device.type == "cpu"
-        and not torch.is_grad_enabled()
-        and not isinstance(x, torch._subclasses.FakeTensor)
-    )
 
 
 class Linear(nn.Linear):
     """``nn.Linear`` over ``[T, K]`` rows that calls :func:`linear`, with an optional packed copy of the
     weight for inference."""
 
-    _packed: onednn.Packed | None = None
+    _packed: Packed | None = None
     _is_merged = False
 
     def pack(self) -> None:
-        """Keep a copy of the weight in oneDNN's layout for few rows, unless :func:`pack_merged` has one; the
-        module must not be trained afterwards."""
+        """Keep a packed copy of the weight, unless :func:`pack_merged` has one; the module must not be
+        trained afterwards."""
         if can_pack(self.weight) and not self._is_merged:
-            self._packed = onednn.pack(self.weight)
+            self._packed = pack(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[T, in_features]`` -> ``[T, out_features]``."""
         packed = self._packed
-        if packed is not None and takes_packed(x):
-            return onednn.packed_matmul(x, packed, self.bias)
+        if packed is not None and takes_packed(x, packed):
+            return packed_matmul(x, packed, self.bias)
         return linear(x, self.weight, self.bias)
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,13 +60,13 @@ class Linear(nn.Linear):
 class MergedLinear(NamedTuple):
     """Linear layers with the same input, packed as one matmul; ``sizes`` are their numbers of outputs."""
 
-    weight: onednn.Packed
+    weight: Packed
     bias: torch.Tensor | None
     sizes: list[int]
 
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``x [T, K]``, for which :func:`takes_packed` must hold -> ``[T, N]`` of each layer."""
-        return onednn.packed_matmul(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
+        return packed_matmul(x, self.weight, self.bias).split_with_sizes(self.sizes, -1)
 
 
 def pack_merged(*layers: Linear) -> MergedLinear | None:
@@ -92,15 +80,15 @@ def pack_merged(*layers: Linear) -> MergedLinear | None:
         layer._is_merged = True
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = torch.cat([bias.detach() for bias in biases]) if has_bias else None
-    return MergedLinear(onednn.pack(weight), bias, [layer.out_features for layer in layers])
+    return MergedLinear(pack(weight), bias, [layer.out_features for layer in layers])
 
 
 def pack_weights(module: nn.Module) -> None:
     """Call ``pack`` on every submodule of ``module`` that has it, such as :meth:`Linear.pack`."""
     for child in module.modules():
-        pack = getattr(child, "pack", None)
-        if pack is not None:
-            pack()
+        own_pack = getattr(child, "pack", None)
+        if own_pack is not None:
+            own_pack()
 
 
 def packed_parts(module: nn.Module) -> list[Any]:

@@ -11,6 +11,8 @@ import torch
 from eagle_kit.kernels.backend import Backend, uses_triton
 from eagle_kit.kernels.mla_attention import reference
 from eagle_kit.kernels.recording import library
+from eagle_kit.kernels.variant import as_variant
+from eagle_kit.kernels.window_attention import compiled
 from eagle_kit.kernels.window_attention.plan import WindowPlan, reference_columns
 from eagle_kit.kernels.window_attention.recorded import columns_of
 
@@ -42,6 +44,9 @@ def mla_window_attention(
         from eagle_kit.kernels.mla_attention import triton
 
         return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)
+    if kv_scale == 1.0 and compiled.fits(q, rows, rows, plan, backend):
+        values = rows[None, :, :latent_dim]
+        return compiled.window_attention(q, rows[None], values, plan, as_variant(scale))
     if plan.is_recorded_whole(backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpu.mla_window_attention(
             q, rows, plan.number, scale, kv_scale, latent_dim

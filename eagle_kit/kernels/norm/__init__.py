@@ -5,7 +5,7 @@ Legend: T rows, H size.
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_cpp, uses_triton
 from eagle_kit.kernels.norm import reference
 
 
@@ -21,6 +21,9 @@ def rms_norm(
         from eagle_kit.kernels.norm import triton
 
         return triton.rms_norm(x.contiguous(), weight, eps)
+    if _fits_cpp(x, weight, backend):
+        normed: torch.Tensor = torch.ops.eagle_kit_cpp.rms_norm(x.contiguous(), weight, eps)
+        return normed
     return reference.rms_norm(x, weight, eps)
 
 
@@ -45,4 +48,13 @@ def add_rms_norm(
         from eagle_kit.kernels.norm import triton
 
         return triton.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+    if _fits_cpp(x, weight, backend) and residual.dtype == x.dtype and not is_differentiated(residual):
+        pair = x.contiguous(), residual.contiguous()
+        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.add_rms_norm(*pair, weight, eps)
+        return both
     return reference.add_rms_norm(x, residual, weight, eps)
+
+
+def _fits_cpp(x: torch.Tensor, weight: torch.Tensor, backend: Backend | None) -> bool:
+    is_one = weight.dtype == x.dtype and weight.is_contiguous() and x.numel() > 0
+    return is_one and uses_cpp(x, backend) and not is_differentiated(x, weight)

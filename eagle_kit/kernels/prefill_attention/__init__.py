@@ -6,10 +6,10 @@ Legend: B requests, T tokens, Hq / Hkv heads, D head size, R rows of the store.
 import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
-from eagle_kit.kernels.prefill_attention import reference
+from eagle_kit.kernels.prefill_attention import compiled, reference
 from eagle_kit.kernels.prefill_attention.libraries.library import PromptAttention
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
-from eagle_kit.kernels.prefill_attention.reference import chunk_attention, prefill_attention
+from eagle_kit.kernels.prefill_attention.reference import prefill_attention
 from eagle_kit.kernels.variant import AttentionVariant, as_variant
 
 __all__ = [
@@ -51,7 +51,36 @@ def paged_prefill_attention(
         from eagle_kit.kernels.prefill_attention import triton
 
         return triton.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
+    assert not (variant.limits.chunk and plan.first_slot), "chunks are of positions, not of slots"
+    if k_scale == v_scale == 1.0 and compiled.fits(q, k_rows, v_rows, backend):
+        return compiled.paged_prefill_attention(q, k_rows, v_rows, plan, variant)
     return reference.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
+
+
+def chunk_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    variant: AttentionVariant | float,
+    *,
+    start: int,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Causal attention of a chunk in the arithmetic of windows: in fp32 on a CPU a token has the same bits in
+    a chunk of any size as when it is decoded.
+
+    Args:
+        q: ``[T, Hq, D]``, the queries of positions ``start``..``start + T - 1``.
+        k, v: ``[Hkv, C, D]`` and ``[Hkv, C, E]``, keys of positions 0.., and finite values behind them. C is
+            at least :func:`~eagle_kit.kernels.summation.round_columns` of ``start + T``.
+        variant: how the layer attends; a number is the scale of plain attention.
+
+    Returns:
+        ``[T, Hq, E]``.
+    """
+    if compiled.fits(q, k, v, backend):
+        return compiled.chunk_attention(q, k, v, as_variant(variant), start)
+    return reference.chunk_attention(q, k, v, as_variant(variant), start)
 
 
 def own_attention(plan: PrefillPlan) -> PromptAttention:

@@ -87,21 +87,10 @@ def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: 
 
 
 def chunk_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant | float, *, start: int
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant, start: int
 ) -> torch.Tensor:
-    """Causal attention of a chunk in the arithmetic of windows: in fp32 on a CPU a token has the same bits in
-    a chunk of any size as when it is decoded.
-
-    Args:
-        q: ``[T, Hq, D]``, the queries of positions ``start``..``start + T - 1``.
-        k, v: ``[Hkv, C, D]`` and ``[Hkv, C, E]``, keys of positions 0.., and finite values behind them. C is
-            at least :func:`round_columns` of ``start + T``.
-        variant: how the layer attends; a number is the scale of plain attention.
-
-    Returns:
-        ``[T, Hq, E]``.
-    """
-    blocks, variant = [], as_variant(variant)
+    """See :func:`eagle_kit.kernels.prefill_attention.chunk_attention`."""
+    blocks = []
     for first, block in enumerate(q.split(BLOCK)):
         seen = start + first * BLOCK
         columns = round_columns(seen + len(block))
@@ -135,7 +124,6 @@ def paged_prefill_attention(
         ``[T, Hq, D]``.
     """
     borders, starts, size = plan.cu_rows.tolist(), plan.starts.tolist(), plan.page_size
-    assert not (variant.limits.chunk and plan.first_slot), "chunks are of positions, not of slots"
     out, scaled = torch.empty_like(q), replace(variant, scale=variant.scale * k_scale)
     for table, start, a, b in zip(plan.page_tables, starts, borders, borders[1:], strict=False):
         stop = start + b - a

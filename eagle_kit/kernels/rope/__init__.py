@@ -7,7 +7,7 @@ store.
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_cpp, uses_triton
 from eagle_kit.kernels.norm import rms_norm
 from eagle_kit.kernels.rope import reference
 from eagle_kit.kernels.rope.plan import Rotation, Rows, WindowRows, rows_tensor
@@ -73,6 +73,15 @@ def rope_store(
         rule = [rows.first, rows.stride, rows.nodes] if isinstance(rows, WindowRows) else []
         given = rows.contiguous() if isinstance(rows, torch.Tensor) else None
         return triton.rope_store(*head, k_rows, v_rows, given, rule, k_scale, v_scale, returns_kv)
+    inputs = [each for each in (*learned, k_rows, v_rows) if each is not None]
+    is_one = all(each.dtype == qkv.dtype for each in inputs) and len(rotation.positions) == len(qkv)
+    if uses_cpp(qkv, backend) and is_one and not is_differentiated(qkv, *learned):
+        at = None if rows is None else rows_tensor(rows).contiguous()
+        norms, store = (q_norm, k_norm, eps), (k_rows, v_rows, at, returns_kv)
+        made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.rope_store(
+            qkv.contiguous(), *rotation.table, num_heads, *norms, interleaved, *store
+        )
+        return made
     q, k, v = reference.rope(qkv, rotation.table, num_heads, q_norm, k_norm, eps, interleaved)
     if k_rows is not None and v_rows is not None and rows is not None:
         at = rows_tensor(rows)

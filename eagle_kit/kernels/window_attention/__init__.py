@@ -9,12 +9,11 @@ import torch
 
 from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
 from eagle_kit.kernels.variant import AttentionVariant, as_variant
+from eagle_kit.kernels.window_attention import compiled, reference
 from eagle_kit.kernels.window_attention import recorded as recorded  # registers operations
-from eagle_kit.kernels.window_attention import reference
-from eagle_kit.kernels.window_attention.gathered import GatheredRows
 from eagle_kit.kernels.window_attention.plan import WindowPlan, ancestor_bits, chain_bits, reference_columns
 
-__all__ = ["GatheredRows", "WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
+__all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
 
 
 def window_attention(
@@ -46,6 +45,8 @@ def window_attention(
         from eagle_kit.kernels.window_attention import triton
 
         return triton.window_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
+    if k_scale == v_scale == 1.0 and compiled.fits(q, k_rows, v_rows, plan, backend):
+        return compiled.window_attention(q, k_rows, v_rows, plan, variant)
     if plan.is_recorded_whole(backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpu.window_attention(
             q,

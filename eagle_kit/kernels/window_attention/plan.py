@@ -46,7 +46,6 @@ class WindowPlan:
         arrivals: int32, one for each tile of a key head and request, 0 outside of a launch: counters of the
             programs that have done their part, of the store whose launches follow one another. None: parts
             are merged by a launch of their own.
-        gathered: number of the store's :class:`~.gathered.GatheredRows`, 0 where it has none.
     """
 
     page_table: torch.Tensor
@@ -61,7 +60,6 @@ class WindowPlan:
     dummy_row: int
     dtype: torch.dtype
     arrivals: torch.Tensor | None = field(default=None, kw_only=True)
-    gathered: int = field(default=0, kw_only=True)
     _limited: dict[Limits, list[Columns]] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
@@ -91,7 +89,7 @@ class WindowPlan:
         sizes = self.page_size, self.first_slot, self.scratch_start, self.scratch_stride, self.num_keys
         kind = VIEWED_TYPES.index(self.dtype)
         number: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
-            self.page_table, self.prefix_lens, self.ancestors, [*sizes, self.dummy_row, kind, self.gathered]
+            self.page_table, self.prefix_lens, self.ancestors, [*sizes, self.dummy_row, kind]
         )
         return number
 

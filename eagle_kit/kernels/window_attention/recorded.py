@@ -13,8 +13,6 @@ import torch
 
 from eagle_kit.kernels.recording import VIEWED_TYPES, library
 from eagle_kit.kernels.variant import AttentionVariant, Limits
-from eagle_kit.kernels.window_attention import gathered
-from eagle_kit.kernels.window_attention.gathered import GatheredRows, Update
 from eagle_kit.kernels.window_attention.plan import Columns, WindowPlan, column_counts, first_columns
 from eagle_kit.kernels.window_attention.reference import window_attention
 
@@ -40,24 +38,22 @@ class PlannedColumns:
         return self._made[limits]
 
 
-def _kept() -> OrderedDict[int, PlannedColumns | Update]:
+def _kept() -> OrderedDict[int, PlannedColumns]:
     if not hasattr(_local, "columns"):
         _local.columns = OrderedDict()
-    columns: OrderedDict[int, PlannedColumns | Update] = _local.columns
+    columns: OrderedDict[int, PlannedColumns] = _local.columns
     return columns
 
 
 def columns_of(number: torch.Tensor) -> list[Columns]:
-    """Return the columns of :attr:`WindowPlan.number` of a store that gathers nothing."""
-    columns = _kept()[int(number)]
-    assert isinstance(columns, PlannedColumns)
-    return columns.within(Limits())
+    """Return the columns of :attr:`WindowPlan.number`."""
+    return _kept()[int(number)].within(Limits())
 
 
 def _window_columns(
     page_table: torch.Tensor, prefix_lens: torch.Tensor, ancestors: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
-    page_size, first_slot, scratch_start, scratch_stride, num_keys, dummy_row, kind, store = sizes
+    page_size, first_slot, scratch_start, scratch_stride, num_keys, dummy_row, kind = sizes
     plan = WindowPlan(
         page_table=page_table,
         page_size=page_size,
@@ -72,8 +68,7 @@ def _window_columns(
         dtype=VIEWED_TYPES[kind],
     )
     kept, number = _kept(), next(_numbers)
-    update = GatheredRows.of(store).update(plan) if store else None
-    kept[number] = update or PlannedColumns(plan)
+    kept[number] = PlannedColumns(plan)
     if len(kept) > NUM_KEPT:
         kept.popitem(last=False)
     return torch.tensor(number)
@@ -91,8 +86,6 @@ def _window_attention(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     columns, variant = _kept()[int(number)], AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
-    if isinstance(columns, Update):
-        return gathered.attend(q, k_rows, v_rows, columns, variant)
     return window_attention(q, k_rows, v_rows, columns.within(variant.limits), variant, v_scale=v_scale)
 
 

@@ -96,7 +96,7 @@ class LatentAttention(nn.Module):
         """``x [T, H_in]`` -> queries and rows ``[T, L + Dr]``, both rotated."""
         mla = self.config
         has_bottleneck = mla.q_lora_rank is not None
-        if self._packed is not None and takes_packed(x):
+        if self._packed is not None and takes_packed(x, self._packed.weight):
             q, row = self._packed.outputs(x)
         else:
             q = (self.q_a_proj if has_bottleneck else self.q_proj)(x)

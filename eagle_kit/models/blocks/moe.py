@@ -147,7 +147,7 @@ class MoE(nn.Module):
         shared = self.shared_experts
         if shared is None:
             return self.experts(x, *self.gate(x))
-        if self._packed is not None and takes_packed(x):
+        if self._packed is not None and takes_packed(x, self._packed.weight):
             logits, gate_up = self._packed.outputs(x)
             return self.experts(x, *self.gate.choose(logits)) + self._gated(shared.down(gate_up), x)
         return self.experts(x, *self.gate(x)) + self._gated(shared(x), x)

@@ -1,7 +1,6 @@
 """Resolution of names of targets and drafts: a folder, a named package, or a hub."""
 
 import json
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, replacing, taking_turns
+from eagle_kit.core.files import cache_folder, check_disk_space, replacing, taking_turns
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,6 @@ CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
 """Version of the conversion's output; increase it to invalidate earlier conversions."""
 ANOTHER_CACHE = "Free some space there, or set EAGLE_KIT_CACHE to another folder."
-
-
-def cache_folder() -> Path:
-    """Cache folder: ``EAGLE_KIT_CACHE``, or ``eagle_kit`` in the user's cache folder."""
-    root = os.environ.get("EAGLE_KIT_CACHE")
-    if root:
-        return Path(root).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle_kit"
 
 
 def resolve_target(name: str | Path) -> Path:

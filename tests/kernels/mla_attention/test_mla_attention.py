@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits
 
@@ -93,7 +94,7 @@ def test_a_row_is_read_once_a_window(nodes, heads):
     plan = make_plan(prefix, torch.zeros(3, nodes, dtype=torch.int64), 0, 4, 8)
     rows = torch.randn(plan.dummy_row + 1, 48)
     q = torch.randn(3, nodes, heads, 48)
-    with ReadRows(rows) as read:
+    with use("reference"), ReadRows(rows) as read:
         mla_window_attention(q, rows, plan, 0.1, latent_dim=32)
     (group,) = plan.by_length
     assert read.count == group.rows.numel() <= 3 * 192

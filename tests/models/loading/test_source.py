@@ -7,8 +7,9 @@ from collections import namedtuple
 import pytest
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import cache_folder
 from eagle_kit.models.loading import source
-from eagle_kit.models.loading.source import cache_folder, load_tokenizer, resolve_target
+from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
 NAME = "smollm2-135m-instruct"
 
@@ -50,14 +51,6 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     with pytest.raises(UserError, match="no tokenizer"):
         load_tokenizer(tmp_path)
-
-
-def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
-    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
-    monkeypatch.delenv("EAGLE_KIT_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "eagle_kit"
 
 
 def test_a_packaged_target_without_its_package_says_what_to_install(monkeypatch, tmp_path):

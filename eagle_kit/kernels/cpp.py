@@ -1,0 +1,170 @@
+"""Operations in C++ for fp32 on a CPU (``csrc``), compiled for this machine when they are first needed.
+
+A token's results depend on that token and what it attends to alone, to the bit: a product's sum runs over its
+terms in their order, whatever the number of rows, the batch, the chunk of a prompt, the pages or the threads,
+and a node of a tree sums over its ancestors as plain decoding does over its tokens. (Among finite numbers:
+what is not seen is multiplied by zero.) Weights are read once for all rows of a window, and keys where they
+lie.
+
+They need a C++ compiler for C++20: ``CXX``, or ``c++``. Where there is none, or with ``EAGLE_KIT_CPP=0``,
+torch's operations do the same more slowly. What was compiled is kept in ``EAGLE_KIT_CPP``, or ``cpp`` of the
+cache folder. Tried with GCC 12 on Linux.
+"""
+
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from eagle_kit.core.files import cache_folder, replacing, taking_turns
+
+SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp")
+FOLDER = Path(__file__).parent / "csrc"
+COMPARED_ROWS = 13
+"""As many rows as any block of the products has, and one more."""
+
+_log = logging.getLogger(__name__)
+
+
+@cache
+def available() -> bool:
+    """Return whether the operations are at hand, as ``torch.ops.eagle_kit_cpp``; compiles them where this
+    machine has not, which takes some seconds, and warns where it cannot."""
+    found = problem()
+    if found is not None and not _is_refused():
+        warnings.warn(
+            f"Decoding on this CPU is slower than it could be: {found}. Set CXX to a C++ compiler.",
+            stacklevel=2,
+        )
+    return found is None
+
+
+@cache
+def problem() -> str | None:
+    """Say why the operations are not at hand; None where they are."""
+    if _is_refused():
+        return "EAGLE_KIT_CPP is 0"
+    if not hasattr(torch.ops.eagle_kit_cpp, "linear"):  # two copies in a process cannot be
+        try:
+            _load(shlex.split(os.environ.get("CXX", "")) or _default_compiler())
+        except (OSError, RuntimeError, ValueError) as error:
+            return str(error).partition("\n")[0]
+    return None if _sums_in_one_order() else "its C++ compiler adds up in another order for other rows"
+
+
+def compiled_folder() -> Path:
+    """Folder of what was compiled: ``EAGLE_KIT_CPP``, or ``cpp`` of the cache folder."""
+    place = os.environ.get("EAGLE_KIT_CPP")
+    return Path(place).expanduser() if place else cache_folder() / "cpp"
+
+
+def _is_refused() -> bool:
+    return os.environ.get("EAGLE_KIT_CPP") == "0"
+
+
+def _default_compiler() -> list[str]:
+    found = next((name for name in ("c++", "g++", "clang++") if shutil.which(name)), None)
+    if found is None:
+        raise RuntimeError("there is no C++ compiler")
+    return [found]
+
+
+def _load(compiler: list[str]) -> None:
+    """Load the library for this machine, compiled where the cache has none that can be loaded."""
+    command = [*compiler, *_flags()]
+    version = _run([*compiler, "--version"])
+    library = compiled_folder() / f"{_key([*command, version])}.so"
+    library.parent.mkdir(parents=True, exist_ok=True)
+    failed = library.with_suffix(".failed")
+    for attempt in range(2):
+        with taking_turns(library):
+            if failed.exists():
+                raise RuntimeError(failed.read_text())
+            if not library.exists():
+                try:
+                    _compile(command, library)
+                except RuntimeError as error:
+                    failed.write_text(str(error))
+                    raise
+        try:
+            torch.ops.load_library(str(library))
+            return
+        except OSError:
+            if attempt:
+                raise
+            library.unlink(missing_ok=True)  # of another system, or cut off
+
+
+def _compile(command: list[str], library: Path) -> None:
+    """Compile every source by ``command``, at the same time, and link them to ``library``."""
+    _log.info("Compiling operations for this CPU, which takes some seconds.")
+    with tempfile.TemporaryDirectory() as place, replacing(library) as path:
+        objects = [str(Path(place) / f"{name}.o") for name in SOURCES]
+        pairs = zip(SOURCES, objects, strict=True)
+        calls = [[*command, "-c", str(FOLDER / source), "-o", made] for source, made in pairs]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_run, calls))
+        links = [f"-L{_torch() / 'lib'}", "-ltorch_cpu", "-lc10"]
+        _run([*command, "-shared", *objects, "-o", str(path), *links])
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler -> what it says. Raises RuntimeError with its first error, and OSError."""
+    environment = {**os.environ, "LC_ALL": "C"}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+    if done.returncode:
+        lines = done.stderr.splitlines()
+        said = next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")
+        raise RuntimeError(f"{command[0]} fails: {said.strip()}")
+    return done.stdout
+
+
+def _flags() -> list[str]:
+    machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    return ["-O3", machine, "-ffp-contract=fast", "-std=c++20", "-fPIC", f"-I{_torch() / 'include'}"]
+
+
+def _torch() -> Path:
+    return Path(torch.__file__).parent
+
+
+def _key(command: list[str]) -> str:
+    """Name of what is compiled: sources, compiler, torch, system, and what kind of processor this is."""
+    parts = [(FOLDER / name).read_text() for name in (*SOURCES, "vectors.h")]
+    parts += [*command, torch.__version__, platform.machine(), *platform.libc_ver(), _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+def _processor() -> str:
+    """What instructions the processor has, or which machine this is; homes are shared by machines of several
+    kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.node()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.node())
+
+
+def _sums_in_one_order() -> bool:
+    """Return whether a row of a product has the same bits in any number of rows, as the sources are written
+    for: a compiler is free to fuse a multiplication and an addition in one place and not in another."""
+    with _disable_current_modes():  # real tensors, where the caller's are fake, counted or recorded
+        generator = torch.Generator().manual_seed(0)
+        width = torch.ops.eagle_kit_cpp.panel_width()
+        x = torch.randn(COMPARED_ROWS, 96, generator=generator, device="cpu")
+        panels = torch.randn(2, 96, width, generator=generator, device="cpu")
+        product = torch.ops.eagle_kit_cpp.linear
+        whole = product(x, panels, 2 * width, None)
+        counts = range(1, COMPARED_ROWS)
+        return all(torch.equal(product(x[:n], panels, 2 * width, None), whole[:n]) for n in counts)

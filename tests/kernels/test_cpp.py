@@ -1,0 +1,372 @@
+"""Operations in C++: against fp64, and to the bit against themselves in other windows, batches, pages, chunks
+and threads; and what is said where they cannot be compiled."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engine import PROMPTS
+from tiny_trained import trained_models
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.kernels import cpp
+from eagle_kit.kernels.linear import panels
+from eagle_kit.kernels.mla_attention import mla_window_attention
+from eagle_kit.kernels.norm import add_rms_norm, rms_norm
+from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
+from eagle_kit.kernels.rope import Rotation, rope_store
+from eagle_kit.kernels.swiglu import swiglu
+from eagle_kit.kernels.variant import AttentionVariant, Limits
+from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.serve.llm import LLM
+
+needs_compiler = pytest.mark.skipif(not cpp.available(), reason=f"no C++ here: {cpp.problem()}")
+PAGE, SCRATCH, DUMMY = 4, 160, 200
+VARIANTS = {
+    "plain": AttentionVariant(0.2),
+    "window, cap, sinks": AttentionVariant(0.2, Limits(window=5), 2.0, torch.linspace(-1, 1, 6)),
+    "chunks": AttentionVariant(0.2, Limits(chunk=8)),
+}
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (5, 33), (16, 8), (71, 130), (960, 576)])
+def test_linear_is_that_of_fp64_and_a_row_has_the_same_bits_in_any_company(outputs, inputs, bias):
+    x, weight = drawn(401, inputs), drawn(outputs, inputs, seed=1)
+    biases = drawn(outputs, seed=2) if bias else None
+    packed = panels.pack(weight)
+    together = panels.matmul(x, packed, biases)
+    exact = torch.nn.functional.linear(
+        x.double(), weight.double(), None if biases is None else biases.double()
+    )
+    torch.testing.assert_close(together.double(), exact, atol=3e-6 * inputs**0.5, rtol=1e-4)
+    for rows in range(1, 26):
+        assert torch.equal(panels.matmul(x[7 : 7 + rows], packed, biases), together[7 : 7 + rows]), rows
+    assert panels.matmul(x[:0], packed, biases).shape == (0, outputs)
+
+
+@needs_compiler
+def test_threads_change_no_bit(two_threads):
+    x, packed = drawn(9, 576), panels.pack(drawn(1000, 576, seed=1))
+    shared = panels.matmul(x, packed)
+    torch.set_num_threads(1)
+    assert torch.equal(panels.matmul(x, packed), shared)
+
+
+class Text:
+    """Keys and values of two texts of 60 tokens in pages, with room for a window behind the pages."""
+
+    def __init__(self, size=24, page_size=PAGE, seed=3):
+        pages = torch.randperm(SCRATCH // page_size, generator=torch.Generator().manual_seed(seed))
+        each = -(-60 // page_size)
+        self.table, self.page_size = pages[: 2 * each].view(2, each), page_size
+        self.keys, self.values = drawn(2, 2, 60, size), drawn(2, 2, 60, size, seed=1)  # [B, Hkv, C, D]
+        self.queries = drawn(2, 60, 6, size, seed=2)
+        self.k, self.v = torch.zeros(2, DUMMY + 1, size), torch.zeros(2, DUMMY + 1, size)
+        for b in range(2):
+            rows = self.rows(b, torch.arange(60))
+            self.k[:, rows], self.v[:, rows] = self.keys[b], self.values[b]
+
+    def rows(self, b, positions):
+        size = self.page_size
+        return self.table[b, positions // size] * size + positions % size
+
+    def attend(self, places, prefix, parents, variant, backend=None):
+        """Attention of windows behind ``prefix`` tokens, whose node j is the token at ``places[j]``."""
+        count = len(places)
+        for b in range(2):
+            at = torch.arange(SCRATCH + 16 * b, SCRATCH + 16 * b + count)
+            self.k[:, at], self.v[:, at] = self.keys[b][:, places], self.values[b][:, places]
+        plan = WindowPlan(
+            page_table=self.table,
+            page_size=self.page_size,
+            prefix_lens=torch.full((2,), prefix),
+            first_slot=0,
+            scratch_start=SCRATCH,
+            scratch_stride=16,
+            num_keys=count,
+            ancestors=ancestor_bits(torch.tensor(parents).expand(2, -1), count),
+            num_columns=64,
+            dummy_row=DUMMY,
+            dtype=torch.float32,
+        )
+        q = self.queries[:, places]
+        return window_attention(q, self.k, self.v, plan, variant, backend=backend)
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("size", [8, 24, 64, 33])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_windows_are_those_of_the_reference(variant, size):
+    text = Text(size)
+    for places, prefix, parents in (([20], 20, [0]), ([37, 38, 38, 39, 39, 40], 37, [0, 0, 0, 1, 2, 3])):
+        got = text.attend(places, prefix, parents, variant)
+        torch.testing.assert_close(got, text.attend(places, prefix, parents, variant, "reference"))
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_token_has_the_same_bits_in_chains_trees_prompts_and_alone(variant):
+    """Token 43 is the last of: itself, a chain of six, a branch of a tree, and a chunk of a prompt."""
+    text = Text()
+    alone = text.attend([43], 43, [0], variant)[:, -1]
+    assert torch.equal(text.attend([*range(38, 44)], 38, [0, 0, 1, 2, 3, 4], variant)[:, -1], alone)
+    places, parents = [40, 50, 41, 51, 42, 52, 43], [0, 0, 0, 1, 2, 3, 4]
+    assert torch.equal(text.attend(places, 40, parents, variant)[:, -1], alone)
+    for page_size in (1, 16):
+        assert torch.equal(Text(page_size=page_size).attend([43], 43, [0], variant)[:, -1], alone)
+    for starts in ([0, 0], [40, 30], [43, 43]):
+        sizes = [44 - start for start in starts]
+        q = torch.cat([text.queries[b, start:44] for b, start in enumerate(starts)])
+        borders = torch.tensor([0, sizes[0], sum(sizes)])
+        plan = PrefillPlan(text.table, PAGE, borders, torch.tensor(starts), 0, max(sizes))
+        out = paged_prefill_attention(q, text.k, text.v, plan, variant)
+        assert torch.equal(out[borders[1:] - 1], alone)
+        chunk = chunk_attention(q[: sizes[0]], text.keys[0], text.values[0], variant, start=starts[0])
+        assert torch.equal(chunk[-1], alone[0])
+
+
+@needs_compiler
+@torch.no_grad()
+def test_threads_and_long_windows_change_no_bit_of_attention(two_threads):
+    text, variant = Text(), VARIANTS["plain"]
+    places, parents = [*range(40, 56)], [0, *range(15)]
+    shared = text.attend(places, 40, parents, variant)
+    torch.set_num_threads(1)
+    assert torch.equal(text.attend(places, 40, parents, variant), shared)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_latents_have_the_same_bits_in_any_window():
+    """One key for 16 heads, whose first 32 numbers are the value."""
+    rows, q = drawn(300, 48), drawn(1, 6, 16, 48, seed=1)
+
+    def attend(nodes, prefix, parents):
+        rows[200 : 200 + len(nodes)] = rows[100 + torch.tensor(nodes)]
+        plan = WindowPlan(
+            page_table=torch.arange(50)[None],
+            page_size=4,
+            prefix_lens=torch.tensor([prefix]),
+            first_slot=0,
+            scratch_start=200,
+            scratch_stride=8,
+            num_keys=len(nodes),
+            ancestors=ancestor_bits(torch.tensor([parents]), len(nodes)),
+            num_columns=64,
+            dummy_row=299,
+            dtype=torch.float32,
+        )
+        return mla_window_attention(q[:, [node % 6 for node in nodes]], rows, plan, 0.1, latent_dim=32)
+
+    rows[40:46] = rows[140:146]
+    chain = attend([*range(40, 46)], 40, [0, 0, 1, 2, 3, 4])
+    tree = attend([40, 49, 41, 48, 42, 43], 40, [0, 0, 0, 1, 2, 4])
+    assert torch.equal(tree[0, [0, 2, 4, 5]], chain[0, :4])
+    assert torch.equal(attend([43], 43, [0])[0, 0], chain[0, 3])
+
+
+@needs_compiler
+@torch.no_grad()
+def test_a_nan_is_handed_on_to_those_who_see_it():
+    text = Text()
+    text.keys[0, :, 41] = float("nan")
+    out = text.attend([40, 41, 41, 42], 40, [0, 0, 0, 1], VARIANTS["plain"])
+    assert out[0, 0].isfinite().all() and out[1].isfinite().all() and out[0, 3].isnan().all()
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1, 7, 8, 576, 1001])
+def test_norms_and_swiglu_are_those_of_fp64(size):
+    x, residual, weight = drawn(5, size), drawn(5, size, seed=1), drawn(size, seed=2)
+    total = (x + residual).double()
+    exact = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    got, summed = add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+    assert torch.equal(summed, x + residual)
+    assert torch.equal(got, rms_norm(x + residual, weight, 1e-5))
+    gate, up = 20 * drawn(5, size, seed=3), drawn(5, size, seed=4)
+    gate[0, 0], gate[1, 0], gate[2, 0] = 100.0, -100.0, float("nan")
+    exact = gate.double() / (1 + (-gate.double()).exp()) * up.double()
+    got = swiglu(torch.cat((gate, up), -1))
+    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("size", "rotated"), [(24, 24), (24, 8), (64, 64)])
+def test_heads_are_rotated_normed_and_stored_as_in_torch(size, rotated, has_norms, interleaved):
+    qkv = drawn(7, 10, size)
+    rotation = Rotation(torch.tensor([0, 5, 9, 131071, 2, 3, 4]), drawn(rotated // 2).abs(), 1.2)
+    norms = {"q_norm": drawn(size, seed=5), "k_norm": drawn(size, seed=6), "eps": 1e-5} if has_norms else {}
+    for returns_kv in (True, False):
+        found = []
+        for backend in ("cpp", "reference"):
+            k_rows, v_rows = torch.zeros(2, 2, 30, size)
+            rows = torch.tensor([20, 3, 4, 9, 1, 0, 29])
+            stores = {"k_rows": k_rows, "v_rows": v_rows, "rows": rows, "returns_kv": returns_kv}
+            options = norms | stores | {"interleaved": interleaved, "backend": backend}
+            found.append([*rope_store(qkv, rotation, num_heads=6, **options), k_rows, v_rows])
+        for got, want in zip(*found, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("first_slot", [0, 1, 3])
+def test_full_windows_unused_slots_and_queries_at_the_end_are_those_of_the_reference(first_slot):
+    generator = torch.Generator().manual_seed(first_slot)
+    k, v = drawn(2, 300, 24), drawn(2, 300, 24, seed=1)
+    for nodes, keys in ((64, 64), (5, 9), (1, 64)):
+        parents = torch.zeros(2, keys, dtype=torch.int64)
+        for node in range(1, keys):
+            parents[:, node] = torch.randint(0, node, (2,), generator=generator)
+        plan = WindowPlan(
+            page_table=torch.randperm(20, generator=generator).view(10, 2).t(),  # of other strides
+            page_size=8,
+            prefix_lens=torch.tensor([first_slot, 71]),
+            first_slot=first_slot,
+            scratch_start=160,
+            scratch_stride=64,
+            num_keys=keys,
+            ancestors=ancestor_bits(parents, keys)[:, -nodes:],
+            num_columns=160,
+            dummy_row=299,
+            dtype=torch.float32,
+        )
+        q = drawn(2, nodes, 6, 24, seed=4)
+        for variant in (VARIANTS["plain"], VARIANTS["window, cap, sinks"]):
+            got = window_attention(q, k, v, plan, variant)
+            torch.testing.assert_close(got, window_attention(q, k, v, plan, variant, backend="reference"))
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("first_slot", [0, 2])
+@pytest.mark.parametrize("variant", [VARIANTS["plain"], VARIANTS["window, cap, sinks"]], ids=str)
+def test_prompts_are_those_of_the_reference(variant, first_slot):
+    text = Text(33)
+    q = torch.cat((text.queries[0, :30], text.queries[1, 17:60]))
+    plan = PrefillPlan(text.table, PAGE, torch.tensor([0, 30, 73]), torch.tensor([0, 17]), first_slot, 43)
+    got = paged_prefill_attention(q, text.k, text.v, plan, variant)
+    want = paged_prefill_attention(q, text.k, text.v, plan, variant, backend="reference")
+    torch.testing.assert_close(got, want)
+
+
+@needs_compiler
+@torch.no_grad()
+def test_what_does_not_fit_is_refused():
+    packed = panels.pack(drawn(32, 16))
+    for x in (drawn(3, 8), drawn(3, 16).double(), drawn(3, 16).bfloat16(), drawn(2, 3, 16)):
+        with pytest.raises(RuntimeError, match="fit|fp32"):
+            panels.matmul(x, packed)
+    with pytest.raises(RuntimeError, match="fit"):
+        torch.ops.eagle_kit_cpp.rms_norm(drawn(4, 64), drawn(32), 1e-5)
+    text = Text()
+    with pytest.raises(RuntimeError, match="fit"):
+        text.attend([20], 20, [0], AttentionVariant(0.2, sinks=drawn(5)))
+    qkv, rotation = drawn(3, 10, 24), Rotation(torch.arange(3), drawn(12).abs())
+    stores = {"k_rows": torch.zeros(2, 9, 24), "v_rows": torch.zeros(2, 9, 24)}
+    with pytest.raises(RuntimeError, match="not in the store"):
+        rope_store(qkv, rotation, num_heads=6, rows=torch.tensor([0, 9, 1]), **stores)
+
+
+def test_without_them_the_engine_says_the_same(monkeypatch):
+    """With packed weights, as ``LLM`` has them."""
+    target, head = trained_models()
+    prompts = [prompt[:40] for prompt in PROMPTS]
+    said = []
+    for is_there in (cpp.available(), False):
+        monkeypatch.setattr(cpp, "available", lambda is_there=is_there: is_there)
+        llm = LLM(target, head, shape="4,1,5", max_batch_size=3, max_context=256)
+        said.append([reply.token_ids for reply in llm.generate(prompts, SamplingParams(max_tokens=30))])
+    assert said[0] == said[1]
+
+
+def test_cpp_is_refused_where_it_is_not_at_hand(monkeypatch):
+    monkeypatch.setattr(cpp, "available", lambda: False)
+    with pytest.raises(UserError, match="not at hand"):
+        rms_norm(drawn(3, 8), drawn(8), 1e-5, backend="cpp")
+
+
+class TestCompiling:
+    """As a process does that has not loaded the operations."""
+
+    @pytest.fixture(autouse=True)
+    def fresh(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path))
+        monkeypatch.delenv("EAGLE_KIT_CPP", raising=False)
+        monkeypatch.setattr(cpp.torch.ops, "eagle_kit_cpp", object())
+
+    @pytest.mark.parametrize(
+        ("compiler", "found"),
+        [("false", "false fails"), ("a-compiler-that-is-not-there", "No such file"), ("'", "No closing")],
+    )
+    def test_it_is_said_why_they_are_not_at_hand(self, compiler, found, monkeypatch, tmp_path):
+        monkeypatch.setenv("CXX", compiler)
+        assert found in cpp.problem.__wrapped__()
+        assert not [*tmp_path.rglob("*.so")]
+
+    def test_a_compiler_that_fails_is_not_asked_again(self, monkeypatch, tmp_path):
+        """It has an argument, says its version, complains in Latin-1, and counts its calls."""
+        script = tmp_path / "compiler"
+        script.write_text(
+            '#!/bin/sh\n[ "$2" = --version ] && echo 1 && exit\n'
+            f"echo . >> {tmp_path}/calls; printf 'x.cpp: error: \\351\\n' >&2; exit 1\n"
+        )
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", f"{script} -w")
+        for _ in range(2):
+            assert "error" in cpp.problem.__wrapped__()
+        assert len((tmp_path / "calls").read_text().split()) == len(cpp.SOURCES)
+
+    def test_a_library_that_does_not_load_is_compiled_again(self, monkeypatch, tmp_path):
+        loads = []
+
+        def load(path):
+            loads.append(Path(path).read_bytes())
+            if len(loads) == 1:
+                raise OSError("cut off")
+
+        def compile_(command, library):
+            library.write_bytes(b"whole")
+
+        monkeypatch.setattr(cpp, "_compile", compile_)
+        monkeypatch.setattr(cpp, "_run", lambda command: "1")
+        monkeypatch.setattr(cpp, "_key", lambda command: "key")
+        monkeypatch.setattr(cpp.torch.ops, "load_library", load)
+        (tmp_path / "cpp").mkdir()
+        (tmp_path / "cpp" / "key.so").write_bytes(b"cut")
+        cpp._load(["c++"])
+        assert loads == [b"cut", b"whole"]
+
+
+def test_they_can_be_refused(monkeypatch):
+    monkeypatch.setenv("EAGLE_KIT_CPP", "0")
+    assert cpp.problem.__wrapped__() == "EAGLE_KIT_CPP is 0"
+
+
+def test_it_is_warned_once_that_they_are_missing(monkeypatch):
+    monkeypatch.delenv("EAGLE_KIT_CPP", raising=False)
+    monkeypatch.setattr(cpp, "problem", lambda: "there is no C++ compiler")
+    with pytest.warns(UserWarning, match="there is no C"):
+        assert not cpp.available.__wrapped__()
