@@ -26,10 +26,12 @@ from eagle_kit.kernels.backend import use
 from eagle_kit.kinds.registry import kind_of
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
-from eagle_kit.serve import cpu_graph
+from eagle_kit.serve import cpu_graph, tune
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
+from eagle_kit.serve.timing import time_cycles
 from eagle_kit.train.run.simulate import match_table
+from eagle_kit.tuning import files
 from eagle_kit.tuning.policy import ToldPolicy
 
 HEADS = {
@@ -333,7 +335,15 @@ def test_recorded_cycles_say_the_same(pairs, plain, name, shape):
 
 
 @pytest.mark.parametrize("name", ["p-eagle", "dspark"])
-def test_shapes_are_chosen_among_chains_and_trees(pairs, plain, name):
+def test_shapes_are_chosen_among_chains_and_trees(pairs, plain, name, monkeypatch, tmp_path):
+    """Where a node more costs a hundredth of a cycle; on a CPU such small models never pay for a tree."""
+
+    def timed(engine, plan, **options):
+        found = time_cycles(engine, plan, **options)
+        return [each._replace(seconds=1e-3 + 1e-5 * each.shape.tokens) for each in found]
+
+    monkeypatch.setattr(tune, "time_cycles", timed)
+    monkeypatch.setattr(files, "folder", lambda: tmp_path)
     llm = LLM(*pairs[name], max_context=128, max_batch_size=2)
     assert llm.chooses_shapes and str(llm.default_shape) == "5,1,6"
     outputs = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=30, ignore_eos=True))
