@@ -7,15 +7,16 @@ import pytest
 import torch
 from local_hub import hub as hub  # a fixture
 
-from eagle_kit.kernels.cpp import compiled_folder
+from eagle_kit.kernels import cpp
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any import
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for tests that ask for deterministic sums
 
-# Once for all tests, whatever caches they use.
-os.environ.setdefault("EAGLE_KIT_CPP", str(compiled_folder()))
+# Compiled once, before any test, whatever caches the tests use.
+os.environ.setdefault("EAGLE_KIT_CPP", str(cpp.compiled_folder()))
+cpp.available()
 
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))

@@ -12,12 +12,12 @@ cache folder. Tried with GCC 12 on Linux.
 """
 
 import hashlib
-import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +33,6 @@ SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp")
 FOLDER = Path(__file__).parent / "csrc"
 COMPARED_ROWS = 13
 """As many rows as any block of the products has, and one more."""
-
-_log = logging.getLogger(__name__)
 
 
 @cache
@@ -108,7 +106,7 @@ def _load(compiler: list[str]) -> None:
 
 def _compile(command: list[str], library: Path) -> None:
     """Compile every source by ``command``, at the same time, and link them to ``library``."""
-    _log.info("Compiling operations for this CPU, which takes some seconds.")
+    print(f"Compiling operations for this CPU, once, into {library.parent}.", file=sys.stderr)
     with tempfile.TemporaryDirectory() as place, replacing(library) as path:
         objects = [str(Path(place) / f"{name}.o") for name in SOURCES]
         pairs = zip(SOURCES, objects, strict=True)
