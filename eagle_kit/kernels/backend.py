@@ -46,10 +46,10 @@ def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
     return backend == "triton"
 
 
-def uses_cpp(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
-    """Return whether to run the C++ form of an operation over ``tensor``, if it has one: for plain fp32
-    tensors on a CPU, where the forms are at hand, unless ``backend`` or the enclosing :func:`use` name
-    another.
+def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> bool:
+    """Return whether to run the C++ form of an operation over ``tensors`` (those that there are), if it has
+    one: for plain fp32 tensors on a CPU without gradients, where the forms are at hand, unless ``backend`` or
+    the enclosing :func:`use` name another.
 
     Raises:
         UserError: C++ was asked for and is not at hand.
@@ -57,14 +57,20 @@ def uses_cpp(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
     backend = backend or _chosen.get()
     if backend not in (None, "cpp"):
         return False
-    if type(tensor) not in (torch.Tensor, nn.Parameter):  # fake ones, and those of several processes
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(_is_plain_fp32(tensor) for tensor in given) or is_differentiated(*given):
         return False
-    fits = tensor.device.type == "cpu" and tensor.dtype == torch.float32
     if backend == "cpp" and not cpp.available():
         raise UserError(
             f"The operations in C++ are not at hand: {cpp.problem()}.", "Set CXX to a C++ compiler."
         )
-    return fits and cpp.available()
+    return cpp.available()
+
+
+def _is_plain_fp32(tensor: torch.Tensor) -> bool:
+    """Return True for fp32 on a CPU; False for fake tensors, and those of several processes."""
+    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+    return is_plain and tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 def is_differentiated(*tensors: torch.Tensor) -> bool:

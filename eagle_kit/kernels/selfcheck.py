@@ -7,6 +7,7 @@ libraries of this machine compute what they should, and which forms of each oper
 import json
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -102,18 +103,13 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
     if cpp.available() and torch.get_default_device().type == "cpu":
         checks += [
             ("linear", "C++, packed", lambda: _packed_linear(panels.pack, panels.matmul)),
-            *(
-                (kernel, f"C++{variant}", lambda check=check: _in_cpp(check))
-                for kernel, variant, check in (
-                    ("prefill_attention", ", paged", _paged_prefill),
-                    ("window_attention", "", _window),
-                    ("window_attention", ", window, cap, sinks", lambda: _window(_variant())),
-                    ("mla_attention", "", _mla),
-                    ("norm", "", _norm),
-                    ("swiglu", "", _swiglu),
-                    ("rope", "", _rope),
-                )
-            ),
+            ("prefill_attention", "C++, paged", partial(_in_cpp, _paged_prefill)),
+            ("window_attention", "C++", partial(_in_cpp, _window)),
+            ("window_attention", "C++, window, cap, sinks", partial(_in_cpp, lambda: _window(_variant()))),
+            ("mla_attention", "C++", partial(_in_cpp, _mla)),
+            ("norm", "C++", partial(_in_cpp, _norm)),
+            ("swiglu", "C++", partial(_in_cpp, _swiglu)),
+            ("rope", "C++", partial(_in_cpp, _rope)),
         ]
     return [
         *checks,

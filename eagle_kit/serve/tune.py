@@ -181,7 +181,7 @@ def engine_key(engine: Engine) -> dict[str, Any]:
         **ranks,
         "device": torch.cuda.get_device_name(weight.device) if is_gpu else cpu_model(),
         "threads": None if is_gpu else torch.get_num_threads(),
-        "cpp": uses_cpp(weight),
+        "cpp": uses_cpp(weight.detach()),
         "dtype": str(weight.dtype).removeprefix("torch."),
         "kv_dtype": config.kv_dtype,
         "graph_mode": config.graph_mode,

@@ -118,8 +118,9 @@ struct Store {
             store->stride(2) == 1 && store->size(0) == others && store->size(2) == size &&
             at->numel() == count,
         "keys do not fit their store");
+    const int64_t *given = numbers(*at), held = store->size(1);
     for (int64_t t = 0; t < count; ++t)
-      STD_TORCH_CHECK(numbers(*at)[t] >= 0 && numbers(*at)[t] < store->size(1), "a row is not in the store");
+      STD_TORCH_CHECK(given[t] >= 0 && given[t] < held, "a row is not in the store");
     rows = own_floats(*store), head = store->stride(0), row = store->stride(1);
   }
 };

@@ -8,7 +8,7 @@ Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size,
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
 from eagle_kit.kernels.mla_attention import reference
 from eagle_kit.kernels.recording import library
 from eagle_kit.kernels.variant import as_variant
@@ -44,7 +44,7 @@ def mla_window_attention(
         from eagle_kit.kernels.mla_attention import triton
 
         return triton.attend(q, rows, plan, scale, kv_scale, latent_dim)
-    if kv_scale == 1.0 and compiled.fits(q, rows, rows, plan, backend):
+    if type(plan) is WindowPlan and kv_scale == 1.0 and uses_cpp(q, rows, backend=backend):
         values = rows[None, :, :latent_dim]
         return compiled.window_attention(q, rows[None], values, plan, as_variant(scale))
     if plan.is_recorded_whole(backend):

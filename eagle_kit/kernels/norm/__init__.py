@@ -21,8 +21,8 @@ def rms_norm(
         from eagle_kit.kernels.norm import triton
 
         return triton.rms_norm(x.contiguous(), weight, eps)
-    if _fits_cpp(x, weight, backend):
-        normed: torch.Tensor = torch.ops.eagle_kit_cpp.rms_norm(x.contiguous(), weight, eps)
+    if x.numel() and uses_cpp(x, weight, backend=backend):
+        normed: torch.Tensor = torch.ops.eagle_kit_cpp.rms_norm(x.contiguous(), weight.contiguous(), eps)
         return normed
     return reference.rms_norm(x, weight, eps)
 
@@ -48,13 +48,8 @@ def add_rms_norm(
         from eagle_kit.kernels.norm import triton
 
         return triton.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
-    if _fits_cpp(x, weight, backend) and residual.dtype == x.dtype and not is_differentiated(residual):
-        pair = x.contiguous(), residual.contiguous()
-        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.add_rms_norm(*pair, weight, eps)
+    if x.numel() and uses_cpp(x, residual, weight, backend=backend):
+        rows = x.contiguous(), residual.contiguous(), weight.contiguous()
+        both: tuple[torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.add_rms_norm(*rows, eps)
         return both
     return reference.add_rms_norm(x, residual, weight, eps)
-
-
-def _fits_cpp(x: torch.Tensor, weight: torch.Tensor, backend: Backend | None) -> bool:
-    is_one = weight.dtype == x.dtype and weight.is_contiguous() and x.numel() > 0
-    return is_one and uses_cpp(x, backend) and not is_differentiated(x, weight)

@@ -5,7 +5,7 @@ Legend: B requests, T tokens, Hq / Hkv heads, D head size, R rows of the store.
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_cpp, uses_triton
 from eagle_kit.kernels.prefill_attention import compiled, reference
 from eagle_kit.kernels.prefill_attention.libraries.library import PromptAttention
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
@@ -52,7 +52,8 @@ def paged_prefill_attention(
 
         return triton.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
     assert not (variant.limits.chunk and plan.first_slot), "chunks are of positions, not of slots"
-    if k_scale == v_scale == 1.0 and compiled.fits(q, k_rows, v_rows, backend):
+    has_scales = (k_scale, v_scale) != (1.0, 1.0)
+    if not has_scales and uses_cpp(q, k_rows, v_rows, backend=backend):
         return compiled.paged_prefill_attention(q, k_rows, v_rows, plan, variant)
     return reference.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
 
@@ -78,7 +79,7 @@ def chunk_attention(
     Returns:
         ``[T, Hq, E]``.
     """
-    if compiled.fits(q, k, v, backend):
+    if uses_cpp(q, k, v, backend=backend):
         return compiled.chunk_attention(q, k, v, as_variant(variant), start)
     return reference.chunk_attention(q, k, v, as_variant(variant), start)
 

@@ -3,15 +3,9 @@ same bits in a chunk of any size as when it is decoded."""
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_cpp
 from eagle_kit.kernels.prefill_attention.plan import PrefillPlan
 from eagle_kit.kernels.variant import AttentionVariant
-
-
-def fits(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, backend: Backend | None) -> bool:
-    """Return whether the operations take these: fp32 without gradients."""
-    is_mine = k.dtype == v.dtype == torch.float32
-    return is_mine and uses_cpp(q, backend) and not is_differentiated(q, k, v)
+from eagle_kit.kernels.window_attention.compiled import score_arguments
 
 
 def paged_prefill_attention(
@@ -40,10 +34,8 @@ def _attend(
     sizes: list[int],
     variant: AttentionVariant,
 ) -> torch.Tensor:
-    cap, limits = variant.soft_cap or 0.0, [*sizes, *variant.limits]
-    sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
-    places = (place.contiguous() for place in where)
+    places, limits = (place.contiguous() for place in where), [*sizes, *variant.limits]
     out: torch.Tensor = torch.ops.eagle_kit_cpp.prompt_attention(
-        q.contiguous(), k_rows, v_rows, *places, limits, variant.scale, cap, sinks
+        q.contiguous(), k_rows, v_rows, *places, limits, *score_arguments(variant)
     )
     return out

@@ -73,9 +73,8 @@ def rope_store(
         rule = [rows.first, rows.stride, rows.nodes] if isinstance(rows, WindowRows) else []
         given = rows.contiguous() if isinstance(rows, torch.Tensor) else None
         return triton.rope_store(*head, k_rows, v_rows, given, rule, k_scale, v_scale, returns_kv)
-    inputs = [each for each in (*learned, k_rows, v_rows) if each is not None]
-    is_one = all(each.dtype == qkv.dtype for each in inputs) and len(rotation.positions) == len(qkv)
-    if uses_cpp(qkv, backend) and is_one and not is_differentiated(qkv, *learned):
+    has_positions = len(rotation.positions) == len(qkv)
+    if has_positions and uses_cpp(qkv, q_norm, k_norm, k_rows, v_rows, backend=backend):
         at = None if rows is None else rows_tensor(rows).contiguous()
         norms, store = (q_norm, k_norm, eps), (k_rows, v_rows, at, returns_kv)
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.rope_store(

@@ -2,7 +2,7 @@
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_cpp, uses_triton
+from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
 from eagle_kit.kernels.swiglu import reference
 
 
@@ -12,7 +12,7 @@ def swiglu(gate_up: torch.Tensor, *, backend: Backend | None = None) -> torch.Te
         from eagle_kit.kernels.swiglu import triton
 
         return triton.swiglu(gate_up.contiguous())
-    if uses_cpp(gate_up, backend) and gate_up.ndim == 2 and not is_differentiated(gate_up):
+    if gate_up.ndim == 2 and uses_cpp(gate_up, backend=backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpp.swiglu(gate_up.contiguous())
         return out
     return reference.swiglu(gate_up)

@@ -7,7 +7,7 @@ Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the st
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.kernels.backend import Backend, is_differentiated, uses_cpp, uses_triton
 from eagle_kit.kernels.variant import AttentionVariant, as_variant
 from eagle_kit.kernels.window_attention import compiled, reference
 from eagle_kit.kernels.window_attention import recorded as recorded  # registers operations
@@ -45,7 +45,8 @@ def window_attention(
         from eagle_kit.kernels.window_attention import triton
 
         return triton.window_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
-    if k_scale == v_scale == 1.0 and compiled.fits(q, k_rows, v_rows, plan, backend):
+    has_scales = (k_scale, v_scale) != (1.0, 1.0)
+    if type(plan) is WindowPlan and not has_scales and uses_cpp(q, k_rows, v_rows, backend=backend):
         return compiled.window_attention(q, k_rows, v_rows, plan, variant)
     if plan.is_recorded_whole(backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpu.window_attention(

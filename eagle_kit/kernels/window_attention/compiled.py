@@ -3,17 +3,14 @@ depends on its own keys alone, whatever window, batch or tree it is in."""
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, is_differentiated, uses_cpp
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.kernels.window_attention.plan import WindowPlan
 
 
-def fits(
-    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, plan: WindowPlan, backend: Backend | None
-) -> bool:
-    """Return whether :func:`window_attention` takes these: fp32, and a window whose keys lie in a scratch."""
-    is_mine = type(plan) is WindowPlan and k_rows.dtype == v_rows.dtype == torch.float32
-    return is_mine and uses_cpp(q, backend) and not is_differentiated(q, k_rows, v_rows)
+def score_arguments(variant: AttentionVariant) -> tuple[float, float, torch.Tensor | None]:
+    """Scale, soft cap (0 for none) and sinks of a variant, as the operations take them."""
+    sinks = None if variant.sinks is None else variant.sinks.float().contiguous()
+    return variant.scale, variant.soft_cap or 0.0, sinks
 
 
 def window_attention(
@@ -29,8 +26,6 @@ def window_attention(
         plan.prefix_lens.contiguous(),
         plan.ancestors.contiguous(),
         [*places, *variant.limits],
-        variant.scale,
-        variant.soft_cap or 0.0,
-        None if variant.sinks is None else variant.sinks.float().contiguous(),
+        *score_arguments(variant),
     )
     return out
