@@ -314,9 +314,38 @@ def test_every_loss_noise_average_and_curriculum_is_an_arm_of_a_shipped_study(mo
     assert {(), ((0.0, 1.0), (0.0, 1.0)), ((0.0, 0.6), (0.6, 1.0))} <= phases
 
 
-def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_each(monkeypatch, tmp_path):
+def target_of(**sizes) -> TargetConfig:
+    """A target of these sizes, as far as a head's arithmetic depends on it."""
+    same = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 1e5, "rope_scaling": None}
+    return TargetConfig(**same, max_position_embeddings=8192, tie_word_embeddings=True, **sizes)
+
+
+SMOLLM2 = target_of(
+    hidden_size=576,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=49152,
+)
+DEEPSEEK = target_of(
+    hidden_size=256,
+    num_layers=8,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    intermediate_size=768,
+    vocab_size=4096,
+)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "deepseek-15m"])
+def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_each(
+    name, monkeypatch, tmp_path
+):
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path))
-    study = load_config(StudyConfig, STUDIES / "smollm2-135m-kinds.yaml")
+    study = load_config(StudyConfig, STUDIES / f"{name}-kinds.yaml")
     runs = study_command.plan(study, STUDIES)
     files = [study_command.Preparation(Path(path), command) for path, command in study.prepare.items()]
     study_command.check(study, files, runs)
@@ -326,29 +355,22 @@ def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_e
     assert kinds == {"eagle3", "p-eagle", "dflash", "dspark"}
 
 
-def test_kinds_are_compared_at_equal_arithmetic():
-    """Of SmolLM2-135M's sizes, and rows of 1,000 tokens and 1.3 conversations, three quarters in replies."""
-    study = load_config(StudyConfig, STUDIES / "smollm2-135m-kinds.yaml")
-    target = TargetConfig(
-        model_type="llama",
-        hidden_size=576,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        intermediate_size=1536,
-        vocab_size=49152,
-        rms_norm_eps=1e-5,
-        rope_theta=1e5,
-        rope_scaling=None,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
+ROWS = {
+    # of 1,000 tokens and 1.3 conversations, three quarters in replies; of one conversation, half in its reply
+    "smollm2-135m": (SMOLLM2, {"tokens": 1000, "supervised": 750, "conversations": 1.3, "mean_context": 300}),
+    "deepseek-15m": (DEEPSEEK, {"tokens": 350, "supervised": 170, "conversations": 1, "mean_context": 170}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_kinds_are_compared_at_equal_arithmetic(name):
+    study = load_config(StudyConfig, STUDIES / f"{name}-kinds.yaml")
+    target, rows = ROWS[name]
     costs = {}
     for run in study_command.plan(study, STUDIES):
         config = run.resolved
         draft = training_kind(config).new_config(config.head, target)
-        work = make_workload(config, tokens=1000, supervised=750, conversations=1.3, mean_context=300)
+        work = make_workload(config, **rows)
         costs[run.arm] = config.training.max_steps * head_flops(draft, work)
     assert max(costs.values()) < 1.15 * min(costs.values()), costs
 
