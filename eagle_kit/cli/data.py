@@ -5,7 +5,7 @@ import argparse
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -295,6 +295,7 @@ def _vocab(args: argparse.Namespace) -> int:
 
 def _regenerate(args: argparse.Namespace) -> int:
     from eagle_kit.data.chat.records import check_source
+    from eagle_kit.data.tasks.sets import turns_of
     from eagle_kit.train.replies.dialogue import read_refusals
     from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
 
@@ -311,7 +312,7 @@ def _regenerate(args: argparse.Namespace) -> int:
         refusals=read_refusals(args.refusal_patterns) if args.refusal_patterns else (),
         skip_truncated=args.skip_truncated,
         near_duplicates=args.near_duplicates,
-        test_prompts=_test_prompts(args.decontaminate),
+        test_prompts=turns_of(args.decontaminate),
     )
     check_out(args.out)
     check_source(args.source)
@@ -385,14 +386,6 @@ def _template_variants(text: str | None) -> "tuple[TemplateVariant, ...]":
             f"--chat-template-kwargs is {shown(text)}.",
             'Give a JSON object, or variants such as [{"kwargs": {"enable_thinking": true}, "weight": 0.7}].',
         ) from None
-
-
-def _test_prompts(tasks: Sequence[str]) -> tuple[str, ...]:
-    """User messages of evaluation sets."""
-    from eagle_kit.eval.tasks import load_tasks
-
-    loaded = load_tasks(tasks) if tasks else []
-    return tuple(turn for task in loaded for prompt in task.prompts for turn in prompt.turns)
 
 
 def _engine(args: argparse.Namespace) -> "tuple[Responder, str]":

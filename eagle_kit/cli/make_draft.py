@@ -333,6 +333,7 @@ class Making:
                 **data,
                 "max_length": length,
                 "eval_conversations": HELD_OUT,
+                "decontaminate": list(self.args.tasks),
                 "preview": False,
                 "cache_dir": str(self._cache),
             },

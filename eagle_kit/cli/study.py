@@ -281,7 +281,7 @@ def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, 
 def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[StudyRun]) -> None:
     """Raise UserError for what would be found wrong only after hours: a config, a command, a task, a missing
     package, or a run or head that is there, done or not, and had other settings."""
-    from eagle_kit.eval.tasks import load_tasks
+    from eagle_kit.data.tasks.sets import load_tasks
     from eagle_kit.kinds.registry import training_kind
     from eagle_kit.report.plots import require_matplotlib
 

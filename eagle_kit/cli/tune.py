@@ -10,7 +10,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 
 if TYPE_CHECKING:
-    from eagle_kit.eval.tasks import Task
+    from eagle_kit.data.tasks.sets import Task
     from eagle_kit.serve.llm import LLM
     from eagle_kit.serve.tune import Tuned
 
@@ -53,7 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, keep and print what is chosen."""
     from eagle_kit.core.files import check_writable
-    from eagle_kit.eval.tasks import load_tasks
+    from eagle_kit.data.tasks.sets import load_tasks
     from eagle_kit.serve.api.startup import find_model
     from eagle_kit.serve.llm import LLM
 

@@ -102,6 +102,8 @@ class DataConfig(Section):
         max_length: tokens of a packed row; longer conversations are cut there.
         eval_conversations: conversations kept out of training; their first user turns are the judge's
             prompts.
+        decontaminate: evaluation sets, by name or file, as ``eval --tasks``: conversations of which a message
+            shares 13 words in a row with one of their prompts are left out.
         chat_template_kwargs: arguments of the chat template, such as ``{enable_thinking: false}``; or
             variants with weights, one of which is drawn for each conversation: ``[{kwargs: {enable_thinking:
             true}, weight: 0.7}, {kwargs: {enable_thinking: false}, weight: 0.3}]``. A record's own come
@@ -116,6 +118,7 @@ class DataConfig(Section):
     limit: int | None = Field(default=None, ge=1)
     max_length: int = Field(default=1024, ge=8)
     eval_conversations: int = Field(default=48, ge=0)
+    decontaminate: tuple[str, ...] = ()
     chat_template_kwargs: ChatTemplateKwargs = None
     chat_template_seed: int = Field(default=0, ge=0)
     cache_dir: str | None = None
@@ -161,17 +164,19 @@ class DataConfig(Section):
     @property
     def explicit(self) -> dict[str, Any]:
         """Settings that decide the packed rows, as far as they were set."""
-        names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.template_settings}
+        names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.added_settings}
         set_ones = self.model_dump(mode="json", include=names)
         found = {name: set_ones[name] for name in sorted(names) if set_ones[name] is not None}
         return {"source": self.origin, **found} if self.sources else found
 
     @property
-    def template_settings(self) -> dict[str, Any]:
-        """Settings of the chat template's arguments, as a manifest has them; empty where none is given."""
-        if not self.chat_template_kwargs and not any(part.chat_template_kwargs for part in self.mix):
-            return {}
-        return self.model_dump(mode="json", include={"chat_template_kwargs", "chat_template_seed"})
+    def added_settings(self) -> dict[str, Any]:
+        """Settings that a manifest has where they are given: evaluation sets that are left out, and arguments
+        of the chat template."""
+        names = {"decontaminate"} if self.decontaminate else set()
+        if self.chat_template_kwargs or any(part.chat_template_kwargs for part in self.mix):
+            names |= {"chat_template_kwargs", "chat_template_seed"}
+        return self.model_dump(mode="json", include=names)
 
 
 class HeadConfig(Section):

@@ -1,1 +1,1 @@
-"""Measure drafts: tasks, runner, summary, table and plots. Reaches the engine through ``LLM`` only."""
+"""Measure drafts: runner, summary, table and plots. Reaches the engine through ``LLM`` only."""

@@ -12,10 +12,10 @@ from typing import Any
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.tasks.sets import EvalPrompt, Task
 from eagle_kit.eval.answers import PLAIN, Answer, AnswerStore, Setting
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import compare_outputs
-from eagle_kit.eval.tasks import EvalPrompt, Task
 
 WARM_UP_TOKENS = 16
 Engines = dict[str | None, EvalEngine]

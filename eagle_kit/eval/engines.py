@@ -8,7 +8,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.eval.tasks import Task
+from eagle_kit.data.tasks.sets import Task
 
 Messages = list[dict[str, str]]
 

@@ -9,6 +9,7 @@ from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.tasks.sets import Task, load_tasks
 from eagle_kit.eval.answers import (
     ANSWERS_FILE,
     PLAIN,
@@ -21,7 +22,6 @@ from eagle_kit.eval.decoder import Decoder
 from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, place, resolve_drafts
 from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.summary import summarise
-from eagle_kit.eval.tasks import Task, load_tasks
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.report.plots import require_matplotlib
 

@@ -14,7 +14,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object, remove, replacing, sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.eval.tasks import Task
+from eagle_kit.data.tasks.sets import Task
 from eagle_kit.report.environment import now
 from eagle_kit.serve.leading import Arrival, RecordDrafts
 from eagle_kit.serve.llm import LLM

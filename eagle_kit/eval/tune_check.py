@@ -8,7 +8,7 @@ from typing import Any
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.eval.tasks import Task
+from eagle_kit.data.tasks.sets import Task
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.timing import Plan, Point, time_cycles
 from eagle_kit.serve.tune import Tuned, runnable

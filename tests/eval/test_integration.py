@@ -101,7 +101,7 @@ def test_a_draft_of_another_target_is_refused_before_anything_is_written(
 @pytest.mark.real
 def test_prompts_of_both_shipped_tasks_fit_the_real_target() -> None:
     from eagle_kit.data.chat.template import prompt_token_ids
-    from eagle_kit.eval.tasks import load_task
+    from eagle_kit.data.tasks.sets import load_task
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target("smollm2-135m-instruct"))

@@ -11,9 +11,9 @@ from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.data.tasks.sets import load_tasks
 from eagle_kit.eval import tune as measuring
 from eagle_kit.eval import tune_check
-from eagle_kit.eval.tasks import load_tasks
 from eagle_kit.eval.tune_check import SHAPES, tokens_a_cycle
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
@@ -117,7 +117,7 @@ def test_what_was_recorded_covers_every_shape(folders):
     llm = LLM(
         str(folders / "target"), str(folders / "head"), max_batch_size=2, max_context=128, graph_mode="off"
     )
-    from eagle_kit.eval.tasks import load_tasks
+    from eagle_kit.data.tasks.sets import load_tasks
     from eagle_kit.serve.timing import Plan, Point
 
     plan = Plan([Point(1, 16)], [SpecShape(2, 1, 3)], 1, 2)

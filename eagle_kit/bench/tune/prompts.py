@@ -5,7 +5,7 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_kit.eval.tasks import load_tasks
+from eagle_kit.data.tasks.sets import load_tasks
 from eagle_kit.serve.llm import LLM
 
 NOISE, LANGUAGES, MIXED = "noise", "languages", "mixed"

@@ -19,6 +19,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import cache_folder, read_json, read_object, read_text, replacing, taking_turns
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Unusable
+from eagle_kit.data.chat.overlap import CONTAMINATED, TestPrompts
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import SkipLog, package_file_size, read_conversations, reasons_of
 from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
@@ -31,6 +32,7 @@ from eagle_kit.data.chat.vocab_map import (
     tokenizer_hash,
     vocab_map_of,
 )
+from eagle_kit.data.tasks.sets import load_tasks, turns_of
 
 FORMAT = 5
 """Raise when the arrays or the mask change, so that old caches are made anew."""
@@ -244,6 +246,7 @@ class _Reader:
     settings: DataConfig
     tokenizer: Any
     skipped: SkipLog
+    tests: TestPrompts | None
     held_turns: set[str] = field(default_factory=set)
     remarks: Counter[str] = field(default_factory=Counter)
 
@@ -265,6 +268,9 @@ class _Reader:
             dynamic_ncols=True,
         )
         for label, conversation in bar:
+            if self.tests is not None and any(map(self.tests.are_in, _said(conversation))):
+                self.skipped.add(conversation.where, CONTAMINATED)
+                continue
             try:
                 chats = tokenize_chat(self.tokenizer, conversation, self.settings.max_length, self.remarks)
                 _check_length(source, max(len(chat.ids) for chat in chats))
@@ -300,6 +306,13 @@ def _labelled(
             yield label, replace(found, chat_template_kwargs={**drawn, **found.chat_template_kwargs})
 
 
+def _said(conversation: Conversation) -> Iterator[str]:
+    """All texts of a conversation: prompts are found in replies too."""
+    for message in conversation.messages:
+        yield message["content"]
+        yield message.get("reasoning_content", "")
+
+
 def name_of(source: str) -> str:
     """Short name of a source: of a package or data set its own, of a file that without its ending."""
     kind, _, rest = source.partition(":")
@@ -325,7 +338,8 @@ def _check_length(source: SourceConfig, length: int) -> None:
 
 
 def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
-    reader, sources = _Reader(settings, tokenizer, SkipLog()), settings.sources
+    tests = TestPrompts(turns_of(settings.decontaminate)) if settings.decontaminate else None
+    reader, sources = _Reader(settings, tokenizer, SkipLog(), tests), settings.sources
     skipped = reader.skipped
     shares = [
         settings.eval_conversations // len(sources) + (i < settings.eval_conversations % len(sources))
@@ -438,7 +452,9 @@ def _fingerprint(settings: DataConfig, tokenizer: Any) -> str:
     by size."""
     parts: list[Any] = [FORMAT, settings.limit, settings.max_length, settings.eval_conversations]
     parts += [source.rows_depend_on | {"name": source.name} for source in settings.sources]
-    parts.append(settings.template_settings)
+    parts.append(settings.added_settings)
+    if settings.decontaminate:
+        parts += [task.fingerprint for task in load_tasks(settings.decontaminate)]
     for file in (file for source in settings.sources for file in source.files):
         if file.startswith("package:"):
             parts.append(package_file_size(file.removeprefix("package:")))

@@ -21,6 +21,8 @@ FOUND = 0.995
 """Least probability to compare two texts that are as similar as the threshold."""
 LEAST_SIMILARITY = 0.05
 """Lowest threshold: there bands of one minimum find 99.8 %; below 0.041 they find less than ``FOUND``."""
+CONTAMINATED = "it holds a prompt of an evaluation set"
+"""Why a conversation is left out."""
 NGRAM = 13
 """Words of the n-grams that a contaminated text shares with a prompt (GPT-3, arXiv 2005.14165, appendix
 C)."""

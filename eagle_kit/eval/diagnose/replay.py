@@ -10,8 +10,8 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.data.tasks.sets import load_task
 from eagle_kit.eval.diagnose.row import Text
-from eagle_kit.eval.tasks import load_task
 from eagle_kit.serve.llm import LLM
 
 FEWEST_PROMPTS = 8

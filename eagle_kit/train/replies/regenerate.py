@@ -27,7 +27,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt
-from eagle_kit.data.chat.overlap import LEAST_SIMILARITY, NearDuplicates, TestPrompts
+from eagle_kit.data.chat.overlap import CONTAMINATED, LEAST_SIMILARITY, NearDuplicates, TestPrompts
 from eagle_kit.data.chat.records import SkipLog, check_source, read_conversations
 from eagle_kit.data.chat.template import PromptError
 from eagle_kit.data.chat.variants import draw_kwargs
@@ -359,7 +359,7 @@ def _chosen(source: str, options: RegenerateOptions, skipped: SkipLog) -> Iterat
         elif asked in seen:
             reason = "the same human turns as an earlier conversation"
         elif any(tests.are_in(turn) for turn in turns):
-            reason = "it holds a prompt of an evaluation set"
+            reason = CONTAMINATED
         elif near is not None and not near.is_new("\n".join(turns)):
             reason = "nearly the same human turns as an earlier conversation"
         else:

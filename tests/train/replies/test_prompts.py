@@ -11,7 +11,7 @@ import pytest
 from eagle_kit.cli.app import main
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.records import SkipLog, read_conversations
-from eagle_kit.eval.tasks import load_task
+from eagle_kit.data.tasks.sets import load_task
 from eagle_kit.train.replies.prompts import CATEGORIES, Material, task_prompts
 
 ENGLISH = (

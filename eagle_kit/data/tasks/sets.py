@@ -17,7 +17,7 @@ from typing import Any
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.eval.task_records import FORMS, EvalPrompt, human_eval_turn, read_record
+from eagle_kit.data.tasks.records import FORMS, EvalPrompt, human_eval_turn, read_record
 
 __all__ = ["EvalPrompt", "Task", "load_task", "load_tasks"]
 
@@ -95,6 +95,12 @@ def load_tasks(names: Sequence[str | Path]) -> list[Task]:
     return tasks
 
 
+def turns_of(names: Sequence[str | Path]) -> tuple[str, ...]:
+    """User messages of the prompts of several tasks, or of none."""
+    loaded = load_tasks(names) if names else []
+    return tuple(turn for task in loaded for prompt in task.prompts for turn in prompt.turns)
+
+
 def load_task(name: str | Path) -> Task:
     """Load one task.
 
@@ -102,7 +108,7 @@ def load_task(name: str | Path) -> Task:
         name: ``human_eval`` (the 164 problems of the human-eval package), ``ours`` (shipped: six categories,
             two-turn prompts among them), ``bfcl`` (prompts with tools of the Berkeley function-calling
             leaderboard, of the package bfcl-eval), or the path of a ``.jsonl``, ``.jsonl.gz`` or ``.json``
-            file. Its records are of a form that :mod:`eagle_kit.eval.task_records` lists: published sets as
+            file. Its records are of a form that :mod:`eagle_kit.data.tasks.records` lists: published sets as
             they are, ``{"prompt"}``, or ``{"messages"}``, of which the last user message is the turn, those
             before it stay as they are, and a reply after it is not shown. A category that is missing or empty
             is the set's or the file's name, and an id that is missing, empty or used before has the line's
@@ -117,7 +123,7 @@ def load_task(name: str | Path) -> Task:
     if name == "human_eval":
         return Task("human_eval", tuple(_human_eval_prompts()))
     if name == "ours":
-        data = files("eagle_kit.eval").joinpath("data/prompts.jsonl").read_bytes()
+        data = files("eagle_kit.data.tasks").joinpath("prompts.jsonl").read_bytes()
         return Task("ours", tuple(_parse(data, "prompts.jsonl", "ours")))
     path = Path(name)
     if not path.is_file():

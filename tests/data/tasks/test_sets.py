@@ -11,7 +11,7 @@ from tiny_run import TEMPLATE, make_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import prompt_token_ids
-from eagle_kit.eval.tasks import MT_BENCH, SPEC_BENCH, EvalPrompt, Task, load_task, load_tasks
+from eagle_kit.data.tasks.sets import MT_BENCH, SPEC_BENCH, EvalPrompt, Task, load_task, load_tasks
 from eagle_kit.models.loading.source import load_tokenizer
 
 SIX = {"writing", "reasoning", "math", "code", "extraction", "summarising"}
