@@ -2,6 +2,7 @@
 
 import argparse
 import hashlib
+import itertools
 import json
 import shlex
 import sys
@@ -48,13 +49,18 @@ class Preparation:
         """True when the file is there and whole."""
         return self.path.exists() and not self.mark.exists()
 
+    @property
+    def kind(self) -> str:
+        """The command's name, such as ``data capture``."""
+        return " ".join(self.command.split()[:2])
+
     def check(self) -> None:
         """Raise UserError for something that is no such command."""
         from eagle_kit.cli.app import parse
 
         try:
             words = shlex.split(self.command)
-            fits = " ".join(words[:2]) in PREPARE and "--out" not in words
+            fits = self.kind in PREPARE and "--out" not in words
             if fits:
                 parse([*words, "--out", str(self.path)])
         except (ValueError, SystemExit):
@@ -220,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         with interruptible(seconds):
-            run_jobs([file.job(out) for file in files if not file.is_done], args.jobs, "prepare")
+            _prepare(files, out, args.jobs)
             _train(study, folder, runs, args.jobs)
             if choices := choose(study, runs):
                 runs = plan(study, folder, choices)
@@ -256,6 +262,14 @@ def plan(
                 config = folder / (arm.config or study.base)
                 runs.append(StudyRun(name, seed, config, words, Path(study.output_dir), value))
     return runs
+
+
+def _prepare(files: Sequence[Preparation], out: Path, at_once: int) -> None:
+    """Make what is not there. Files that one command makes in a row, such as shards, are made together; those
+    behind them may read them."""
+    for _, together in itertools.groupby(files, lambda file: file.kind):
+        if jobs := [file.job(out) for file in together if not file.is_done]:
+            run_jobs(jobs, at_once, "prepare")
 
 
 def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from eagle_kit.cli.app import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.study import StudyConfig
 from eagle_kit.config.train import LOSSES, FeatureNoise
+from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.train.plan.costs import head_flops, make_workload
@@ -235,6 +236,25 @@ def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys
     replies.write_text("".join(whole.splitlines(keepends=True)[:7]))
     assert main(["study", str(study)]) == 0
     assert replies.read_text() == whole and preparation.is_done
+
+
+def test_shards_are_made_together_and_what_reads_them_afterwards(prepared, tmp_path, monkeypatch):
+    study, replies = prepared
+    raw = yaml.safe_load(study.read_text())
+    command, states = raw["prepare"][str(replies)], str(tmp_path / "made" / "states")
+    shards = {str(tmp_path / "made" / f"{i}.jsonl"): f"{command} --shard {i}/2" for i in range(2)}
+    raw["prepare"] = {**shards, states: f"data capture {study.parent / raw['base']}"}
+    study.write_text(yaml.safe_dump(raw))
+    made = []
+
+    def stop_behind_the_states(jobs, at_once, what):
+        made.append([job.name for job in jobs])
+        if states in made[-1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(study_command, "run_jobs", stop_behind_the_states)
+    assert main(["study", str(study), "--jobs", "2"]) == INTERRUPTED
+    assert made == [list(shards), [states]]
 
 
 def test_a_file_that_was_brought_along_is_taken_as_it_is(prepared, capsys):
