@@ -375,10 +375,9 @@ def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_e
     assert kinds == {"eagle3", "p-eagle", "dflash", "dspark"}
 
 
-ROWS = {
-    # of 1,000 tokens and 1.3 conversations, three quarters in replies; of one conversation, half in its reply
+ROWS = {  # means of the packed rows
     "smollm2-135m": (SMOLLM2, {"tokens": 1000, "supervised": 750, "conversations": 1.3, "mean_context": 300}),
-    "deepseek-15m": (DEEPSEEK, {"tokens": 350, "supervised": 170, "conversations": 1, "mean_context": 170}),
+    "deepseek-15m": (DEEPSEEK, {"tokens": 468, "supervised": 349, "conversations": 2.3, "mean_context": 100}),
 }
 
 
