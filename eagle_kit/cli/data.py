@@ -182,10 +182,11 @@ def _preview(args: argparse.Namespace) -> int:
     from eagle_kit.data.chat.preview import preview
     from eagle_kit.data.chat.records import SkipLog
     from eagle_kit.data.chat.rows import tokenize_chat
+    from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    skipped = SkipLog()
+    excluded, skipped = ExcludedSets.load(config.data.decontaminate), SkipLog()
     conversations = conversations_of(config.data, skipped)
     chosen = next(islice(conversations, args.record, None), None)
     unread = skipped.unread()
@@ -200,6 +201,7 @@ def _preview(args: argparse.Namespace) -> int:
         print(f"note: before it, {unread}")
     remarks: Counter[str] = Counter()
     try:
+        excluded.check(chosen)
         chats = tokenize_chat(tokenizer, chosen, config.data.max_length, remarks)
     except Unusable as reason:
         raise UserError(
@@ -295,7 +297,8 @@ def _vocab(args: argparse.Namespace) -> int:
 
 def _regenerate(args: argparse.Namespace) -> int:
     from eagle_kit.data.chat.records import check_source
-    from eagle_kit.data.tasks.sets import turns_of
+    from eagle_kit.data.tasks.excluded import user_messages
+    from eagle_kit.data.tasks.sets import load_tasks
     from eagle_kit.train.replies.dialogue import read_refusals
     from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
 
@@ -312,7 +315,7 @@ def _regenerate(args: argparse.Namespace) -> int:
         refusals=read_refusals(args.refusal_patterns) if args.refusal_patterns else (),
         skip_truncated=args.skip_truncated,
         near_duplicates=args.near_duplicates,
-        test_prompts=turns_of(args.decontaminate),
+        test_prompts=tuple(user_messages(load_tasks(args.decontaminate) if args.decontaminate else [])),
     )
     check_out(args.out)
     check_source(args.source)

@@ -52,17 +52,21 @@ class Preparation:
     @property
     def kind(self) -> str:
         """The command's name, such as ``data capture``."""
-        return " ".join(self.command.split()[:2])
+        return " ".join(shlex.split(self.command)[:2])
 
     def check(self) -> None:
-        """Raise UserError for something that is no such command."""
+        """Raise UserError for something that is no such command, or has a wrong config or evaluation set."""
         from eagle_kit.cli.app import parse
+        from eagle_kit.config.loading.loader import load_config
+        from eagle_kit.config.train import TrainConfig
+        from eagle_kit.data.tasks.sets import load_tasks
 
+        args = argparse.Namespace()
         try:
             words = shlex.split(self.command)
             fits = self.kind in PREPARE and "--out" not in words
             if fits:
-                parse([*words, "--out", str(self.path)])
+                args = parse([*words, "--out", str(self.path)])
         except (ValueError, SystemExit):
             fits = False
         if not fits:
@@ -70,6 +74,10 @@ class Preparation:
                 f"{self.path} cannot be prepared by {self.command!r}.",
                 f"Give a whole command that begins with {' or '.join(PREPARE)}, without --out.",
             )
+        if hasattr(args, "config"):
+            load_config(TrainConfig, args.config, args.overrides)
+        if tasks := getattr(args, "decontaminate", None):
+            load_tasks(tasks)
 
     def job(self, out: Path) -> Job:
         """The command, which goes on where it was broken off; ``out`` is the folder of the study."""
@@ -265,11 +273,11 @@ def plan(
 
 
 def _prepare(files: Sequence[Preparation], out: Path, at_once: int) -> None:
-    """Make what is not there. Files that one command makes in a row, such as shards, are made together; those
-    behind them may read them."""
+    """Make what is not there. Files in a row that are made by commands of one name, such as shards, are made
+    together; those behind them may read them."""
     for _, together in itertools.groupby(files, lambda file: file.kind):
         if jobs := [file.job(out) for file in together if not file.is_done]:
-            run_jobs(jobs, at_once, "prepare")
+            run_jobs(jobs, min(at_once, len(jobs)), "prepare")
 
 
 def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
@@ -295,6 +303,7 @@ def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, 
 def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[StudyRun]) -> None:
     """Raise UserError for what would be found wrong only after hours: a config, a command, a task, a missing
     package, or a run or head that is there, done or not, and had other settings."""
+    from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.data.tasks.sets import load_tasks
     from eagle_kit.kinds.registry import training_kind
     from eagle_kit.report.plots import require_matplotlib
@@ -305,6 +314,8 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
     require_matplotlib()
     for one in runs:
         training_kind(one.resolved)  # all of them, before any folder is looked at
+    for names in {one.resolved.data.decontaminate for one in runs}:
+        ExcludedSets.load(names)
     places: dict[Path, StudyRun] = {}
     for one in runs:
         if (other := places.setdefault(one.folder, one)) is not one:

@@ -67,8 +67,8 @@ class StudyConfig(Section):
     Attributes:
         base: training config, relative to the study's file.
         prepare: files and folders that the runs read, and the command of ours that makes each one, without
-            ``--out``. It runs when the file is not there, and goes on when it was interrupted. A command may
-            read the files of another one before it.
+            ``--out``. It runs when the file is not there, and goes on when it was interrupted. Commands
+            of one name in a row run together with ``--jobs``, others may read the files before them.
         output_dir: a folder with one run per arm and seed, the exported heads, and the results.
         seeds: every arm is trained with each.
         common: settings of all arms: the data, and what makes the tokens equal.

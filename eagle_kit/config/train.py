@@ -96,14 +96,15 @@ class DataConfig(Section):
             with a ``store``.
         mix: sources with weights and phases in place of ``source``, see :class:`SourceConfig`.
         store: folder of ``eagle-kit data capture``; its packed rows and the target's states of them are
-            learned from. What is set of source, limit, max_length and eval_conversations besides must be
-            what it was captured with.
+            learned from. What is set of source, limit, max_length, eval_conversations and decontaminate
+            besides must be what it was captured with.
         limit: most conversations read of each source; null reads all.
         max_length: tokens of a packed row; longer conversations are cut there.
         eval_conversations: conversations kept out of training; their first user turns are the judge's
             prompts.
-        decontaminate: evaluation sets, by name or file, as ``eval --tasks``: conversations of which a message
-            shares 13 words in a row with one of their prompts are left out.
+        decontaminate: evaluation sets, by name or file, as ``eval --tasks``: conversations that hold one of
+            their prompts, in a message, a thought or a call, are left out, by the rule of
+            :class:`eagle_kit.data.chat.overlap.TestPrompts`.
         chat_template_kwargs: arguments of the chat template, such as ``{enable_thinking: false}``; or
             variants with weights, one of which is drawn for each conversation: ``[{kwargs: {enable_thinking:
             true}, weight: 0.7}, {kwargs: {enable_thinking: false}, weight: 0.3}]``. A record's own come
@@ -164,19 +165,17 @@ class DataConfig(Section):
     @property
     def explicit(self) -> dict[str, Any]:
         """Settings that decide the packed rows, as far as they were set."""
-        names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.added_settings}
+        names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.template_settings}
         set_ones = self.model_dump(mode="json", include=names)
         found = {name: set_ones[name] for name in sorted(names) if set_ones[name] is not None}
         return {"source": self.origin, **found} if self.sources else found
 
     @property
-    def added_settings(self) -> dict[str, Any]:
-        """Settings that a manifest has where they are given: evaluation sets that are left out, and arguments
-        of the chat template."""
-        names = {"decontaminate"} if self.decontaminate else set()
-        if self.chat_template_kwargs or any(part.chat_template_kwargs for part in self.mix):
-            names |= {"chat_template_kwargs", "chat_template_seed"}
-        return self.model_dump(mode="json", include=names)
+    def template_settings(self) -> dict[str, Any]:
+        """Settings of the chat template's arguments, as a manifest has them; empty where none is given."""
+        if not self.chat_template_kwargs and not any(part.chat_template_kwargs for part in self.mix):
+            return {}
+        return self.model_dump(mode="json", include={"chat_template_kwargs", "chat_template_seed"})
 
 
 class HeadConfig(Section):

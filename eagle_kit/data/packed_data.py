@@ -9,6 +9,7 @@ from eagle_kit.data.chat.dataset import PreparedData, load_prepared, prepare_dat
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.states.manifest import DATA, check_data_files, check_fields, field, need_manifest
+from eagle_kit.data.tasks.excluded import ExcludedSets
 
 
 def load_packed_data(
@@ -43,4 +44,14 @@ def load_packed_data(
     if not (folder / DATA / "summary.json").is_file():
         raise UserError(f"The store {folder} lacks its packed rows.", "Copy it again.")
     fingerprint = str(field(manifest, "data.fingerprint"))
-    return load_prepared(folder / DATA, fingerprint, tokenizer, draft_vocab_size, vocab_map)
+    data = load_prepared(folder / DATA, fingerprint, tokenizer, draft_vocab_size, vocab_map)
+    if "decontaminate" in settings.model_fields_set:
+        sets = ExcludedSets.load(settings.decontaminate)
+        if set(sets.about.values()) != set(data.excluded.values()):
+            now, before = (", ".join(each) or "none" for each in (sets.about, data.excluded))
+            raise UserError(
+                f"data.decontaminate is {now}, but the store {folder} was captured without the prompts of "
+                f"{before}{', which were others then' if now == before else ''}.",
+                remedy,
+            )
+    return data

@@ -297,6 +297,25 @@ def _command(study, replies):
     return yaml.safe_load(study.read_text())["prepare"][str(replies)]
 
 
+@pytest.mark.parametrize(
+    ("command", "cause"),
+    [
+        ("data capture nowhere.yaml", "nowhere.yaml"),
+        ("data capture {base} head.aux_layer_idz=[1]", "aux_layer_idz"),
+        ("data regenerate --source a.jsonl --target b --decontaminate human_evall", "human_evall"),
+    ],
+)
+def test_a_command_that_would_fail_after_hours_is_refused_before_anything_is_made(
+    prepared, tmp_path, capsys, command, cause
+):
+    study, replies = prepared
+    raw = yaml.safe_load(study.read_text())
+    raw["prepare"] |= {str(tmp_path / "later"): command.format(base=study.parent / raw["base"])}
+    study.write_text(yaml.safe_dump(raw))
+    assert main(["study", str(study)]) == 2
+    assert cause in capsys.readouterr().err and not replies.parent.exists()
+
+
 @pytest.mark.slow
 def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, capsys):
     study, replies = prepared

@@ -117,7 +117,6 @@ def test_what_was_recorded_covers_every_shape(folders):
     llm = LLM(
         str(folders / "target"), str(folders / "head"), max_batch_size=2, max_context=128, graph_mode="off"
     )
-    from eagle_kit.data.tasks.sets import load_tasks
     from eagle_kit.serve.timing import Plan, Point
 
     plan = Plan([Point(1, 16)], [SpecShape(2, 1, 3)], 1, 2)

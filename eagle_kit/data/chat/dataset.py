@@ -19,7 +19,6 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import cache_folder, read_json, read_object, read_text, replacing, taking_turns
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Unusable
-from eagle_kit.data.chat.overlap import CONTAMINATED, TestPrompts
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import SkipLog, package_file_size, read_conversations, reasons_of
 from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
@@ -32,7 +31,7 @@ from eagle_kit.data.chat.vocab_map import (
     tokenizer_hash,
     vocab_map_of,
 )
-from eagle_kit.data.tasks.sets import load_tasks, turns_of
+from eagle_kit.data.tasks.excluded import ExcludedSets
 
 FORMAT = 5
 """Raise when the arrays or the mask change, so that old caches are made anew."""
@@ -68,6 +67,7 @@ class PreparedData:
         groups: names of the groups that documents are counted in: their source, the ``category`` of their
             record where it has one, and the arguments of the chat template where a source has several.
         parts: rows of the sources of a mixture, or of the only one.
+        excluded: evaluation sets that no conversation holds a prompt of, with their fingerprints.
         fingerprint: hash of data, tokenizer, template and settings.
     """
 
@@ -83,6 +83,7 @@ class PreparedData:
     heldout_groups: list[int] = field(default_factory=list)
     groups: list[str] = field(default_factory=lambda: ["all"])
     parts: list[PartRows] = field(default_factory=list)
+    excluded: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ids = np.load(self.folder / "ids.npy", mmap_mode="r")
@@ -167,7 +168,8 @@ def prepare_dataset(
 
     ``settings.limit`` bounds the conversations of each source. The first ``eval_conversations`` usable
     conversations that their record holds from the start are held out, of each source of a mixture an equal
-    part; others that begin like one of them are skipped, so that no held-out prompt is trained on.
+    part; others that begin like one of them are skipped, so that no held-out prompt is trained on, as are
+    those that hold a prompt of the evaluation sets ``settings.decontaminate``.
 
     Raises:
         UserError: a source that cannot be read or has no usable conversation, a mask that covers everything,
@@ -175,10 +177,11 @@ def prepare_dataset(
     """
     if not settings.sources:
         raise UserError("No conversations are named.", "Set data.source or data.mix.")
-    fingerprint = _fingerprint(settings, tokenizer)
+    excluded = ExcludedSets.load(settings.decontaminate)
+    fingerprint = _fingerprint(settings, tokenizer, excluded)
     folder = cache_root(settings) / "data" / fingerprint
     if not (folder / "summary.json").is_file():
-        _fill_cache(settings, tokenizer, folder, progress)
+        _fill_cache(settings, tokenizer, excluded, folder, progress)
     return load_prepared(folder, fingerprint, tokenizer, draft_vocab_size, vocab_map)
 
 
@@ -211,7 +214,9 @@ def load_prepared(
         ) from error
 
 
-def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
+def _fill_cache(
+    settings: DataConfig, tokenizer: Any, excluded: ExcludedSets, folder: Path, progress: bool
+) -> None:
     """Make ``folder``: beside it first, then renamed; in one process of several that need it."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -220,7 +225,7 @@ def _fill_cache(settings: DataConfig, tokenizer: Any, folder: Path, progress: bo
                 return
             with replacing(folder) as work:
                 work.mkdir()
-                _build(settings, tokenizer, work, progress)
+                _build(settings, tokenizer, excluded, work, progress)
     except OSError as error:
         raise UserError(
             f"The tokenised data could not be written to {folder} ({error}).",
@@ -246,7 +251,7 @@ class _Reader:
     settings: DataConfig
     tokenizer: Any
     skipped: SkipLog
-    tests: TestPrompts | None
+    excluded: ExcludedSets
     held_turns: set[str] = field(default_factory=set)
     remarks: Counter[str] = field(default_factory=Counter)
 
@@ -268,10 +273,8 @@ class _Reader:
             dynamic_ncols=True,
         )
         for label, conversation in bar:
-            if self.tests is not None and any(map(self.tests.are_in, _said(conversation))):
-                self.skipped.add(conversation.where, CONTAMINATED)
-                continue
             try:
+                self.excluded.check(conversation)
                 chats = tokenize_chat(self.tokenizer, conversation, self.settings.max_length, self.remarks)
                 _check_length(source, max(len(chat.ids) for chat in chats))
             except Unusable as reason:
@@ -306,13 +309,6 @@ def _labelled(
             yield label, replace(found, chat_template_kwargs={**drawn, **found.chat_template_kwargs})
 
 
-def _said(conversation: Conversation) -> Iterator[str]:
-    """All texts of a conversation: prompts are found in replies too."""
-    for message in conversation.messages:
-        yield message["content"]
-        yield message.get("reasoning_content", "")
-
-
 def name_of(source: str) -> str:
     """Short name of a source: of a package or data set its own, of a file that without its ending."""
     kind, _, rest = source.partition(":")
@@ -337,9 +333,10 @@ def _check_length(source: SourceConfig, length: int) -> None:
         raise Unusable(f"more tokens than the source's max_tokens, {source.max_tokens}")
 
 
-def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -> None:
-    tests = TestPrompts(turns_of(settings.decontaminate)) if settings.decontaminate else None
-    reader, sources = _Reader(settings, tokenizer, SkipLog(), tests), settings.sources
+def _build(
+    settings: DataConfig, tokenizer: Any, excluded: ExcludedSets, folder: Path, progress: bool
+) -> None:
+    reader, sources = _Reader(settings, tokenizer, SkipLog(), excluded), settings.sources
     skipped = reader.skipped
     shares = [
         settings.eval_conversations // len(sources) + (i < settings.eval_conversations % len(sources))
@@ -392,6 +389,7 @@ def _build(settings: DataConfig, tokenizer: Any, folder: Path, progress: bool) -
         "num_tokens": len(ids),
         "num_supervised_tokens": int((reply >= 0).sum()),
         "notes": skipped.notes,
+        "excluded": excluded.about,
     }
     (folder / "summary.json").write_text(json.dumps(summary))
 
@@ -438,7 +436,7 @@ def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> No
         reasons = skipped.reasons()
         raise UserError(
             f"No conversation of {source} can be trained on{f': {reasons}' if reasons else ''}.",
-            "Look at a record with eagle-kit data preview, or hold out fewer conversations.",
+            "Look at a record with eagle-kit data preview, or hold out or decontaminate fewer conversations.",
         )
     if all((chat.reply >= 0).all() for chat in chats):
         raise UserError(
@@ -447,14 +445,13 @@ def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> No
         )
 
 
-def _fingerprint(settings: DataConfig, tokenizer: Any) -> str:
+def _fingerprint(settings: DataConfig, tokenizer: Any, excluded: ExcludedSets) -> str:
     """Hash of everything the arrays depend on; files count by path, size and time of change, a package's file
     by size."""
     parts: list[Any] = [FORMAT, settings.limit, settings.max_length, settings.eval_conversations]
     parts += [source.rows_depend_on | {"name": source.name} for source in settings.sources]
-    parts.append(settings.added_settings)
-    if settings.decontaminate:
-        parts += [task.fingerprint for task in load_tasks(settings.decontaminate)]
+    parts.append(settings.template_settings)
+    parts += excluded.identity
     for file in (file for source in settings.sources for file in source.files):
         if file.startswith("package:"):
             parts.append(package_file_size(file.removeprefix("package:")))

@@ -95,12 +95,6 @@ def load_tasks(names: Sequence[str | Path]) -> list[Task]:
     return tasks
 
 
-def turns_of(names: Sequence[str | Path]) -> tuple[str, ...]:
-    """User messages of the prompts of several tasks, or of none."""
-    loaded = load_tasks(names) if names else []
-    return tuple(turn for task in loaded for prompt in task.prompts for turn in prompt.turns)
-
-
 def load_task(name: str | Path) -> Task:
     """Load one task.
 
@@ -125,7 +119,7 @@ def load_task(name: str | Path) -> Task:
     if name == "ours":
         data = files("eagle_kit.data.tasks").joinpath("prompts.jsonl").read_bytes()
         return Task("ours", tuple(_parse(data, "prompts.jsonl", "ours")))
-    path = Path(name)
+    path = Path(name).expanduser()
     if not path.is_file():
         raise UserError(f"There is no task and no file {str(name)!r}.", _where_to_get(str(name)))
     try:

@@ -46,7 +46,9 @@ def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArc
     layers = list(draft.aux_layer_ids)
     reads = f"captured inputs of layers {layers}" if layers else "its final states feed the head"
     share = data.num_supervised_tokens / max(1, data.num_tokens)
-    skipped = f"; {data.num_skipped} records skipped, listed in {data.skip_file}" if data.num_skipped else ""
+    skipped = ""
+    if data.num_skipped:
+        skipped = f"; {data.num_skipped} records skipped, listed in {data.skip_file}: {data.skip_reasons}"
     lines = [f"note    {note}" for note in data.notes]
     if config.data.preview:
         lines.append(f"sample  {preview(data.chat(0), components.tokenizer)}")
@@ -142,6 +144,7 @@ def metadata(
             "tokens": data.num_tokens,
             "supervised_tokens": data.num_supervised_tokens,
             "fingerprint": data.fingerprint,
+            **({"decontaminated": list(data.excluded)} if data.excluded else {}),
             "vocab_coverage": data.vocab_map.coverage,
         },
         "config": {

@@ -29,6 +29,7 @@ FORMER_DEFAULTS = {"head.draft_vocab_size": 8192}
 FREE_TO_CHANGE = (
     "output_dir",
     "data.cache_dir",
+    "data.decontaminate",
     "data.store",
     "data.preview",
     "training.cache_hidden_states",
@@ -42,7 +43,8 @@ FREE_TO_CHANGE = (
     "judge",
     "tracking",
 )
-"""Settings, or whole sections, that a resumed run may change; for the judge's see :func:`measure`."""
+"""Settings, or whole sections, that a resumed run may change; for the judge's see :func:`measure`. Other rows
+than those that were learned from are refused all the same."""
 LOCK = ".lock"
 HALF_BEGUN = ".run.yaml.*.partial"
 ANOTHER_RUN = "Restore it, or start a new run with output_dir=FOLDER."

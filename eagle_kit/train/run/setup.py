@@ -149,7 +149,7 @@ def states_manifest(
             "limit": settings.limit,
             "max_length": settings.max_length,
             "eval_conversations": settings.eval_conversations,
-            **settings.added_settings,
+            **settings.template_settings,
             "rows": len(data),
             "tokens": data.num_tokens,
             "supervised_tokens": data.num_supervised_tokens,

@@ -472,26 +472,31 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
     asked = "Write a function that returns the sum of all even numbers in a list of integers"
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"prompt": f"{asked}."}) + "\n")
+    call = {"type": "function", "function": {"name": "ask", "arguments": {"texts": [asked, "now"]}}}
+    question = {"role": "user", "content": "Hm?"}
     found = [
         *(talk(f"Question {i}?", f"Reply {i}.") for i in range(6)),
         talk(f"Please! {asked.upper()}, and test it."),
         talk("What was asked?", f"It was: {asked}!"),
-        talk("Write a function.", "Why?", category="near"),
+        {"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}]},
+        {"messages": [question, {"role": "assistant", "content": "Eh.", "reasoning_content": f"A: {asked}"}]},
+        talk("Write a function.", "Why?"),
     ]
     source = write(tmp_path / "chats.jsonl", found)
     whole = prepare(tmp_path, tokenizer, Settings(source))
     clean = prepare(tmp_path, tokenizer, Settings(source, decontaminate=(str(task),)))
-    assert (whole.num_conversations, clean.num_conversations) == (9, 7)
-    assert (whole.num_skipped, clean.num_skipped) == (0, 2)
-    assert clean.skip_reasons == "it holds a prompt of an evaluation set (2)"
+    assert list(clean.excluded) == [str(task)] and not whole.excluded
+    assert (whole.num_conversations, clean.num_conversations) == (10, 7)
+    assert (whole.num_skipped, clean.num_skipped) == (1, 4), "the target has no place for calls"
+    assert clean.skip_reasons == "it holds a prompt of an evaluation set (4)"
     assert not any("even numbers" in text.lower() for text in texts(clean, tokenizer))
     task.write_text(
         json.dumps({"prompt": "Another prompt, of some words that nobody has said to any model yet"}) + "\n"
     )
     other = prepare(tmp_path, tokenizer, Settings(source, decontaminate=(str(task),)))
-    assert other.num_conversations == 9, "a set that has changed is read anew"
+    assert other.num_conversations == 10, "a set that has changed is read anew"
 
 
 def test_an_evaluation_set_that_is_not_there_is_named(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
-    with pytest.raises(UserError, match="no file 'nothing'"):
+    with pytest.raises(UserError, match="data.decontaminate: There is no task and no file 'nothing'"):
         prepare(tmp_path, tokenizer, Settings(str(chats), decontaminate=("nothing",)))

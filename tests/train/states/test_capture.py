@@ -220,6 +220,33 @@ def test_a_store_that_does_not_fit_is_refused_with_the_field_and_both_values(
     assert "format computed, but of this run it is fp8" in capsys.readouterr().err
 
 
+def test_a_store_is_used_only_without_the_evaluation_sets_that_are_asked_for(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    task = run.folder / "task.jsonl"
+    task.write_text(json.dumps({"prompt": "Count from one to thirteen, and tell me which numbers are prime"}))
+    apart, store = f"data.decontaminate=[{task}]", Store(run)
+    assert store.capture(apart) == 0
+    used = f"data.store={store.path}"
+    assert (
+        run("--max-steps", "1", used)
+        == run("--max-steps", "1", used, apart, f"output_dir={run.folder / 'again'}")
+        == 0
+    )
+    for file in run.output.rglob("eagle_kit.json"):
+        assert json.loads(file.read_text())["data"]["decontaminated"] == [str(task)]
+    assert (
+        run("--max-steps", "1", used, "data.decontaminate=[ours]", f"output_dir={run.folder / 'other'}") == 2
+    )
+    assert (
+        f"decontaminate is ours, but the store {store.path} was captured without" in capsys.readouterr().err
+    )
+    task.write_text(json.dumps({"prompt": "Another one"}))
+    assert run("--max-steps", "1", used, apart, f"output_dir={run.folder / 'other'}") == 2
+    assert f"without the prompts of {task}, which were others then." in capsys.readouterr().err
+
+
 def test_a_format_for_states_that_nobody_keeps_is_refused(
     make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,66 @@
+"""Evaluation sets whose prompts are kept out of training."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.overlap import CONTAMINATED, TestPrompts
+from eagle_kit.data.tasks.sets import Task, load_tasks
+
+RULE = 1
+"""Raise when what counts as holding a prompt changes, so that rows are packed anew."""
+
+
+@dataclass(frozen=True)
+class ExcludedSets:
+    """Evaluation sets of ``data.decontaminate``, read once.
+
+    Attributes:
+        about: fingerprint of each set by its name.
+    """
+
+    about: dict[str, str]
+    _prompts: TestPrompts
+
+    @classmethod
+    def load(cls, names: Sequence[str]) -> "ExcludedSets":
+        """Read the sets. Raises UserError for one that cannot be read."""
+        try:
+            tasks: list[Task] = load_tasks(names) if names else []
+        except UserError as error:
+            raise UserError(f"data.decontaminate: {error.cause}", error.remedy) from None
+        about = {name: task.fingerprint for name, task in zip(names, tasks, strict=True)}
+        return cls(about, TestPrompts(user_messages(tasks)))
+
+    @property
+    def identity(self) -> list[Any]:
+        """What packed rows depend on; empty without sets."""
+        return [RULE, *self.about.values()] if self.about else []
+
+    def check(self, conversation: Conversation) -> None:
+        """Raise :class:`Unusable` for a conversation that holds a prompt of a set, replies and calls too."""
+        if self.about and any(map(self._prompts.are_in, _texts(conversation.messages))):
+            raise Unusable(CONTAMINATED)
+
+
+def user_messages(tasks: Sequence[Task]) -> Iterator[str]:
+    """User messages of all prompts, those before their first turns too."""
+    for prompt in (prompt for task in tasks for prompt in task.prompts):
+        yield from (message["content"] for message in prompt.context if message["role"] == "user")
+        yield from prompt.turns
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of messages: contents, reasoning, and the arguments of calls."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            if name != "role":
+                yield from _texts(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each)
