@@ -52,7 +52,12 @@ class Preparation:
     @property
     def kind(self) -> str:
         """The command's name, such as ``data capture``."""
-        return " ".join(shlex.split(self.command)[:2])
+        return " ".join(self.words[:2])
+
+    @property
+    def words(self) -> list[str]:
+        """The command's words. Raises ValueError where a quotation has no end."""
+        return shlex.split(self.command)
 
     def check(self) -> None:
         """Raise UserError for something that is no such command, or has a wrong config or evaluation set."""
@@ -63,10 +68,9 @@ class Preparation:
 
         args = argparse.Namespace()
         try:
-            words = shlex.split(self.command)
-            fits = self.kind in PREPARE and "--out" not in words
+            fits = self.kind in PREPARE and "--out" not in self.words
             if fits:
-                args = parse([*words, "--out", str(self.path)])
+                args = parse([*self.words, "--out", str(self.path)])
         except (ValueError, SystemExit):
             fits = False
         if not fits:
@@ -83,7 +87,7 @@ class Preparation:
         """The command, which goes on where it was broken off; ``out`` is the folder of the study."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.mark.touch()
-        words = [sys.executable, "-m", "eagle_kit.cli", *shlex.split(self.command), "--out", str(self.path)]
+        words = [sys.executable, "-m", "eagle_kit.cli", *self.words, "--out", str(self.path)]
         log = out / "logs" / f"{'-'.join(self.path.parts).replace('/', '')}.log"
         return Job(str(self.path), words, log, self.mark.unlink)
 

@@ -379,7 +379,13 @@ DEEPSEEK = target_of(
 )
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "deepseek-15m"])
+ROWS = {  # means of the packed rows
+    "smollm2-135m": (SMOLLM2, {"tokens": 1000, "supervised": 750, "conversations": 1.3, "mean_context": 300}),
+    "deepseek-15m": (DEEPSEEK, {"tokens": 468, "supervised": 349, "conversations": 2.3, "mean_context": 100}),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_each(
     name, monkeypatch, tmp_path
 ):
@@ -392,12 +398,6 @@ def test_kinds_that_draft_in_one_pass_are_compared_with_eagle_3_at_three_rates_e
     assert rates == [3] * 5
     kinds = {run.resolved.head.kind for run in runs}
     assert kinds == {"eagle3", "p-eagle", "dflash", "dspark"}
-
-
-ROWS = {  # means of the packed rows
-    "smollm2-135m": (SMOLLM2, {"tokens": 1000, "supervised": 750, "conversations": 1.3, "mean_context": 300}),
-    "deepseek-15m": (DEEPSEEK, {"tokens": 468, "supervised": 349, "conversations": 2.3, "mean_context": 100}),
-}
 
 
 @pytest.mark.parametrize("name", ROWS)

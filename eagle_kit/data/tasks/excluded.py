@@ -1,7 +1,8 @@
 """Evaluation sets whose prompts are kept out of training."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from eagle_kit.core.errors import UserError
@@ -19,11 +20,10 @@ class ExcludedSets:
     """Evaluation sets of ``data.decontaminate``, read once.
 
     Attributes:
-        about: fingerprint of each set by its name.
+        tasks: the sets by their names.
     """
 
-    about: dict[str, str]
-    _prompts: TestPrompts
+    tasks: dict[str, Task]
 
     @classmethod
     def load(cls, names: Sequence[str]) -> "ExcludedSets":
@@ -32,21 +32,30 @@ class ExcludedSets:
             tasks: list[Task] = load_tasks(names) if names else []
         except UserError as error:
             raise UserError(f"data.decontaminate: {error.cause}", error.remedy) from None
-        about = {name: task.fingerprint for name, task in zip(names, tasks, strict=True)}
-        return cls(about, TestPrompts(user_messages(tasks)))
+        return cls(dict(zip(names, tasks, strict=True)))
+
+    @property
+    def about(self) -> dict[str, str]:
+        """Fingerprint of each set by its name."""
+        return {name: task.fingerprint for name, task in self.tasks.items()}
+
+    @cached_property
+    def _prompts(self) -> TestPrompts:
+        """Not needed where rows are packed already."""
+        return TestPrompts(user_messages(self.tasks.values()))
 
     @property
     def identity(self) -> list[Any]:
         """What packed rows depend on; empty without sets."""
-        return [RULE, *self.about.values()] if self.about else []
+        return [RULE, *self.about.values()] if self.tasks else []
 
     def check(self, conversation: Conversation) -> None:
         """Raise :class:`Unusable` for a conversation that holds a prompt of a set, replies and calls too."""
-        if self.about and any(map(self._prompts.are_in, _texts(conversation.messages))):
+        if self.tasks and any(map(self._prompts.are_in, _texts(conversation.messages))):
             raise Unusable(CONTAMINATED)
 
 
-def user_messages(tasks: Sequence[Task]) -> Iterator[str]:
+def user_messages(tasks: Iterable[Task]) -> Iterator[str]:
     """User messages of all prompts, those before their first turns too."""
     for prompt in (prompt for task in tasks for prompt in task.prompts):
         yield from (message["content"] for message in prompt.context if message["role"] == "user")
