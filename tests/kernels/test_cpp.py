@@ -335,9 +335,12 @@ class TestCompiling:
         )
         script.chmod(0o755)
         monkeypatch.setenv("CXX", f"{script} -w")
-        for _ in range(2):
-            assert "error" in cpp.problem.__wrapped__()
-        assert len((tmp_path / "calls").read_text().split()) == len(cpp.SOURCES)
+        calls = tmp_path / "calls"
+        assert "error" in cpp.problem.__wrapped__()
+        asked = calls.read_text()  # as many times as there are sources, or fewer: the first failure ends it
+        assert asked
+        assert "error" in cpp.problem.__wrapped__()
+        assert calls.read_text() == asked
 
     def test_a_library_that_does_not_load_is_compiled_again(self, monkeypatch, tmp_path):
         loads = []
