@@ -156,8 +156,8 @@ def finish_cycle(
     verified = verify_and_commit(models, state, window, settings, sampling, allowed)
     drafter, missed = models.drafter, None
     if drafter is not None and drafter.can_wait and not settings.shape.steps:
-        features = drafter.model.features(verified.out)
-        missed = Missed(features[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
+        states = drafter.model.states(verified.out)
+        missed = Missed(states[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
         drafter = None
     next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted
     if settings.tells_confidence and drafter is not None and next_state.draft is not None:

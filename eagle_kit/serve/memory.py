@@ -25,7 +25,6 @@ from eagle_kit.serve.grammar.masks import num_bytes
 from eagle_kit.serve.graph_memory import Graphs, graphs_of
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.tuning.policy import MOST_MISSED
 from eagle_kit.tuning.shapes import MOST_STEPS, WIDTHS
 
 FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
@@ -163,7 +162,7 @@ def plan_memory(
     scratch = (of_target * config.own_batch_size + of_draft * batch) * MAX_WINDOW
     per_token = of_target // config.num_parts + of_draft
     if draft is not None:  # states of tokens that it may read later
-        scratch += (batch + 1) * MOST_MISSED * draft.feature_size * weight.element_size()
+        scratch += (batch + 1) * MAX_WINDOW * draft.state_size * draft.state_dtype.itemsize
     if device.type != "cpu":  # graphs of every kind are captured at the start
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
         scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)  # masks of grammars

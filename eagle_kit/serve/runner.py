@@ -51,7 +51,7 @@ from eagle_kit.serve.slots import Slots, Tables
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.propose.drafter import Drafter, Kept, Missed
+from eagle_kit.speculation.propose.drafter import Drafter, Kept
 from eagle_kit.speculation.propose.ngram import NgramDraft, NgramIndex, to_tree
 from eagle_kit.speculation.state import CycleState
 from eagle_kit.speculation.verify.decide import choose
@@ -222,7 +222,7 @@ class Runner:
             self._slots[kind] = Slots(*sizes, drafter, self.kept, self.device)
         self.slots = self._slots[kind]
         if drafter is not None and drafter.can_wait and NO_SPECULATION in shapes:
-            self.slots.make_missed(drafter.model, drafter.most_missed(self.kept))
+            self.slots.make_missed(drafter.model)
         self._batch = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
@@ -339,9 +339,11 @@ class Runner:
         (steps, topk, tokens), drafter = shape, self.models.drafter
         is_usual, num_warm_ups = True, self.graphs.num_warm_ups
         if drafter is not None and drafter.can_wait:
-            most = drafter.most_missed(self.kept)
-            if any(each.num_missed and (steps or each.num_missed >= most) for each in requests):
+            if steps and any(each.num_missed for each in requests):
                 self._catch_up(requests)
+                is_usual = False
+            elif not steps and any(each.num_missed == MAX_WINDOW for each in requests):
+                self._store_missed(requests)
                 is_usual = False
             if not steps:
                 for request in requests:
@@ -403,57 +405,92 @@ class Runner:
         return own_requests(parts, self._share, most, size, self.device)
 
     def _catch_up(self, requests: list[Request]) -> None:
-        """Let the draft read what it has missed, in forwards of at most ``prefill_tokens`` rows (or of one
-        request), as memory is planned for."""
+        """Let the draft read what it has missed, and draft behind it."""
         behind = [request for request in requests if request.num_missed]
-        length = max(request.num_missed for request in behind)
-        columns = self._columns(requests, length + 2 + self._appended)
+        drafter, longest = self.models.drafter, max(request.num_missed for request in behind)
+        assert drafter is not None
+        if longest > drafter.most_missed(self.kept):
+            self._store_missed(requests)
+            longest = 1
+        self._read_in_parts(self._extend_missed, behind, longest, self._appended)
+        for request in behind:
+            request.num_missed = 0
+
+    def _store_missed(self, requests: list[Request]) -> None:
+        """Let the draft read what it has missed but the last tokens; nothing is drafted."""
+        behind = [request for request in requests if request.num_missed > 1]
+        longest = max(request.num_missed for request in behind)
+        self._read_in_parts(self._store_part, behind, longest - 1, 0)
+        for request in behind:
+            request.num_missed = 1
+
+    def _read_in_parts(
+        self, read: Callable[[list[int], int, int], None], behind: list[Request], length: int, appended: int
+    ) -> None:
+        """Let the draft read up to ``length`` tokens of each request, in forwards of at most
+        ``prefill_tokens`` rows (or of one request), as memory is planned for, ``appended`` of a request
+        behind its tokens."""
+        columns = self._columns(behind, length + 2 + appended)
         if self.graphs.has_fixed_shapes:  # so that kernels are compiled for few
             length = 1 << (length - 1).bit_length()
-        most = self._most_behind(length)
+        most = self._most_behind(length + appended)
         for start in range(0, len(behind), most):
             slots = [request.slot for request in behind[start : start + most]]
             if self.graphs.has_fixed_shapes:
                 slots += [self.slots.dummy] * (self.padded(len(slots)) - len(slots))
-            self._read_missed(slots, length, columns)
-        for request in behind:
-            request.num_missed = 0
+            read(slots, length, columns)
 
     def catch_up_idle(self) -> int:
         """Let the draft read nothing in every size in which it may have to catch up -> their number."""
         if self.slots.missed is None or self.models.drafter is None:
             return 0
-        most, sizes = self.models.drafter.most_missed(self.kept), self.config.batch_sizes
-        lengths = [1 << i for i in range(most.bit_length())]
-        fit = [(size, length) for length in lengths for size in sizes if size <= self._most_behind(length)]
-        for size, length in fit:
-            columns = self._columns((), length + 2 + self._appended)
-            self._read_missed([self.slots.dummy] * size, length, columns)
-        return len(fit)
+        most, ways = self.models.drafter.most_missed(self.kept), 0
+        for read, longest, appended in (
+            (self._extend_missed, most, self._appended),
+            (self._store_part, MAX_WINDOW, 0),
+        ):
+            for length in (1 << i for i in range(longest.bit_length())):
+                for size in self.config.batch_sizes:
+                    if size <= self._most_behind(length + appended):
+                        columns = self._columns((), length + 2 + appended)
+                        read([self.slots.dummy] * size, length, columns)
+                        ways += 1
+        return ways
 
-    def _most_behind(self, length: int) -> int:
-        """Most requests that read ``length`` missed tokens in one forward; a batch size where shapes are
-        fixed."""
-        most = max(1, self.config.prefill_tokens // (length + self._appended))
+    def _most_behind(self, num_rows: int) -> int:
+        """Most requests whose missed tokens are read in one forward, ``num_rows`` of each; a batch size where
+        shapes are fixed."""
+        most = max(1, self.config.prefill_tokens // num_rows)
         if self.graphs.has_fixed_shapes:
             sizes = self.config.batch_sizes
             most = max([size for size in sizes if size <= most], default=sizes[0])
         return most
 
-    def _read_missed(self, slots: list[int], length: int, columns: int) -> None:
+    def _extend_missed(self, slots: list[int], length: int, columns: int) -> None:
         """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
-        ``columns``."""
+        ``columns``, and draft behind them."""
         drafter, kept = self.models.drafter, self.slots.missed
         assert drafter is not None and kept is not None
         rows = self._tensor(slots)
-        missed = Missed(kept.features[rows, :length], kept.tokens[rows, :length], kept.counts[rows])
-        state = self.slots.gather(rows)
+        state, missed = self.slots.gather(rows), self.slots.missed_of(rows, length)
         before = state._replace(seq_lens=state.seq_lens - missed.counts)
         with self.linear_forms.using():
             last = (missed.counts - 1).clamp(min=0)  # padding has none
             draft = drafter.extend(before, missed, last, self.kept, columns)
         self.slots.scatter(rows, state._replace(draft=draft), None)
         kept.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
+
+    def _store_part(self, slots: list[int], length: int, columns: int) -> None:
+        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
+        ``columns``, all but the last one."""
+        drafter = self.models.drafter
+        assert drafter is not None
+        rows = self._tensor(slots)
+        state, missed = self.slots.gather(rows), self.slots.missed_of(rows, length)
+        before = state._replace(seq_lens=state.seq_lens - missed.counts)
+        with self.linear_forms.using():
+            drafter.store(before, missed._replace(counts=(missed.counts - 1).clamp(min=0)), columns)
+        self.slots.keep_last_missed(rows)
 
     def run_idle(
         self, size: int, own_size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None

@@ -120,7 +120,7 @@ class Slots:
         """Append a token of each of ``rows [B]`` to what the draft has missed."""
         assert self.missed is not None
         at = self.missed.counts[rows].clamp(max=self.missed.tokens.shape[1] - 1)
-        self.missed.features[rows, at] = new.features[:, 0]
+        self.missed.states[rows, at] = new.states[:, 0]
         self.missed.tokens[rows, at] = new.tokens[:, 0]
         self.missed.counts[rows] += new.counts
 
@@ -132,15 +132,29 @@ class Slots:
             self.masks = torch.zeros(shape, dtype=torch.uint8, device=self.roots.device)
         return self.masks
 
-    def make_missed(self, model: DraftModel, most: int) -> None:
-        """Make room for ``most`` tokens of a request that a draft misses in plain cycles, unless there is
+    def make_missed(self, model: DraftModel) -> None:
+        """Make room for a window of a request's tokens that a draft misses in plain cycles, unless there is
         some."""
         if self.missed is not None:
             return
-        count, device = self.dummy + 1, self.roots.device
-        features = torch.zeros(count, most, model.feature_size, dtype=model.dtype, device=device)
-        tokens = torch.zeros(count, most, dtype=torch.int64, device=device)
-        self.missed = Missed(features, tokens, torch.zeros(count, dtype=torch.int64, device=device))
+        shape, device = (self.dummy + 1, MAX_WINDOW), self.roots.device
+        states = torch.zeros(*shape, model.state_size, dtype=model.state_dtype, device=device)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.missed = Missed(states, tokens, torch.zeros(shape[0], dtype=torch.int64, device=device))
+
+    def missed_of(self, rows: torch.Tensor, length: int) -> Missed:
+        """The first ``length`` tokens that the draft has missed of each of ``rows``."""
+        assert self.missed is not None
+        states, tokens, counts = self.missed
+        return Missed(states[rows, :length], tokens[rows, :length], counts[rows])
+
+    def keep_last_missed(self, rows: torch.Tensor) -> None:
+        """Drop what the draft has missed of ``rows`` but the last token, which its next state depends on."""
+        assert self.missed is not None
+        states, tokens, counts = self.missed
+        last = (counts[rows] - 1).clamp(min=0)  # dummies have none
+        states[rows, 0], tokens[rows, 0] = states[rows, last], tokens[rows, last]
+        counts[rows] = counts[rows].clamp(max=1)
 
     def adjust(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
         """Write a request's rows of the tables that penalties and biases need, or those that change nothing

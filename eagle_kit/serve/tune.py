@@ -107,7 +107,10 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
     packs = engine.runner.packs and not config.lag  # with a lag confidences come too late
     share = costs.packed_share if packs else None
     to = tuned.costs.tuned_to
-    return ShapePolicy(costs.seconds, acceptance, menus, tuned.origin, costs.reading_seconds, share, to)
+    reading, is_average = costs.reading_seconds, tuned.is_average
+    return ShapePolicy(
+        costs.seconds, acceptance, menus, tuned.origin, reading, share, to, is_average=is_average
+    )
 
 
 def runnable(engine: Engine, shapes: Iterable[SpecShape]) -> list[SpecShape]:

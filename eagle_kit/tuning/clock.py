@@ -57,11 +57,12 @@ class Clock:
         drift: ``[M]`` of each shape beside plain decoding.
         noise: variance of single cycles.
         is_known: ``[M]``, True for shapes that were compared with plain decoding.
+        version: number of times that ``drift`` has changed.
     """
 
     def __init__(self, num_shapes: int, table_error: float = TABLE_ERROR) -> None:
         self.drift, self.noise = np.zeros(num_shapes), FIRST_NOISE**2
-        self.is_known = np.zeros(num_shapes, dtype=bool)
+        self.is_known, self.version = np.zeros(num_shapes, dtype=bool), 0
         self._common = table_error**2 - TABLE_ERROR**2  # variance of the error that shapes not known share
         self._doubt = np.full(num_shapes, TABLE_ERROR**2)  # variance of the rest when it was last compared
         self._level = 0.0  # of the machine
@@ -82,6 +83,7 @@ class Clock:
         state = self.drift, self._doubt, self._level_then, self._compared, self._surprise, self.is_known
         for each in (*state, *self._before[:4]):
             each[number] = each[of]
+        self.version += 1
 
     def _own_doubt(self, number: int, cycle: int) -> float:
         """Variance without the common error. A change within half of a cycle's noise says nothing."""
@@ -116,6 +118,7 @@ class Clock:
     def _compare_shapes(self, last: int, last_error: float, number: int, error: float) -> None:
         """Learn from two cycles of different shapes how these compare (a Kalman filter of two numbers): each
         is corrected by as much as it is doubted. What both may have wrong is not seen so."""
+        self.version += 1
         doubts = float(self._doubt[last]), float(self._doubt[number])
         surprise = (error - last_error) - float(self.drift[number] - self.drift[last])
         spread = sum(doubts) + 2.0 * self.noise
@@ -127,6 +130,7 @@ class Clock:
     def _compare(self, cycle: int) -> None:
         """Learn how the shapes on one side of a change compare with plain decoding on the other (a Kalman
         filter of one number each, from what was known before the change)."""
+        self.version += 1
         drafted, plain = (self._here, self._there) if self._here[0][0] else (self._there, self._here)
         base, before = median([error for _, error in plain]), self._before
         self._learn_common(drafted, base, len(plain))

@@ -19,11 +19,13 @@ Legend: G values of ease, M shapes, C classes of confidence.
 """
 
 import math
+import operator
 import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -36,11 +38,11 @@ from eagle_kit.tuning.chances import (
     CHANGE,
     EASES,
     VARIANCE,
+    chance_of,
     conditional_log_odds,
     learn_offset,
     log_odds_of,
     reach_of,
-    sigmoid,
 )
 from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, Clock
 from eagle_kit.tuning.packing import packed_counts
@@ -50,7 +52,8 @@ SHARED_VARIANCE, SHARED_CHANGE = 0.25, 0.03
 """Variance at first of what texts have in common, and what every new request adds to it: tasks change."""
 MIX_RATE, SHARED_RATE = 0.1, 0.02
 WORTH_CYCLES, LEAST_CYCLES = 64, 8
-"""Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch."""
+"""Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch, as many
+as what was expected at first counts."""
 GAIN = 1.03
 """Predicted speed over that of the shape in use for which it is changed; plain decoding needs none."""
 LEAST_GAIN = 0.02
@@ -75,6 +78,8 @@ MOST_MISSED, HORIZON = MAX_WINDOW, 32
 """Tokens of a request that a draft may have to read at most when it is needed again, and cycles in which that
 has to pay."""
 
+LEAST_EASE, STEP = float(EASES[0]), float(EASES[1] - EASES[0])
+
 UNSEEN = 16
 """Cycles without a verified draft after which a request has one verified: its text may have become easier."""
 
@@ -85,7 +90,7 @@ PackedShare = Callable[[int, SpecShape, int, int], float]
 @dataclass
 class Ease:
     """Outlook of one request: the ease of its text, learnt from its cycles, with the ``variance`` that it is
-    known to; the ``mix [C]`` of classes of the draft's confidence in its next token, and this class, None
+    known to; the ``mix`` of the C classes of the draft's confidence in its next token, and this class, None
     where it is not known; ``num_missed``, tokens that the draft has not read; the ``information`` that its
     drafts have given about it, one over a variance; and the log-odds of ``told`` confidences, that each depth
     of a chain is accepted where all before it are, empty where the draft does not tell them, with the ``bias
@@ -93,7 +98,7 @@ class Ease:
     it was verified while others' were."""
 
     value: float
-    mix: np.ndarray
+    mix: Sequence[float]
     confidence: int | None = None
     variance: float = VARIANCE
     num_missed: int = 0
@@ -143,6 +148,32 @@ class _Outlook(NamedTuple):
         return self.tokens / self.seconds
 
 
+class _Costs(NamedTuple):
+    """Seconds of a cycle in every shape, M of them, as an array and as numbers, and the clock's ``version``
+    that they are of."""
+
+    version: int
+    array: np.ndarray
+    seconds: list[float]
+
+
+class _Packings(NamedTuple):
+    """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles, and
+    the clock's ``version`` that they are of."""
+
+    version: int
+    counts: list[int]
+    seconds: list[float]
+
+    def may_be_worth(self, least: float, size: int, whole: float, rate: float) -> bool:
+        """Return False if none is worth more than ``least``, whichever drafts are accepted: of whole windows
+        of ``size`` requests ``whole`` tokens are expected, at ``rate`` tokens a second."""
+        for count, took in zip(self.counts, self.seconds, strict=True):
+            if min(size + count, whole) - rate * took > least:
+                return True
+        return False
+
+
 class ShapePolicy:
     """Choice of the shape for a running batch.
 
@@ -158,6 +189,7 @@ class ShapePolicy:
             shape, context, rows. None packs nothing.
         tuned_to: largest batch size whose times a long measurement has. Those of larger ones are doubted
             more, and compared with plain decoding early.
+        is_average: the acceptance is that of another draft.
 
     Attributes:
         packed_share: as given.
@@ -174,6 +206,8 @@ class ShapePolicy:
         reading: Reading = lambda batch_size, num_tokens, context: 0.0,
         packed_share: PackedShare | None = None,
         tuned_to: int = sys.maxsize,
+        *,
+        is_average: bool = False,
     ) -> None:
         self._seconds, self._reading, self.origin = seconds, reading, origin
         self._tuned_to = tuned_to
@@ -187,6 +221,7 @@ class ShapePolicy:
         odds = conditional_log_odds(acceptance, self.shapes)
         self._reach = reach_of(odds, EASES)
         self._lengths = 1.0 + self._reach.sum(3)
+        self._length_of = self._lengths.transpose(0, 2, 1).tolist()  # by ease, class, and shape
         shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
         shares[0] = 1 / odds.shape[1]
         self._usual_mix = shares[1:].mean(0) if used else shares[0]
@@ -199,20 +234,25 @@ class ShapePolicy:
         self._depths = np.array([shape.steps for shape in self.shapes])
         self._chains = np.array([shape.steps > 0 and shape.topk == 1 for shape in self.shapes])
         self._sizes = sorted(menus)
-        self._is_on_menu = {
-            size: np.array([shape in (NO_SPECULATION, *menu) for shape in self.shapes])
+        self._numbers = {
+            size: [self._number[shape] for shape in self.shapes if shape.steps and shape in menu]
             for size, menu in menus.items()
         }
-        self.shared_ease, self.shared_mix, self.calibration = 0.0, self._usual_mix, Calibration()
-        self._shared_variance = SHARED_VARIANCE
+        self.shared_ease, self.calibration = 0.0, Calibration()
+        self.shared_mix: Sequence[float] = self._usual_mix.tolist()
+        self._shared_variance = VARIANCE if is_average else SHARED_VARIANCE
         self.shape = NO_SPECULATION
         self._tokens = self._spent = 0.0  # of a cycle of speculation, on average
+        self._num_averaged = 0  # cycles in these
+        self._places: list[int] = []  # of the eases that their tokens were expected with
         self._num_cycles = self._num_timed = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._may_lose = math.inf  # seconds, in probes
-        self._costs: dict[tuple[int, int], np.ndarray] = {}
-        self._packed: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self._tables: dict[tuple[int, int], np.ndarray] = {}
+        self._costs: dict[tuple[int, int], _Costs] = {}
+        self._parts: dict[tuple[int, int, int], tuple[list[int], list[float]]] = {}
+        self._packed: dict[tuple[int, int, int], _Packings] = {}
         self._timed_packed: set[tuple[int, int]] = set()
         self._clocks: dict[int, Clock] = {}
 
@@ -228,7 +268,7 @@ class ShapePolicy:
 
     def menu(self, batch_size: int) -> list[SpecShape]:
         """List the shapes for a batch size, plain decoding among them."""
-        return [shape for shape, on in zip(self.shapes, self._allowed(batch_size), strict=True) if on]
+        return [NO_SPECULATION, *(self.shapes[number] for number in self._drafting(batch_size))]
 
     def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
         """Choose the shape of the next cycle of a batch, whose requests have ``context`` tokens on
@@ -236,8 +276,9 @@ class ShapePolicy:
         self._left -= 1
         self.num_drafts = None
         self._num_cycles += 1
-        self._may_lose += PROBE_LOSS * float(self._cost(len(eases), context)[self._number[self.shape]])
-        may_stay = self._is_probe and self._allowed(len(eases))[self._number[self.shape]]
+        costs = self._costs_of(len(eases), context).seconds
+        self._may_lose += PROBE_LOSS * costs[self._number[self.shape]]
+        may_stay = self._is_probe and self._number[self.shape] in (0, *self._drafting(len(eases)))
         if self._left <= 0 and self._is_probe:  # times may be late, or left out
             timed, most = (1, PROBE) if self.shape.steps else (2, MOST_PROBE)
             self._left = int(self._num_timed < timed and self._num_plain + self._num_drafting < most)
@@ -252,103 +293,113 @@ class ShapePolicy:
         if all(ease.confidence is None for ease in eases):
             self._tokens = self._spent = 0.0
             return self.shape
-        costs, rows = self._cost(len(eases), context), _rows(eases)
-        classes = [ease.confidence for ease in eases if ease.confidence is not None]
-        if len(classes) == len(eases):
-            lengths = self._lengths[rows, :, classes]
-            reach = self._reach[rows, :, classes]
-        else:  # some have just come
-            weights, one = self._weights(eases), np.eye(len(self._edges) + 1)
-            for i, ease in enumerate(eases):
-                if ease.confidence is not None:
-                    weights[i] = one[ease.confidence]
-            lengths = (self._lengths[rows] * weights).sum(2)
-            reach = (self._reach[rows] * weights[..., None]).sum(2)
-        told = [self._with_told(ease, mine) for ease, mine in zip(eases, lengths, strict=True)]
-        expected = np.stack(told).sum(0)
-        worth = expected - self._rate * costs
-        worth[~self._allowed(len(eases))] = worth[0] = -math.inf
-        best, base = int(worth.argmax()), self._number[self.shape]
-        if worth[best] < worth[base] + LEAST_GAIN * expected[base]:
+        told = [self._expected(ease) for ease in eases]
+        expected = [sum(each) for each in zip(*told, strict=True)]
+        worth = [have - self._rate * took for have, took in zip(expected, costs, strict=True)]
+        base, allowed = self._number[self.shape], self._drafting(len(eases))
+        best = max(allowed, key=worth.__getitem__, default=0)
+        if base in allowed and worth[best] < worth[base] + LEAST_GAIN * expected[base]:
             best = base
-        tokens, seconds = float(expected[best]), float(costs[best])
+        tokens, seconds = expected[best], costs[best]
         if not self._is_probe:
-            packed = self._pack(eases, context, reach, float(worth[best]) + LEAST_GAIN * tokens)
+            packed = self._pack(eases, context, expected, worth[best] + LEAST_GAIN * tokens)
             if packed is not None:
                 best, self.num_drafts, tokens, seconds = packed
-        rate = min(len(eases) / WORTH_CYCLES, 1 / LEAST_CYCLES)
         if not self._spent:
+            self._num_averaged = 0
             usual = self._outlook(eases, context)
             self._tokens, self._spent = float(usual.tokens[base]), float(usual.seconds[base])
+        self._num_averaged += 1
+        lasting = min(len(eases) / WORTH_CYCLES, 1 / LEAST_CYCLES)
+        rate = max(lasting, 1 / (LEAST_CYCLES + self._num_averaged))  # the first ones are an average of all
         self._tokens += rate * (tokens - self._tokens)
         self._spent += rate * (seconds - self._spent)
         return self.shape if self._is_probe else self.shapes[best]
 
     def _pack(
-        self, eases: Sequence[Ease], context: int, reach: np.ndarray, least: float
+        self, eases: Sequence[Ease], context: int, expected: Sequence[float], least: float
     ) -> tuple[int, list[int], float, float] | None:
         """Chain, drafts of each request, expected tokens and seconds of the cycle that is worth most of those
-        that verify the likeliest drafts of a batch only, with chances ``reach [B, M, S]`` of their depths;
-        None where none is worth ``least``."""
-        best, size, unseen = None, len(eases), [ease.num_unseen >= UNSEEN for ease in eases]
+        that verify the likeliest drafts of a batch only, where whole windows of the shapes have the
+        ``expected`` tokens; None where none is worth ``least``."""
+        best, size = None, len(eases)
         for number in self._packable(size):
+            packings = self._packings(size, context, number)
+            if not packings.may_be_worth(least, size, expected[number], self._rate):
+                continue
             steps = self.shapes[number].steps
-            counts, seconds = self._packings(size, context, number)
-            if (size + counts - self._rate * seconds).max() <= least:
-                continue  # though all were accepted
-            reached = reach[:, number, :steps]
-            for i, ease in enumerate(eases):
-                if len(ease.told) >= steps:
-                    reached[i] = self._told_reach(ease)[:steps]
+            reached = np.stack([self._expected_reach(ease, number) for ease in eases])
             ranked = reached.copy()
-            ranked[unseen, 0] = 1.0
+            ranked[[ease.num_unseen >= UNSEEN for ease in eases], 0] = 1.0
             order = (-ranked).ravel().argsort(kind="stable")  # a draft behind those that it depends on
-            tokens = size + reached.ravel()[order].cumsum()[counts - 1]
-            worth = tokens - self._rate * seconds
-            part = int(worth.argmax())
+            sums = reached.ravel()[order].cumsum().tolist()
+            tokens = [size + sums[count - 1] for count in packings.counts]
+            worth = [have - self._rate * took for have, took in zip(tokens, packings.seconds, strict=True)]
+            part = worth.index(max(worth))
             if worth[part] > least:
-                drafts = np.bincount(order[: counts[part]] // steps, minlength=size).tolist()
-                best, least = (number, drafts, float(tokens[part]), float(seconds[part])), float(worth[part])
+                verified = order[: packings.counts[part]]
+                drafts = np.bincount(verified // steps, minlength=size).tolist()
+                best, least = (number, drafts, tokens[part], packings.seconds[part]), worth[part]
         return best
 
     def _weights(self, eases: Sequence[Ease]) -> np.ndarray:
         """How often each class of confidence comes up in a request's cycles of each shape, ``[B, M, C]``."""
-        weights: np.ndarray = self._tilts * np.stack([ease.mix for ease in eases])[:, None]
+        weights: np.ndarray = self._tilts * np.array([ease.mix for ease in eases])[:, None]
         return weights / weights.sum(2, keepdims=True)
 
-    def _with_told(self, ease: Ease, lengths: np.ndarray) -> np.ndarray:
-        """Expected tokens in every shape, ``[M]``, those of chains by the draft's own confidences."""
+    def _expected(self, ease: Ease) -> Sequence[float]:
+        """Expected tokens of a request's next cycle in every shape, M of them, those of chains by the draft's
+        own confidences."""
+        row = _row(ease)
+        lengths: Sequence[float]
+        if ease.confidence is None:  # it has just come
+            lengths = (self._lengths[row] * self._weights([ease])[0]).sum(1).tolist()
+        else:
+            lengths = self._length_of[row][ease.confidence]
         if not ease.told:
             return lengths
-        reached = np.concatenate(([1.0], 1.0 + self._told_reach(ease).cumsum()))
+        reached = [*accumulate(self._told_reach(ease), initial=1.0)]
         is_told = self._chains & (self._depths < len(reached))
-        return np.where(is_told, reached[np.minimum(self._depths, len(reached) - 1)], lengths)
+        triples = zip(lengths, is_told.tolist(), self._depths.tolist(), strict=True)
+        return [reached[depth] if told else length for length, told, depth in triples]
 
-    def _told_reach(self, ease: Ease) -> np.ndarray:
+    def _expected_reach(self, ease: Ease, number: int) -> np.ndarray:
+        """Chance ``[S]`` that each depth of a request's next cycle in a chain is accepted with all before
+        it."""
+        row, steps = _row(ease), self.shapes[number].steps
+        if len(ease.told) >= steps:
+            return np.array(self._told_reach(ease)[:steps])
+        if ease.confidence is not None:
+            return self._reach[row, number, ease.confidence, :steps]
+        mean: np.ndarray = self._weights([ease])[0, number] @ self._reach[row, number, :, :steps]
+        return mean
+
+    def _told_reach(self, ease: Ease) -> list[float]:
         """Chance that each depth is accepted with all before it, by the confidences that the draft tells."""
-        odds = np.array(self.calibration.log_odds(ease.told))
-        reach: np.ndarray = sigmoid(odds + ease.bias[0]).cumprod()
-        return reach
+        odds = self.calibration.log_odds(ease.told)
+        return [*accumulate((chance_of(each + ease.bias[0]) for each in odds), operator.mul)]
 
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
         speeds = self.speeds(eases, context)
-        now, may_draft = self._number[self.shape], bool(self._allowed(len(eases))[1:].any())
+        now, may_draft = self._number[self.shape], bool(self._drafting(len(eases)))
         drafting = 1 + int(speeds[1:].argmax()) if may_draft else 0
         if len(eases) != self._batch_size:
             self._tokens = self._spent = 0.0
         self._batch_size, self._left = len(eases), HOLD
         worth, entering = 0.0, 1.0
         if may_draft:
+            self._follow_eases(eases, drafting)
             worth = self._tokens / self._spent if self._spent else float(speeds[drafting])
             if not now:
-                decoding = HORIZON * self._cost(len(eases), context)[drafting]
+                decoding = HORIZON * self._costs_of(len(eases), context).seconds[drafting]
                 entering = decoding / (decoding + self._reading_missed(eases, context))
         is_better = worth > speeds[0]
         if self._is_probe:
             self._use(drafting if is_better else 0)
         elif not now and worth * entering > GAIN * speeds[0]:
             self._use(drafting)
+            self._left = min(max(SAMPLES // len(eases), 2), HOLD)
         elif now and not is_better:
             self._use(0)
         elif now and speeds[drafting] > GAIN * speeds[now]:
@@ -359,21 +410,30 @@ class ShapePolicy:
                 self._left = _drafting_probe(len(eases))
         self._rate = max(worth, float(speeds[0]))
 
+    def _follow_eases(self, eases: Sequence[Ease], number: int) -> None:
+        """Correct the average of expected tokens by what texts are easier or harder than when they were
+        expected, in one of the shapes. The eases of few requests err, and half of one's is taken."""
+        places, weights = _rows(eases), self._weights(eases)[:, number]
+        if self._spent:
+            now, before = ((self._lengths[at, number] * weights).sum() for at in (places, self._places))
+            self._tokens *= float(now / before) ** (len(eases) / (1 + len(eases)))
+        self._places = places
+
     def _pays_to_probe(self, eases: Sequence[Ease], context: int, drafting: int, gain: float) -> bool:
         """Return True if trying the other of plain decoding and ``drafting``, which is worth ``gain`` times
         plain decoding as far as is known, is expected to save more time than it takes (the knowledge
         gradient of two choices), and probes have not lost too much lately."""
-        costs, size, is_plain = self._cost(len(eases), context), len(eases), not self.shape.steps
+        costs, size, is_plain = self._costs_of(len(eases), context).seconds, len(eases), not self.shape.steps
         doubt, distance = self._doubt(eases, drafting), abs(math.log(gain))
         other = NormalDist(-distance, doubt)  # logarithm of its worth beside what is used
         gain_if_better = doubt**2 * other.pdf(0.0) - distance * (1.0 - other.cdf(0.0))
-        saved = USE * float(costs[0]) * gain_if_better
+        saved = USE * costs[0] * gain_if_better
         cycles = _drafting_probe(size) if is_plain else PROBE
-        lost = cycles * float(costs[drafting if is_plain else 0]) * (1 - math.exp(-distance))
+        lost = cycles * costs[drafting if is_plain else 0] * (1 - math.exp(-distance))
         lost += self._reading_missed(eases, context) if is_plain else self._reading(size, PROBE, context)
-        most, num_cycles = MOST_LOSS * float(costs[0]), self._num_plain + self._num_drafting
+        most, num_cycles = MOST_LOSS * costs[0], self._num_plain + self._num_drafting
         self._may_lose = min(self._may_lose, most)
-        has_waited = PROBE_LOSS * num_cycles * float(costs[self._number[self.shape]]) >= max(most, lost)
+        has_waited = PROBE_LOSS * num_cycles * costs[self._number[self.shape]] >= max(most, lost)
         if not has_waited and (saved < lost or self._may_lose < lost):
             return self._checks(size)
         self._may_lose -= lost
@@ -393,11 +453,11 @@ class ShapePolicy:
         """Relative error of what a shape is worth beside plain decoding: of the ease of the texts, and of the
         cost as far as cycles are timed."""
         rows = _rows(eases)
-        mixes = self._tilts[number] * np.stack([ease.mix for ease in eases])
+        mixes = self._tilts[number] * np.array([ease.mix for ease in eases])
         mixes /= mixes.sum(1, keepdims=True)
         lengths = (self._lengths[rows, number] * mixes).sum(1)
-        above = (self._lengths[np.minimum(rows + 1, len(EASES) - 1), number] * mixes).sum(1)
-        slopes = (above - lengths) / (EASES[1] - EASES[0])
+        easier = [min(row + 1, len(EASES) - 1) for row in rows]
+        slopes = ((self._lengths[easier, number] * mixes).sum(1) - lengths) / STEP
         variance = slopes**2 @ [ease.variance for ease in eases]
         variance += slopes[[not ease.information for ease in eases]].sum() ** 2 * self._shared_variance
         clock = self._clocks.get(len(eases))
@@ -425,10 +485,14 @@ class ShapePolicy:
         """What is expected of the batch in every shape, with as many drafts verified as is fastest; nothing
         off its menu."""
         size, rows, weights = len(eases), _rows(eases), self._weights(eases)
-        tokens = np.where(self._allowed(size), (self._lengths[rows] * weights).sum(2).sum(0), 0.0)
-        seconds, verified = self._cost(size, context).copy(), np.ones(len(self.shapes))
+        tokens, allowed = np.zeros(len(self.shapes)), [0, *self._drafting(size)]
+        tokens[allowed] = (self._lengths[rows] * weights).sum(2).sum(0)[allowed]
+        seconds, verified = self._costs_of(size, context).array.copy(), np.ones(len(self.shapes))
         for number in self._packable(size):
-            counts, took = self._packings(size, context, number)
+            packings, speed = self._packings(size, context, number), float(tokens[number] / seconds[number])
+            if not packings.may_be_worth(0.0, size, float(tokens[number]), speed):
+                continue
+            counts, took = np.array(packings.counts), np.array(packings.seconds)
             steps = self.shapes[number].steps
             reached = self._reach[rows, number, :, :steps]
             times = np.broadcast_to(weights[:, number, :, None], reached.shape)
@@ -443,41 +507,51 @@ class ShapePolicy:
         """Numbers of the chains on the menu whose windows can be packed."""
         if self.packed_share is None or batch_size == 1 or not self._edges:
             return []
-        found: list[int] = np.flatnonzero(self._chains & self._allowed(batch_size)).tolist()
-        return found
+        return [number for number in self._drafting(batch_size) if self.shapes[number].topk == 1]
 
-    def _packings(self, batch_size: int, context: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of drafts of a batch to verify of a chain, all but none and all, and seconds of such
-        cycles."""
-        key = batch_size, context // 256, number
-        if key not in self._packed:
+    def _packings(self, batch_size: int, context: int, number: int) -> _Packings:
+        """What parts of a chain's drafts may be verified."""
+        key, clock = (batch_size, context // 256, number), self._clocks.get(batch_size)
+        version, found = -1 if clock is None else clock.version, self._packed.get(key)
+        if found is not None and found.version == version:
+            return found
+        if key not in self._parts:
             assert self.packed_share is not None
             shape, middle = self.shapes[number], 256 * key[1] + 128
             counts = [count for count in packed_counts(batch_size, shape.steps) if count]
             shares = [self.packed_share(batch_size, shape, middle, batch_size + count) for count in counts]
-            self._packed[key] = np.array(counts, dtype=int), np.array(shares)
-        numbers, parts = self._packed[key]
-        clock, drift = self._clocks.get(batch_size), 0.0
+            self._parts[key] = counts, shares
+        numbers, parts = self._parts[key]
+        drift = 0.0
         if clock is not None:
             is_timed = (batch_size, number) in self._timed_packed
             drift = float(clock.drift[number + is_timed * len(self.shapes)])
-        return numbers, parts * math.exp(drift) * self._table(batch_size, context)[number]
+        whole = math.exp(drift) * float(self._table(batch_size, context)[number])
+        self._packed[key] = _Packings(version, numbers, [part * whole for part in parts])
+        return self._packed[key]
 
-    def _allowed(self, batch_size: int) -> np.ndarray:
+    def _drafting(self, batch_size: int) -> list[int]:
+        """Numbers of the shapes on the menu, plain decoding aside."""
         at = min(bisect_right(self._sizes, batch_size - 1), len(self._sizes) - 1)
-        return self._is_on_menu[self._sizes[at]] if self._sizes else np.array([True])
+        return self._numbers[self._sizes[at]] if self._sizes else []
 
-    def _cost(self, batch_size: int, context: int) -> np.ndarray:
-        """Seconds of a cycle in every shape, ``[M]``, as the table and this engine's cycles have them."""
-        table, clock = self._table(batch_size, context), self._clocks.get(batch_size)
-        return table if clock is None else table * np.exp(clock.drift[: len(table)])
+    def _costs_of(self, batch_size: int, context: int) -> _Costs:
+        """Seconds of a cycle in every shape, as the table and this engine's cycles have them."""
+        key, clock = (batch_size, context // 256), self._clocks.get(batch_size)
+        version, found = -1 if clock is None else clock.version, self._costs.get(key)
+        if found is None or found.version != version:
+            costs = self._table(batch_size, context)
+            if clock is not None:
+                costs = costs * np.exp(clock.drift[: len(costs)])
+            found = self._costs[key] = _Costs(version, costs, costs.tolist())
+        return found
 
     def _table(self, batch_size: int, context: int) -> np.ndarray:
         key = batch_size, context // 256
-        if key not in self._costs:
+        if key not in self._tables:
             middle = 256 * key[1] + 128
-            self._costs[key] = np.array([self._seconds(batch_size, shape, middle) for shape in self.shapes])
-        return self._costs[key]
+            self._tables[key] = np.array([self._seconds(batch_size, shape, middle) for shape in self.shapes])
+        return self._tables[key]
 
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
         """Learn from a cycle of one request, which began with its ``confidence``, and of whose chain the
@@ -503,17 +577,15 @@ class ShapePolicy:
     def see(self, ease: Ease, confidence: float | Sequence[float] | None) -> None:
         """Take in the probability that the draft gives its next first token, or those with which each depth
         is accepted with all before it."""
-        depths = [] if confidence is None or isinstance(confidence, float) else list(confidence)
-        ease.told = log_odds_of(depths)
-        probability = depths[0] if depths else confidence
-        assert probability is None or isinstance(probability, float)
+        if confidence is None or isinstance(confidence, float):
+            ease.told, probability = (), confidence
+        else:
+            ease.told, probability = log_odds_of(confidence), confidence[0]
         is_known = probability is not None and probability == probability and (self._edges or ease.told)
         ease.confidence = bisect_right(self._edges, probability or 0.0) if is_known else None
         if ease.confidence is not None:
-            seen = np.zeros(len(ease.mix))
-            seen[ease.confidence] = 1.0
-            ease.mix = ease.mix + MIX_RATE * (seen - ease.mix)
-            self.shared_mix = self.shared_mix + SHARED_RATE * (seen - self.shared_mix)
+            ease.mix = _with_seen(ease.mix, ease.confidence, MIX_RATE)
+            self.shared_mix = _with_seen(self.shared_mix, ease.confidence, SHARED_RATE)
 
     def observe_time(
         self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None
@@ -590,10 +662,21 @@ def _likeliest(chances: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np
     return used
 
 
-def _rows(eases: Sequence[Ease]) -> np.ndarray:
-    values = np.array([ease.value for ease in eases])
-    step = EASES[1] - EASES[0]
-    return ((values - EASES[0]) / step + 0.5).astype(int).clip(0, len(EASES) - 1)
+def _rows(eases: Sequence[Ease]) -> list[int]:
+    """Places of requests' eases among ``EASES``."""
+    return [_row(ease) for ease in eases]
+
+
+def _row(ease: Ease) -> int:
+    place = int((ease.value - LEAST_EASE) / STEP + 0.5)
+    return min(max(place, 0), len(EASES) - 1)
+
+
+def _with_seen(mix: Sequence[float], seen: int, rate: float) -> list[float]:
+    """A mix in which a class has come up once more."""
+    after = [each - rate * each for each in mix]
+    after[seen] += rate
+    return after
 
 
 def _mean_odds(acceptance: AcceptanceTable, shape: SpecShape) -> list[float]:

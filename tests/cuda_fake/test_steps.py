@@ -108,13 +108,16 @@ def test_catching_up_waits_for_nothing():
     head = tiny_head(target)
     with fake_gpu(), torch.no_grad():
         runner = on_gpu(target, head, "3,2,6").runner
-        runner.slots.make_missed(runner.drafter.model, 64)
+        runner.slots.make_missed(runner.drafter.model)
         everyone = requests("greedy")
         for request in everyone:
             request.num_missed = 3
         with Copies():
             runner._catch_up(everyone)
-    assert [request.num_missed for request in everyone] == [0, 0, 0]
+            assert [request.num_missed for request in everyone] == [0, 0, 0]
+            everyone[1].num_missed = 64
+            runner._store_missed(everyone)
+    assert [request.num_missed for request in everyone] == [0, 1, 0]
 
 
 def test_a_request_with_penalties_joins_without_a_wait():

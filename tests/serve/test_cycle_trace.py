@@ -79,13 +79,17 @@ def test_the_half_behind_a_window_from_the_host_needs_no_host(sampling, backend)
 @pytest.mark.parametrize("make_head", [tiny_head, tiny_p_eagle, tiny_dflash, tiny_dspark])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 def test_catching_up_needs_no_host(backend, make_head):
-    """What plain cycles kept for the draft is read in one forward, whose length the host knows."""
+    """What plain cycles kept for the draft is read in one forward, whose length the host knows, or stored
+    but for the last token."""
     _, engine, _, _ = _engine("3,2,6", make_head=make_head)
-    engine.runner.slots.make_missed(engine.runner.drafter.model, 64)
+    engine.runner.slots.make_missed(engine.runner.drafter.model)
     requests = [SimpleNamespace(slot=i, num_missed=n, num_tokens=20) for i, n in ((0, 3), (2, 5))]
     with _traced(backend):
         engine.runner._catch_up(requests)
-    assert [request.num_missed for request in requests] == [0, 0]
+        assert [request.num_missed for request in requests] == [0, 0]
+        requests[0].num_missed, requests[1].num_missed = 64, 2
+        engine.runner._store_missed(requests)
+    assert [request.num_missed for request in requests] == [1, 1]
 
 
 def _trace(backend: str, sampling: str, shape: str, **options) -> None:

@@ -241,6 +241,36 @@ def test_text_of_which_the_draft_is_seldom_sure_is_drafted_where_it_is():
     assert ours > 1.03 * max(fixed)
 
 
+@pytest.mark.parametrize(("batch_size", "least"), [(1, 0.84), (2, 0.9), (4, 0.96)])
+def test_a_draft_far_weaker_than_the_average_one_is_soon_left_alone(batch_size, least):
+    """One of ten tokens is accepted, whatever the draft says, and nothing was known of it; each of the cycles
+    that draft costs a third. Over three replies of 60 cycles."""
+    rates = []
+    for seed in range(12):
+        rng, tokens, spent = random.Random(seed), 0, 0.0
+
+        def dear(batch_size, shape, context):
+            return seconds(batch_size, shape, context) * (1.3 if shape.steps else 1.0)
+
+        policy = make_policy(confident_table(), dear, is_average=True)
+        for _ in range(3):
+            eases = [policy.new_request() for _ in range(batch_size)]
+            for _ in range(60):
+                for ease in eases:
+                    policy.see(ease, rng.choice((0.1, 0.5, 0.9)))
+                shape = policy.choose(eases, 300)
+                verified = policy.num_drafts or [shape.tokens - 1] * batch_size
+                for ease, most in zip(eases, verified, strict=True):
+                    accepted = int(most > 0 and rng.random() < 0.1)
+                    policy.observe(ease, shape, accepted, most)
+                    tokens += 1 + accepted
+                took = dear(batch_size, shape, 300)
+                policy.observe_time(batch_size, shape, 300, took * math.exp(rng.gauss(0.0, 0.05)))
+                spent += took
+        rates.append(tokens / spent * dear(batch_size, NO_SPECULATION, 300) / batch_size)
+    assert np.mean(rates) > least
+
+
 def test_costs_that_the_table_has_wrong_are_learnt():
     def wrong(batch_size, shape, context):
         return seconds(batch_size, shape, context) * (0.5 if shape.steps == 6 else 1.0)
@@ -412,7 +442,7 @@ def test_one_slow_cycle_says_little_of_a_shape():
         policy.choose([policy.new_request()] * 2, 300)
         policy.observe_time(2, shape, 300, seconds(2, shape, 300) * math.exp(error))
     plain, chain = policy.shapes[:2]
-    costs = policy._cost(2, 300)
+    costs = policy._costs_of(2, 300).array
     assert costs[1] / costs[0] == pytest.approx(seconds(2, chain, 300) / seconds(2, plain, 300), rel=0.03)
 
 
@@ -497,7 +527,7 @@ def batch_speed(batch_size, packs, see_depths=False, num_cycles=1500):
 def test_choosing_takes_microseconds(packs):
     begun = time.perf_counter()
     batch_speed(8, packs, num_cycles=500)
-    assert (time.perf_counter() - begun) / 500 < 2e-3
+    assert (time.perf_counter() - begun) / 500 < 1.5e-3
 
 
 @crossed(
@@ -570,7 +600,7 @@ def test_times_of_packed_cycles_say_nothing_of_whole_ones():
         assert (
             number < 50
             or abs(
-                policy._cost(4, 300)[1] / policy._cost(4, 300)[0]
+                policy._costs_of(4, 300).array[1] / policy._costs_of(4, 300).array[0]
                 - seconds(4, SHAPES[1], 300) / seconds(4, SHAPES[0], 300)
             )
             < 0.2

@@ -45,12 +45,26 @@ class BlockDrafter(ReadyDrafter):
         self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        features, tokens, num_committed = missed
+        states, tokens, num_committed = missed
+        context = self.model.features(states.flatten(0, 1)).unflatten(0, tokens.shape)
         roots = tokens.gather(1, last[:, None])[:, 0]
-        drafted = self._block(features, roots, state.page_table, state.seq_lens, last + 1, kept, num_columns)
+        drafted = self._block(context, roots, state.page_table, state.seq_lens, last + 1, kept, num_columns)
         nodes = self.numbers[: tokens.shape[1]].expand(tokens.shape)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens, num_committed)
         return drafted
+
+    def store(self, state: CycleState, missed: Missed, num_columns: int) -> None:
+        """See :class:`Drafter`; no block is drafted."""
+        states, tokens, num_committed = missed
+        positions = state.seq_lens[:, None] + self.numbers[: tokens.shape[1]]
+        is_there = positions < (state.seq_lens + num_committed)[:, None]
+        rows = torch.where(is_there, self.kv.slots(state.page_table, positions), self.kv.trash_row)
+        self._enter(self.model.features(states.flatten(0, 1)), positions.view(-1), rows.view(-1))
+
+    def _enter(self, context: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the entries of ``context [T, H]`` at ``positions`` int64 ``[T]`` into ``rows`` of the
+        store."""
+        self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
 
     def prefill(
         self,
@@ -62,11 +76,11 @@ class BlockDrafter(ReadyDrafter):
         kept: Kept,
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
-        context = self.model.features(out)
+        context = self.model.features(self.model.states(out))
         rows, _ = self.kv.prompt_rows(segments)
         starts = [torch.arange(segment.start, segment.stop) for segment in segments]
         positions = to_device(torch.cat(starts), context.device)
-        self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
+        self._enter(context, positions, rows)
         if not len(last):
             return self.empty_state(0, kept)
         stops, which = [segment.stop for segment in segments], segments_of(segments, last)

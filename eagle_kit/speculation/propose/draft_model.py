@@ -1,6 +1,6 @@
 """Draft models: the contract with a drafter, heads behind a target, and whole models.
 
-Legend: T rows, F features, H hidden, Vd draft vocabulary.
+Legend: T rows, C numbers of the target's states, F features, H hidden, Vd draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -50,6 +50,8 @@ class DraftModel(ABC):
             after it (EAGLE), 0 where it is made of a feature alone (DFlash), and for a whole model.
         cache: entry of a token in its store.
         variants: how each layer of the store attends.
+        state_size: C, of what it reads of the target for a token, of ``state_dtype``; 0 for a model that
+            reads no states.
         feature_size: F; 0 for a model that reads no states.
         num_modules: 1, or one for every step of a draft.
         step_form: how the steps of a draft come about.
@@ -62,6 +64,8 @@ class DraftModel(ABC):
     first_slot: int
     is_whole_model: ClassVar[bool]
     capture: tuple[int, ...] = ()
+    state_size: int = 0
+    state_dtype: torch.dtype = torch.float32
     feature_size: int = 0
     num_modules: int = 1
     step_form: StepForm = StepForm.FED_BACK
@@ -86,8 +90,13 @@ class DraftModel(ABC):
         return mine
 
     @abstractmethod
-    def features(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Features ``[T, F]`` of the target's output, of all of it or of ``rows`` int64 ``[T]``."""
+    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """States ``[T, C]`` that features are made of, of all of the target's output or of ``rows`` int64
+        ``[T]``."""
+
+    @abstractmethod
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """Features ``[T, F]`` of :meth:`states`."""
 
     @abstractmethod
     def step(
@@ -135,16 +144,20 @@ class HeadDraftModel(DraftModel):
         self.head, self.target, self.first_slot = head, target, head.first_slot
         self.capture, self.num_modules, self.cache = head.capture, head.config.num_modules, head.cache
         self.feature_size, self.step_form = head.config.hidden_size, head.step_form
+        self.state_size = max(1, len(self.capture)) * target.config.hidden_size
+        self.state_dtype = target.embed_tokens.weight.dtype
         self.variants = head.config.variants
         if token_map is None:
             self.token_map = head.token_map
 
-    def features(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`. A head reads captured states, or else the final ones."""
-        hidden, aux = out
-        if rows is not None:
-            hidden, aux = (hidden, aux[rows]) if self.capture else (hidden[rows], aux)
-        return self.head.features(hidden, aux)
+        states = out.aux if self.capture else out.hidden
+        return states if rows is None else states[rows]
+
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`DraftModel`."""
+        return self.head.features(states, states)
 
     def step(
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
@@ -170,10 +183,14 @@ class StandaloneDraftModel(DraftModel):
         super().__init__(model.lm_head, token_map)
         self.model, self.cache, self.variants = model, model.config.cache, model.variants
 
-    def features(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`."""
         count = len(out.hidden) if rows is None else len(rows)
         return out.hidden.new_empty(count, 0, dtype=self.dtype)
+
+    def features(self, states: torch.Tensor) -> torch.Tensor:
+        """See :class:`DraftModel`."""
+        return states
 
     def step(
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None

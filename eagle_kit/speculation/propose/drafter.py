@@ -1,7 +1,8 @@
 """Autoregressive drafting: chains (K = 1) and dynamic trees (EAGLE-2, arXiv 2406.16858; K > 1), and
 draft-extend. EAGLE-3, EAGLE-1 and whole small models differ only in their `DraftModel`.
 
-Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, Vd draft vocabulary.
+Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, C numbers of the target's states,
+Vd draft vocabulary.
 
 A draft's key-value entry lives at the slot of the token it embeds. Entries in the pool are made from target
 states (or, in a whole model, from committed tokens) only; those of drafted nodes live in the scratch, for one
@@ -52,10 +53,10 @@ class Kept(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Tokens that the target has decoded and the draft has not read: ``features [B, L, F]`` of the states
-    that predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
+    """Tokens that the target has decoded and the draft has not read: the target's ``states [B, L, C]`` that
+    predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
 
-    features: torch.Tensor
+    states: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
 
@@ -144,7 +145,7 @@ class Drafter:
         return 0
 
     def most_missed(self, kept: Kept) -> int:
-        """Tokens that :meth:`extend` reads at once, a power of two: what a window has room for."""
+        """Tokens that :meth:`extend` reads at once at most, a power of two: what a window has room for."""
         return 1 << ((MAX_WINDOW - self.num_appended(kept)).bit_length() - 1)
 
     @property
@@ -253,8 +254,8 @@ class Drafter:
         Returns:
             The draft state of the next cycle.
         """
-        features = self.model.features(out, self._path_rows(out, accepted))
-        missed = Missed(features.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
+        states = self.model.states(out, self._path_rows(out, accepted))
+        missed = Missed(states.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
         return self.extend(state, missed, accepted.num_accepted, kept, num_columns)
 
     def _path_rows(self, out: TargetOutput, accepted: Accepted) -> torch.Tensor:
@@ -271,18 +272,31 @@ class Drafter:
         Args:
             last: int64 ``[B]``, the token to return the draft state of.
         """
+        b, length = missed.tokens.shape
+        wanted = torch.add(last, self.numbers[:b], alpha=length)
+        return self._state(self._read(state, missed, wanted, num_columns), kept)
+
+    def store(self, state: CycleState, missed: "Missed", num_columns: int) -> None:
+        """Store the entries of up to a window's tokens behind ``state``; the draft state behind them is not
+        made."""
+        self._read(state, missed, self.numbers[:1], num_columns)  # not every layer takes no row
+
+    def _read(
+        self, state: CycleState, missed: "Missed", wanted: torch.Tensor, num_columns: int
+    ) -> StepOutput:
+        """Run the draft over tokens behind ``state`` and store its entries -> its output at the rows
+        ``wanted``."""
         page_table, seq_lens = state.page_table, state.seq_lens
-        features, tokens, num_committed = missed
+        states, tokens, num_committed = missed
         b, length = tokens.shape
         prefix_lens, skipped = seq_lens + 1, 1 - self.model.first_slot
         bits = self.chain_bits[:length].expand(b, length)
         attend = self.kv.window_attend(page_table, prefix_lens, bits, length, num_columns)
         positions = (seq_lens[:, None] + self.numbers[skipped : skipped + length]).view(-1)
-        rows = StepRows(features.flatten(0, 1), tokens.reshape(-1), positions)
-        wanted = torch.add(last, self.numbers[:b], alpha=length)
-        out = self.model.step(rows, attend, wanted=wanted)
+        features = self.model.features(states.flatten(0, 1))
+        out = self.model.step(StepRows(features, tokens.reshape(-1), positions), attend, wanted=wanted)
         self.kv.commit_window(page_table, self.numbers[:length].expand(b, length), prefix_lens, num_committed)
-        return self._state(out, kept)
+        return out
 
     def prefill(
         self,
@@ -314,7 +328,7 @@ class Drafter:
     ) -> StepOutput:
         """Run the draft over prompt rows and store its entries -> its output at the rows ``last``; arguments
         as of :meth:`prefill`."""
-        features = self.model.features(out)
+        features = self.model.features(self.model.states(out))
         rows, tokens, positions, mine = [], [], [], []
         arange = partial(torch.arange, device=features.device)
         at, first_slot = 0, self.model.first_slot

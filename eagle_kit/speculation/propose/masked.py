@@ -54,10 +54,11 @@ class MaskedDrafter(ReadyDrafter):
         self, state: CycleState, missed: Missed, last: torch.Tensor, kept: Kept, num_columns: int
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        features, tokens, num_committed = missed
+        states, tokens, num_committed = missed
         b, length = tokens.shape
         embedding = self.model.target.embed_tokens.weight
-        inputs = self.head.midlayer.inputs_of(features.flatten(0, 1), None, tokens.reshape(-1), embedding)
+        features = self.model.features(states.flatten(0, 1))
+        inputs = self.head.midlayer.inputs_of(features, None, tokens.reshape(-1), embedding)
         read = self._window(inputs, state.page_table, state.seq_lens, last + 1, kept.steps, num_columns)
         nodes = self.numbers[:length].expand(b, length)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)

@@ -98,8 +98,8 @@ class ModulesDrafter(ReadyDrafter):
         assert isinstance(state.draft, ModulesState)
         page_table, seq_lens = state.page_table, state.seq_lens
         b, length = accepted.tokens.shape
-        features = self.model.features(out, self._path_rows(out, accepted)).view(b, length, -1)
-        emitted = Missed(features, accepted.tokens, accepted.num_accepted + 1)
+        states = self.model.states(out, self._path_rows(out, accepted)).view(b, length, -1)
+        emitted = Missed(states, accepted.tokens, accepted.num_accepted + 1)
         made = self._draft(emitted, state.draft.carries, seq_lens, page_table, num_columns, kept.topk)
         nodes, prefix_lens = self.numbers[:length].expand(b, length), seq_lens + 1
         for store in self.stores:
@@ -118,11 +118,12 @@ class ModulesDrafter(ReadyDrafter):
         """Run all modules over a window behind slot ``seq_lens [B]``, whose states are ``carries [B, D, H]``.
 
         Args:
-            missed: the emitted tokens and their features; M may be 0.
+            missed: the emitted tokens and their states; M may be 0.
             topk: K.
         """
-        features, emitted, counts = missed
+        states, emitted, counts = missed
         b, length = emitted.shape
+        features = self.model.features(states.flatten(0, 1)).view(b, length, self.model.feature_size)
         modules, request = self.model.num_modules, self.numbers[:b]
         tokens = torch.cat((emitted, emitted.new_zeros(b, modules)), 1)
         hidden, drafted, scores, kept = features.to(carries.dtype), [], [], []
@@ -172,7 +173,7 @@ class ModulesDrafter(ReadyDrafter):
         kept: Kept,
     ) -> ModulesState:
         """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
-        hidden = self.model.features(out).to(self.model.dtype)
+        hidden = self.model.features(self.model.states(out)).to(self.model.dtype)
         following = next_ids
         carries = []
         for module in range(self.model.num_modules):
@@ -185,7 +186,7 @@ class ModulesDrafter(ReadyDrafter):
         stops, count = [segment.stop for segment in segments], len(segments)
         made = self._draft(
             Missed(
-                hidden.new_zeros(count, 0, self.model.feature_size),
+                out.hidden.new_zeros(count, 0, self.model.state_size),
                 next_ids.new_zeros(count, 0),
                 next_ids.new_zeros(count),
             ),
