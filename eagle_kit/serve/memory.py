@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.kernels.linear.fp8 import working_bytes
 from eagle_kit.kv.latents import PACKED_TOKENS
@@ -161,7 +161,7 @@ def plan_memory(
     of_target = model.cache.values_per_token * width
     scratch = (of_target * config.own_batch_size + of_draft * batch) * MAX_WINDOW
     per_token = of_target // config.num_parts + of_draft
-    if draft is not None:  # states of tokens that it may read later
+    if draft is not None and _waits(draft, config, chooses_shapes=chooses_shapes):  # states for later
         scratch += (batch + 1) * MAX_WINDOW * draft.state_size * draft.state_dtype.itemsize
     if device.type != "cpu":  # graphs of every kind are captured at the start
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
@@ -242,6 +242,12 @@ def plan_memory(
         graphs["all"],
         fp8=sum(part.nbytes for layer in layers for part in layer.parameters()),
     )
+
+
+def _waits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> bool:
+    """Return whether the draft may read tokens of plain cycles later."""
+    is_plain_at_times = chooses_shapes or NO_SPECULATION in config.shape.shapes
+    return is_plain_at_times and drafter_class(draft, config).can_wait
 
 
 def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> int:

@@ -222,7 +222,8 @@ class Runner:
             self._slots[kind] = Slots(*sizes, drafter, self.kept, self.device)
         self.slots = self._slots[kind]
         if drafter is not None and drafter.can_wait and NO_SPECULATION in shapes:
-            self.slots.make_missed(drafter.model)
+            others = (slots.missed for slots in self._slots.values() if slots.missed is not None)
+            self.slots.make_missed(drafter.model, next(others, None))
         self._batch = None
 
     def prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
@@ -342,7 +343,7 @@ class Runner:
             if steps and any(each.num_missed for each in requests):
                 self._catch_up(requests)
                 is_usual = False
-            elif not steps and any(each.num_missed == MAX_WINDOW for each in requests):
+            elif not steps and any(each.num_missed >= MAX_WINDOW for each in requests):
                 self._store_missed(requests)
                 is_usual = False
             if not steps:

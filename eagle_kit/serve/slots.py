@@ -132,9 +132,10 @@ class Slots:
             self.masks = torch.zeros(shape, dtype=torch.uint8, device=self.roots.device)
         return self.masks
 
-    def make_missed(self, model: DraftModel) -> None:
+    def make_missed(self, model: DraftModel, others: Missed | None = None) -> None:
         """Make room for a window of a request's tokens that a draft misses in plain cycles, unless there is
-        some."""
+        some. ``others`` have it of other slots: nothing is running when these change."""
+        self.missed = self.missed or others
         if self.missed is not None:
             return
         shape, device = (self.dummy + 1, MAX_WINDOW), self.roots.device

@@ -41,6 +41,9 @@ SHAPES = tuple(
 CONTEXTS = 64, 1024
 ROOM = 128
 """Tokens behind the context that timing a point decodes."""
+CYCLES = 2
+"""Number of the form of cycles, raised where some come to cost something else: what was measured before, or
+shipped, is not used any more."""
 SAMPLE = 512
 """Numbers of a weight that tell it from another."""
 
@@ -191,6 +194,7 @@ def engine_key(engine: Engine) -> dict[str, Any]:
         "target": _shapes_key([engine.target]),
         "draft": _shapes_key(_modules(engine.draft)),
         "drafter": type(engine.runner.drafter).__name__,
+        "cycles": CYCLES,
         "versions": package_versions(("eagle_kit", "torch", "triton")),
     }
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.chances import (
@@ -74,14 +74,13 @@ PROBE_LOSS, MOST_LOSS = 0.005, 1.5
 CHECKS, UNCHECKED = 4, 16
 """How often, for sizes up to each power of two, and after how many cycles of drafting plain decoding is tried
 though a short measurement calls it slower, until the two have been compared."""
-MOST_MISSED, HORIZON = MAX_WINDOW, 32
-"""Tokens of a request that a draft may have to read at most when it is needed again, and cycles in which that
-has to pay."""
-
-LEAST_EASE, STEP = float(EASES[0]), float(EASES[1] - EASES[0])
-
+HORIZON = 32
+"""Cycles in which it has to pay that a draft reads what it has missed."""
 UNSEEN = 16
 """Cycles without a verified draft after which a request has one verified: its text may have become easier."""
+
+LEAST_EASE, EASE_SPACING = float(EASES[0]), float(EASES[1] - EASES[0])
+"""Of ``EASES``."""
 
 Reading = Callable[[int, int, int], float]
 PackedShare = Callable[[int, SpecShape, int, int], float]
@@ -189,7 +188,8 @@ class ShapePolicy:
             shape, context, rows. None packs nothing.
         tuned_to: largest batch size whose times a long measurement has. Those of larger ones are doubted
             more, and compared with plain decoding early.
-        is_average: the acceptance is that of another draft.
+        is_average: whether the acceptance is that of another draft, so that what texts have in common is
+            doubted more at first.
 
     Attributes:
         packed_share: as given.
@@ -221,7 +221,6 @@ class ShapePolicy:
         odds = conditional_log_odds(acceptance, self.shapes)
         self._reach = reach_of(odds, EASES)
         self._lengths = 1.0 + self._reach.sum(3)
-        self._length_of = self._lengths.transpose(0, 2, 1).tolist()  # by ease, class, and shape
         shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
         shares[0] = 1 / odds.shape[1]
         self._usual_mix = shares[1:].mean(0) if used else shares[0]
@@ -231,7 +230,7 @@ class ShapePolicy:
             [*(each[: shape.steps].tolist() for each in odds[i]), mean_chances[i]]
             for i, shape in enumerate(self.shapes)
         ]
-        self._depths = np.array([shape.steps for shape in self.shapes])
+        self._told: dict[int, list[tuple[int, int]]] = {}
         self._chains = np.array([shape.steps > 0 and shape.topk == 1 for shape in self.shapes])
         self._sizes = sorted(menus)
         self._numbers = {
@@ -242,9 +241,11 @@ class ShapePolicy:
         self.shared_mix: Sequence[float] = self._usual_mix.tolist()
         self._shared_variance = VARIANCE if is_average else SHARED_VARIANCE
         self.shape = NO_SPECULATION
-        self._tokens = self._spent = 0.0  # of a cycle of speculation, on average
-        self._num_averaged = 0  # cycles in these
-        self._places: list[int] = []  # of the eases that their tokens were expected with
+        # Of a cycle of speculation, on average: tokens beside those of the eases, and seconds.
+        self._gained = self._spent = 0.0
+        self._num_averaged = 0
+        mean = (self._lengths[:, 1:] * self._usual_mix).sum(2).mean(1) if used else self._lengths[:, 0, 0]
+        self._usual_lengths: list[float] = mean.tolist()
         self._num_cycles = self._num_timed = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
@@ -287,14 +288,14 @@ class ShapePolicy:
         if not self.shape.steps:
             self._num_plain += 1
             if self._num_plain > PROBE:
-                self._tokens = self._spent = 0.0  # what was expected before
+                self._spent = 0.0  # what was expected before is forgotten
             return self.shape
         self._num_drafting += 1
         if all(ease.confidence is None for ease in eases):
-            self._tokens = self._spent = 0.0
+            self._spent = 0.0
             return self.shape
-        told = [self._expected(ease) for ease in eases]
-        expected = [sum(each) for each in zip(*told, strict=True)]
+        told = [self._told_reach(ease) for ease in eases]
+        expected: list[float] = self._expected(eases, told).sum(0).tolist()
         worth = [have - self._rate * took for have, took in zip(expected, costs, strict=True)]
         base, allowed = self._number[self.shape], self._drafting(len(eases))
         best = max(allowed, key=worth.__getitem__, default=0)
@@ -302,22 +303,27 @@ class ShapePolicy:
             best = base
         tokens, seconds = expected[best], costs[best]
         if not self._is_probe:
-            packed = self._pack(eases, context, expected, worth[best] + LEAST_GAIN * tokens)
+            packed = self._pack(eases, told, context, expected, worth[best] + LEAST_GAIN * tokens)
             if packed is not None:
                 best, self.num_drafts, tokens, seconds = packed
+        usual = self._usual(eases)
         if not self._spent:
-            self._num_averaged = 0
-            usual = self._outlook(eases, context)
-            self._tokens, self._spent = float(usual.tokens[base]), float(usual.seconds[base])
+            self._num_averaged, outlook = 0, self._outlook(eases, context)
+            self._gained, self._spent = float(outlook.tokens[base]) / usual, float(outlook.seconds[base])
         self._num_averaged += 1
         lasting = min(len(eases) / WORTH_CYCLES, 1 / LEAST_CYCLES)
         rate = max(lasting, 1 / (LEAST_CYCLES + self._num_averaged))  # the first ones are an average of all
-        self._tokens += rate * (tokens - self._tokens)
+        self._gained += rate * (tokens / usual - self._gained)
         self._spent += rate * (seconds - self._spent)
         return self.shape if self._is_probe else self.shapes[best]
 
     def _pack(
-        self, eases: Sequence[Ease], context: int, expected: Sequence[float], least: float
+        self,
+        eases: Sequence[Ease],
+        told: Sequence[Sequence[float]],
+        context: int,
+        expected: Sequence[float],
+        least: float,
     ) -> tuple[int, list[int], float, float] | None:
         """Chain, drafts of each request, expected tokens and seconds of the cycle that is worth most of those
         that verify the likeliest drafts of a batch only, where whole windows of the shapes have the
@@ -328,7 +334,7 @@ class ShapePolicy:
             if not packings.may_be_worth(least, size, expected[number], self._rate):
                 continue
             steps = self.shapes[number].steps
-            reached = np.stack([self._expected_reach(ease, number) for ease in eases])
+            reached = self._expected_reach(eases, told, number)
             ranked = reached.copy()
             ranked[[ease.num_unseen >= UNSEEN for ease in eases], 0] = 1.0
             order = (-ranked).ravel().argsort(kind="stable")  # a draft behind those that it depends on
@@ -347,37 +353,56 @@ class ShapePolicy:
         weights: np.ndarray = self._tilts * np.array([ease.mix for ease in eases])[:, None]
         return weights / weights.sum(2, keepdims=True)
 
-    def _expected(self, ease: Ease) -> Sequence[float]:
-        """Expected tokens of a request's next cycle in every shape, M of them, those of chains by the draft's
-        own confidences."""
-        row = _row(ease)
-        lengths: Sequence[float]
-        if ease.confidence is None:  # it has just come
-            lengths = (self._lengths[row] * self._weights([ease])[0]).sum(1).tolist()
-        else:
-            lengths = self._length_of[row][ease.confidence]
-        if not ease.told:
-            return lengths
-        reached = [*accumulate(self._told_reach(ease), initial=1.0)]
-        is_told = self._chains & (self._depths < len(reached))
-        triples = zip(lengths, is_told.tolist(), self._depths.tolist(), strict=True)
-        return [reached[depth] if told else length for length, told, depth in triples]
+    def _expected(self, eases: Sequence[Ease], told: Sequence[Sequence[float]]) -> np.ndarray:
+        """Expected tokens ``[B, M]`` of each request's next cycle in every shape; those of chains by the
+        draft's own confidences, as of :meth:`_told_reach`, where it tells them."""
+        rows = _rows(eases)
+        lengths: np.ndarray = self._lengths[rows, :, [ease.confidence or 0 for ease in eases]]
+        for i, ease in enumerate(eases):
+            if ease.confidence is None:  # it has just come
+                lengths[i] = (self._lengths[rows[i]] * self._weights([ease])[0]).sum(1)
+            if told[i]:
+                reached = [*accumulate(told[i], initial=1.0)]
+                for number, depth in self._told_depths(len(told[i])):
+                    lengths[i, number] = reached[depth]
+        return lengths
 
-    def _expected_reach(self, ease: Ease, number: int) -> np.ndarray:
-        """Chance ``[S]`` that each depth of a request's next cycle in a chain is accepted with all before
-        it."""
-        row, steps = _row(ease), self.shapes[number].steps
-        if len(ease.told) >= steps:
-            return np.array(self._told_reach(ease)[:steps])
-        if ease.confidence is not None:
-            return self._reach[row, number, ease.confidence, :steps]
-        mean: np.ndarray = self._weights([ease])[0, number] @ self._reach[row, number, :, :steps]
-        return mean
+    def _expected_reach(
+        self, eases: Sequence[Ease], told: Sequence[Sequence[float]], number: int
+    ) -> np.ndarray:
+        """Chance ``[B, S]`` that each depth of each request's next cycle in a chain is accepted with all
+        before it; arguments as of :meth:`_expected`."""
+        rows, steps = _rows(eases), self.shapes[number].steps
+        reached: np.ndarray = self._reach[rows, number, [ease.confidence or 0 for ease in eases], :steps]
+        for i, ease in enumerate(eases):
+            if len(told[i]) >= steps:
+                reached[i] = told[i][:steps]
+            elif ease.confidence is None:
+                reached[i] = self._weights([ease])[0, number] @ self._reach[rows[i], number, :, :steps]
+        return reached
 
     def _told_reach(self, ease: Ease) -> list[float]:
-        """Chance that each depth is accepted with all before it, by the confidences that the draft tells."""
+        """Chance that each depth is accepted with all before it, by the confidences that the draft tells;
+        none where it tells none."""
+        if not ease.told:
+            return []
         odds = self.calibration.log_odds(ease.told)
         return [*accumulate((chance_of(each + ease.bias[0]) for each in odds), operator.mul)]
+
+    def _told_depths(self, most: int) -> list[tuple[int, int]]:
+        """Numbers and depths of the chains of at most ``most`` steps."""
+        if most not in self._told:
+            depths = [(i, shape.steps) for i, shape in enumerate(self.shapes) if self._chains[i]]
+            self._told[most] = [(number, depth) for number, depth in depths if depth <= most]
+        return self._told[most]
+
+    def _usual(self, eases: Sequence[Ease]) -> float:
+        """Tokens of a cycle that texts of such eases usually give, for an average over cycles to follow the
+        eases. Those of few requests err, so of one the square root is followed; what a draft tells of its
+        chains follows by itself."""
+        average = len(EASES) // 2
+        places = (average if ease.told else _row(ease) for ease in eases)
+        return sum(self._usual_lengths[place] for place in places) ** (len(eases) / (1.0 + len(eases)))
 
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
@@ -385,12 +410,13 @@ class ShapePolicy:
         now, may_draft = self._number[self.shape], bool(self._drafting(len(eases)))
         drafting = 1 + int(speeds[1:].argmax()) if may_draft else 0
         if len(eases) != self._batch_size:
-            self._tokens = self._spent = 0.0
+            self._spent = 0.0
         self._batch_size, self._left = len(eases), HOLD
         worth, entering = 0.0, 1.0
         if may_draft:
-            self._follow_eases(eases, drafting)
-            worth = self._tokens / self._spent if self._spent else float(speeds[drafting])
+            worth = float(speeds[drafting])
+            if self._spent:
+                worth = self._gained * self._usual(eases) / self._spent
             if not now:
                 decoding = HORIZON * self._costs_of(len(eases), context).seconds[drafting]
                 entering = decoding / (decoding + self._reading_missed(eases, context))
@@ -409,15 +435,6 @@ class ShapePolicy:
             if self.shape.steps:
                 self._left = _drafting_probe(len(eases))
         self._rate = max(worth, float(speeds[0]))
-
-    def _follow_eases(self, eases: Sequence[Ease], number: int) -> None:
-        """Correct the average of expected tokens by what texts are easier or harder than when they were
-        expected, in one of the shapes. The eases of few requests err, and half of one's is taken."""
-        places, weights = _rows(eases), self._weights(eases)[:, number]
-        if self._spent:
-            now, before = ((self._lengths[at, number] * weights).sum() for at in (places, self._places))
-            self._tokens *= float(now / before) ** (len(eases) / (1 + len(eases)))
-        self._places = places
 
     def _pays_to_probe(self, eases: Sequence[Ease], context: int, drafting: int, gain: float) -> bool:
         """Return True if trying the other of plain decoding and ``drafting``, which is worth ``gain`` times
@@ -457,7 +474,7 @@ class ShapePolicy:
         mixes /= mixes.sum(1, keepdims=True)
         lengths = (self._lengths[rows, number] * mixes).sum(1)
         easier = [min(row + 1, len(EASES) - 1) for row in rows]
-        slopes = ((self._lengths[easier, number] * mixes).sum(1) - lengths) / STEP
+        slopes = ((self._lengths[easier, number] * mixes).sum(1) - lengths) / EASE_SPACING
         variance = slopes**2 @ [ease.variance for ease in eases]
         variance += slopes[[not ease.information for ease in eases]].sum() ** 2 * self._shared_variance
         clock = self._clocks.get(len(eases))
@@ -466,7 +483,7 @@ class ShapePolicy:
 
     def _reading_missed(self, eases: Sequence[Ease], context: int) -> float:
         """Seconds in which the draft reads what it has missed."""
-        missed = max(min(ease.num_missed, MOST_MISSED) for ease in eases)
+        missed = max(ease.num_missed for ease in eases)
         return self._reading(len(eases), missed, context) if missed else 0.0
 
     def _use(self, number: int, *, is_probe: bool = False) -> None:
@@ -668,7 +685,7 @@ def _rows(eases: Sequence[Ease]) -> list[int]:
 
 
 def _row(ease: Ease) -> int:
-    place = int((ease.value - LEAST_EASE) / STEP + 0.5)
+    place = int((ease.value - LEAST_EASE) / EASE_SPACING + 0.5)
     return min(max(place, 0), len(EASES) - 1)
 
 

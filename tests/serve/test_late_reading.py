@@ -2,22 +2,29 @@
 acceptance."""
 
 import pytest
+import torch
 from sweep import sweep
 from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
 from tiny_engine import decode, resolved
+from tiny_mixtures import randomised, v2
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Runner
+from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.speculation.propose.ready import ReadyDrafter
 from eagle_kit.tuning.policy import ToldPolicy
 
-AT_ONCE = {"eagle3": 64, "p-eagle": 32, "dflash": 32, "dflash, causal": 32, "dspark": 32}
+AT_ONCE = {
+    **{"eagle3": 64, "whole model": 64, "whole model, latents": 64},
+    **{"p-eagle": 32, "dflash": 32, "dflash, causal": 32, "dspark": 32},
+}
 """By kind of head, tokens that a window has room for, beside a block of masks where there is one. Others are
 stored before."""
 PROMPTS = [[(3 * i + j) % 11 for j in range(5)] for i in range(3)]
@@ -25,7 +32,7 @@ LENGTHS = (180, 95, 110)
 
 
 @pytest.fixture(scope="module")
-def pairs():
+def pairs(tmp_path_factory):
     """A target of 11 tokens and a draft of each name."""
     target = tiny_target(vocab_size=11)
     heads = {
@@ -35,7 +42,13 @@ def pairs():
         "dflash, causal": tiny_dflash(target, sliding_window=400, sliding_layers=(0, 1, 2)),
         "dspark": tiny_dspark(target),
     }
-    return {name: (target, load_draft_model(head.eval(), target)) for name, head in heads.items()}
+    folder = tmp_path_factory.mktemp("latents")
+    randomised(v2(vocab_size=11)).save_pretrained(folder)
+    whole = {"whole model": tiny_target(vocab_size=11, num_layers=2, seed=5)}
+    whole["whole model, latents"] = load_target(folder)
+    drafts = {name: load_draft_model(head.eval(), target) for name, head in heads.items()}
+    drafts |= {name: StandaloneDraftModel(model) for name, model in whole.items()}
+    return {name: (target, draft) for name, draft in drafts.items()}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +89,8 @@ def watch(monkeypatch, noted):
         fast=[
             ("eagle3", "4,1,5", 1, False),
             ("eagle3", "3,2,6", 0, False),
+            ("whole model", "4,1,5", 0, False),
+            ("whole model, latents", "3,2,6", 1, False),
             ("p-eagle", "4,1,5", 1, False),
             ("dflash", "3,2,6", 0, False),
             ("dflash, causal", "4,1,5", 0, True),
@@ -122,22 +137,76 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
 @pytest.mark.parametrize("name", sweep(AT_ONCE, fast=["eagle3", "p-eagle", "dflash"]))
 def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, name):
     """In the sizes of graphs: three requests as four, and what is prepared before there is any."""
-    engine = Engine(*pairs[name], resolved(4, 256, kv_tokens=2000, lag=1, batch_sizes=(1, 4)))
-    engine.runner.graphs = GraphRunner("cycle", EagerGraph)
+
+    def run(ways):
+        engine = Engine(*pairs[name], resolved(4, 256, kv_tokens=2000, lag=1, batch_sizes=(1, 4)))
+        engine.runner.graphs = GraphRunner("cycle", EagerGraph)
+        policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+        engine.use_shape(policy)
+        assert engine.runner.catch_up_idle() == ways
+        requests = [
+            Request(i, prompt, SamplingParams(max_tokens=n))
+            for i, (prompt, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
+        ]
+        for request in requests:
+            engine.add_request(request)
+        for policy.shape in map(SpecShape.parse, (*["none"] * 67, *["4,1,5", "none"] * 300)):
+            if engine.has_work:
+                engine.step()
+        return [(request.token_ids, request.stats) for request in requests]
+
+    later = run(ways=2 * (AT_ONCE[name].bit_length() + 7))
+    for drafter in (Drafter, ReadyDrafter):
+        monkeypatch.setattr(drafter, "can_wait", False)
+    assert later == run(ways=0)
+    assert [tokens for tokens, _ in later] == plain
+    assert max(stats.accept_length for _, stats in later) > 1.01
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
+    """A window of them is stored at once, and nothing is drafted behind it."""
+    engine = Engine(*pairs[name], resolved(1, 256, kv_tokens=400))
     policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
     engine.use_shape(policy)
-    assert engine.runner.catch_up_idle() == 2 * (AT_ONCE[name].bit_length() + 7)
-    requests = [
-        Request(i, prompt, SamplingParams(max_tokens=n))
-        for i, (prompt, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
-    ]
-    for request in requests:
-        engine.add_request(request)
-    for policy.shape in map(SpecShape.parse, (*["none"] * 67, *["4,1,5", "none"] * 300)):
+    request, model, seen = Request(0, PROMPTS[0], SamplingParams(max_tokens=100)), engine.draft, []
+    engine.add_request(request)
+    engine.step()  # its prompt
+
+    def noted(of, name):
+        function = getattr(of, name)
+
+        def noting(*args, **kwargs):
+            seen.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(of, name, noting)
+
+    for name in ("features", "readout", "logits"):
+        noted(model, name)
+    for _ in range(64):
+        engine.step()
+        assert not seen and request.num_missed
+    engine.step()
+    assert seen == ["features"] and request.num_missed == 2
+    policy.shape = SpecShape.parse("4,1,5")
+    engine.step()
+    assert seen.count("features") >= 2 and {"readout", "logits"} & {*seen} and not request.num_missed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_are_kept_as_the_draft_reads_them(dtype):
+    """A target in fp32, and whole models of either dtype, which read none."""
+    target = tiny_target(vocab_size=11)
+    draft = StandaloneDraftModel(tiny_target(vocab_size=11, num_layers=2, seed=5).to(dtype))
+    engine = Engine(target, draft, resolved(1, 256, kv_tokens=400))
+    policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+    engine.use_shape(policy)
+    engine.add_request(request := Request(0, PROMPTS[0], SamplingParams(max_tokens=80)))
+    for policy.shape in map(SpecShape.parse, (*["none"] * 70, *["4,1,5"] * 10)):
         if engine.has_work:
             engine.step()
-    assert [request.token_ids for request in requests] == plain
-    assert max(request.stats.accept_length for request in requests) > 1.01
+    assert request.stats.num_verifies and request.finish_reason
 
 
 @pytest.mark.parametrize("name", sweep(AT_ONCE, fast=["eagle3", "dflash"]))

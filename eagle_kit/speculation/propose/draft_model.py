@@ -1,6 +1,6 @@
 """Draft models: the contract with a drafter, heads behind a target, and whole models.
 
-Legend: T rows, C numbers of the target's states, F features, H hidden, Vd draft vocabulary.
+Legend: T rows, M numbers of the target's states, F features, H hidden, Vd draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ class DraftModel(ABC):
             after it (EAGLE), 0 where it is made of a feature alone (DFlash), and for a whole model.
         cache: entry of a token in its store.
         variants: how each layer of the store attends.
-        state_size: C, of what it reads of the target for a token, of ``state_dtype``; 0 for a model that
+        state_size: M, of what it reads of the target for a token, of ``state_dtype``; 0 for a model that
             reads no states.
         feature_size: F; 0 for a model that reads no states.
         num_modules: 1, or one for every step of a draft.
@@ -91,7 +91,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """States ``[T, C]`` that features are made of, of all of the target's output or of ``rows`` int64
+        """States ``[T, M]`` that features are made of, of all of the target's output or of ``rows`` int64
         ``[T]``."""
 
     @abstractmethod
@@ -157,7 +157,8 @@ class HeadDraftModel(DraftModel):
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""
-        return self.head.features(states, states)
+        none = states[:, :0]
+        return self.head.features(none, states) if self.capture else self.head.features(states, none)
 
     def step(
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
@@ -181,6 +182,7 @@ class StandaloneDraftModel(DraftModel):
 
     def __init__(self, model: Target, token_map: torch.Tensor | None = None) -> None:
         super().__init__(model.lm_head, token_map)
+        self.state_dtype = self.dtype
         self.model, self.cache, self.variants = model, model.config.cache, model.variants
 
     def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Autoregressive drafting: chains (K = 1) and dynamic trees (EAGLE-2, arXiv 2406.16858; K > 1), and
 draft-extend. EAGLE-3, EAGLE-1 and whole small models differ only in their `DraftModel`.
 
-Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, C numbers of the target's states,
+Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, M numbers of the target's states,
 Vd draft vocabulary.
 
 A draft's key-value entry lives at the slot of the token it embeds. Entries in the pool are made from target
@@ -53,7 +53,7 @@ class Kept(NamedTuple):
 
 
 class Missed(NamedTuple):
-    """Tokens that the target has decoded and the draft has not read: the target's ``states [B, L, C]`` that
+    """Tokens that the target has decoded and the draft has not read: the target's ``states [B, L, M]`` that
     predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
 
     states: torch.Tensor

@@ -118,12 +118,12 @@ class ModulesDrafter(ReadyDrafter):
         """Run all modules over a window behind slot ``seq_lens [B]``, whose states are ``carries [B, D, H]``.
 
         Args:
-            missed: the emitted tokens and their states; M may be 0.
+            missed: the emitted tokens and the target's states; there may be none.
             topk: K.
         """
-        states, emitted, counts = missed
+        read, emitted, counts = missed
         b, length = emitted.shape
-        features = self.model.features(states.flatten(0, 1)).view(b, length, self.model.feature_size)
+        features = self.model.features(read.flatten(0, 1)).view(b, length, self.model.feature_size)
         modules, request = self.model.num_modules, self.numbers[:b]
         tokens = torch.cat((emitted, emitted.new_zeros(b, modules)), 1)
         hidden, drafted, scores, kept = features.to(carries.dtype), [], [], []
