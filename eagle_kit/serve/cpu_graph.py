@@ -29,11 +29,11 @@ from eagle_kit.config.engine import GraphMode
 from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Guard, recording_context
 from eagle_kit.serve.graph import CaptureError, GraphCall, Lengths, leaves, map_tensors
 
-RECORD_AFTER = 24
-"""Runs of a kind before it is recorded: a recording takes as long as some tens of replays save."""
+RECORD_AFTER = 8
+"""Runs of a kind before it is recorded: a recording takes as long as some ten replays save."""
 MAX_RECORDINGS = 64
 """Of all engines of the process; some 5 megabytes each, for a target of 30 layers."""
-MAX_RECORD_AFTER = 64 * RECORD_AFTER
+MAX_RECORD_AFTER = 192 * RECORD_AFTER
 MAX_COUNTED = 1024
 READS = (
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "nonzero"),

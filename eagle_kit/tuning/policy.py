@@ -50,7 +50,9 @@ from eagle_kit.tuning.shapes import Seconds
 
 SHARED_VARIANCE, SHARED_CHANGE = 0.25, 0.03
 """Variance at first of what texts have in common, and what every new request adds to it: tasks change."""
-MIX_RATE, SHARED_RATE = 0.1, 0.02
+MIX_RATE, SHARED_RATE, AVERAGE_SEEN = 0.1, 0.02, 16
+"""Rates at which a request's mix and that of all follow what is seen, and confidences for which the mix of
+another draft counts."""
 WORTH_CYCLES, LEAST_CYCLES = 64, 8
 """Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch, as many
 as what was expected at first counts."""
@@ -240,6 +242,7 @@ class ShapePolicy:
         self.shared_ease, self.calibration = 0.0, Calibration()
         self.shared_mix: Sequence[float] = self._usual_mix.tolist()
         self._shared_variance = VARIANCE if is_average else SHARED_VARIANCE
+        self._num_seen = AVERAGE_SEEN if is_average else round(1 / SHARED_RATE)  # confidences in the mix
         self.shape = NO_SPECULATION
         # Of a cycle of speculation, on average: tokens beside those of the eases, and seconds.
         self._gained = self._spent = 0.0
@@ -602,7 +605,9 @@ class ShapePolicy:
         ease.confidence = bisect_right(self._edges, probability or 0.0) if is_known else None
         if ease.confidence is not None:
             ease.mix = _with_seen(ease.mix, ease.confidence, MIX_RATE)
-            self.shared_mix = _with_seen(self.shared_mix, ease.confidence, SHARED_RATE)
+            self._num_seen += 1
+            rate = max(SHARED_RATE, 1 / self._num_seen)
+            self.shared_mix = _with_seen(self.shared_mix, ease.confidence, rate)
 
     def observe_time(
         self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None

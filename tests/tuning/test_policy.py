@@ -348,6 +348,19 @@ def test_a_draft_far_weaker_than_the_average_one_is_soon_left_alone(batch_size, 
     assert np.mean(rates) > least
 
 
+def test_how_sure_an_unknown_draft_is_of_texts_is_soon_known():
+    """New requests begin with what those before them had, which for a measured draft is seen more slowly."""
+    unsure = []
+    for is_average in (True, False):
+        policy = make_policy(confident_table(), is_average=is_average)
+        for _ in range(4):
+            ease = policy.new_request()
+            for _ in range(16):
+                policy.see(ease, 0.1)
+        unsure.append(policy.new_request().mix[0])
+    assert unsure[0] > 0.85 > 0.82 > unsure[1] > 0.6
+
+
 def test_costs_that_the_table_has_wrong_are_learnt():
     def wrong(batch_size, shape, context):
         return seconds(batch_size, shape, context) * (0.5 if shape.steps == 6 else 1.0)
