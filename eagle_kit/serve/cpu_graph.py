@@ -31,9 +31,11 @@ from eagle_kit.serve.graph import CaptureError, GraphCall, Lengths, leaves, map_
 
 RECORD_AFTER = 8
 """Runs of a kind before it is recorded: a recording takes as long as some ten replays save."""
+FEW_REPLAYS = 24
+"""Replays below which a recording that is dropped has hardly paid."""
 MAX_RECORDINGS = 64
 """Of all engines of the process; some 5 megabytes each, for a target of 30 layers."""
-MAX_RECORD_AFTER = 192 * RECORD_AFTER
+MAX_RECORD_AFTER = 1536
 MAX_COUNTED = 1024
 READS = (
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "nonzero"),
@@ -399,7 +401,7 @@ class CpuGraphs:
         and the next ones wait longer."""
         recording = self._recordings.pop(key, None)
         self._runs.pop(key, None)  # so that it is not recorded again at its next run
-        if recording is not None and recording.num_replays < RECORD_AFTER:
+        if recording is not None and recording.num_replays < FEW_REPLAYS:
             self._record_after = min(2 * self._record_after, MAX_RECORD_AFTER)
 
     def _note_use(self, key: Hashable) -> None:

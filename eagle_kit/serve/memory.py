@@ -246,8 +246,8 @@ def plan_memory(
 
 def _waits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> bool:
     """Return whether the draft may read tokens of plain cycles later."""
-    is_plain_at_times = chooses_shapes or NO_SPECULATION in config.shape.shapes
-    return is_plain_at_times and drafter_class(draft, config).can_wait
+    is_plain_at_times = config.shape.steps and NO_SPECULATION in config.shape.shapes
+    return bool(chooses_shapes or is_plain_at_times) and drafter_class(draft, config).can_wait
 
 
 def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> int:

@@ -166,10 +166,16 @@ def average_acceptance() -> MeasuredAcceptance:
 
 
 def ship(draft_folder: Path, acceptance: MeasuredAcceptance | None, costs: Costs) -> Path:
-    """Write ``tuning.json`` beside a draft's weights; costs of other machines in it are kept."""
+    """Write ``tuning.json`` beside a draft's weights; costs of other machines in it are kept, but for those
+    of cycles of another form, which are of no use."""
     before = _shipped(draft_folder)
     known = _list(before.get("costs"), draft_folder)
-    others = [each for each in known if isinstance(each, dict) and each.get("key") != dict(costs.key)]
+    keys = [each.get("key") if isinstance(each, dict) else None for each in known]
+    others = [
+        each
+        for each, key in zip(known, keys, strict=True)
+        if isinstance(key, dict) and key != dict(costs.key) and key.get("cycles") == costs.key.get("cycles")
+    ]
     mine = before.get("acceptance") if acceptance is None else acceptance.to_json()
     data = {"format": FORMAT, "acceptance": mine, "costs": [*others, costs.to_json()]}
     return _save(draft_folder / SHIPPED, data)

@@ -195,8 +195,8 @@ def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_states_are_kept_as_the_draft_reads_them(dtype):
-    """A target in fp32, and whole models of either dtype, which read none."""
+def test_a_whole_model_waits_in_a_dtype_of_its_own(dtype):
+    """It reads no states of the target, which is in fp32."""
     target = tiny_target(vocab_size=11)
     draft = StandaloneDraftModel(tiny_target(vocab_size=11, num_layers=2, seed=5).to(dtype))
     engine = Engine(target, draft, resolved(1, 256, kv_tokens=400))

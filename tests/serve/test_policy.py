@@ -7,8 +7,11 @@ from restless import Restless
 from sweep import sweep
 from tiny_engine import PROMPTS, decode, make_engine, serve
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.serve.drafts import load_draft_model
+from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.drafter import Drafter
 from eagle_kit.tuning.acceptance import AcceptanceTable
@@ -125,6 +128,37 @@ def test_only_shapes_that_wait_keep_what_the_draft_misses(models):
     assert engine.runner.slots.missed is not None
     without = make_engine((models[0], None), 2)
     assert without.runner.slots.missed is None
+
+
+def test_slots_of_other_shapes_keep_what_is_missed_in_one_place(models):
+    engine, plain = make_engine(models, 1), decode(models, prompts=PROMPTS[:1], max_tokens=30)[0].token_ids
+    kept = set()
+    for shapes in (SHAPES[:1], SHAPES, SHAPES[:2]):
+        engine.use_shape(Late(5))
+        engine.use_shape(Restless(0, shapes))
+        request = Request(0, list(PROMPTS[0]), SamplingParams(max_tokens=30))
+        serve(engine, [request])
+        assert request.token_ids == plain
+        kept.add(id(engine.runner.slots.missed.states))
+    assert len(engine.runner._slots) > 2 and len(kept) == 1
+
+
+def test_memory_is_planned_for_what_a_draft_misses_where_it_may_miss_something(models):
+    target, head = models
+    draft = load_draft_model(head, target)
+
+    def scratch(shape, chooses_shapes=False):
+        config = EngineConfig(max_batch_size=3, max_context=64, shape=shape)
+        config = config.resolve(on_gpu=False, max_positions=4096)
+        return plan_memory(target, draft, config, chooses_shapes=chooses_shapes).scratch
+
+    alone = scratch("4,1,5")
+    assert scratch("none") == alone
+    assert (
+        scratch("4,1,5", chooses_shapes=True)
+        == scratch("4,1,5 2:none")
+        == alone + 4 * 64 * 3 * 4 * (target.config.hidden_size)
+    )
 
 
 @pytest.mark.parametrize("drafts", [{}, {"sampled_drafts": True}], ids=["deterministic", "sampled"])

@@ -54,6 +54,17 @@ def test_a_shipped_table_serves_other_versions_and_not_other_devices_or_weights(
         assert files.find_acceptance("trained on", place) is None
 
 
+def test_costs_of_cycles_of_another_form_are_not_used_and_not_kept(place):
+    files.ship(place, make_acceptance(), make_costs({**KEY, "cycles": 1}))
+    files.ship(place, None, make_costs({**KEY, "device": "another CPU", "cycles": 1}))
+    assert files.find_costs({**KEY, "cycles": 1}, place) is not None
+    assert files.find_costs({**KEY, "cycles": 2}, place) is None
+    files.ship(place, None, make_costs({**KEY, "cycles": 2}))
+    assert files.find_costs({**KEY, "cycles": 2}, place) is not None
+    assert files.find_costs({**KEY, "cycles": 1}, place) is None
+    assert files.find_costs({**KEY, "device": "another CPU", "cycles": 1}, place) is None
+
+
 def test_a_short_measurement_does_not_outweigh_a_shipped_table(place):
     files.save_costs(replace(make_costs(), tuned_to=0, date="quick"))
     assert files.find_costs(KEY, place).date == "quick"

@@ -297,6 +297,34 @@ def test_what_drafting_is_worth_depends_on_no_order_of_requests():
     assert run(lambda number: 0) == run(lambda number: number % 4)
 
 
+def test_costs_are_computed_again_where_times_have_changed_them():
+    policy, eases = make_policy(confident_table(), packed_share=lambda *_: 0.7), []
+    eases = [policy.new_request() for _ in range(4)]
+    before = policy._costs_of(4, 300), policy._packings(4, 300, 1)
+    for _ in range(8):
+        policy.choose(eases, 300)
+        assert policy._costs_of(4, 310) is before[0] and policy._packings(4, 310, 1) is before[1]
+    for shape in (SHAPES[1], NO_SPECULATION) * 4:
+        policy.choose(eases, 300)
+        policy.observe_time(4, shape, 300, 0.2)
+    after = policy._costs_of(4, 300), policy._packings(4, 300, 1)
+    assert after[0].seconds[1] != before[0].seconds[1] and after[1].seconds != before[1].seconds
+    assert policy._costs_of(4, 300) is after[0]
+
+
+def test_a_plain_probe_does_not_change_what_a_head_that_tells_is_worth():
+    """In a plain cycle it tells nothing, so that nothing is known of the request's depths."""
+    policy = make_policy(confident_table())
+    ease = policy.new_request()
+    for _ in range(20):
+        policy.see(ease, [0.8, 0.6, 0.5, 0.4, 0.3, 0.2])
+        policy.observe(ease, policy.choose([ease], 300), 0)
+    assert policy._spent and ease.value < -1.0
+    before = policy._gained * policy._usual([ease]) / policy._spent
+    policy.see(ease, None)
+    assert policy._gained * policy._usual([ease]) / policy._spent == before
+
+
 def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
     """It is made of numbers at hand, plain or not; a look comes every eight cycles."""
     policy, looks = make_policy(confident_table()), Counter()
@@ -614,7 +642,7 @@ def batch_speed(batch_size, packs, see_depths=False, num_cycles=1500):
 
 
 @pytest.mark.parametrize("packs", [False, True])
-def test_choosing_takes_microseconds(packs):
+def test_choosing_takes_little_time(packs):
     begun = time.perf_counter()
     batch_speed(8, packs, num_cycles=500)
     assert (time.perf_counter() - begun) / 500 < 2e-3
