@@ -92,6 +92,12 @@ def test_drawn_chains_have_the_distribution_of_plain_sampling(pairs, plain_count
     assert excess(pair_counts(pairs[name], COUNT, **options), plain_counts) < 4
 
 
+@pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
+def test_replies_sampled_over_trees_have_the_distribution_of_plain_sampling(pairs, plain_counts, name):
+    """Best-first over the block's candidates, DSpark's corrected by the token before."""
+    assert excess(pair_counts(pairs[name], COUNT, shape="3,2,6", seed=4), plain_counts) < 4
+
+
 @pytest.mark.slow
 def test_a_q_without_the_correction_is_seen_by_the_same_test(pairs, plain_counts, monkeypatch):
     """As if every token had been drawn from a flatter distribution than it was."""
