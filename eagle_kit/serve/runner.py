@@ -413,7 +413,7 @@ class Runner:
         if longest > drafter.most_missed(self.kept):
             self._store_missed(requests)
             longest = 1
-        self._read_in_parts(self._extend_missed, behind, longest, self._appended)
+        self._read_in_parts(self._extend_part, behind, longest, self._appended)
         for request in behind:
             request.num_missed = 0
 
@@ -447,7 +447,7 @@ class Runner:
             return 0
         most, ways = self.models.drafter.most_missed(self.kept), 0
         for read, longest, appended in (
-            (self._extend_missed, most, self._appended),
+            (self._extend_part, most, self._appended),
             (self._store_part, MAX_WINDOW, 0),
         ):
             for length in (1 << i for i in range(longest.bit_length())):
@@ -467,28 +467,25 @@ class Runner:
             most = max([size for size in sizes if size <= most], default=sizes[0])
         return most
 
-    def _extend_missed(self, slots: list[int], length: int, columns: int) -> None:
+    def _extend_part(self, slots: list[int], length: int, columns: int) -> None:
         """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
         ``columns``, and draft behind them."""
-        drafter, kept = self.models.drafter, self.slots.missed
-        assert drafter is not None and kept is not None
-        rows = self._tensor(slots)
-        state, missed = self.slots.gather(rows), self.slots.missed_of(rows, length)
-        before = state._replace(seq_lens=state.seq_lens - missed.counts)
+        drafter, rows = self.models.drafter, self._tensor(slots)
+        assert drafter is not None
+        before, missed = self.slots.before_missed(rows, length)
         with self.linear_forms.using():
             last = (missed.counts - 1).clamp(min=0)  # padding has none
             draft = drafter.extend(before, missed, last, self.kept, columns)
-        self.slots.scatter(rows, state._replace(draft=draft), None)
-        kept.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
+        after = before._replace(seq_lens=before.seq_lens + missed.counts, draft=draft)
+        self.slots.scatter(rows, after, None)
+        self.slots.drop_missed(rows)
 
     def _store_part(self, slots: list[int], length: int, columns: int) -> None:
         """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
         ``columns``, all but the last one."""
-        drafter = self.models.drafter
+        drafter, rows = self.models.drafter, self._tensor(slots)
         assert drafter is not None
-        rows = self._tensor(slots)
-        state, missed = self.slots.gather(rows), self.slots.missed_of(rows, length)
-        before = state._replace(seq_lens=state.seq_lens - missed.counts)
+        before, missed = self.slots.before_missed(rows, length)
         with self.linear_forms.using():
             drafter.store(before, missed._replace(counts=(missed.counts - 1).clamp(min=0)), columns)
         self.slots.keep_last_missed(rows)

@@ -98,7 +98,7 @@ class Slots:
             for mine, new in zip(self.draft, draft, strict=True):
                 mine[slots] = new
         if self.missed is not None:
-            self.missed.counts.index_fill_(0, slots, 0)
+            self.drop_missed(slots)
 
     def gather(self, rows: torch.Tensor) -> CycleState:
         """Gather the state of the batch in ``rows`` int64 ``[B]``."""
@@ -143,11 +143,18 @@ class Slots:
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
         self.missed = Missed(states, tokens, torch.zeros(shape[0], dtype=torch.int64, device=device))
 
-    def missed_of(self, rows: torch.Tensor, length: int) -> Missed:
-        """The first ``length`` tokens that the draft has missed of each of ``rows``."""
+    def before_missed(self, rows: torch.Tensor, length: int) -> tuple[CycleState, Missed]:
+        """State of ``rows [B]`` before the tokens that the draft has missed, and the first ``length`` of
+        these."""
         assert self.missed is not None
         states, tokens, counts = self.missed
-        return Missed(states[rows, :length], tokens[rows, :length], counts[rows])
+        state, missed = self.gather(rows), Missed(states[rows, :length], tokens[rows, :length], counts[rows])
+        return state._replace(seq_lens=state.seq_lens - missed.counts), missed
+
+    def drop_missed(self, rows: torch.Tensor) -> None:
+        """Drop what the draft has missed of ``rows``."""
+        assert self.missed is not None
+        self.missed.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
 
     def keep_last_missed(self, rows: torch.Tensor) -> None:
         """Drop what the draft has missed of ``rows`` but the last token, which its next state depends on."""

@@ -232,8 +232,8 @@ class ShapePolicy:
             [*(each[: shape.steps].tolist() for each in odds[i]), mean_chances[i]]
             for i, shape in enumerate(self.shapes)
         ]
-        self._told, self._tells = dict[int, list[tuple[int, int]]](), False
-        self._chains = np.array([shape.steps > 0 and shape.topk == 1 for shape in self.shapes])
+        self._tells = False
+        self._chains = {i: s.steps for i, s in enumerate(self.shapes) if s.steps and s.topk == 1}
         self._sizes = sorted(menus)
         self._numbers = {
             size: [self._number[shape] for shape in self.shapes if shape.steps and shape in menu]
@@ -366,8 +366,9 @@ class ShapePolicy:
                 lengths[i] = (self._lengths[rows[i]] * self._weights([ease])[0]).sum(1)
             if told[i]:
                 reached = [*accumulate(told[i], initial=1.0)]
-                for number, depth in self._told_depths(len(told[i])):
-                    lengths[i, number] = reached[depth]
+                for number, depth in self._chains.items():
+                    if depth < len(reached):
+                        lengths[i, number] = reached[depth]
         return lengths
 
     def _expected_reach(
@@ -391,13 +392,6 @@ class ShapePolicy:
             return []
         odds = self.calibration.log_odds(ease.told)
         return [*accumulate((chance_of(each + ease.bias[0]) for each in odds), operator.mul)]
-
-    def _told_depths(self, most: int) -> list[tuple[int, int]]:
-        """Numbers and depths of the chains of at most ``most`` steps."""
-        if most not in self._told:
-            depths = [(i, shape.steps) for i, shape in enumerate(self.shapes) if self._chains[i]]
-            self._told[most] = [(number, depth) for number, depth in depths if depth <= most]
-        return self._told[most]
 
     def _usual(self, eases: Sequence[Ease]) -> float:
         """Tokens of a cycle that texts of such eases usually give, for an average over cycles to follow the
@@ -429,7 +423,7 @@ class ShapePolicy:
             self._use(drafting if is_better else 0)
         elif not now and worth * entering > GAIN * speeds[0]:
             self._use(drafting)
-            self._left = min(max(SAMPLES // len(eases), 2), HOLD)
+            self._left = _drafting_cycles(len(eases), HOLD)
         elif now and not is_better:
             self._use(0)
         elif now and speeds[drafting] > GAIN * speeds[now]:
@@ -437,7 +431,7 @@ class ShapePolicy:
         elif may_draft and self._pays_to_probe(eases, context, drafting, worth / speeds[0]):
             self._use(0 if now else drafting, is_probe=True)
             if self.shape.steps:
-                self._left = _drafting_probe(len(eases))
+                self._left = _drafting_cycles(len(eases), PROBE)
         self._rate = max(worth, float(speeds[0]))
 
     def _pays_to_probe(self, eases: Sequence[Ease], context: int, drafting: int, gain: float) -> bool:
@@ -449,7 +443,7 @@ class ShapePolicy:
         other = NormalDist(-distance, doubt)  # logarithm of its worth beside what is used
         gain_if_better = doubt**2 * other.pdf(0.0) - distance * (1.0 - other.cdf(0.0))
         saved = USE * costs[0] * gain_if_better
-        cycles = _drafting_probe(size) if is_plain else PROBE
+        cycles = _drafting_cycles(size, PROBE) if is_plain else PROBE
         lost = cycles * costs[drafting if is_plain else 0] * (1 - math.exp(-distance))
         lost += self._reading_missed(eases, context) if is_plain else self._reading(size, PROBE, context)
         most, num_cycles = MOST_LOSS * costs[0], self._num_plain + self._num_drafting
@@ -528,7 +522,7 @@ class ShapePolicy:
         """Numbers of the chains on the menu whose windows can be packed."""
         if self.packed_share is None or batch_size == 1 or not self._edges:
             return []
-        return [number for number in self._drafting(batch_size) if self.shapes[number].topk == 1]
+        return [number for number in self._drafting(batch_size) if number in self._chains]
 
     def _packings(self, batch_size: int, context: int, number: int) -> _Packings:
         """What parts of a chain's drafts may be verified."""
@@ -584,7 +578,7 @@ class ShapePolicy:
         known = -1 if ease.confidence is None else ease.confidence
         odds = self._odds[self._number[shape]][known][:num_drafts]
         ease.value, ease.variance, information = learn_offset(ease.value, ease.variance, odds, num_accepted)
-        if self._chains[self._number[shape]] and len(ease.told) >= shape.steps:
+        if self._number[shape] in self._chains and len(ease.told) >= shape.steps:
             drafted = ease.told[: shape.steps][:num_drafts]
             self.calibration.learn(drafted, ease.bias[0], num_accepted)
             *bias, _ = learn_offset(*ease.bias, self.calibration.log_odds(drafted), num_accepted)
@@ -668,9 +662,9 @@ class ToldPolicy(ShapePolicy):
         """See :class:`ShapePolicy`."""
 
 
-def _drafting_probe(batch_size: int) -> int:
-    """Cycles of a probe that drafts."""
-    return min(max(SAMPLES // batch_size, 2), PROBE)
+def _drafting_cycles(batch_size: int, most: int) -> int:
+    """Cycles of drafting that tell enough of a batch."""
+    return min(max(SAMPLES // batch_size, 2), most)
 
 
 def _about_all(information: float) -> float:
@@ -689,12 +683,8 @@ def _likeliest(chances: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np
 
 def _rows(eases: Sequence[Ease]) -> list[int]:
     """Places of requests' eases among ``EASES``."""
-    return [_row(ease) for ease in eases]
-
-
-def _row(ease: Ease) -> int:
-    place = int((ease.value - LEAST_EASE) / EASE_SPACING + 0.5)
-    return min(max(place, 0), len(EASES) - 1)
+    places = (int((ease.value - LEAST_EASE) / EASE_SPACING + 0.5) for ease in eases)
+    return [min(max(place, 0), len(EASES) - 1) for place in places]
 
 
 def _with_seen(mix: Sequence[float], seen: int, rate: float) -> list[float]:

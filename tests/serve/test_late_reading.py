@@ -72,7 +72,7 @@ def watch(monkeypatch, noted):
 
         monkeypatch.setattr(Runner, name, noting)
 
-    watched("_extend_missed", Runner._extend_missed)
+    watched("_extend_part", Runner._extend_part)
     watched("_store_part", Runner._store_part)
     return found
 
@@ -124,7 +124,7 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
 
     reads = watch(monkeypatch, lambda runner, name, slots, length: (name, length))
     later = run()
-    assert max(length for name, length in reads if name == "_extend_missed") <= AT_ONCE[name]
+    assert max(length for name, length in reads if name == "_extend_part") <= AT_ONCE[name]
     assert max(length for name, length in reads if name == "_store_part") == 63
     for drafter in (Drafter, ReadyDrafter):
         monkeypatch.setattr(drafter, "can_wait", False)
@@ -219,7 +219,7 @@ def test_rows_of_a_reading_are_planned_for(pairs, monkeypatch, name):
         engine.add_request(Request(i, prompt, SamplingParams(max_tokens=60)))
 
     def rows_of(runner, name, slots, length):
-        return len(slots) * (length + (runner._appended if name == "_extend_missed" else 0))
+        return len(slots) * (length + (runner._appended if name == "_extend_part" else 0))
 
     rows = watch(monkeypatch, rows_of)
     for policy.shape in map(SpecShape.parse, (*["none"] * 30, *["4,1,5"] * 60)):
