@@ -1,7 +1,11 @@
-"""Settings of glibc's allocator for processes with large tensors."""
+"""Memory of processes with large tensors: settings of glibc's allocator, and zeros that cost nothing yet."""
 
 import ctypes
+import mmap
 import sys
+from collections.abc import Sequence
+
+import torch
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 
@@ -35,3 +39,15 @@ def release_free_memory() -> bool:
         return bool(ctypes.CDLL("libc.so.6").malloc_trim(0))
     except (OSError, AttributeError):
         return False
+
+
+def zeros_when_used(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Allocate zeros. On a CPU their pages take memory, and time, when they are first read or written:
+    ``torch.zeros`` writes them all, which takes a third of a second per GB and more on a busy machine."""
+    size = torch.Size(shape).numel() * dtype.itemsize
+    if torch.device(device).type != "cpu" or sys.platform == "win32" or size < mmap.PAGESIZE:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)

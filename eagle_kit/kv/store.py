@@ -15,6 +15,7 @@ import torch
 
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.commit import commit_path
+from eagle_kit.kernels.cpu_memory import zeros_when_used
 from eagle_kit.kernels.rope import WindowRows
 from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.models.blocks.layers import Attend
@@ -90,7 +91,7 @@ class PagedStore(ABC):
 
     def _empty(self, *shape: int) -> torch.Tensor:
         """Allocate rows of zeros."""
-        return torch.zeros(shape, dtype=self._store_dtype, device=self.device)
+        return zeros_when_used(shape, self._store_dtype, self.device)
 
     @property
     @abstractmethod

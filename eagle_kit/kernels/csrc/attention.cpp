@@ -80,8 +80,11 @@ static inline void transpose_eight(const float* const* rows, float* to, int64_t 
 static void take_keys(const Layer& layer, const Place& place, int64_t c, int64_t stop, float* panel) {
   const int64_t whole = layer.key_size / 8 * 8;
   const float* keys[PANEL];
-  for (int64_t i = 0; i < PANEL; ++i)
-    keys[i] = layer.keys + place.row(std::min(c + i, stop - 1)) * layer.key_row;
+  for (int64_t i = 0; i < PANEL;) {
+    const int64_t column = std::min(c + i, stop - 1), end = place.run(column, stop);
+    const float* key = layer.keys + place.row(column) * layer.key_row;
+    for (int64_t j = column; j < end && i < PANEL; ++j, key += layer.key_row) keys[i++] = key;
+  }
   for (int64_t i = 0; i < PANEL; i += 8)
     for (int64_t d = 0; d < whole; d += 8) {
       const float* rows[8];

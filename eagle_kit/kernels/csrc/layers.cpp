@@ -60,10 +60,16 @@ static std::tuple<Tensor, Tensor> add_rms_norm(
   return {out, sum};
 }
 
+// silu(gate) up
+static Vector gated(Vector gate, Vector up) {
+  const Vector small = exponential((gate < 0.0f) ? gate : -gate);  // exp(-|gate|)
+  return gate * (((gate < 0.0f) ? small : Vector{} + 1.0f) / (1.0f + small)) * up;
+}
+
 // gate_up [T, 2 I] contiguous, the gate first -> silu(gate) up [T, I].
 static Tensor swiglu(const Tensor& gate_up) {
   STD_TORCH_CHECK(gate_up.dim() == 2 && gate_up.size(1) % 2 == 0, "not gate and up");
-  const int64_t rows = gate_up.size(0), size = gate_up.size(1) / 2;
+  const int64_t rows = gate_up.size(0), size = gate_up.size(1) / 2, whole = size / LANES * LANES;
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, size));
   const float* from = floats(gate_up);
   Tensor out = torch::stable::new_empty(gate_up, {rows, size});
@@ -71,16 +77,14 @@ static Tensor swiglu(const Tensor& gate_up) {
   torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const float *gate = from + 2 * t * size, *up = gate + size;
-      for (int64_t i = 0; i < size; i += LANES) {
-        const int64_t many = std::min<int64_t>(LANES, size - i);
-        float parts[2][LANES] = {};
-        std::copy_n(gate + i, many, parts[0]);
-        std::copy_n(up + i, many, parts[1]);
-        const Vector g = *(Loose*)parts[0], u = *(Loose*)parts[1];
-        const Vector small = exponential((g < 0.0f) ? g : -g);  // exp(-|g|)
-        *(Loose*)parts[0] = g * (((g < 0.0f) ? small : Vector{} + 1.0f) / (1.0f + small)) * u;
-        std::copy_n(parts[0], many, to + t * size + i);
-      }
+      float* y = to + t * size;
+      for (int64_t i = 0; i < whole; i += LANES)
+        *(Loose*)(y + i) = gated(*(const Loose*)(gate + i), *(const Loose*)(up + i));
+      float rest[2][LANES] = {};
+      std::copy_n(gate + whole, size - whole, rest[0]);
+      std::copy_n(up + whole, size - whole, rest[1]);
+      *(Loose*)rest[0] = gated(*(Loose*)rest[0], *(Loose*)rest[1]);
+      std::copy_n(rest[0], size - whole, y + whole);
     }
   });
   return out;

@@ -1,5 +1,7 @@
 // Linear layers over few rows: y = x w^T + b with weights in panels of PANEL outputs.
 
+#include <vector>
+
 #include "vectors.h"
 
 // Multiply-adds that are worth a thread.
@@ -7,42 +9,45 @@ constexpr int64_t GRAIN = 1 << 16;
 
 static int64_t panel_width() { return PANEL; }
 
-// x [T, K], panels [ceil(N / PANEL), K, PANEL], bias [N] or none -> [T, N], all fp32 and contiguous.
-static Tensor linear(
-    const Tensor& x, const Tensor& panels, int64_t outputs, const std::optional<Tensor>& bias) {
-  const int64_t rows = x.size(0), inputs = x.size(1), count = panels.size(0);
-  STD_TORCH_CHECK(
-      x.dim() == 2 && panels.dim() == 3 && panels.size(1) == inputs && panels.size(2) == PANEL &&
-          count == (outputs + PANEL - 1) / PANEL && (!bias || bias->numel() == outputs),
-      "rows and weight do not fit");
-  const float *from = floats(x), *weights = floats(panels), *biases = floats(bias);
-  Tensor out = torch::stable::new_empty(x, {rows, outputs});
-  float* to = own_floats(out);
+// to [rows, outputs] of x [rows, inputs], the panels' numbers and biases or null.
+template <typename Number>
+static void multiply(
+    const float* x, int64_t rows, int64_t inputs, const Number* panels, const float* biases, int64_t outputs,
+    float* to) {
+  const int64_t count = (outputs + PANEL - 1) / PANEL;
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, rows * inputs * PANEL));
-
-  const auto multiply = [&](int64_t panel, int64_t first, int64_t many, float* y, int64_t ldy) {
-    const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, outputs - column);
-    for (int64_t m = 0; m < many; ++m)
-      for (int64_t c = 0; c < PANEL; ++c) y[m * ldy + c] = biases && c < width ? biases[column + c] : 0.0f;
-    multiply_panel(
-        many, from + first * inputs, inputs, weights + panel * inputs * PANEL, PANEL, inputs, y, ldy);
-  };
   torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    static thread_local std::vector<float>
+        sums;  // of a panel: rows of the result can share lines of the cache
+    sums.resize(rows * PANEL);
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, outputs - column);
-      if (width == PANEL) {
-        multiply(panel, 0, rows, to + column, outputs);
-        continue;
-      }
-      float part[ROWS * PANEL];  // the last panel is wider than what is left of the outputs
-      for (int64_t first = 0; first < rows; first += ROWS) {
-        const int64_t many = std::min<int64_t>(ROWS, rows - first);
-        multiply(panel, first, many, part, PANEL);
-        for (int64_t m = 0; m < many; ++m)
-          std::copy_n(part + m * PANEL, width, to + (first + m) * outputs + column);
-      }
+      float start[PANEL] = {};
+      if (biases) std::copy_n(biases + column, width, start);
+      for (int64_t m = 0; m < rows; ++m) std::copy_n(start, PANEL, sums.data() + m * PANEL);
+      multiply_streamed(rows, x, inputs, panels + panel * inputs * PANEL, inputs, sums.data(), PANEL);
+      for (int64_t m = 0; m < rows; ++m)
+        std::copy_n(sums.data() + m * PANEL, width, to + m * outputs + column);
     }
   });
+}
+
+// x [T, K] and bias [N] or none, fp32, panels [ceil(N / PANEL), K, PANEL], fp32 or bfloat16, all contiguous
+// -> [T, N], with the same bits from panels of either type.
+static Tensor linear(
+    const Tensor& x, const Tensor& panels, int64_t outputs, const std::optional<Tensor>& bias) {
+  const int64_t rows = x.size(0), inputs = x.size(1);
+  STD_TORCH_CHECK(
+      x.dim() == 2 && panels.dim() == 3 && panels.size(1) == inputs && panels.size(2) == PANEL &&
+          panels.size(0) == (outputs + PANEL - 1) / PANEL && (!bias || bias->numel() == outputs),
+      "rows and weight do not fit");
+  Tensor out = torch::stable::new_empty(x, {rows, outputs});
+  if (panels.scalar_type() == torch::headeronly::ScalarType::BFloat16 && panels.is_contiguous())
+    multiply(
+        floats(x), rows, inputs, (const uint16_t*)panels.const_data_ptr(), floats(bias), outputs,
+        own_floats(out));
+  else
+    multiply(floats(x), rows, inputs, floats(panels), floats(bias), outputs, own_floats(out));
   return out;
 }
 

@@ -18,14 +18,18 @@ constexpr int LANES = 4, ROWS = 12;
 #else
 constexpr int LANES = 4, ROWS = 6;
 #endif
+// Bytes of a line of the cache.
+constexpr int LINE = 64;
 // Columns of a panel; ROWS rows of two vectors of sums fit into the registers.
 constexpr int PANEL = 2 * LANES;
-// Terms by which weights are fetched ahead of their use.
-constexpr int AHEAD = 32;
+// Terms by which a weight is fetched ahead of its use, and those of a chunk that several blocks of rows
+// share.
+constexpr int64_t AHEAD = 128, CHUNK = 512;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef int32_t Whole __attribute__((vector_size(4 * LANES)));
+typedef uint32_t LooseBits __attribute__((vector_size(4 * LANES), aligned(2)));
 
 using torch::stable::Tensor;
 
@@ -45,6 +49,15 @@ static inline const int64_t* numbers(const Tensor& x) {
   return (const int64_t*)x.const_data_ptr();
 }
 
+// The two vectors of PANEL numbers: one behind the other in fp32, their numbers in turns in bfloat16.
+static inline void take_both(const float* w, Vector& left, Vector& right) {
+  left = *(const Loose*)w, right = *(const Loose*)(w + LANES);
+}
+static inline void take_both(const uint16_t* w, Vector& left, Vector& right) {
+  const LooseBits pairs = *(const LooseBits*)w;
+  left = (Vector)(pairs << 16), right = (Vector)(pairs & 0xffff0000u);
+}
+
 // exp(x) for x <= 0 to a rounding error or two, 0 below -87; NaN stays.
 static inline Vector exponential(Vector x) {
   const Vector n = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest whole number
@@ -62,23 +75,32 @@ static inline Vector exponential(Vector x) {
   return (x < -87.0f) ? Vector{} : result;
 }
 
-// y[M, PANEL] += x[M, terms] w[terms, PANEL]; ld are the distances of rows.
-template <int M>
+// y[M, PANEL] += x[M, terms] w[terms, PANEL]; ld are the distances of rows. Where it FETCHES, PANEL
+// numbers are fetched for every term meanwhile, the first from `ahead`, the next ones `step` numbers on.
+template <int M, bool FETCHES, typename Number>
 static inline __attribute__((always_inline)) void multiply_block(
-    const float* __restrict x, int64_t ldx, const float* __restrict w, int64_t ldw, int64_t terms,
-    float* __restrict y, int64_t ldy) {
+    const float* __restrict x, int64_t ldx, const Number* __restrict w, int64_t ldw, int64_t terms,
+    float* __restrict y, int64_t ldy, const Number* ahead, int64_t step) {
   Vector left[M], right[M];
+  const float* third[(M + 2) / 3];  // every third row, which leaves registers for all of them
+#pragma GCC unroll 16
+  for (int i = 0; i < (M + 2) / 3; ++i) {
+    third[i] = x + 3 * i * ldx;
+    asm("" : "+r"(third[i]));  // else the compiler keeps a pointer for each row, some of them in memory
+  }
 #pragma GCC unroll 16
   for (int m = 0; m < M; ++m) {
     left[m] = *(const Loose*)(y + m * ldy);
     right[m] = *(const Loose*)(y + m * ldy + LANES);
   }
   for (int64_t k = 0; k < terms; ++k) {
-    __builtin_prefetch(w + (k + AHEAD) * ldw);
-    const Vector a = *(const Loose*)(w + k * ldw), b = *(const Loose*)(w + k * ldw + LANES);
+    if constexpr (FETCHES)
+      for (int i = 0; i < PANEL; i += LINE / sizeof(Number)) __builtin_prefetch(ahead + k * step + i, 0, 2);
+    Vector a, b;
+    take_both(w + k * ldw, a, b);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
-      const float factor = x[m * ldx + k];
+      const float factor = third[m / 3][m % 3 * ldx + k];
       left[m] += factor * a;
       right[m] += factor * b;
     }
@@ -90,21 +112,49 @@ static inline __attribute__((always_inline)) void multiply_block(
   }
 }
 
-template <int M>
+template <int M, bool FETCHES, typename Number>
 static inline void multiply_up_to(
-    int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t terms, float* y,
-    int64_t ldy) {
+    int64_t rows, const float* x, int64_t ldx, const Number* w, int64_t ldw, int64_t terms, float* y,
+    int64_t ldy, const Number* ahead, int64_t step) {
   if constexpr (M > 0) {
-    if (rows == M) return multiply_block<M>(x, ldx, w, ldw, terms, y, ldy);
-    multiply_up_to<M - 1>(rows, x, ldx, w, ldw, terms, y, ldy);
+    if (rows == M) return multiply_block<M, FETCHES>(x, ldx, w, ldw, terms, y, ldy, ahead, step);
+    multiply_up_to<M - 1, FETCHES>(rows, x, ldx, w, ldw, terms, y, ldy, ahead, step);
   }
 }
 
-// y[rows, PANEL] += x[rows, terms] w[terms, PANEL].
+// Rows of a block of at most ROWS, of which all blocks but the last have as many.
+static inline int64_t block_rows(int64_t rows) {
+  const int64_t blocks = (rows + ROWS - 1) / ROWS;
+  return blocks ? (rows + blocks - 1) / blocks : 1;
+}
+
+// y[rows, PANEL] += x[rows, terms] w[terms, PANEL], of a `w` that is in the cache.
 static inline void multiply_panel(
     int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t terms, float* y,
     int64_t ldy) {
-  const int64_t blocks = (rows + ROWS - 1) / ROWS, most = blocks ? (rows + blocks - 1) / blocks : 0;
+  const int64_t most = block_rows(rows);
   for (int64_t m = 0; m < rows; m += most)
-    multiply_up_to<ROWS>(std::min(most, rows - m), x + m * ldx, ldx, w, ldw, terms, y + m * ldy, ldy);
+    multiply_up_to<ROWS, false>(
+        std::min(most, rows - m), x + m * ldx, ldx, w, ldw, terms, y + m * ldy, ldy, w, 0);
+}
+
+// The same of a `w` in one piece that comes from memory, with the next one behind it. Where several blocks of
+// rows use it they share chunks, and the next chunk is fetched during the first two.
+template <typename Number>
+static inline void multiply_streamed(
+    int64_t rows, const float* x, int64_t ldx, const Number* w, int64_t terms, float* y, int64_t ldy) {
+  const int64_t most = block_rows(rows);
+  const bool is_shared = most < rows;
+  const int64_t chunk = is_shared ? CHUNK : terms, step = is_shared ? PANEL / 2 : PANEL;
+  for (int64_t k = 0; k < terms; k += chunk) {
+    const int64_t many = std::min(chunk, terms - k);
+    const Number *part = w + k * PANEL, *ahead = part + (is_shared ? many : AHEAD) * PANEL;
+    for (int64_t m = 0; m < rows; m += most) {
+      const auto multiply =
+          m < 2 * most ? multiply_up_to<ROWS, true, Number> : multiply_up_to<ROWS, false, Number>;
+      multiply(
+          std::min(most, rows - m), x + m * ldx + k, ldx, part, PANEL, many, y + m * ldy, ldy,
+          ahead + m / most * many * step, step);
+    }
+  }
 }
