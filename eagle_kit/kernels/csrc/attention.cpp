@@ -76,22 +76,27 @@ static inline void transpose_eight(const float* const* rows, float* to, int64_t 
 #endif
 }
 
-// panel[D, PANEL] = the keys of columns c .. c + PANEL - 1, each a column; behind `stop` the last one again.
-static void take_keys(const Layer& layer, const Place& place, int64_t c, int64_t stop, float* panel) {
-  const int64_t whole = layer.key_size / 8 * 8;
-  const float* keys[PANEL];
+// Where the keys of columns c .. c + PANEL - 1 are; behind `stop` the last one again.
+static void find_keys(const Layer& layer, const Place& place, int64_t c, int64_t stop, const float** keys) {
   for (int64_t i = 0; i < PANEL;) {
     const int64_t column = std::min(c + i, stop - 1), end = place.run(column, stop);
     const float* key = layer.keys + place.row(column) * layer.key_row;
     for (int64_t j = column; j < end && i < PANEL; ++j, key += layer.key_row) keys[i++] = key;
   }
+}
+
+// panel[D, PANEL] = PANEL keys, each a column; the `next` ones are fetched meanwhile.
+static void take_keys(int64_t size, const float* const* keys, const float* const* next, float* panel) {
+  const int64_t whole = size / 8 * 8;
   for (int64_t i = 0; i < PANEL; i += 8)
     for (int64_t d = 0; d < whole; d += 8) {
+      if (d % (LINE / sizeof(float)) == 0)
+        for (int j = 0; j < 8; ++j) __builtin_prefetch(next[i + j] + d);
       const float* rows[8];
       for (int j = 0; j < 8; ++j) rows[j] = keys[i + j] + d;
       transpose_eight(rows, panel + d * PANEL + i, PANEL);
     }
-  for (int64_t d = whole; d < layer.key_size; ++d)
+  for (int64_t d = whole; d < size; ++d)
     for (int64_t i = 0; i < PANEL; ++i) panel[d * PANEL + i] = keys[i][d];
 }
 
@@ -105,8 +110,12 @@ static void attend(
   const int64_t columns = (stop - start + PANEL - 1) / PANEL * PANEL;
   scores.assign(rows * columns, 0.0f);
   panel.resize(size * PANEL);
+  const float *keys[PANEL], *next[PANEL];
+  find_keys(layer, place, start, stop, next);
   for (int64_t c = start; c < stop; c += PANEL) {
-    take_keys(layer, place, c, stop, panel.data());
+    std::copy_n(next, PANEL, keys);
+    find_keys(layer, place, c + PANEL, stop, next);
+    take_keys(size, keys, next, panel.data());
     multiply_panel(rows, q, size, panel.data(), PANEL, size, scores.data() + c - start, columns);
   }
   float totals[MOST_ROWS];
@@ -137,8 +146,11 @@ static void attend(
   for (int64_t c = start; c < stop;) {
     const int64_t end = place.run(c, stop);
     const float *weights = scores.data() + c - start, *values = layer.values + place.row(c) * layer.value_row;
+    const float* next = end < stop ? layer.values + place.row(end) * layer.value_row : values;
     for (int64_t e = 0; e < whole; e += PANEL)
-      multiply_panel(rows, weights, columns, values + e, layer.value_row, end - c, out + e, wide);
+      multiply_panel(
+          rows, weights, columns, values + e, layer.value_row, end - c, out + e, wide, next + e,
+          layer.value_row);
     for (int64_t m = 0; m < rows; ++m)
       for (int64_t e = whole; e < wide; ++e)
         for (int64_t i = 0; i < end - c; ++i)

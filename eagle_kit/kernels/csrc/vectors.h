@@ -128,14 +128,16 @@ static inline int64_t block_rows(int64_t rows) {
   return blocks ? (rows + blocks - 1) / blocks : 1;
 }
 
-// y[rows, PANEL] += x[rows, terms] w[terms, PANEL], of a `w` that is in the cache.
+// y[rows, PANEL] += x[rows, terms] w[terms, PANEL]; what is `ahead`, if anything, is fetched meanwhile.
 static inline void multiply_panel(
     int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t terms, float* y,
-    int64_t ldy) {
+    int64_t ldy, const float* ahead = nullptr, int64_t step = 0) {
   const int64_t most = block_rows(rows);
-  for (int64_t m = 0; m < rows; m += most)
-    multiply_up_to<ROWS, false>(
-        std::min(most, rows - m), x + m * ldx, ldx, w, ldw, terms, y + m * ldy, ldy, w, 0);
+  for (int64_t m = 0; m < rows; m += most) {
+    const auto multiply =
+        ahead && m == 0 ? multiply_up_to<ROWS, true, float> : multiply_up_to<ROWS, false, float>;
+    multiply(std::min(most, rows - m), x + m * ldx, ldx, w, ldw, terms, y + m * ldy, ldy, ahead, step);
+  }
 }
 
 // The same of a `w` in one piece that comes from memory, with the next one behind it. Where several blocks of
