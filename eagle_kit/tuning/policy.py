@@ -44,8 +44,7 @@ from eagle_kit.tuning.chances import (
     log_odds_of,
     reach_of,
 )
-from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, Clock
-from eagle_kit.tuning.packing import packed_counts
+from eagle_kit.tuning.cycle_costs import CycleCosts, PackedShare
 from eagle_kit.tuning.shapes import Seconds
 
 SHARED_VARIANCE, SHARED_CHANGE = 0.25, 0.03
@@ -85,7 +84,6 @@ LEAST_EASE, EASE_SPACING = float(EASES[0]), float(EASES[1] - EASES[0])
 """Of ``EASES``."""
 
 Reading = Callable[[int, int, int], float]
-PackedShare = Callable[[int, SpecShape, int, int], float]
 
 
 @dataclass
@@ -149,32 +147,6 @@ class _Outlook(NamedTuple):
         return self.tokens / self.seconds
 
 
-class _Costs(NamedTuple):
-    """Seconds of a cycle in every shape, M of them, as an array and as numbers, and the clock's ``version``
-    that they are of."""
-
-    version: int
-    array: np.ndarray
-    seconds: list[float]
-
-
-class _Packings(NamedTuple):
-    """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles, and
-    the clock's ``version`` that they are of."""
-
-    version: int
-    counts: list[int]
-    seconds: list[float]
-
-    def may_be_worth(self, least: float, size: int, whole: float, rate: float) -> bool:
-        """Return False if none is worth more than ``least``, whichever drafts are accepted: of whole windows
-        of ``size`` requests ``whole`` tokens are expected, at ``rate`` tokens a second."""
-        for count, took in zip(self.counts, self.seconds, strict=True):
-            if min(size + count, whole) - rate * took > least:
-                return True
-        return False
-
-
 class ShapePolicy:
     """Choice of the shape for a running batch.
 
@@ -186,15 +158,14 @@ class ShapePolicy:
         origin: where the numbers come from, for people.
         reading: time in which the draft reads tokens that a batch decoded without it: batch size, tokens per
             request, context.
-        packed_share: time of a cycle whose windows are packed, as a part of that with whole ones: batch size,
-            shape, context, rows. None packs nothing.
+        packed_share: of a cycle whose windows are packed; None packs nothing.
         tuned_to: largest batch size whose times a long measurement has. Those of larger ones are doubted
             more, and compared with plain decoding early.
         is_average: whether the acceptance is that of another draft, so that what texts have in common, their
             ease and their mix, is learnt faster at first.
 
     Attributes:
-        packed_share: as given.
+        costs: what a cycle costs now.
         num_drafts: drafts of each request to verify in the cycle that :meth:`choose` chose last; None for
             all.
     """
@@ -211,14 +182,13 @@ class ShapePolicy:
         *,
         is_average: bool = False,
     ) -> None:
-        self._seconds, self._reading, self.origin = seconds, reading, origin
-        self._tuned_to = tuned_to
+        self._reading, self.origin = reading, origin
         self._num_checks: Counter[int] = Counter()  # by the size's power of two
-        self.packed_share = packed_share
         self.num_drafts: list[int] | None = None
         used = {shape for menu in menus.values() for shape in menu if shape.steps}
         self.shapes = [NO_SPECULATION, *sorted(used)]
         self._number = {shape: i for i, shape in enumerate(self.shapes)}
+        self.costs = CycleCosts(self.shapes, seconds, packed_share, tuned_to)
         self._edges = acceptance.edges
         odds = conditional_log_odds(acceptance, self.shapes)
         self._reach = reach_of(odds, EASES)
@@ -253,12 +223,6 @@ class ShapePolicy:
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._may_lose = math.inf  # seconds, in probes
-        self._tables: dict[tuple[int, int], np.ndarray] = {}
-        self._costs: dict[tuple[int, int], _Costs] = {}
-        self._parts: dict[tuple[int, int, int], tuple[list[int], list[float]]] = {}
-        self._packed: dict[tuple[int, int, int], _Packings] = {}
-        self._timed_packed: set[tuple[int, int]] = set()
-        self._clocks: dict[int, Clock] = {}
 
     def new_request(self) -> Ease:
         """Return the outlook that a request begins with, that of those before it."""
@@ -280,7 +244,7 @@ class ShapePolicy:
         self._left -= 1
         self.num_drafts = None
         self._num_cycles += 1
-        costs = self._costs_of(len(eases), context).seconds
+        costs = self.costs.of(len(eases), context).seconds
         self._may_lose += PROBE_LOSS * costs[self._number[self.shape]]
         may_stay = self._is_probe and self._number[self.shape] in (0, *self._drafting(len(eases)))
         if self._left <= 0 and self._is_probe:  # times may be late, or left out
@@ -333,7 +297,7 @@ class ShapePolicy:
         ``expected`` tokens; None where none is worth ``least``."""
         best, size = None, len(eases)
         for number in self._packable(size):
-            packings = self._packings(size, context, number)
+            packings = self.costs.packings(size, context, number)
             if not packings.may_be_worth(least, size, expected[number], self._rate):
                 continue
             steps = self.shapes[number].steps
@@ -416,7 +380,7 @@ class ShapePolicy:
             if self._spent:
                 worth = self._gained * self._usual(eases) / self._spent
             if not now:
-                decoding = HORIZON * self._costs_of(len(eases), context).seconds[drafting]
+                decoding = HORIZON * self.costs.of(len(eases), context).seconds[drafting]
                 entering = decoding / (decoding + self._reading_missed(eases, context))
         is_better = worth > speeds[0]
         if self._is_probe:
@@ -438,7 +402,7 @@ class ShapePolicy:
         """Return True if trying the other of plain decoding and ``drafting``, which is worth ``gain`` times
         plain decoding as far as is known, is expected to save more time than it takes (the knowledge
         gradient of two choices), and probes have not lost too much lately."""
-        costs, size, is_plain = self._costs_of(len(eases), context).seconds, len(eases), not self.shape.steps
+        costs, size, is_plain = self.costs.of(len(eases), context).seconds, len(eases), not self.shape.steps
         doubt, distance = self._doubt(eases, drafting), abs(math.log(gain))
         other = NormalDist(-distance, doubt)  # logarithm of its worth beside what is used
         gain_if_better = doubt**2 * other.pdf(0.0) - distance * (1.0 - other.cdf(0.0))
@@ -457,10 +421,10 @@ class ShapePolicy:
     def _checks(self, batch_size: int) -> bool:
         """Return True if times of a short measurement are to be compared with plain decoding now, a few times
         at most: cycles that have no graph or recording yet are not timed."""
-        clock, kind = self._clocks.get(batch_size), batch_size.bit_length()
-        if batch_size <= self._tuned_to or self._num_drafting < UNCHECKED or self._num_checks[kind] >= CHECKS:
+        kind, is_known = batch_size.bit_length(), batch_size <= self.costs.tuned_to
+        if is_known or self._num_drafting < UNCHECKED or self._num_checks[kind] >= CHECKS:
             return False
-        is_due = clock is not None and not clock.is_known.any()
+        is_due = self.costs.needs_comparing(batch_size)
         self._num_checks[kind] += is_due
         return is_due
 
@@ -475,8 +439,7 @@ class ShapePolicy:
         slopes = ((self._lengths[easier, number] * mixes).sum(1) - lengths) / EASE_SPACING
         variance = slopes**2 @ [ease.variance for ease in eases]
         variance += slopes[[not ease.information for ease in eases]].sum() ** 2 * self._shared_variance
-        clock = self._clocks.get(len(eases))
-        costs = 0.0 if clock is None else clock.doubt(number, self._num_cycles)
+        costs = self.costs.doubt(len(eases), number, self._num_cycles)
         return math.sqrt(float(variance) / float(lengths.sum()) ** 2 + costs) + 1e-6
 
     def _reading_missed(self, eases: Sequence[Ease], context: int) -> float:
@@ -502,9 +465,10 @@ class ShapePolicy:
         size, rows, weights = len(eases), _rows(eases), self._weights(eases)
         tokens, allowed = np.zeros(len(self.shapes)), [0, *self._drafting(size)]
         tokens[allowed] = (self._lengths[rows] * weights).sum(2).sum(0)[allowed]
-        seconds, verified = self._costs_of(size, context).array.copy(), np.ones(len(self.shapes))
+        seconds, verified = self.costs.of(size, context).array.copy(), np.ones(len(self.shapes))
         for number in self._packable(size):
-            packings, speed = self._packings(size, context, number), float(tokens[number] / seconds[number])
+            packings = self.costs.packings(size, context, number)
+            speed = float(tokens[number] / seconds[number])
             if not packings.may_be_worth(0.0, size, float(tokens[number]), speed):
                 continue
             counts, took = np.array(packings.counts), np.array(packings.seconds)
@@ -520,53 +484,14 @@ class ShapePolicy:
 
     def _packable(self, batch_size: int) -> list[int]:
         """Numbers of the chains on the menu whose windows can be packed."""
-        if self.packed_share is None or batch_size == 1 or not self._edges:
+        if self.costs.packed_share is None or batch_size == 1 or not self._edges:
             return []
         return [number for number in self._drafting(batch_size) if number in self._chains]
-
-    def _packings(self, batch_size: int, context: int, number: int) -> _Packings:
-        """What parts of a chain's drafts may be verified."""
-        key, clock = (batch_size, context // 256, number), self._clocks.get(batch_size)
-        version, found = -1 if clock is None else clock.version, self._packed.get(key)
-        if found is not None and found.version == version:
-            return found
-        if key not in self._parts:
-            assert self.packed_share is not None
-            shape, middle = self.shapes[number], 256 * key[1] + 128
-            counts = [count for count in packed_counts(batch_size, shape.steps) if count]
-            shares = [self.packed_share(batch_size, shape, middle, batch_size + count) for count in counts]
-            self._parts[key] = counts, shares
-        numbers, parts = self._parts[key]
-        drift = 0.0
-        if clock is not None:
-            is_timed = (batch_size, number) in self._timed_packed
-            drift = float(clock.drift[number + is_timed * len(self.shapes)])
-        whole = math.exp(drift) * float(self._table(batch_size, context)[number])
-        self._packed[key] = _Packings(version, numbers, [part * whole for part in parts])
-        return self._packed[key]
 
     def _drafting(self, batch_size: int) -> list[int]:
         """Numbers of the shapes on the menu, plain decoding aside."""
         at = min(bisect_right(self._sizes, batch_size - 1), len(self._sizes) - 1)
         return self._numbers[self._sizes[at]] if self._sizes else []
-
-    def _costs_of(self, batch_size: int, context: int) -> _Costs:
-        """Seconds of a cycle in every shape, as the table and this engine's cycles have them."""
-        key, clock = (batch_size, context // 256), self._clocks.get(batch_size)
-        version, found = -1 if clock is None else clock.version, self._costs.get(key)
-        if found is None or found.version != version:
-            costs = self._table(batch_size, context)
-            if clock is not None:
-                costs = costs * np.exp(clock.drift[: len(costs)])
-            found = self._costs[key] = _Costs(version, costs, costs.tolist())
-        return found
-
-    def _table(self, batch_size: int, context: int) -> np.ndarray:
-        key = batch_size, context // 256
-        if key not in self._tables:
-            middle = 256 * key[1] + 128
-            self._tables[key] = np.array([self._seconds(batch_size, shape, middle) for shape in self.shapes])
-        return self._tables[key]
 
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
         """Learn from a cycle of one request, which began with its ``confidence``, and of whose chain the
@@ -612,20 +537,7 @@ class ShapePolicy:
         """Learn what a cycle of a batch took, whose windows were packed into ``num_rows`` if any. What all
         shapes have in common, such as a machine that has become slower, changes no choice; shapes are
         compared where one follows the other."""
-        clock = self._clocks.get(batch_size)
-        if clock is None:
-            error = TABLE_ERROR if batch_size <= self._tuned_to else QUICK_ERROR
-            clock = self._clocks[batch_size] = Clock(2 * len(self.shapes), error)  # and packed
-        number = self._number[shape]
-        expected = float(self._table(batch_size, context)[number])
-        if num_rows is not None and self.packed_share is not None:
-            expected *= self.packed_share(batch_size, shape, context, num_rows)
-            number += len(self.shapes)
-            if (batch_size, self._number[shape]) not in self._timed_packed:
-                self._timed_packed.add((batch_size, self._number[shape]))
-                clock.inherit(number, self._number[shape])
-        error = math.log(seconds / expected)
-        clock.observe(number, self._num_cycles, error)
+        self.costs.observe(batch_size, self._number[shape], context, seconds, num_rows, self._num_cycles)
         self._num_timed += 1
 
     def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:

@@ -13,7 +13,8 @@ from crossed import crossed
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.calibration import Calibration
-from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy, _Packings
+from eagle_kit.tuning.cycle_costs import Packings
+from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
 AVERAGE = 0.55
@@ -261,16 +262,16 @@ def test_packings_that_cannot_be_worth_it_are_passed_over_and_no_others(monkeypa
                 policy.observe(ease, shape, rng.randint(0, min(shape.steps, most)), most)
         return chosen
 
-    passed, bound = Counter(), _Packings.may_be_worth
+    passed, bound = Counter(), Packings.may_be_worth
 
     def counted(*args):
         passed[bound(*args)] += 1
         return bound(*args)
 
-    monkeypatch.setattr(_Packings, "may_be_worth", counted)
+    monkeypatch.setattr(Packings, "may_be_worth", counted)
     chosen = run()
     assert passed[True] and passed[False] and any(drafts is not None for _, drafts in chosen)
-    monkeypatch.setattr(_Packings, "may_be_worth", lambda *_: True)
+    monkeypatch.setattr(Packings, "may_be_worth", lambda *_: True)
     assert run() == chosen
 
 
@@ -300,16 +301,16 @@ def test_what_drafting_is_worth_depends_on_no_order_of_requests():
 def test_costs_are_computed_again_where_times_have_changed_them():
     policy, eases = make_policy(confident_table(), packed_share=lambda *_: 0.7), []
     eases = [policy.new_request() for _ in range(4)]
-    before = policy._costs_of(4, 300), policy._packings(4, 300, 1)
+    before = policy.costs.of(4, 300), policy.costs.packings(4, 300, 1)
     for _ in range(8):
         policy.choose(eases, 300)
-        assert policy._costs_of(4, 310) is before[0] and policy._packings(4, 310, 1) is before[1]
+        assert policy.costs.of(4, 310) is before[0] and policy.costs.packings(4, 310, 1) is before[1]
     for shape in (SHAPES[1], NO_SPECULATION) * 4:
         policy.choose(eases, 300)
         policy.observe_time(4, shape, 300, 0.2)
-    after = policy._costs_of(4, 300), policy._packings(4, 300, 1)
+    after = policy.costs.of(4, 300), policy.costs.packings(4, 300, 1)
     assert after[0].seconds[1] != before[0].seconds[1] and after[1].seconds != before[1].seconds
-    assert policy._costs_of(4, 300) is after[0]
+    assert policy.costs.of(4, 300) is after[0]
 
 
 def test_a_plain_probe_does_not_change_what_a_head_that_tells_is_worth():
@@ -560,7 +561,7 @@ def test_one_slow_cycle_says_little_of_a_shape():
         policy.choose([policy.new_request()] * 2, 300)
         policy.observe_time(2, shape, 300, seconds(2, shape, 300) * math.exp(error))
     plain, chain = policy.shapes[:2]
-    costs = policy._costs_of(2, 300).array
+    costs = policy.costs.of(2, 300).array
     assert costs[1] / costs[0] == pytest.approx(seconds(2, chain, 300) / seconds(2, plain, 300), rel=0.03)
 
 
@@ -718,7 +719,7 @@ def test_times_of_packed_cycles_say_nothing_of_whole_ones():
         assert (
             number < 50
             or abs(
-                policy._costs_of(4, 300).array[1] / policy._costs_of(4, 300).array[0]
+                policy.costs.of(4, 300).array[1] / policy.costs.of(4, 300).array[0]
                 - seconds(4, SHAPES[1], 300) / seconds(4, SHAPES[0], 300)
             )
             < 0.2

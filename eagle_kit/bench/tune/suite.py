@@ -111,7 +111,7 @@ def _settings(plain: LLM, draft: str, sizes: Sizes, most: dict[str, Any]) -> dic
         whole = llms[WHOLE] = LLM(plain.target, auto.draft, tokenizer=plain.tokenizer, **most)
         policy = whole.engine().shapes
         assert isinstance(policy, ShapePolicy)
-        policy.packed_share = None
+        policy.costs.packed_share = None
     forget_graphs(llms)
     return llms
 

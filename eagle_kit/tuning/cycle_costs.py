@@ -1,0 +1,149 @@
+"""What a cycle costs now in every shape: what a table says, as this engine's cycles have corrected it."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, Clock
+from eagle_kit.tuning.packing import packed_counts
+from eagle_kit.tuning.shapes import Seconds
+
+SPAN = 256
+"""Tokens of context over which costs are taken for the same."""
+
+PackedShare = Callable[[int, SpecShape, int, int], float]
+"""Time of a cycle whose windows are packed, as a part of that with whole ones: batch size, shape, context,
+rows."""
+
+
+class Costs(NamedTuple):
+    """Seconds of a cycle in every shape, M of them, as an array and as numbers, and the clock's ``version``
+    that they are of."""
+
+    version: int
+    array: np.ndarray
+    seconds: list[float]
+
+
+class Packings(NamedTuple):
+    """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles, and
+    the clock's ``version`` that they are of."""
+
+    version: int
+    counts: list[int]
+    seconds: list[float]
+
+    def may_be_worth(self, least: float, size: int, whole: float, rate: float) -> bool:
+        """Return False if none is worth more than ``least``, whichever drafts are accepted: of whole windows
+        of ``size`` requests ``whole`` tokens are expected, at ``rate`` tokens a second."""
+        for count, took in zip(self.counts, self.seconds, strict=True):
+            if min(size + count, whole) - rate * took > least:
+                return True
+        return False
+
+
+class CycleCosts:
+    """Costs of the cycles of one engine. Shapes are named by their numbers, plain decoding is 0.
+
+    Args:
+        shapes: M of them.
+        seconds: time of a cycle of a batch size, a shape and a context, by a table.
+        packed_share: None packs nothing.
+        tuned_to: largest batch size whose times a long measurement has; those of larger ones are doubted
+            more.
+
+    Attributes:
+        packed_share: as given.
+        tuned_to: as given.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[SpecShape],
+        seconds: Seconds,
+        packed_share: PackedShare | None,
+        tuned_to: int,
+    ) -> None:
+        self._shapes, self._seconds = shapes, seconds
+        self.packed_share, self.tuned_to = packed_share, tuned_to
+        self._tables: dict[tuple[int, int], np.ndarray] = {}
+        self._costs: dict[tuple[int, int], Costs] = {}
+        self._parts: dict[tuple[int, int, int], tuple[list[int], list[float]]] = {}
+        self._packings: dict[tuple[int, int, int], Packings] = {}
+        self._timed_packed: set[tuple[int, int]] = set()
+        self._clocks: dict[int, Clock] = {}
+
+    def of(self, batch_size: int, context: int) -> Costs:
+        """Return the costs of a batch whose requests have ``context`` tokens on average."""
+        key, clock = (batch_size, context // SPAN), self._clocks.get(batch_size)
+        version, found = -1 if clock is None else clock.version, self._costs.get(key)
+        if found is None or found.version != version:
+            costs = self._table(batch_size, context)
+            if clock is not None:
+                costs = costs * np.exp(clock.drift[: len(costs)])
+            found = self._costs[key] = Costs(version, costs, costs.tolist())
+        return found
+
+    def packings(self, batch_size: int, context: int, number: int) -> Packings:
+        """Return what parts of a chain's drafts may be verified, and the costs; something must be packed."""
+        key, clock = (batch_size, context // SPAN, number), self._clocks.get(batch_size)
+        version, found = -1 if clock is None else clock.version, self._packings.get(key)
+        if found is not None and found.version == version:
+            return found
+        if key not in self._parts:
+            assert self.packed_share is not None
+            shape, middle = self._shapes[number], _middle(context)
+            counts = [count for count in packed_counts(batch_size, shape.steps) if count]
+            shares = [self.packed_share(batch_size, shape, middle, batch_size + count) for count in counts]
+            self._parts[key] = counts, shares
+        counts, shares = self._parts[key]
+        drift = 0.0
+        if clock is not None:
+            is_timed = (batch_size, number) in self._timed_packed
+            drift = float(clock.drift[number + is_timed * len(self._shapes)])
+        whole = math.exp(drift) * float(self._table(batch_size, context)[number])
+        found = self._packings[key] = Packings(version, counts, [share * whole for share in shares])
+        return found
+
+    def observe(
+        self, batch_size: int, number: int, context: int, seconds: float, num_rows: int | None, cycle: int
+    ) -> None:
+        """Learn what a cycle took, the engine's ``cycle``-th, whose windows were packed into ``num_rows`` if
+        any."""
+        clock = self._clocks.get(batch_size)
+        if clock is None:
+            error = TABLE_ERROR if batch_size <= self.tuned_to else QUICK_ERROR
+            clock = self._clocks[batch_size] = Clock(2 * len(self._shapes), error)  # and packed
+        expected, timed = float(self._table(batch_size, context)[number]), number
+        if num_rows is not None and self.packed_share is not None:
+            expected *= self.packed_share(batch_size, self._shapes[number], context, num_rows)
+            timed += len(self._shapes)
+            if (batch_size, number) not in self._timed_packed:
+                self._timed_packed.add((batch_size, number))
+                clock.inherit(timed, number)
+        clock.observe(timed, cycle, math.log(seconds / expected))
+
+    def doubt(self, batch_size: int, number: int, cycle: int) -> float:
+        """Return the variance of a shape's cost beside plain decoding, as a part of it."""
+        clock = self._clocks.get(batch_size)
+        return 0.0 if clock is None else clock.doubt(number, cycle)
+
+    def needs_comparing(self, batch_size: int) -> bool:
+        """Return True if cycles of a batch size were timed, but no shape compared with plain decoding."""
+        clock = self._clocks.get(batch_size)
+        return clock is not None and not clock.is_known.any()
+
+    def _table(self, batch_size: int, context: int) -> np.ndarray:
+        key = batch_size, context // SPAN
+        if key not in self._tables:
+            middle = _middle(context)
+            self._tables[key] = np.array([self._seconds(batch_size, s, middle) for s in self._shapes])
+        return self._tables[key]
+
+
+def _middle(context: int) -> int:
+    """Middle of the span that a context is in."""
+    return context // SPAN * SPAN + SPAN // 2
