@@ -94,7 +94,7 @@ class Ease:
     drafts have given about it, one over a variance; and the log-odds of ``told`` confidences, that each depth
     of a chain is accepted where all before it are, empty where the draft does not tell them, with the ``bias
     [2]`` by which they are wrong once calibrated, and its variance. ``num_unseen``: cycles since a draft of
-    it was verified while others' were."""
+    it was verified while others' were. ``is_new``: no cycle has come yet."""
 
     value: float
     mix: Sequence[float]
@@ -105,6 +105,7 @@ class Ease:
     told: Sequence[float] = ()
     bias: tuple[float, float] = (0.0, VARIANCE)
     num_unseen: int = 0
+    is_new: bool = True
 
 
 @dataclass(frozen=True)
@@ -495,7 +496,11 @@ class ShapePolicy:
 
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
         """Learn from a cycle of one request, which began with its ``confidence``, and of whose chain the
-        first ``num_drafts`` were verified, None for all of the window."""
+        first ``num_drafts`` were verified, None for all of the window. The first cycle of a reply tells
+        nothing of its text: replies begin alike."""
+        is_new, ease.is_new = ease.is_new, False
+        if is_new:
+            return
         if not shape.steps:
             ease.variance = min(ease.variance + CHANGE, VARIANCE)
             return

@@ -552,6 +552,24 @@ def test_one_request_tells_little_of_the_others():
     assert 0.0 < policy.shared_ease < 0.5 * ease.value
 
 
+def test_first_cycles_say_nothing_of_the_texts():
+    """Replies begin alike, whatever comes then."""
+
+    def learnt(first_accepted):
+        policy, rng = make_policy(confident_table()), random.Random(0)
+        for _ in range(100):
+            ease = policy.new_request()
+            policy.observe(ease, SHAPES[1], first_accepted)
+            for _ in range(24):
+                chance = rng.choice((0.1, 0.5, 0.9))
+                policy.see(ease, chance)
+                policy.observe(ease, SHAPES[1], int(rng.random() < chance))
+        return policy.shared_ease, ease.value
+
+    assert learnt(1) == learnt(0)
+    assert abs(learnt(1)[0]) < 0.2
+
+
 def test_one_slow_cycle_says_little_of_a_shape():
     """Plain decoding is tried, and meets a machine that is slow for one of its cycles."""
     clock_errors = [(1, 0.0)] * 6 + [(0, 0.0), (0, 0.5), (0, 0.02), (0, -0.01)] + [(1, 0.0)] * 6
