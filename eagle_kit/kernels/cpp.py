@@ -31,8 +31,8 @@ from eagle_kit.core.files import cache_folder, replacing, taking_turns
 
 SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp")
 FOLDER = Path(__file__).parent / "csrc"
-COMPARED_ROWS = 13
-"""As many rows as any block of the products has, and one more."""
+COMPARED_ROWS, COMPARED_TERMS = 13, 600
+"""As many rows as any block of the products has, and as many terms as a chunk that blocks share, and more."""
 
 
 @cache
@@ -155,14 +155,17 @@ def _processor() -> str:
 
 
 def _sums_in_one_order() -> bool:
-    """Return whether a row of a product has the same bits in any number of rows, as the sources are written
-    for: a compiler is free to fuse a multiplication and an addition in one place and not in another."""
+    """Return whether a row of a product has the same bits in any number of rows and from weights of either
+    type, as the sources are written for: a compiler is free to fuse a multiplication and an addition in one
+    place and not in another."""
     with _disable_current_modes():  # real tensors, where the caller's are fake, counted or recorded
         generator = torch.Generator().manual_seed(0)
         width = torch.ops.eagle_kit_cpp.panel_width()
-        x = torch.randn(COMPARED_ROWS, 96, generator=generator, device="cpu")
-        panels = torch.randn(2, 96, width, generator=generator, device="cpu")
+        x = torch.randn(COMPARED_ROWS, COMPARED_TERMS, generator=generator, device="cpu")
+        short = torch.randn(2, COMPARED_TERMS, width, generator=generator, device="cpu").bfloat16()
+        panels = short.float(), short.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
         product = torch.ops.eagle_kit_cpp.linear
-        whole = product(x, panels, 2 * width, None)
-        counts = range(1, COMPARED_ROWS)
-        return all(torch.equal(product(x[:n], panels, 2 * width, None), whole[:n]) for n in counts)
+        whole = product(x, panels[0], 2 * width, None)
+        counts = range(1, COMPARED_ROWS + 1)
+        products = ((product(x[:n], part, 2 * width, None), whole[:n]) for n in counts for part in panels)
+        return all(torch.equal(*pair) for pair in products)

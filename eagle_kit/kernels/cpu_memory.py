@@ -4,10 +4,14 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_addresses: "WeakKeyDictionary[mmap.mmap, int]" = WeakKeyDictionary()
+"""Of the zeros that are in use somewhere."""
 
 
 def keep_large_blocks() -> bool:
@@ -45,9 +49,32 @@ def zeros_when_used(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Allocate zeros. On a CPU their pages take memory, and time, when they are first read or written:
-    ``torch.zeros`` writes them all, which takes a third of a second per GB and more on a busy machine."""
+    ``torch.zeros`` writes them all, which takes a third of a second per GB and more on a busy machine.
+
+    Raises:
+        OSError: the system refuses so much memory.
+    """
     size = torch.Size(shape).numel() * dtype.itemsize
-    if torch.device(device).type != "cpu" or sys.platform == "win32" or size < mmap.PAGESIZE:
+    is_plain = torch.device(device).type != "cpu" or sys.platform == "win32" or size < mmap.PAGESIZE
+    if is_plain or is_in_torch_dispatch_mode():
         return torch.zeros(*shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(*shape)
+    zeros = torch.frombuffer(pages, dtype=dtype).view(*shape)
+    _addresses[pages] = zeros.data_ptr()
+    return zeros
+
+
+def promised_memory() -> int:
+    """Bytes of :func:`zeros_when_used` in this process that were not used yet, and so count as free in the
+    system's books; all of them where the system does not tell."""
+    return sum(len(pages) - _resident(address, len(pages)) for pages, address in list(_addresses.items()))
+
+
+def _resident(address: int, size: int) -> int:
+    """Bytes of a mapping that are in memory."""
+    flags = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+    try:
+        failed = ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), flags)
+    except (OSError, AttributeError):
+        return 0
+    return 0 if failed else min(size, sum(flag & 1 for flag in flags.raw) * mmap.PAGESIZE)

@@ -103,6 +103,11 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
     if cpp.available() and torch.get_default_device().type == "cpu":
         checks += [
             ("linear", "C++, packed", lambda: _packed_linear(panels.pack, panels.matmul)),
+            (
+                "linear",
+                "C++, packed bfloat16",
+                lambda: _packed_linear(panels.pack, panels.matmul, short=True),
+            ),
             ("prefill_attention", "C++, paged", partial(_in_cpp, _paged_prefill)),
             ("window_attention", "C++", partial(_in_cpp, _window)),
             ("window_attention", "C++, window, cap, sinks", partial(_in_cpp, lambda: _window(_variant()))),
@@ -194,8 +199,11 @@ def _linear(backend: str) -> float:
     return _error(linear(x, weight, backend=backend), x.double() @ weight.double().t())
 
 
-def _packed_linear(pack: Callable[..., Any], matmul: Callable[..., torch.Tensor]) -> float:
+def _packed_linear(
+    pack: Callable[..., Any], matmul: Callable[..., torch.Tensor], *, short: bool = False
+) -> float:
     x, weight = _randn(5, 96), _randn(65, 96, seed=1)
+    weight = weight.bfloat16().float() if short else weight
     return _error(matmul(x, pack(weight)), x.double() @ weight.double().t())
 
 

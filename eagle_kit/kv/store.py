@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.cpu_memory import zeros_when_used
@@ -90,8 +91,19 @@ class PagedStore(ABC):
         self.arrivals = torch.zeros(layout.max_batch_size * TILES, dtype=torch.int32, device=self.device)
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        """Allocate rows of zeros."""
-        return zeros_when_used(shape, self._store_dtype, self.device)
+        """Allocate rows of zeros.
+
+        Raises:
+            UserError: the system refuses so much memory.
+        """
+        try:
+            return zeros_when_used(shape, self._store_dtype, self.device)
+        except OSError as error:
+            size = torch.Size(shape).numel() * self._store_dtype.itemsize / 1e9
+            raise UserError(
+                f"The system refuses {size:.2f} GB of memory for keys and values: {error.strerror}.",
+                "Give less `kv_memory`, or fewer `kv_tokens`.",
+            ) from error
 
     @property
     @abstractmethod

@@ -524,6 +524,8 @@ class Engine:
             self._index([request])
             del self._num_indexed[request]
             self.ngram.forget(request.number)
+        if request.ease is not None and isinstance(self.shapes, ShapePolicy):
+            self.shapes.leave(request.ease)
         request.finish_reason = reason
         self.totals.num_finished[reason] += 1
 

@@ -14,6 +14,7 @@ from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
+from eagle_kit.kernels.cpu_memory import promised_memory
 from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.kernels.linear.fp8 import working_bytes
 from eagle_kit.kv.latents import PACKED_TOKENS
@@ -303,13 +304,14 @@ def _weights(target: Target, draft: DraftModel | None) -> Iterator[torch.Tensor]
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on ``device``, those that torch keeps of freed tensors included."""
+    """Bytes that are free on ``device``, those that torch keeps of freed tensors included, and those that
+    pools of this process have yet to use left out."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        return max(int(lines["MemAvailable"].split()[0]) * 1024 - promised_memory(), 0)
     except (OSError, KeyError, ValueError):
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -94,7 +94,8 @@ class Ease:
     drafts have given about it, one over a variance; and the log-odds of ``told`` confidences, that each depth
     of a chain is accepted where all before it are, empty where the draft does not tell them, with the ``bias
     [2]`` by which they are wrong once calibrated, and its variance. ``num_unseen``: cycles since a draft of
-    it was verified while others' were. ``is_new``: no cycle has come yet."""
+    it was verified while others' were. ``is_new``: no cycle has come yet; ``first``: its only cycle so
+    far, of which nothing was learnt: shape, drafts accepted and verified, class of confidence."""
 
     value: float
     mix: Sequence[float]
@@ -106,6 +107,7 @@ class Ease:
     bias: tuple[float, float] = (0.0, VARIANCE)
     num_unseen: int = 0
     is_new: bool = True
+    first: tuple[SpecShape, int, int | None, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -497,15 +499,29 @@ class ShapePolicy:
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
         """Learn from a cycle of one request, which began with its ``confidence``, and of whose chain the
         first ``num_drafts`` were verified, None for all of the window. The first cycle of a reply tells
-        nothing of its text: replies begin alike."""
-        is_new, ease.is_new = ease.is_new, False
-        if is_new:
-            return
+        nothing of its text, since replies begin alike, unless it stays the only one (:meth:`leave`)."""
+        known = -1 if ease.confidence is None else ease.confidence
+        if ease.is_new:
+            ease.is_new, ease.first = False, (shape, num_accepted, num_drafts, known)
+        else:
+            ease.first = None
+            self._learn(ease, shape, num_accepted, num_drafts, known)
+
+    def leave(self, ease: Ease) -> None:
+        """Learn from the only cycle of a request that has ended, if it had one only."""
+        if ease.first is not None:
+            ease.told = ()  # what the draft told behind it
+            self._learn(ease, *ease.first)
+            ease.first = None
+
+    def _learn(
+        self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None, known: int
+    ) -> None:
+        """Learn from a cycle that began with the class of confidence ``known``, -1 where it was not."""
         if not shape.steps:
             ease.variance = min(ease.variance + CHANGE, VARIANCE)
             return
         ease.num_unseen = ease.num_unseen + 1 if num_drafts == 0 else 0
-        known = -1 if ease.confidence is None else ease.confidence
         odds = self._odds[self._number[shape]][known][:num_drafts]
         ease.value, ease.variance, information = learn_offset(ease.value, ease.variance, odds, num_accepted)
         if self._number[shape] in self._chains and len(ease.told) >= shape.steps:

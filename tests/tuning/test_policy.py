@@ -570,6 +570,20 @@ def test_first_cycles_say_nothing_of_the_texts():
     assert abs(learnt(1)[0]) < 0.2
 
 
+@pytest.mark.parametrize("num_cycles", [1, 2])
+def test_replies_of_one_cycle_teach_that_a_draft_is_worth_nothing(num_cycles):
+    policy, used = make_policy(), Counter()
+    for _ in range(1500 // num_cycles):
+        ease = policy.new_request()
+        for _ in range(num_cycles):
+            shape = policy.choose([ease], 300)
+            used[shape] += 1
+            policy.observe(ease, shape, 0)
+            policy.see(ease, 0.5)
+        policy.leave(ease)
+    assert used[NO_SPECULATION] > used.total() * 2 / 3
+
+
 def test_one_slow_cycle_says_little_of_a_shape():
     """Plain decoding is tried, and meets a machine that is slow for one of its cycles."""
     clock_errors = [(1, 0.0)] * 6 + [(0, 0.0), (0, 0.5), (0, 0.02), (0, -0.01)] + [(1, 0.0)] * 6

@@ -53,6 +53,7 @@ static inline const int64_t* numbers(const Tensor& x) {
 static inline void take_both(const float* w, Vector& left, Vector& right) {
   left = *(const Loose*)w, right = *(const Loose*)(w + LANES);
 }
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the first of two numbers is the lower half");
 static inline void take_both(const uint16_t* w, Vector& left, Vector& right) {
   const LooseBits pairs = *(const LooseBits*)w;
   left = (Vector)(pairs << 16), right = (Vector)(pairs & 0xffff0000u);

@@ -9,6 +9,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+ROWS = 256
+"""Rows of a weight that are looked at together: of one that is not of bfloat16 the first ones tell."""
+
 
 class Panels(NamedTuple):
     """Weight of ``num_outputs`` in ``panels [ceil(N / W), K, W]``, with zeros behind the last output.
@@ -24,11 +27,18 @@ def pack(weight: torch.Tensor) -> Panels:
     """Copy ``weight [N, K]``, fp32, into panels for :func:`matmul`: in bfloat16 where every number is one,
     as those of most checkpoints are, since a few rows take as long as reading the weight does."""
     outputs, width = len(weight), torch.ops.eagle_kit_cpp.panel_width()
-    panels = F.pad(weight.detach(), (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)
-    short = panels.bfloat16()
-    if not torch.equal(short.float(), panels):
+    is_short = _is_bfloat16(weight.detach())
+    numbers = weight.detach().bfloat16() if is_short else weight.detach()
+    panels = F.pad(numbers, (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)
+    if not is_short:
         return Panels(panels.contiguous(), outputs)
-    return Panels(short.unflatten(2, (2, -1)).transpose(2, 3).flatten(2), outputs)
+    return Panels(panels.unflatten(2, (2, -1)).transpose(2, 3).flatten(2), outputs)
+
+
+def _is_bfloat16(weight: torch.Tensor) -> bool:
+    """Return True if every number of an fp32 weight is one of bfloat16."""
+    parts = weight.contiguous().view(torch.int32).split(ROWS)
+    return not any((part & 0xFFFF).any() for part in parts)
 
 
 def matmul(x: torch.Tensor, weight: Panels, bias: torch.Tensor | None = None) -> torch.Tensor:
