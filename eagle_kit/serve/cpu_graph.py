@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.config.engine import GraphMode
+from eagle_kit.core.errors import RankLost
 from eagle_kit.kernels.recording import VIEWED_TYPES, Choice, Guard, recording_context
 from eagle_kit.serve.graph import CaptureError, GraphCall, Lengths, leaves, map_tensors
 
@@ -296,9 +297,12 @@ def _function_of(graph: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
         try:
             with _as_written():
                 return function(*tensors)
-        except RuntimeError as error:
-            if "KeyboardInterrupt" in str(error):  # of an operation of ours; TorchScript makes its own of it
+        except RuntimeError as error:  # TorchScript makes its own of those of our operations
+            if "KeyboardInterrupt" in str(error):
                 raise KeyboardInterrupt from None
+            *_, told = str(error).rpartition("RankLost: ")
+            if told != str(error):
+                raise RankLost(told.partition("\n")[0]) from None
             raise
 
     return call

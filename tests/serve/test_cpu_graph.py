@@ -13,6 +13,7 @@ from tiny import tiny_head, tiny_target
 from tiny_mixtures import randomised
 from tiny_run import make_target
 
+from eagle_kit.core.errors import RankLost
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels import cpp
@@ -87,24 +88,32 @@ def test_a_replay_gives_the_bits_of_the_body_and_its_changes():
                 assert mine.dtype == other.dtype and torch.equal(mine, other)
 
 
-def test_an_interrupt_inside_a_replay_stays_one():
-    """Ctrl-C reaches Python code only, which in a replay is that of our own operations."""
-    pressed = []
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), RankLost("Rank 1 of two was ended by SIGKILL.")],
+    ids=lambda e: type(e).__name__,
+)
+def test_an_error_of_an_operation_inside_a_replay_stays_what_it_is(error):
+    """Ctrl-C reaches Python code only, which in a replay is that of our own operations; TorchScript has an
+    error of its own for theirs."""
+    raised = []
 
     def negated(x):
-        if pressed:
-            raise KeyboardInterrupt
+        if raised:
+            raise error
         return -x
 
-    library = torch.library.Library("eagle_kit_interrupted", "DEF")
-    library.define("negated(Tensor x) -> Tensor")
-    library.impl("negated", negated, "CPU")
+    library = torch.library.Library("eagle_kit_interrupted", "FRAGMENT")
+    name = f"negated_or_{type(error).__name__}"
+    library.define(f"{name}(Tensor x) -> Tensor")
+    library.impl(name, negated, "CPU")
     x = torch.ones(2)
-    recording = record(torch.ops.eagle_kit_interrupted.negated.default, x)
+    recording = record(getattr(torch.ops.eagle_kit_interrupted, name).default, x)
     assert recording.replay(x).tolist() == [-1.0, -1.0]
-    pressed.append(True)
-    with pytest.raises(KeyboardInterrupt):
+    raised.append(True)
+    with pytest.raises(type(error)) as told:
         recording.replay(x)
+    assert str(told.value) == str(error)
 
 
 READS = {
