@@ -67,6 +67,11 @@ def compiled_folder() -> Path:
     return Path(place).expanduser() if place else cache_folder() / "cpp"
 
 
+def halves_in_turns(panels: torch.Tensor) -> torch.Tensor:
+    """Order panels ``[P, K, W]`` as those of bfloat16 are read: numbers of the two halves of W in turns."""
+    return panels.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
+
+
 def _is_refused() -> bool:
     return os.environ.get("EAGLE_KIT_CPP") == "0"
 
@@ -163,7 +168,7 @@ def _sums_in_one_order() -> bool:
         width = torch.ops.eagle_kit_cpp.panel_width()
         x = torch.randn(COMPARED_ROWS, COMPARED_TERMS, generator=generator, device="cpu")
         short = torch.randn(2, COMPARED_TERMS, width, generator=generator, device="cpu").bfloat16()
-        panels = short.float(), short.unflatten(2, (2, -1)).transpose(2, 3).flatten(2)
+        panels = short.float(), halves_in_turns(short)
         product = torch.ops.eagle_kit_cpp.linear
         whole = product(x, panels[0], 2 * width, None)
         counts = range(1, COMPARED_ROWS + 1)

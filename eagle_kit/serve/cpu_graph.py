@@ -300,8 +300,8 @@ def _function_of(graph: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
         except RuntimeError as error:  # TorchScript makes its own of those of our operations
             if "KeyboardInterrupt" in str(error):
                 raise KeyboardInterrupt from None
-            *_, told = str(error).rpartition("RankLost: ")
-            if told != str(error):
+            _, is_lost, told = str(error).rpartition("RankLost: ")
+            if is_lost:
                 raise RankLost(told.partition("\n")[0]) from None
             raise
 

@@ -19,7 +19,7 @@ PackedShare = Callable[[int, SpecShape, int, int], float]
 rows."""
 
 
-class Costs(NamedTuple):
+class ShapeCosts(NamedTuple):
     """Seconds of a cycle in every shape, M of them, as an array and as numbers, and the clock's ``version``
     that they are of."""
 
@@ -70,13 +70,13 @@ class CycleCosts:
         self._shapes, self._seconds = shapes, seconds
         self.packed_share, self.tuned_to = packed_share, tuned_to
         self._tables: dict[tuple[int, int], np.ndarray] = {}
-        self._costs: dict[tuple[int, int], Costs] = {}
+        self._costs: dict[tuple[int, int], ShapeCosts] = {}
         self._parts: dict[tuple[int, int, int], tuple[list[int], list[float]]] = {}
         self._packings: dict[tuple[int, int, int], Packings] = {}
         self._timed_packed: set[tuple[int, int]] = set()
         self._clocks: dict[int, Clock] = {}
 
-    def of(self, batch_size: int, context: int) -> Costs:
+    def of(self, batch_size: int, context: int) -> ShapeCosts:
         """Return the costs of a batch whose requests have ``context`` tokens on average."""
         key, clock = (batch_size, context // SPAN), self._clocks.get(batch_size)
         version, found = -1 if clock is None else clock.version, self._costs.get(key)
@@ -84,7 +84,7 @@ class CycleCosts:
             costs = self._table(batch_size, context)
             if clock is not None:
                 costs = costs * np.exp(clock.drift[: len(costs)])
-            found = self._costs[key] = Costs(version, costs, costs.tolist())
+            found = self._costs[key] = ShapeCosts(version, costs, costs.tolist())
         return found
 
     def packings(self, batch_size: int, context: int, number: int) -> Packings:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from eagle_kit.kernels import cpp
+
 ROWS = 256
 """Rows of a weight that are looked at together: of one that is not of bfloat16 the first ones tell."""
 
@@ -30,9 +32,7 @@ def pack(weight: torch.Tensor) -> Panels:
     is_short = _is_bfloat16(weight.detach())
     numbers = weight.detach().bfloat16() if is_short else weight.detach()
     panels = F.pad(numbers, (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)
-    if not is_short:
-        return Panels(panels.contiguous(), outputs)
-    return Panels(panels.unflatten(2, (2, -1)).transpose(2, 3).flatten(2), outputs)
+    return Panels(cpp.halves_in_turns(panels) if is_short else panels.contiguous(), outputs)
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:
