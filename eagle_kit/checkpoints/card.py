@@ -149,7 +149,9 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
     if "step" in metadata:
         yield f"* optimiser steps: {metadata['step']:,}"
     if "tokens_seen" in metadata:
-        yield f"* tokens seen: {metadata['tokens_seen']:,}"
+        before = metadata.get("tokens_before")
+        behind = f", after {before:,} of what it began with" if before else ""
+        yield f"* tokens seen: {metadata['tokens_seen']:,}{behind}"
     if "seconds" in metadata:
         yield f"* time: {_duration(metadata['seconds'])}"
     if peak := metadata.get("peak_memory_gb"):
@@ -167,6 +169,21 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
         yield f"* decoded accept length while training, shape {shape}: {_number(length)}"
     if versions := metadata.get("versions"):
         yield f"* versions: {_listed(versions)}"
+    yield from _curve(metadata.get("judged") or [])
+
+
+def _curve(judged: list[dict[str, Any]]) -> Iterator[str]:
+    """Accept length against tokens seen, as a table; nothing of fewer than two judgements."""
+    if len(judged) < 2:
+        return
+    shapes = list(judged[-1]["accept_length"])
+    yield "\nAccept length against tokens seen, decoded while training on held-out prompts:\n"
+    yield f"| tokens seen | {' | '.join(shapes)} |"
+    yield f"|{'--:|' * (1 + len(shapes))}"
+    for row in judged:
+        lengths = (row["accept_length"].get(shape) for shape in shapes)
+        figures = " | ".join("-" if value is None else f"{value:.3f}" for value in lengths)
+        yield f"| {row['tokens_seen']:,} | {figures} |"
 
 
 def _evaluation(card: Card) -> Iterator[str]:

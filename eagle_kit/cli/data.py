@@ -110,6 +110,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--skip", type=int, default=0, metavar="N", help="conversations of the source that are passed over"
     )
     prompts.add_argument("--seed", type=int, default=0, metavar="N", help="of wording and numbers")
+    prompts.add_argument(
+        "--categories",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="make these only (default: all that there are)",
+    )
     capture = action(_capture, "keep the target's states of a config's data in a folder")
     add_config(capture)
     capture.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
@@ -352,12 +359,16 @@ def _prompts(args: argparse.Namespace) -> int:
 
     if args.limit < 1 or args.skip < 0:
         raise UserError("--limit is below 1, or --skip below 0.", "Ask for at least one prompt.")
+    if unknown := sorted(set(args.categories) - set(CATEGORIES)):
+        raise UserError(
+            f"There are no prompts of {', '.join(unknown)}.", f"Name some of {', '.join(CATEGORIES)}."
+        )
     if args.out.is_dir():
         raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
     check_writable(args.out.parent, "Give another file with --out.")
     skipped = SkipLog()
     conversations = islice(read_conversations(args.source, skipped=skipped), args.skip, None)
-    made = list(islice(task_prompts(conversations, args.seed), args.limit))
+    made = list(islice(task_prompts(conversations, args.seed, args.categories), args.limit))
     unread = skipped.unread()
     if not made:
         raise UserError(
@@ -369,7 +380,9 @@ def _prompts(args: argparse.Namespace) -> int:
     for note in [*skipped.notes, *([unread] if unread else [])]:
         print(note, file=sys.stderr)
     counts = Counter(one["category"] for one in made)
-    print(f"{args.out}: " + ", ".join(f"{counts[name]} {name}" for name in CATEGORIES) + ".")
+    print(
+        f"{args.out}: " + ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if name in counts) + "."
+    )
     if len(made) < args.limit:
         few = f"The texts of {args.source} serve {len(made)} of {args.limit} prompts"
         print(f"{few}; other sources, or fewer skipped, may serve more.", file=sys.stderr)

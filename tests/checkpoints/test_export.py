@@ -217,6 +217,19 @@ def test_a_card_without_facts_invents_none():
         assert "tokens seen" not in card
 
 
+def test_the_card_has_the_accept_length_against_tokens_of_a_run_that_was_judged_twice():
+    config = replace(tiny_head(tiny_target()).config, target="tiny")
+    judged = [{"tokens_seen": 1_200_000, "accept_length": {"4,1,5": 1.5, "5,4,16": 1.875}}]
+    card = model_card(Card(EAGLE3, config, {**METADATA, "judged": judged}, "head"))
+    assert "against tokens seen" not in card
+    judged.append({"tokens_seen": 2_400_000, "accept_length": {"4,1,5": 1.5625, "2,2,4": 1.75}})
+    card = model_card(Card(EAGLE3, config, {**METADATA, "judged": judged, "tokens_before": 5_000}, "head"))
+    assert "* tokens seen: 7,654,321, after 5,000 of what it began with\n" in card
+    head, *lines = card[card.index("| tokens seen") :].splitlines()[:4]
+    assert head == "| tokens seen | 4,1,5 | 2,2,4 |"
+    assert lines == ["|--:|--:|--:|", "| 1,200,000 | 1.500 | - |", "| 2,400,000 | 1.562 | 1.750 |"]
+
+
 def test_the_card_of_a_draft_for_a_revision_names_the_repository():
     head = tiny_head(tiny_target())
     card = model_card(Card(EAGLE3, replace(head.config, target="org/model@v2"), {}, "me/draft"))

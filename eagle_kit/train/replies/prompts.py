@@ -1,16 +1,18 @@
 """Prompts of the tasks that chats are short of, made out of the text of chats.
 
 A head drafts badly what it has never learned, and public chats hold little translation, summarising,
-answering from passages and arithmetic, which is half of Spec-Bench (arXiv 2401.07851). The passages,
-sentences and questions are those of conversations; only the wording around them and the word problems are
-from here. Prompts are records of ``id``, ``category`` and ``messages``, which ``data regenerate`` answers
-and ``--tasks`` measures.
+answering from passages and arithmetic, which is half of Spec-Bench (arXiv 2401.07851), and few functions to
+be completed. The passages, sentences, questions and code are those of conversations; only the wording
+around them and the word problems are from here. Prompts are records of ``id``, ``category`` and
+``messages``, which ``data regenerate`` answers and ``--tasks`` measures.
 """
 
+import ast
 import random
 import re
+import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,18 @@ REWRITE = (
     "Make the following text more formal.\n\n{text}",
     "Correct and shorten this text.\n\n{text}",
 )
+COMPLETE = (
+    "Complete this Python function.\n\n```python\n{text}\n```",
+    "```python\n{text}\n```\n\nWrite the body of this function.",
+    "Finish the function below and answer with its code.\n\n{text}",
+)
+CODE = (
+    "What does this code do?\n\n```{language}\n{text}\n```",
+    "Find the mistakes in this code and correct them.\n\n```{language}\n{text}\n```",
+    "Add comments to the following code.\n\n```{language}\n{text}\n```",
+    "Write tests for this code.\n\n```{language}\n{text}\n```",
+    "```{language}\n{text}\n```\n\nRewrite the code above so that it is easier to read.",
+)
 LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese", "Dutch")
 STOP_WORDS = {
     "English": "the and of to in is that for with as are this",
@@ -51,7 +65,10 @@ STOP_WORDS = {
 }
 LANGUAGE_SHARE = 0.15
 """Least share of a language's stop words among the words of a text that is taken to be in it."""
+FENCED = re.compile(r"^```([\w+#-]*)[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PASSAGE_WORDS, SENTENCE_WORDS, QUESTION_WORDS = (50, 220), (6, 30), (5, 25)
+CODE_LINES, CODE_CHARACTERS, LEAST_BODY = (3, 30), 1200, 2
+"""Lines and characters of a piece of code, and lines of the body of a function that is to be completed."""
 PASSAGES = 3
 """Of a prompt that is answered from passages: one of the conversation itself, the others of earlier ones."""
 SLACK = 3
@@ -86,33 +103,41 @@ class Material:
     Attributes:
         passages, sentences: of its replies, with their language.
         question: of its first human turn, or empty.
+        code: fenced blocks of its replies, with the language that they name.
+        functions: beginnings of Python functions in them, up to the docstring.
     """
 
     passages: tuple[tuple[str, str], ...]
     sentences: tuple[tuple[str, str], ...]
     question: str
+    code: tuple[tuple[str, str], ...] = ()
+    functions: tuple[str, ...] = ()
 
 
-def task_prompts(conversations: Iterable[Conversation], seed: int) -> Iterator[dict[str, Any]]:
-    """Make at most one prompt from each conversation, about as many of every category of :data:`CATEGORIES`
-    that the texts serve; word problems, which need no text, are never far ahead of the others.
+def task_prompts(
+    conversations: Iterable[Conversation], seed: int, categories: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Make at most one prompt from each conversation, about as many of every category that the texts serve;
+    word problems, which need no text, are never far ahead of the others.
 
     Args:
         conversations: whose texts are used; a conversation that gives nothing for the categories that are
             behind is passed over.
         seed: of wording, numbers and choices, hashed with the conversation's id.
+        categories: some of :data:`CATEGORIES`, all by default; the order does not matter.
 
     Yields:
         ``{"id", "category", "messages"}``.
     """
-    made, served = Counter(dict.fromkeys(CATEGORIES, 0)), dict.fromkeys(CATEGORIES, 0)
+    wanted = [name for name in CATEGORIES if name in (categories or CATEGORIES)]
+    made, served = Counter(dict.fromkeys(wanted, 0)), dict.fromkeys(wanted, 0)
     earlier: deque[str] = deque(maxlen=16)
     for number, conversation in enumerate(conversations):
         rng = random.Random(f"{seed}:{conversation.id}")
-        material = _material(conversation)
+        material = material_of(conversation)
         counts = {name: count for name, count in made.items() if name != WITHOUT_TEXT}
         alive = [count for name, count in counts.items() if number - served[name] < PATIENCE]
-        most = min(alive) if alive else max(counts.values())
+        most = min(alive) if alive else max(counts.values(), default=made.total())
         for category, count in sorted(made.items(), key=lambda item: item[1]):
             text = CATEGORIES[category](material, earlier, rng) if count < most + SLACK else ""
             if text:
@@ -124,11 +149,13 @@ def task_prompts(conversations: Iterable[Conversation], seed: int) -> Iterator[d
         earlier.extend(text for text, language in material.passages[:1] if language == "English")
 
 
-def _material(conversation: Conversation) -> Material:
-    passages, sentences = [], []
+def material_of(conversation: Conversation) -> Material:
+    """What the replies and the first human turn of ``conversation`` give."""
+    passages, sentences, code = [], [], []
     for message in conversation.messages:
         if message["role"] != "assistant" or not isinstance(content := message.get("content"), str):
             continue
+        code += [block for block in re.findall(FENCED, content) if _is_piece(block[1])]
         for paragraph in re.split(r"\n\s*\n", content):
             text = " ".join(paragraph.split())
             language = _language(text)
@@ -141,7 +168,31 @@ def _material(conversation: Conversation) -> Material:
     human = next(message for message in conversation.messages if message["role"] == "user")
     question = " ".join(str(human.get("content") or "").split())
     is_one = question.endswith("?") and _has_length(question, QUESTION_WORDS) and _language(question)
-    return Material(tuple(passages), tuple(sentences), question if is_one else "")
+    functions = tuple(found for _, text in code for found in _beginnings(text))
+    return Material(tuple(passages), tuple(sentences), question if is_one else "", tuple(code), functions)
+
+
+def _is_piece(code: str) -> bool:
+    return CODE_LINES[0] <= len(code.splitlines()) <= CODE_LINES[1] and len(code) <= CODE_CHARACTERS
+
+
+def _beginnings(code: str) -> list[str]:
+    """Signatures of the Python functions of ``code``, with their docstrings; none of what does not parse."""
+    try:
+        with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+            body = ast.parse(code).body
+    except (SyntaxError, ValueError):
+        return []
+    lines, found = code.splitlines(), []
+    for node in body:
+        if not isinstance(node, ast.FunctionDef) or node.body[0].lineno == node.lineno:
+            continue
+        has_docstring = ast.get_docstring(node) is not None
+        last = node.body[0].end_lineno if has_docstring else node.body[0].lineno - 1
+        if node.end_lineno is not None and last is not None and node.end_lineno - last >= LEAST_BODY:
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            found.append("\n".join(lines[first - 1 : last]).rstrip())
+    return found
 
 
 def _has_length(text: str, words: tuple[int, int]) -> bool:
@@ -198,6 +249,17 @@ def _retrieve(material: Material, earlier: deque[str], rng: random.Random) -> st
     return rng.choice(RETRIEVE).format(passages=numbered, question=material.question)
 
 
+def _complete(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    return rng.choice(COMPLETE).format(text=rng.choice(material.functions)) if material.functions else ""
+
+
+def _code(material: Material, earlier: deque[str], rng: random.Random) -> str:
+    if not material.code:
+        return ""
+    language, text = rng.choice(material.code)
+    return rng.choice(CODE).format(language=language, text=text.strip("\n"))
+
+
 def _question(material: Material, earlier: deque[str], rng: random.Random) -> str:
     return material.question
 
@@ -219,6 +281,8 @@ CATEGORIES: dict[str, Callable[[Material, deque[str], random.Random], str]] = {
     "extraction": _about_passage(EXTRACT),
     "rewriting": _about_passage(REWRITE),
     "mathematics": _problem,
+    "completion": _complete,
+    "code": _code,
 }
 WITHOUT_TEXT = "mathematics"
 """Makers of prompts: given material, earlier passages and a generator, a prompt or nothing."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.checkpoints.draft import resolve_draft, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
@@ -140,6 +140,7 @@ class Trainer:
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
         found = self._checkpoint() if options.resume else None
         self.state, self.head = (found.state, found.head) if found else (TrainState(), self._new_head())
+        self.tokens_before = self._tokens_before(found)
         if config.head.start_from is not None and self.head.token_map is not None:
             data.use_vocabulary(self.head.token_map.cpu().numpy())
         schedule = Schedule.from_config(config.training, len(data))
@@ -369,11 +370,27 @@ class Trainer:
         about = metadata(
             self.config, self.accelerator, self.components, self.state, self.options.command, decoded
         )
+        rows = self.folder.judgements.rows()
+        about["judged"] = [
+            {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]} for row in rows
+        ]
+        if self.tokens_before:
+            about["tokens_before"] = self.tokens_before
         store = self.stepper.store
         about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
         if store is not None:
             about["data"]["source"] = store.manifest["data"]["source"]
         return about
+
+    def _tokens_before(self, found: Checkpoint | None) -> int:
+        """Tokens that the head of ``head.start_from``, and those that it began with, had seen; 0 where it is
+        of another trainer. A resumed run knows them."""
+        if found is not None:
+            return int(read_metadata(found.folder).get("tokens_before", 0))
+        if self.config.head.start_from is None:
+            return 0
+        about = read_metadata(resolve_draft(self.config.head.start_from, self.components.target.config))
+        return sum(about.get(name, 0) for name in ("tokens_seen", "tokens_before"))
 
     def _print(self, text: str) -> None:
         if self.accelerator.is_main_process:

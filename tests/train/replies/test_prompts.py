@@ -12,7 +12,7 @@ from eagle_kit.cli.app import main
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.records import SkipLog, read_conversations
 from eagle_kit.data.tasks.sets import load_task
-from eagle_kit.train.replies.prompts import CATEGORIES, Material, task_prompts
+from eagle_kit.train.replies.prompts import CATEGORIES, Material, material_of, task_prompts
 
 ENGLISH = (
     "The bridge number {n} was opened to the public in the spring of that year, and the people of the "
@@ -22,6 +22,9 @@ ENGLISH = (
 )
 GERMAN = (
     "Die Brücke {n} ist nicht mit dem Geld der Stadt gebaut worden. Das Land hat für sich eine andere Lösung."
+)
+FUNCTION = (
+    'def add_{n}(x: int) -> int:\n    """Return x and {n} more."""\n    total = x + {n}\n    return total'
 )
 ANSWERS = {
     r"has (\d+) \w+ and buys (\d+) packs of (\d+) more. \w+ takes (\d+)": lambda a, b, c, d: a + b * c - d,
@@ -46,7 +49,8 @@ def _chats(folder: Path, count: int) -> str:
     for n in range(count):
         text = (GERMAN if n % 7 == 3 else ENGLISH).format(n=n)
         turns = [{"role": "user", "content": f"When was the bridge number {n} opened to the public?"}]
-        turns.append({"role": "assistant", "content": f"Sure:\n\n{text}\n\n```python\nprint({n})\n```"})
+        code = FUNCTION.format(n=n) if n % 2 else f"print({n})"
+        turns.append({"role": "assistant", "content": f"Sure:\n\n{text}\n\n```python\n{code}\n```"})
         lines.append(json.dumps({"id": f"c{n}", "messages": turns}))
     (folder / "chats.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(folder / "chats.jsonl")
@@ -61,6 +65,12 @@ def test_prompts_are_spread_over_the_categories_and_made_of_the_conversations_te
         category, conversation = one["id"].split("-c")
         text = one["messages"][0]["content"]
         assert category == one["category"] and "print(" not in text and "Sure" not in text
+        assert ("def add_" in text) == (category in ("completion", "code"))
+        if category == "completion":
+            beginning, body = FUNCTION.format(n=conversation).split("\n    total")
+            assert beginning in text and body not in text
+        if category == "code":
+            assert f"```python\n{FUNCTION.format(n=conversation)}\n```" in text
         if category in ("summarising", "extraction", "rewriting", "retrieval"):
             assert ENGLISH.format(n=conversation) in text
         if category == "retrieval":
@@ -73,7 +83,7 @@ def test_prompts_are_spread_over_the_categories_and_made_of_the_conversations_te
 def test_categories_that_no_text_serves_hold_up_no_others_and_are_not_made_up_by_arithmetic(
     tmp_path: Path,
 ) -> None:
-    chats = [one for one in read_conversations(_chats(tmp_path, 2100), skipped=SkipLog())]
+    chats = [one for one in read_conversations(_chats(tmp_path, 2800), skipped=SkipLog())]
     german = [chat for number, chat in enumerate(chats) if number % 7 == 3]
     counts = Counter(one["category"] for one in task_prompts(german, seed=0))
     assert counts["translation"] > 30 and counts["questions"] > 30
@@ -81,6 +91,22 @@ def test_categories_that_no_text_serves_hold_up_no_others_and_are_not_made_up_by
     turns = [{"role": "user", "content": "写一首诗"}, {"role": "assistant", "content": "春天来了。"}]
     chinese = [to_conversation({"id": str(n), "messages": turns}, "") for n in range(400)]
     assert Counter(one["category"] for one in task_prompts(chinese, seed=0)) == {"mathematics": 3}
+
+
+def test_what_cannot_be_completed_is_no_function_to_be_completed() -> None:
+    def beginnings(code: str) -> tuple[str, ...]:
+        turns = [{"role": "user", "content": "Code?"}]
+        turns.append({"role": "assistant", "content": f"Here it is:\n\n```python\n{code}\n```\n"})
+        return material_of(to_conversation({"id": "0", "messages": turns}, "")).functions
+
+    body = "    total = x\n    return total"
+    assert beginnings(f"import os\n\ndef f(\n    x,\n):\n{body}") == ("def f(\n    x,\n):",)
+    assert beginnings(f"def f(x):\n    # the sum\n{body}") == ("def f(x):\n    # the sum",)
+    assert beginnings('def f(x):\n    """Do nothing."""\n    return x') == ()  # one line is no body
+    assert beginnings("def f(x): return x\n\n\nf(1)") == ()
+    assert beginnings(f"def f(x)\n{body}") == () and beginnings("SELECT *\nFROM t\nWHERE 1") == ()
+    assert beginnings(f"@cache\ndef f(x):\n{body}") == ("@cache\ndef f(x):",)
+    assert beginnings(f"def f(x):\n{body}\n" + "    x = 1\n" * 40) == ()  # too long a block
 
 
 def test_the_same_seed_makes_the_same_prompts_and_another_seed_others(tmp_path: Path) -> None:
@@ -112,5 +138,11 @@ def test_the_command_writes_what_regenerating_and_evaluating_read(
     assert len(records) == 21 and all(int(one["id"].split("-c")[1]) >= 10 for one in records)
     assert {prompt.category for prompt in load_task(str(out)).prompts} == set(CATEGORIES)
     assert to_conversation(records[0], "").category == records[0]["category"]
+    some = ["--limit", "10", "--categories", "mathematics", "completion"]
+    assert main([*words, *some]) == 0
+    records = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    assert Counter(one["category"] for one in records) == {"completion": 5, "mathematics": 5}
+    assert main([*words, *some, "poems"]) == 2
+    assert "no prompts of poems" in capsys.readouterr().err
     assert main([*words, "--skip", "60", "--limit", "1"]) == 2
     assert "gives no prompts" in capsys.readouterr().err

@@ -23,8 +23,8 @@ def trained(tmp_path_factory):
     return folder
 
 
-def rows(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def rows(run, name="metrics.jsonl"):
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
@@ -35,7 +35,12 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
             f"output_dir={tmp_path / 'run'}",
             f"head={{start_from: {trained / 'head'}}}",
         ),
-        *("training.warmup_steps=1", "training.max_steps=4", "training.learning_rate=1.0e-4"),
+        *(
+            "training.warmup_steps=1",
+            "training.max_steps=4",
+            "training.learning_rate=1.0e-4",
+            "judge.every=2",
+        ),
     ]
     config = trained / "config.yaml"
     assert main([str(config), *settings, "--max-steps", "2"]) == 0
@@ -50,6 +55,13 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
     about = json.loads((tmp_path / "run" / "step-4" / "eagle_kit.json").read_text())
     assert 0.5 < about["data"]["vocab_coverage"] <= 1.0
     assert about["config"]["head"]["start_from"].endswith("head")
+    before = json.loads((trained / "head" / "eagle_kit.json").read_text())
+    assert about["tokens_before"] == before["tokens_seen"] > 0 and "tokens_before" not in before
+    judged = rows(tmp_path / "run", "judge.jsonl")
+    assert about["judged"] == [
+        {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]} for row in judged
+    ]
+    assert about["judged"] and about["judged"][-1]["tokens_seen"] == about["tokens_seen"]
 
 
 @pytest.mark.parametrize(
