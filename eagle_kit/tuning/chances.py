@@ -15,7 +15,8 @@ LEAST, MOST = 0.02, 0.98
 """Bounds of a chance: text that was never seen may be different."""
 UNKNOWN = 0.05
 """Chance of a depth that was never reached."""
-EASES = np.linspace(-6.0, 6.0, 49)
+LEAST_EASE, MOST_EASE = -6.0, 6.0
+EASES = np.linspace(LEAST_EASE, MOST_EASE, 49)
 VARIANCE, CHANGE = 1.0, 0.01
 """Variance of the ease of texts beside what they have in common, and what is added to that of a request's
 with every cycle: texts change."""
@@ -72,7 +73,7 @@ def learn_offset(
         surprise -= chance
         information += chance * (1.0 - chance)
     left = variance / (1.0 + variance * information)
-    value = min(max(value + left * surprise, EASES[0]), EASES[-1])
+    value = min(max(value + left * surprise, LEAST_EASE), MOST_EASE)
     return value, min(left + CHANGE, VARIANCE), information
 
 

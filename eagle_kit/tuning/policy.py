@@ -37,6 +37,7 @@ from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.chances import (
     CHANGE,
     EASES,
+    LEAST_EASE,
     VARIANCE,
     chance_of,
     conditional_log_odds,
@@ -80,8 +81,7 @@ HORIZON = 32
 UNSEEN = 16
 """Cycles without a verified draft after which a request has one verified: its text may have become easier."""
 
-LEAST_EASE, EASE_SPACING = float(EASES[0]), float(EASES[1] - EASES[0])
-"""Of ``EASES``."""
+EASE_SPACING = float(EASES[1] - EASES[0])
 
 Reading = Callable[[int, int, int], float]
 
@@ -196,6 +196,7 @@ class ShapePolicy:
         odds = conditional_log_odds(acceptance, self.shapes)
         self._reach = reach_of(odds, EASES)
         self._lengths = 1.0 + self._reach.sum(3)
+        self._length_lists: list[list[list[float]]] = self._lengths.transpose(0, 2, 1).tolist()  # [G, C, M]
         shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
         shares[0] = 1 / odds.shape[1]
         self._usual_mix = shares[1:].mean(0) if used else shares[0]
@@ -264,8 +265,9 @@ class ShapePolicy:
         if all(ease.confidence is None for ease in eases):
             self._spent = 0.0
             return self.shape
-        told = [self._told_reach(ease) for ease in eases]
-        expected: list[float] = self._expected(eases, told).sum(0).tolist()
+        told = [self._told_reach(ease) for ease in eases] if self._tells else [()] * len(eases)
+        rows = _rows(eases)
+        expected = self._expected(eases, rows, told)
         worth = [have - self._rate * took for have, took in zip(expected, costs, strict=True)]
         base, allowed = self._number[self.shape], self._drafting(len(eases))
         best = max(allowed, key=worth.__getitem__, default=0)
@@ -273,10 +275,10 @@ class ShapePolicy:
             best = base
         tokens, seconds = expected[best], costs[best]
         if not self._is_probe:
-            packed = self._pack(eases, told, context, expected, worth[best] + LEAST_GAIN * tokens)
+            packed = self._pack(eases, rows, told, context, expected, worth[best] + LEAST_GAIN * tokens)
             if packed is not None:
                 best, self.num_drafts, tokens, seconds = packed
-        usual = self._usual(eases)
+        usual = self._usual(rows)
         if not self._spent:
             self._num_averaged, outlook = 0, self._outlook(eases, context)
             self._gained, self._spent = float(outlook.tokens[base]) / usual, float(outlook.seconds[base])
@@ -290,6 +292,7 @@ class ShapePolicy:
     def _pack(
         self,
         eases: Sequence[Ease],
+        rows: Sequence[int],
         told: Sequence[Sequence[float]],
         context: int,
         expected: Sequence[float],
@@ -304,7 +307,7 @@ class ShapePolicy:
             if not packings.may_be_worth(least, size, expected[number], self._rate):
                 continue
             steps = self.shapes[number].steps
-            reached = self._expected_reach(eases, told, number)
+            reached = self._expected_reach(eases, rows, told, number)
             ranked = reached.copy()
             ranked[[ease.num_unseen >= UNSEEN for ease in eases], 0] = 1.0
             order = (-ranked).ravel().argsort(kind="stable")  # a draft behind those that it depends on
@@ -323,27 +326,31 @@ class ShapePolicy:
         weights: np.ndarray = self._tilts * np.array([ease.mix for ease in eases])[:, None]
         return weights / weights.sum(2, keepdims=True)
 
-    def _expected(self, eases: Sequence[Ease], told: Sequence[Sequence[float]]) -> np.ndarray:
-        """Expected tokens ``[B, M]`` of each request's next cycle in every shape; those of chains by the
-        draft's own confidences, as of :meth:`_told_reach`, where it tells them."""
-        rows = _rows(eases)
-        lengths: np.ndarray = self._lengths[rows, :, [ease.confidence or 0 for ease in eases]]
-        for i, ease in enumerate(eases):
+    def _expected(
+        self, eases: Sequence[Ease], rows: Sequence[int], told: Sequence[Sequence[float]]
+    ) -> list[float]:
+        """Expected tokens of a batch's next cycle in every shape, M of them; those of chains by the draft's
+        own confidences, as of :meth:`_told_reach`, where it tells them. ``rows``: places of the eases."""
+        lengths = []
+        for ease, row, reach in zip(eases, rows, told, strict=True):
             if ease.confidence is None:  # it has just come
-                lengths[i] = (self._lengths[rows[i]] * self._weights([ease])[0]).sum(1)
-            if told[i]:
-                reached = [*accumulate(told[i], initial=1.0)]
+                mine: list[float] = (self._lengths[row] * self._weights([ease])[0]).sum(1).tolist()
+            else:
+                mine = self._length_lists[row][ease.confidence]
+            if reach:
+                mine, reached = [*mine], [*accumulate(reach, initial=1.0)]
                 for number, depth in self._chains.items():
                     if depth < len(reached):
-                        lengths[i, number] = reached[depth]
-        return lengths
+                        mine[number] = reached[depth]
+            lengths.append(mine)
+        return lengths[0] if len(lengths) == 1 else [*map(sum, zip(*lengths, strict=True))]
 
     def _expected_reach(
-        self, eases: Sequence[Ease], told: Sequence[Sequence[float]], number: int
+        self, eases: Sequence[Ease], rows: Sequence[int], told: Sequence[Sequence[float]], number: int
     ) -> np.ndarray:
         """Chance ``[B, S]`` that each depth of each request's next cycle in a chain is accepted with all
         before it; arguments as of :meth:`_expected`."""
-        rows, steps = _rows(eases), self.shapes[number].steps
+        steps = self.shapes[number].steps
         reached: np.ndarray = self._reach[rows, number, [ease.confidence or 0 for ease in eases], :steps]
         for i, ease in enumerate(eases):
             if len(told[i]) >= steps:
@@ -360,14 +367,14 @@ class ShapePolicy:
         odds = self.calibration.log_odds(ease.told)
         return [*accumulate((chance_of(each + ease.bias[0]) for each in odds), operator.mul)]
 
-    def _usual(self, eases: Sequence[Ease]) -> float:
-        """Tokens of a cycle that texts of such eases usually give, for an average over cycles to follow the
-        eases. Those of few requests err, so of one the square root is followed; of a draft that tells its
-        chains' chances it is 1, as these follow the text by themselves."""
+    def _usual(self, rows: Sequence[int]) -> float:
+        """Tokens of a cycle that texts of eases at ``rows`` usually give, for an average over cycles to
+        follow the eases. Those of few requests err, so of one the square root is followed; of a draft that
+        tells its chains' chances it is 1, as these follow the text by themselves."""
         if self._tells:
             return 1.0
-        usual = sum(self._usual_lengths[place] for place in _rows(eases))
-        return usual ** (len(eases) / (1.0 + len(eases)))
+        usual = sum([self._usual_lengths[place] for place in rows])
+        return usual ** (len(rows) / (1.0 + len(rows)))
 
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
@@ -381,7 +388,7 @@ class ShapePolicy:
         if may_draft:
             worth = float(speeds[drafting])
             if self._spent:
-                worth = self._gained * self._usual(eases) / self._spent
+                worth = self._gained * self._usual(_rows(eases)) / self._spent
             if not now:
                 decoding = HORIZON * self.costs.of(len(eases), context).seconds[drafting]
                 entering = decoding / (decoding + self._reading_missed(eases, context))
@@ -615,9 +622,8 @@ def _likeliest(chances: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np
 
 
 def _rows(eases: Sequence[Ease]) -> list[int]:
-    """Places of requests' eases among ``EASES``."""
-    places = (int((ease.value - LEAST_EASE) / EASE_SPACING + 0.5) for ease in eases)
-    return [min(max(place, 0), len(EASES) - 1) for place in places]
+    """Places of requests' eases, which :func:`learn_offset` keeps within ``EASES``, among them."""
+    return [int((ease.value - LEAST_EASE) / EASE_SPACING + 0.5) for ease in eases]
 
 
 def _with_seen(mix: Sequence[float], seen: int, rate: float) -> list[float]:

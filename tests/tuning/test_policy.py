@@ -14,7 +14,7 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.cycle_costs import Packings
-from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy
+from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy, _rows
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
 AVERAGE = 0.55
@@ -321,9 +321,9 @@ def test_a_plain_probe_does_not_change_what_a_head_that_tells_is_worth():
         policy.see(ease, [0.8, 0.6, 0.5, 0.4, 0.3, 0.2])
         policy.observe(ease, policy.choose([ease], 300), 0)
     assert policy._spent and ease.value < -1.0
-    before = policy._gained * policy._usual([ease]) / policy._spent
+    before = policy._gained * policy._usual(_rows([ease])) / policy._spent
     policy.see(ease, None)
-    assert policy._gained * policy._usual([ease]) / policy._spent == before
+    assert policy._gained * policy._usual(_rows([ease])) / policy._spent == before
 
 
 def test_a_choice_between_looks_computes_no_outlook(monkeypatch):

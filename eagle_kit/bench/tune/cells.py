@@ -144,13 +144,14 @@ def time_choosing(llms: Engines, batch: int, machine: Machine, num_cycles: int =
     assert isinstance(policy, ShapePolicy)
     seconds = 1e-3 * policy.plan([batch])[0].milliseconds
     eases = [policy.new_request() for _ in range(batch)]
+    draws = [[(rng.random(), rng.random()) for _ in eases] for _ in range(num_cycles)]
     begun = time.perf_counter()
     for number in range(num_cycles):
         shape = policy.choose(eases, 200 + number)
         drafts = policy.num_drafts or [shape.tokens - 1] * batch
-        for ease, most in zip(eases, drafts, strict=True):
-            policy.observe(ease, shape, rng.randint(0, min(shape.steps, most)), most)
-            policy.see(ease, rng.random())
+        for ease, most, (accepted, confidence) in zip(eases, drafts, draws[number], strict=True):
+            policy.observe(ease, shape, int(accepted * (min(shape.steps, most) + 1)), most)
+            policy.see(ease, confidence)
         rows = None if policy.num_drafts is None else batch + sum(drafts)
         policy.observe_time(batch, shape, 200 + number, seconds, rows)
     spent = (time.perf_counter() - begun) / num_cycles
