@@ -38,6 +38,8 @@ APART := --decontaminate human_eval ours runs/smollm2-135m-held-out.jsonl
 MEASURED := --tasks human_eval ours runs/smollm2-135m-held-out.jsonl
 WORDS := retrieval translation summarising questions extraction rewriting mathematics
 REPLIES := runs/smollm2-135m-replies
+# Two processes of one thread are faster on two cores than one of two threads; on a machine with one GPU, one process.
+TRAINERS := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
 ANSWER = $(KIT) data regenerate $(TARGET) $(APART) --max-tokens 256 --batch-size 48 --out $(REPLIES)
 
 head: install ## the shipped head from packages alone, in some hours on two cores; goes on where it stopped
@@ -47,7 +49,7 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	@[ -f runs/smollm2-135m-prompts-tasks.jsonl ] || \
 	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --categories $(WORDS) --out runs/smollm2-135m-prompts-tasks.jsonl
 	@[ -f runs/smollm2-135m-prompts-code.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --limit 813 --categories completion code --out runs/smollm2-135m-prompts-code.jsonl
+	  $(KIT) data prompts $(CHATS) --limit 800 --categories completion code --out runs/smollm2-135m-prompts-code.jsonl
 	@echo "== head: the target's replies to chats, tasks and code"
 	@$(ANSWER)-chats.jsonl $(CHATS) --max-turns 1 --max-prompt-tokens 256 --near-duplicates 0.8 --limit 1350
 	@$(ANSWER)-tasks.jsonl --source runs/smollm2-135m-prompts-tasks.jsonl --max-prompt-tokens 768 --limit 1257
@@ -56,7 +58,7 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	@[ -f runs/smollm2-135m-head-words.npz ] || \
 	  $(KIT) data vocab configs/smollm2-135m-head.yaml data.mix=[] "data.source=[$(REPLIES)-chats.jsonl, \
 	  $(REPLIES)-tasks.jsonl, $(REPLIES)-code.jsonl]" head.vocab_map=null --out runs/smollm2-135m-head-words.npz
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node 2 train configs/smollm2-135m-head.yaml --resume
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head.yaml --resume
 	@echo "== head: measured, with its card and tuning table"
 	@$(KIT) export runs/smollm2-135m-head --out runs/head
 	@$(KIT) eval $(TARGET) --draft runs/head $(MEASURED) --shapes 4,1,5 5,4,16 auto --out runs/head-eval

@@ -115,7 +115,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=(),
         metavar="NAME",
-        help="make these only (default: all that there are)",
+        help="make these only, of retrieval, translation, summarising, questions, extraction, rewriting, "
+        "mathematics, completion (of Python functions) and code; default all",
     )
     capture = action(_capture, "keep the target's states of a config's data in a folder")
     add_config(capture)

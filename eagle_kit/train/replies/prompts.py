@@ -65,7 +65,7 @@ STOP_WORDS = {
 }
 LANGUAGE_SHARE = 0.15
 """Least share of a language's stop words among the words of a text that is taken to be in it."""
-FENCED = re.compile(r"^```([\w+#-]*)[ \t]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"( *)(```+)[ \t]*([\w+#-]*)([^`]*)")
 PASSAGE_WORDS, SENTENCE_WORDS, QUESTION_WORDS = (50, 220), (6, 30), (5, 25)
 CODE_LINES, CODE_CHARACTERS, LEAST_BODY = (3, 30), 1200, 2
 """Lines and characters of a piece of code, and lines of the body of a function that is to be completed."""
@@ -155,7 +155,7 @@ def material_of(conversation: Conversation) -> Material:
     for message in conversation.messages:
         if message["role"] != "assistant" or not isinstance(content := message.get("content"), str):
             continue
-        code += [block for block in re.findall(FENCED, content) if _is_piece(block[1])]
+        code += [block for block in _fenced(content) if _is_piece(block[1])]
         for paragraph in re.split(r"\n\s*\n", content):
             text = " ".join(paragraph.split())
             language = _language(text)
@@ -172,27 +172,54 @@ def material_of(conversation: Conversation) -> Material:
     return Material(tuple(passages), tuple(sentences), question if is_one else "", tuple(code), functions)
 
 
+def _fenced(text: str) -> Iterator[tuple[str, str]]:
+    """Fenced blocks of Markdown, of backticks, as (language or nothing, code without the fence's indent)."""
+    opened, lines = None, []
+    for line in text.replace("\r\n", "\n").split("\n"):
+        found = re.fullmatch(FENCE, line)
+        if opened is None:
+            opened, lines = found, []
+        elif found and len(found[2]) >= len(opened[2]) and not (found[3] + found[4]).strip():
+            yield opened[3], "\n".join(lines)
+            opened = None
+        else:
+            lines.append(line[len(opened[1]) :] if line.startswith(opened[1]) else line)
+
+
 def _is_piece(code: str) -> bool:
-    return CODE_LINES[0] <= len(code.splitlines()) <= CODE_LINES[1] and len(code) <= CODE_CHARACTERS
+    lines = sum(bool(line.strip()) for line in code.split("\n"))
+    return CODE_LINES[0] <= lines <= CODE_LINES[1] and len(code) <= CODE_CHARACTERS
 
 
 def _beginnings(code: str) -> list[str]:
-    """Signatures of the Python functions of ``code``, with their docstrings; none of what does not parse."""
+    """Signatures of the Python functions of ``code`` that are no methods, with their docstrings; none of what
+    does not parse, and none of a function whose body has too few lines or begins beside its signature."""
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
             body = ast.parse(code).body
-    except (SyntaxError, ValueError):
+    except (
+        SyntaxError,
+        ValueError,
+        MemoryError,
+        RecursionError,
+    ):  # the last two of what is nested too deeply
         return []
-    lines, found = code.splitlines(), []
+    lines, found = re.split(r"\r\n?|\n", code), []
     for node in body:
-        if not isinstance(node, ast.FunctionDef) or node.body[0].lineno == node.lineno:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        has_docstring = ast.get_docstring(node) is not None
-        last = node.body[0].end_lineno if has_docstring else node.body[0].lineno - 1
-        if node.end_lineno is not None and last is not None and node.end_lineno - last >= LEAST_BODY:
-            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-            found.append("\n".join(lines[first - 1 : last]).rstrip())
+        statements = node.body[1:] if ast.get_docstring(node) is not None else node.body
+        rest = [line for each in statements for line in range(_first_line(each), (each.end_lineno or 0) + 1)]
+        first = _first_line(node.body[0])
+        stands_alone = lines[first - 1][: node.body[0].col_offset].isspace()
+        if stands_alone and len(set(rest)) >= LEAST_BODY:
+            found.append("\n".join(lines[_first_line(node) - 1 : rest[0] - 1]).rstrip())
     return found
+
+
+def _first_line(node: ast.stmt) -> int:
+    """The line of a statement's beginning, its decorators included."""
+    return min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
 
 
 def _has_length(text: str, words: tuple[int, int]) -> bool:

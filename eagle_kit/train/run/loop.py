@@ -384,7 +384,7 @@ class Trainer:
 
     def _tokens_before(self, found: Checkpoint | None) -> int:
         """Tokens that the head of ``head.start_from``, and those that it began with, had seen; 0 where it is
-        of another trainer. A resumed run knows them."""
+        of another trainer. A resumed run knows them, and may do without that head."""
         if found is not None:
             return int(read_metadata(found.folder).get("tokens_before", 0))
         if self.config.head.start_from is None:

@@ -93,20 +93,44 @@ def test_categories_that_no_text_serves_hold_up_no_others_and_are_not_made_up_by
     assert Counter(one["category"] for one in task_prompts(chinese, seed=0)) == {"mathematics": 3}
 
 
-def test_what_cannot_be_completed_is_no_function_to_be_completed() -> None:
-    def beginnings(code: str) -> tuple[str, ...]:
-        turns = [{"role": "user", "content": "Code?"}]
-        turns.append({"role": "assistant", "content": f"Here it is:\n\n```python\n{code}\n```\n"})
-        return material_of(to_conversation({"id": "0", "messages": turns}, "")).functions
+BODY = "    total = x\n    return total"
 
-    body = "    total = x\n    return total"
-    assert beginnings(f"import os\n\ndef f(\n    x,\n):\n{body}") == ("def f(\n    x,\n):",)
-    assert beginnings(f"def f(x):\n    # the sum\n{body}") == ("def f(x):\n    # the sum",)
-    assert beginnings('def f(x):\n    """Do nothing."""\n    return x') == ()  # one line is no body
-    assert beginnings("def f(x): return x\n\n\nf(1)") == ()
-    assert beginnings(f"def f(x)\n{body}") == () and beginnings("SELECT *\nFROM t\nWHERE 1") == ()
-    assert beginnings(f"@cache\ndef f(x):\n{body}") == ("@cache\ndef f(x):",)
-    assert beginnings(f"def f(x):\n{body}\n" + "    x = 1\n" * 40) == ()  # too long a block
+
+@pytest.mark.parametrize(
+    ("code", "beginning"),
+    [
+        (f"import os\n\ndef f(\n    x,\n):\n{BODY}", "def f(\n    x,\n):"),
+        (f"def f(x):\n    # the sum\n{BODY}", "def f(x):\n    # the sum"),
+        (f'def f(x):\n    """Sum."""\n\n{BODY}', 'def f(x):\n    """Sum."""'),
+        (f"@cache\nasync def f(x):\n{BODY}", "@cache\nasync def f(x):"),
+        ("def f(x):\n    @wraps(x)\n    def g(y):\n        return y\n    return g", "def f(x):"),
+        (f'\f\ndef f(x):\n    "a\u2028b"\n{BODY}', 'def f(x):\n    "a\u2028b"'),
+        ('def f(x):\n    """Sum."""\n\n    return x', None),  # one line is no body
+        ("def f(x): return x\n\n\nf(1)", None),
+        ("def f(a,\n      b): return [\n    a,\n    b]", None),
+        (f"class A:\n    def f(x):\n    {BODY}", None),
+        (f"def f(x)\n{BODY}", None),
+        ("SELECT *\nFROM t\nWHERE 1", None),
+        ("x = (\n" + "1<(" * 193 + "1" + ")" * 193 + "\n)", None),  # nested too deeply for Python's parser
+        (f"def f(x):\n{BODY}\n" + "    x = 1\n" * 40, None),  # too long a block
+    ],
+)
+def test_a_function_is_completed_from_its_signature_and_docstring(code: str, beginning: str | None) -> None:
+    turns = [{"role": "user", "content": "Code?"}]
+    turns.append({"role": "assistant", "content": f"Here it is:\n\n```python\n{code}\n```\n"})
+    material = material_of(to_conversation({"id": "0", "messages": turns}, ""))
+    assert material.functions == (() if beginning is None else (beginning,))
+
+
+def test_code_is_what_stands_in_fences_whatever_they_name() -> None:
+    reply = (
+        '```python title="a.py"\na\nb\nc\n```\nThis is prose.\nSo is this.\nAnd this.\n'
+        "  ```{r}\n  d\n    e\n  f\n```\n````md\n```sh\nls\n```\n````\n\n```\n\n\n\n```\n"
+    )
+    for text in (reply, reply.replace("\n", "\r\n")):
+        turns = [{"role": "user", "content": "Code?"}, {"role": "assistant", "content": text}]
+        material = material_of(to_conversation({"id": "0", "messages": turns}, ""))
+        assert material.code == (("python", "a\nb\nc"), ("", "d\n  e\nf"), ("md", "```sh\nls\n```"))
 
 
 def test_the_same_seed_makes_the_same_prompts_and_another_seed_others(tmp_path: Path) -> None:

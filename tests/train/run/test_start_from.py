@@ -62,6 +62,10 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
         {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]} for row in judged
     ]
     assert about["judged"] and about["judged"][-1]["tokens_seen"] == about["tokens_seen"]
+    third = [f"head={{start_from: {tmp_path / 'run' / 'step-4'}}}", f"output_dir={tmp_path / 'third'}"]
+    assert main([str(config), *settings, *third, "judge.every=0", "--max-steps", "1"]) == 0
+    last = json.loads((tmp_path / "third" / "step-1" / "eagle_kit.json").read_text())
+    assert last["tokens_before"] == about["tokens_seen"] + about["tokens_before"]
 
 
 @pytest.mark.parametrize(
