@@ -22,7 +22,7 @@ from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.loss import TTTOutput
 from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.target_features import TargetFeatures
-from eagle_kit.train.optim.optimizer import check_moments, make_optimizer, set_learning_rate
+from eagle_kit.train.optim.optimizer import MuonAdamW, check_moments, make_optimizer, set_learning_rate
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -100,7 +100,8 @@ class Replicated(Strategy):
             none = torch.zeros(0, device=accelerator.device)
             self.module(None, none, none, none, none, []).loss.backward()
             module.zero_grad(set_to_none=False)
-        self.optimizer = make_optimizer(self.head, training)
+        process = accelerator.process_index, self.num_processes
+        self.optimizer = make_optimizer(self.head, training, process)
         self.parameters = [p for p in self.head.parameters() if p.requires_grad]
 
     def _prepare(self, inputs: TargetFeatures, last: bool) -> None:
@@ -126,7 +127,8 @@ class Replicated(Strategy):
 
     def optimizer_state(self) -> dict[str, Any]:
         """See :meth:`Strategy.optimizer_state`."""
-        return self.optimizer.state_dict()
+        optimizer = self.optimizer
+        return optimizer.whole_state_dict() if isinstance(optimizer, MuonAdamW) else optimizer.state_dict()
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         """See :meth:`Strategy.load_optimizer_state`."""

@@ -174,7 +174,8 @@ def material_of(conversation: Conversation) -> Material:
 
 def _fenced(text: str) -> Iterator[tuple[str, str]]:
     """Fenced blocks of Markdown, of backticks, as (language or nothing, code without the fence's indent)."""
-    opened, lines = None, []
+    opened: re.Match[str] | None = None
+    lines: list[str] = []
     for line in text.replace("\r\n", "\n").split("\n"):
         found = re.fullmatch(FENCE, line)
         if opened is None:

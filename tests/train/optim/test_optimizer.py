@@ -32,7 +32,9 @@ def alone(head, training) -> Replicated:
     """What one process trains ``head`` with."""
     target = tiny_target()
     module = TTTModule(head, target.embed_tokens.weight, target.head_weight, training)
-    return Replicated(module, training, SimpleNamespace(num_processes=1, device=torch.device("cpu")))
+    return Replicated(
+        module, training, SimpleNamespace(num_processes=1, process_index=0, device=torch.device("cpu"))
+    )
 
 
 def give_gradients(head, step: int) -> None:
@@ -68,6 +70,55 @@ def test_muon_moves_inner_matrices_and_adamw_the_output_layer_and_norms() -> Non
             each.step()
     for (name, ours), theirs in zip(head.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
+
+
+def share(process: int, count: int, folder: str) -> None:
+    """Take steps in one of ``count`` processes, the last two after a checkpoint, and save what it has."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=process, world_size=count
+    )
+    head = make_head()
+    optimizer = make_optimizer(head, MUON, (process, count))
+    for step in range(4):
+        give_gradients(head, step)
+        set_learning_rate(optimizer, 0.02)
+        optimizer.step()
+        if step == 1:
+            state = optimizer.whole_state_dict()
+            momenta = [p for p in head.parameters() if "momentum_buffer" in optimizer.state.get(p, {})]
+            optimizer = make_optimizer(head, MUON, (process, count))
+            optimizer.load_state_dict(copy.deepcopy(state))
+    weights = {name: p.detach().clone() for name, p in head.named_parameters()}
+    saved = {"weights": weights, "state": state, "num_momenta": len(momenta)}
+    torch.save(saved, f"{folder}/{process}.pt")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_processes_share_muon_s_matrices_and_have_what_one_alone_has(tmp_path, count: int) -> None:
+    head = make_head()
+    optimizer = make_optimizer(head, MUON)
+    for step in range(4):
+        give_gradients(head, step)
+        set_learning_rate(optimizer, 0.02)
+        optimizer.step()
+        if step == 1:
+            state = copy.deepcopy(optimizer.state_dict())
+    torch.multiprocessing.spawn(share, (count, str(tmp_path)), nprocs=count)
+    saved = [torch.load(tmp_path / f"{process}.pt", weights_only=True) for process in range(count)]
+    for each in saved:
+        assert all(torch.equal(each["weights"][name], p) for name, p in head.named_parameters())
+        assert each["state"]["param_groups"] == state["param_groups"]
+        assert each["state"]["state"].keys() == state["state"].keys()
+        for number, moments in state["state"].items():
+            assert moments.keys() == each["state"]["state"][number].keys()
+            assert all(
+                torch.equal(value, each["state"]["state"][number][name]) for name, value in moments.items()
+            )
+    num_matrices = sum("momentum_buffer" in moments for moments in state["state"].values())
+    shares = [each["num_momenta"] for each in saved]
+    assert sum(shares) == num_matrices and max(shares) < num_matrices
 
 
 def test_the_default_is_torch_s_adamw_with_decay_on_matrices() -> None:
