@@ -29,6 +29,7 @@ UNUSUAL = {
     "loss_rows": "serving",
     "feature_noise": None,
     "optimizer": "adamw",
+    "muon_learning_rate_ratio": 1.0,
     "ema_decay": None,
     "schedule": "cosine",
     "num_anchors": 512,

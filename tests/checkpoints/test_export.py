@@ -192,11 +192,13 @@ def test_the_card_tells_how_it_was_trained_and_how_to_serve_it():
 
 def test_the_card_names_the_settings_of_an_unusual_recipe():
     head = tiny_head(tiny_target())
-    chosen = {"ttt_length": 7, "loss": "lk-alpha", "optimizer": "adamw", "ema_decay": 0.99}
+    chosen = {"ttt_length": 7, "loss": "lk-alpha", "optimizer": "muon", "ema_decay": 0.99}
+    chosen |= {"muon_learning_rate_ratio": 3.0}
     chosen["feature_noise"] = {"kind": "uniform", "amount": 0.1, "unit": "rms", "per_tokens": None}
     card = model_card(Card(EAGLE3, head.config, {"config": {"training": chosen}}, "checkpoints/head"))
+    named = "ttt_length 7, loss lk-alpha, optimizer muon, ema_decay 0.99, muon_learning_rate_ratio 3"
     noise = "feature_noise (kind uniform, amount 0.1, unit rms)"
-    assert f"* settings: ttt_length 7, loss lk-alpha, ema_decay 0.99, {noise}\n" in card
+    assert f"* settings: {named}, {noise}\n" in card
 
 
 def test_the_card_of_a_head_that_drafts_in_one_pass_names_the_rows_that_it_learned():
