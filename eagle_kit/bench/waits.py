@@ -76,7 +76,7 @@ def count_step(loss: str = "ce", normalisation: Any = "tokens", rule: str = "ser
         assert head.token_map is not None
         rows = target.head_weight[head.token_map]
         module = TTTModule(head, target.embed_tokens.weight, rows, config, objective)
-        alone: Any = SimpleNamespace(device=THERE, num_processes=1)
+        alone: Any = SimpleNamespace(device=THERE, num_processes=1, process_index=0)
         strategy = Replicated(module, config, alone)
         with gpu.phase("rows"):
             data: Any = PackedRow()
