@@ -68,7 +68,9 @@ def test_a_step_waits_where_it_is_listed_only(precision, loss):
         rows = target.head_weight[head.target_ids]
         objective = Objective.of(training.losses, training.lk_eta, head, target.head_weight)
         module = TTTModule(head, target.embed_tokens.weight, rows, training, objective)
-        strategy = Replicated(module, training, SimpleNamespace(num_processes=1, process_index=0, device=CUDA))
+        strategy = Replicated(
+            module, training, SimpleNamespace(num_processes=1, process_index=0, device=CUDA)
+        )
         hidden = target.config.hidden_size
         aux = torch.empty(len(ids), 3 * hidden, dtype=dtype, device=CUDA)
         final = torch.empty(len(ids), hidden, dtype=dtype, device=CUDA)
