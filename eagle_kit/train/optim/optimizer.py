@@ -4,7 +4,7 @@ Muon (https://kellerjordan.github.io/posts/muon; arXiv 2502.16982) steps along t
 orthogonal. It is for matrices between hidden states; embeddings, output layers, norms and stacks of experts
 are AdamW's. Its update is scaled to the size that AdamW's has (0.2 sqrt(max(rows, columns))), so one learning
 rate serves both. Query, key and value lie in one matrix here, and so do gate and up; each such matrix is made
-orthogonal as a whole. That is more arithmetic than a row of data takes, so processes share the matrices.
+orthogonal as a whole. That takes about as much arithmetic as a row of data, so processes share the matrices.
 """
 
 from collections.abc import Mapping, Sequence

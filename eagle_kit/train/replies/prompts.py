@@ -198,12 +198,7 @@ def _beginnings(code: str) -> list[str]:
     try:
         with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
             body = ast.parse(code).body
-    except (
-        SyntaxError,
-        ValueError,
-        MemoryError,
-        RecursionError,
-    ):  # the last two of what is nested too deeply
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # the last two: nested too deeply
         return []
     lines, found = re.split(r"\r\n?|\n", code), []
     for node in body:
@@ -312,5 +307,5 @@ CATEGORIES: dict[str, Callable[[Material, deque[str], random.Random], str]] = {
     "completion": _complete,
     "code": _code,
 }
-WITHOUT_TEXT = "mathematics"
 """Makers of prompts: given material, earlier passages and a generator, a prompt or nothing."""
+WITHOUT_TEXT = "mathematics"

@@ -370,9 +370,10 @@ class Trainer:
         about = metadata(
             self.config, self.accelerator, self.components, self.state, self.options.command, decoded
         )
-        rows = self.folder.judgements.rows()
         about["judged"] = [
-            {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]} for row in rows
+            {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]}
+            for row in self.folder.judgements.rows()
+            if "tokens" in row  # which rows of old runs do not have
         ]
         if self.tokens_before:
             about["tokens_before"] = self.tokens_before

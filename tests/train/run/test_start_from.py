@@ -68,6 +68,18 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
     assert last["tokens_before"] == about["tokens_seen"] + about["tokens_before"]
 
 
+def test_judgements_of_old_runs_have_no_tokens_and_are_left_out(trained, tmp_path):
+    run = tmp_path / "run"
+    words = [str(trained / "config.yaml"), f"output_dir={run}", "training.max_steps=4", "judge.every=2"]
+    assert main([*words, "--max-steps", "2"]) == 0
+    (old,) = rows(run, "judge.jsonl")
+    del old["tokens"]
+    (run / "judge.jsonl").write_text(json.dumps(old) + "\n")
+    assert main([*words, "--resume"]) == 0
+    about = json.loads((run / "step-4" / "eagle_kit.json").read_text())
+    assert [row["tokens_seen"] for row in about["judged"]] == [about["tokens_seen"]]
+
+
 @pytest.mark.parametrize(
     ("head", "said"),
     [
