@@ -1,7 +1,6 @@
 """Other engines on the same prompts: transformers in this process, vLLM in processes of its own."""
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +14,7 @@ import torch
 from eagle_kit.bench.case import wall_seconds
 from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.process import environment_of_others
 from eagle_kit.models.loading.source import resolve_target
 
 Prompts = Sequence[list[int]]
@@ -80,7 +80,7 @@ def vllm_engines(python: str, target: str, draft: str, batch_size: int) -> Itera
 def _vllm(python: str, settings: dict[str, Any]) -> Iterator[Seconds]:
     """Run one engine until the context ends."""
     environment = {
-        **os.environ,
+        **environment_of_others(),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",

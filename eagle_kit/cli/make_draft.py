@@ -22,32 +22,47 @@ from eagle_kit.cli.jobs import STOPPED, interruptible
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_writable, read_object, remove, sole_writer, write_json_atomically
 from eagle_kit.train.plan.budget import (
+    OWN_PHASE,
+    RAW_PHASE,
     ROW_TOKENS,
     BudgetPlan,
     Phase,
     Rates,
     draft_vocab_size,
     expected_accept_lengths,
-    keeps_own,
     learning_rate,
-    own_phase,
     plan_budget,
+    plan_training,
 )
 
 STATE, COMMANDS, REPORT = "make.json", "commands.sh", "report.md"
 LEAST_BUDGET_S = 300.0
-PILOT_REPLIES, PILOT_STEPS = 16, 8
+PILOT_REPLIES, PILOT_STEPS, PILOT_ROWS = 16, 8, 2
 MAX_PROMPT_TOKENS, MAX_TASK_TOKENS, MAX_REPLY_TOKENS = 192, 768, 256
 NAME = "draft"
 """Of the draft in its evaluation."""
 SHAPES = ("4,1,5", "5,4,16", "auto")
+KIT, TORCHRUN = "eagle-kit", "torchrun"
+MODULES = {KIT: "eagle_kit.cli", TORCHRUN: "torch.distributed.run"}
+"""Modules that run the programs of these names."""
 TASKS = 1 / 3
 """Share of the replies' tokens that answers prompts of :mod:`eagle_kit.train.replies.prompts`."""
 HELD_OUT = 16
 """Conversations whose prompts a training is judged on."""
 STATES_OF_DISK = 0.5
 """Part of the free disk that kept states may take."""
-TTT_LENGTH = 5
+JUDGE_EVERY = 250
+"""Least steps between judgements."""
+LONG_BUDGET_S = 7200.0
+"""Budget from which costs are timed in as many passes as ``tune`` makes by itself, below it in one."""
+TRAINING = {
+    "ttt_length": 5,
+    "down_sample_ratio": 0.6,
+    "optimizer": "muon",
+    "muon_learning_rate_ratio": 3.0,
+    "min_learning_rate_ratio": 0.03,
+}
+"""Recipe of the shipped head (docs/training.md)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +71,7 @@ class Stage:
 
     Attributes:
         name: for messages and ``make.json``.
-        words: the command without ``eagle-kit``.
+        words: the command.
         finish: called with the seconds that it took, gives what ``make.json`` keeps of it.
     """
 
@@ -81,6 +96,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--tasks", nargs="+", default=["human_eval", "ours"], metavar="TASK", help="default %(default)s"
     )
     parser.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="that train together on this machine; default one on each GPU, one on a CPU",
+    )
+    parser.add_argument(
         "--dry-run", action="store_true", help="measure this machine, print the plan, then stop"
     )
 
@@ -92,6 +113,8 @@ def run(args: argparse.Namespace) -> int:
     budget = parse_duration(args.budget)
     if budget < LEAST_BUDGET_S:
         raise UserError(f"--budget is {args.budget}.", "Give at least 5m, for loading and measuring.")
+    if args.processes is not None and args.processes < 1:
+        raise UserError(f"--processes is {args.processes}.", "Give at least 1.")
     out = args.out or Path("runs/make") / args.target.strip("/").replace("/", "--")
     check_writable(out, "Give another folder with --out.")
     out.mkdir(parents=True, exist_ok=True)
@@ -107,6 +130,7 @@ class Making:
         self.replies, self.answers = out / "replies.jsonl", out / "answers.jsonl"
         self.prompts = out / "prompts.jsonl"
         self.draft = out / "draft"
+        self.processes: int = args.processes or _num_gpus() or 1
         asked = {
             "target": args.target,
             "source": args.source,
@@ -134,11 +158,10 @@ class Making:
         if self.args.dry_run:
             return 0
         stages = (
-            self._raw,
             self._prompts,
             self._answers,
             self._replies,
-            self._own,
+            self._training,
             self._export,
             self._eval,
             self._card,
@@ -155,12 +178,12 @@ class Making:
         stage = make()
         if stage.name in self.state["done"]:
             return 0
-        command = shlex.join(["eagle-kit", *stage.words])
+        command = shlex.join(stage.words)
         print(f"== {stage.name}: {command}", flush=True)
         started = time.monotonic()
         spent = self.state.setdefault("spent_s", {})
         try:
-            code = _call([sys.executable, "-m", "eagle_kit.cli", *stage.words])
+            code = _call([sys.executable, "-m", MODULES[stage.words[0]], *stage.words[1:]])
         finally:
             seconds = spent.get(stage.name, 0.0) + time.monotonic() - started
             spent[stage.name] = round(seconds, 1)
@@ -190,7 +213,7 @@ class Making:
             "--max-tokens": MAX_REPLY_TOKENS,
         }
         flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
-        words = ("data", "regenerate", "--source", source, *self._target(), "--out", str(out), *flags)
+        words = (KIT, "data", "regenerate", "--source", source, *self._target(), "--out", str(out), *flags)
 
         def finish(seconds: float) -> dict[str, Any]:
             conversations, tokens = self._count_replies(out)
@@ -215,30 +238,25 @@ class Making:
                 "kept_tokens": self._kept_tokens(),
             }
 
-        phase = Phase(PILOT_STEPS, 2)
-        config = self._config("pilot", phase, 1.0, {"source": self.args.source, "limit": 200}, judged=False)
+        phase = Phase.of(PILOT_STEPS * PILOT_ROWS * ROW_TOKENS, self.processes)
+        phase = Phase(PILOT_STEPS, phase.rows_per_step)
+        config = self._config("pilot", phase, {"source": self.args.source, "limit": 200}, judged=False)
         return Stage("pilot-training", self._train(config), finish)
 
     def _plan(self) -> BudgetPlan:
         """The plan, made once of what the pilots measured."""
         done, spent = self.state["done"], self.state["spent_s"]
         spent_s = spent["pilot-replies"] + spent["pilot-training"]
-        return plan_budget(self.budget_s, spent_s, self._rates(), done["pilot-training"]["kept_tokens"])
+        room = done["pilot-training"]["kept_tokens"]
+        return plan_budget(self.budget_s, spent_s, self._rates(), room, self.processes)
 
     def _rates(self) -> Rates:
         replies, training = (self.state["done"][name] for name in ("pilot-replies", "pilot-training"))
         return Rates(replies["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
 
-    def _raw(self) -> Stage:
-        plan, size = self._plan(), self.state["done"]["pilot-training"]["tokens_per_conversation"]
-        limit = max(int(plan.raw.tokens / plan.passes / size) + HELD_OUT, 2 * HELD_OUT)
-        data = {"source": self.args.source, "limit": limit}
-        config = self._config("raw", plan.raw, 1.0, data, keeps=plan.passes > 1)
-        return Stage("raw", self._train(config), self._drop_states)
-
     def _prompts(self) -> Stage:
         limit = max(int(TASKS * self._wanted_replies()), 1)
-        words = ("data", "prompts", "--source", self.args.source, "--limit", str(limit))
+        words = (KIT, "data", "prompts", "--source", self.args.source, "--limit", str(limit))
         return Stage("prompts", (*words, "--out", str(self.prompts)))
 
     def _answers(self) -> Stage:
@@ -255,28 +273,31 @@ class Making:
         pilot = self.state["done"]["pilot-replies"]
         return self._plan().reply_tokens / max(pilot["tokens"] / max(pilot["conversations"], 1), 1.0)
 
-    def _own(self) -> Stage:
-        """Training on the replies, in the time that is left now and as fast as the phase before was."""
-        file = self.out / "own.yaml"
+    def _training(self) -> Stage:
+        """Training on raw chats and the replies, in the time that is left now."""
+        file = self.out / "training.yaml"
         if not file.is_file():
             plan, done = self._plan(), self.state["done"]
-            speed = plan.seconds[0] / self.state["spent_s"]["raw"]
-            left = max(self.budget_s - plan.seconds[3] - self._spent_s, 0.25 * plan.seconds[2])
+            left = max(self.budget_s - plan.reserved_s - self._spent_s, 0.25 * plan.training_s)
             tokens = sum(done[name]["tokens"] for name in ("replies", "answers"))
-            room = self._kept_tokens()
-            phase = own_phase(left * speed, tokens, self._rates(), room)
-            head = {"start_from": str(self.out / "raw" / "best")}
-            parts = {"replies": self.replies, "answers": self.answers}
-            data = {"source": [str(file) for name, file in parts.items() if done[name]["conversations"]]}
-            keeps = keeps_own(tokens, room)
-            self._config("own", phase, 2 / 3, data, head, keeps=keeps)
-        return Stage("own", self._train(file), self._drop_states)
+            training = plan_training(left, tokens, self._rates(), self._kept_tokens(), self.processes)
+            size = done["pilot-training"]["tokens_per_conversation"]
+            limit = max(int(training.raw_tokens / size) + HELD_OUT, 2 * HELD_OUT)
+            files = {"replies": self.replies, "answers": self.answers}
+            own = [str(file) for name, file in files.items() if done[name]["conversations"]]
+            mix = [
+                {"source": self.args.source, "name": "raw", "limit": limit, "phase": list(RAW_PHASE)},
+                {"source": own, "name": "own", "phase": list(OWN_PHASE)},
+            ]
+            self._config("training", training.phase, {"mix": mix}, keeps=training.keeps)
+        return Stage("training", self._train(file), self._drop_states)
 
     def _export(self) -> Stage:
-        return Stage("export", ("export", str(self.out / "own"), "--out", str(self.draft), *self._target()))
+        run = str(self.out / "training")
+        return Stage("export", (KIT, "export", run, "--out", str(self.draft), *self._target()))
 
     def _eval(self) -> Stage:
-        what = ("eval", *self._target(), "--draft", str(self.draft), "--name", NAME)
+        what = (KIT, "eval", *self._target(), "--draft", str(self.draft), "--name", NAME)
         how = ("--shapes", *SHAPES, *self._measured(), "--out", str(self.out / "eval"))
         return Stage("eval", (*what, *how))
 
@@ -286,7 +307,9 @@ class Making:
 
     def _tune(self) -> Stage:
         """The tuning table beside the weights; last, because exporting replaces the folder."""
-        return Stage("tune", ("tune", str(self.draft), "--ship", *self._target(), *self._measured()))
+        passes = () if self.budget_s >= LONG_BUDGET_S else ("--passes", "1")
+        words = (KIT, "tune", str(self.draft), "--ship", *self._target(), *self._measured(), *passes)
+        return Stage("tune", words)
 
     def _target(self) -> tuple[str, str]:
         return "--target", self.args.target
@@ -295,7 +318,7 @@ class Making:
         """Tasks, and prompts of each for the time that is reserved: a prompt is decoded plainly and in every
         shape, one at a time, at about a fifth of the rate of a batch."""
         rate = self.state["done"]["pilot-replies"]["tokens_per_s"] / 5
-        seconds = self._plan().seconds[3] / 3
+        seconds = self._plan().reserved_s / 3
         prompts = seconds * rate / (64 * (1 + len(SHAPES)) * len(self.args.tasks))
         limit = str(min(max(int(prompts), 2), 32))
         return ("--tasks", *self.args.tasks, "--limit", limit, "--max-tokens", "64")
@@ -306,15 +329,12 @@ class Making:
         self,
         name: str,
         phase: Phase,
-        rate: float,
         data: dict[str, Any],
-        head: dict[str, Any] | None = None,
         *,
         judged: bool = True,
         keeps: bool = False,
     ) -> Path:
-        """Write the config of a training, once; its learning rate is ``rate`` times the target's, and it
-        ``keeps`` the target's states."""
+        """Write the config of a training, once, which ``keeps`` the target's states."""
         import yaml
 
         path = self.out / f"{name}.yaml"
@@ -326,6 +346,7 @@ class Making:
         folder = resolve_target(self.args.target)
         target, words = read_target_config(folder), len(load_tokenizer(folder))
         length = min(ROW_TOKENS, target.max_position_embeddings)
+        every = max(phase.steps // 4, min(JUDGE_EVERY, phase.steps))
         raw = {
             "target": self.args.target,
             "output_dir": str(self.out / name),
@@ -337,24 +358,26 @@ class Making:
                 "preview": False,
                 "cache_dir": str(self._cache),
             },
-            "head": head or {"draft_vocab_size": draft_vocab_size(words)},
+            "head": {"draft_vocab_size": draft_vocab_size(words)},
             "training": {
-                "ttt_length": TTT_LENGTH,
+                **TRAINING,
                 "precision": _precision(),
-                "learning_rate": float(f"{learning_rate(target.hidden_size) * rate:.2e}"),
+                "learning_rate": learning_rate(target.hidden_size),
                 "max_steps": phase.steps,
                 "sequences_per_step": phase.rows_per_step,
-                "min_learning_rate_ratio": 0.03,
                 "cache_hidden_states": "disk" if keeps else "off",
                 "save_every": max(phase.steps // 4, 1),
             },
-            "judge": {"every": phase.steps if judged else 0, "prompts": HELD_OUT, "max_tokens": 64},
+            "judge": {"every": every if judged else 0, "prompts": HELD_OUT, "max_tokens": 64},
         }
         path.write_text(yaml.safe_dump(raw, sort_keys=False))
         return path
 
     def _train(self, config: Path) -> tuple[str, ...]:
-        return ("train", str(config), "--resume")
+        if self.processes == 1:
+            return (KIT, "train", str(config), "--resume")
+        together = (TORCHRUN, "--nproc_per_node", str(self.processes), "-m", "eagle_kit.train")
+        return (*together, str(config), "--resume")
 
     def _kept_tokens(self) -> float:
         """Tokens whose states there is room for: three captured ones and the last."""
@@ -389,11 +412,12 @@ class Making:
 
     def _say_plan(self, plan: BudgetPlan) -> None:
         chain, tree = expected_accept_lengths(plan.tokens)
-        raw, replies, own, rest = (f"{seconds / 60:.0f} min" for seconds in plan.seconds)
+        times = plan.replies_s, plan.training_s, plan.reserved_s
+        replies, training, rest = (f"{seconds / 60:.0f} min" for seconds in times)
+        passes = "rows gone through several times" if plan.training.keeps else "in one pass"
         print(
-            f"plan    {plan.raw.tokens:,} tokens of raw chats in {plan.passes} passes ({raw}), "
-            f"{plan.reply_tokens:,} of own replies "
-            f"({replies}), {plan.own.tokens:,} trained on them ({own}); tuning and evaluation {rest}\n"
+            f"plan    {plan.reply_tokens:,} tokens of own replies ({replies}), training on "
+            f"{plan.tokens:,} of them and of raw chats, {passes} ({training}); tuning and evaluation {rest}\n"
             f"expect  accept length about {chain:.2f} (4,1,5) and {tree:.2f} (5,4,16), as heads of "
             "SmolLM2-135M-Instruct had after as many tokens; another target's may be higher",
             flush=True,
@@ -404,8 +428,7 @@ class Making:
         from eagle_kit.eval.summary import find_row
 
         summary = read_object(self.out / "eval" / "summary.json")
-        runs = [self.out / name / "metrics.jsonl" for name in ("raw", "own")]
-        seen = sum(row["tokens"] for run in runs for row in _rows(run))
+        seen = sum(row["tokens"] for row in _rows(self.out / "training" / "metrics.jsonl"))
         expected = dict(zip(SHAPES, expected_accept_lengths(plan.tokens), strict=False))
         lines = [f"# Draft for {self.args.target}, budget {self.args.budget}", ""]
         lines += ["| shape | expected accept length | measured | speed-up |", "|---|--:|--:|--:|"]
@@ -445,6 +468,12 @@ def _call(words: Sequence[str]) -> int:
         process.terminate()  # in the background SIGINT may be ignored
         process.wait()
         raise
+
+
+def _num_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _kept_precision() -> str:

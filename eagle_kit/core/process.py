@@ -13,7 +13,7 @@ SPIN_COUNT = "1000"
 """Turns that a thread of OpenMP waits for others before it sleeps, some microseconds. By default it spins for
 milliseconds, and beside any other program two threads are slower than one; asleep at once, they lose a third
 of their speed on a quiet machine. Figures are in docs/training.md."""
-_is_late = False
+_is_late = _is_ours = False
 
 
 def num_cores() -> int:
@@ -24,11 +24,17 @@ def num_cores() -> int:
 def limit_spinning() -> None:
     """Have threads of OpenMP sleep soon where nothing else was asked for; without effect behind the import of
     torch."""
-    global _is_late
+    global _is_late, _is_ours
     if any(name in os.environ for name in SPIN_VARIABLES):
         return
     _is_late = "torch" in sys.modules
     os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # also for processes that are started from here
+    _is_ours = True
+
+
+def environment_of_others() -> dict[str, str]:
+    """Environment for programs that are not ours, without what :func:`limit_spinning` has set."""
+    return {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT" or not _is_ours}
 
 
 def warn_of_spinning(num_threads: int) -> None:

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import yaml
 from tiny_run import make_conversations, make_target
 
 from eagle_kit.cli import make_draft
@@ -50,8 +51,9 @@ def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
 
 
 @pytest.mark.slow
-def test_a_draft_is_made_in_pieces_and_measured(words, tmp_path, capfd):
-    out = tmp_path / "out"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capfd):
+    out, words = tmp_path / "out", [*words, "--processes", str(processes)]
     line = "from eagle_kit.cli import make_draft as m; m.LEAST_BUDGET_S = 1.0\n"
     script = f"import sys\n{line}from eagle_kit.cli.app import main\nsys.exit(main({words!r}))"
     process = subprocess.Popen([sys.executable, "-c", script])
@@ -60,19 +62,24 @@ def test_a_draft_is_made_in_pieces_and_measured(words, tmp_path, capfd):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 130
     done = json.loads((out / make_draft.STATE).read_text())["done"]
-    assert "own" not in done
+    assert "training" not in done
 
     assert main(words) == 0
     state = json.loads((out / make_draft.STATE).read_text())
     for name, made in done.items():
         assert state["done"][name] == made, "a stage that was done is done again"
     commands = [shlex.split(command) for command in (out / make_draft.COMMANDS).read_text().splitlines()]
-    assert [command[1] for command in commands] == [
-        "data", "train", "train", "data", "data", "data", "train", "export", "eval", "export", "tune",
+    train = {1: "eagle-kit train", 2: "torchrun --nproc_per_node"}[processes]
+    assert [" ".join(command[:2]) for command in commands] == [
+        "eagle-kit data", train, "eagle-kit data", "eagle-kit data", "eagle-kit data", train,
+        "eagle-kit export", "eagle-kit eval", "eagle-kit export", "eagle-kit tune",
     ]  # fmt: skip
     for name in ("config.json", "README.md", "tuning.json", "model.safetensors"):
         assert (out / "draft" / name).is_file(), name
-    assert "began with the weights of" in (out / "draft" / "README.md").read_text()
+    seen = json.loads((out / "training" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    config = yaml.safe_load((out / "training.yaml").read_text())
+    assert seen == config["training"]["max_steps"]
+    assert [part["name"] for part in config["data"]["mix"]] == ["raw", "own"]
     summary = json.loads((out / "eval" / "summary.json").read_text())
     assert summary["greedy_identical"]
     assert "tokens seen" in (out / make_draft.REPORT).read_text()

@@ -35,6 +35,13 @@ def test_threads_sleep_soon_unless_something_else_was_asked_for():
     assert run("import eagle_kit" + SHOW, OMP_WAIT_POLICY="ACTIVE") == "None"
 
 
+def test_programs_of_others_wait_as_they_would_without_us():
+    show = "import eagle_kit; from eagle_kit.core.process import environment_of_others as others; "
+    show += "print(others().get('GOMP_SPINCOUNT'))"
+    assert run(show) == "None"
+    assert run(show, GOMP_SPINCOUNT="7") == "7"
+
+
 @pytest.mark.parametrize(
     ("imports", "load", "threads", "warns"),
     [

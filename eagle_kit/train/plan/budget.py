@@ -1,9 +1,9 @@
 """A training within a budget of time: what to generate, what to train on, what may come of it. Torch-free.
 
-Two phases: raw chats first, with the target's distribution as teacher, then replies of the target itself,
-which cost their generation. Where the disk has room the target's states are kept, and rows are gone through
-several times: the target's forward is more than half of the first pass. Rates are measured on the machine at
-hand, so every number follows from the budget.
+One training, on raw chats at first, with the target's distribution as teacher, and on replies of the target
+itself from early on and alone at the end. Replies cost their generation. Where the disk has room the target's
+states are kept, and rows are gone through several times: the target's forward is more than half of the first
+pass. Rates are measured on the machine at hand, so every number follows from the budget.
 """
 
 import math
@@ -13,23 +13,32 @@ from dataclasses import dataclass
 ROW_TOKENS = 1024
 RESERVED = 0.2
 """Share of the budget for tuning and evaluating, and for loading the target in every stage."""
-RAW, REPLIES, OWN = 0.35, 0.3, 0.35
-"""Shares of the rest: training on raw chats, generating replies, training on them."""
+REPLIES = 0.35
+"""Share of the rest for generating replies."""
+RAW_PHASE, OWN_PHASE = (0.0, 0.55), (0.1, 1.0)
+"""Spans of the training in which raw chats and own replies are drawn, alike where both are."""
+RAW_SHARE = OWN_PHASE[0] + (RAW_PHASE[1] - OWN_PHASE[0]) / 2
+"""Share of the training's tokens that are raw chats."""
 PASSES = 3
-"""Times that raw rows are gone through where their states are kept."""
+"""Times that raw rows are gone through where states are kept."""
 WITH_PROMPTS = 1.3
 """Tokens of rows of own replies for each token of a reply."""
 WANTED_STEPS = 3000
-"""Optimiser steps of a phase with time enough; with more time a step has more rows."""
+"""Optimiser steps of a training with time enough; with more time a step has more rows."""
 MOST_ROWS_PER_STEP = 16
 LEAST_STEPS = 20
-BASE_RATE, BASE_WIDTH = 1.5e-3, 576
+BASE_RATE, BASE_WIDTH = 1.2e-3, 576
 """Learning rate and hidden size that it was chosen for; other widths take it in inverse proportion."""
 LARGE_VOCAB = 65_536
 """Tokens of a target's vocabulary above which a head proposes 32,000 of them, as published heads do."""
-CURVE = ((151_000, 1.229, 1.508), (3_590_407, 1.57, 2.00), (5_387_312, 1.64, 2.10))
-"""Tokens seen and accept lengths 4,1,5 and 5,4,16 of heads for SmolLM2-135M-Instruct: the study of
-docs/training.md, and the shipped head's two parts on HumanEval."""
+CURVE = (
+    (192_000, 1.34, 1.69),
+    (1_005_584, 1.505, 1.901),
+    (2_008_872, 1.642, 2.025),
+    (4_505_522, 1.764, 2.184),
+)
+"""Tokens seen and accept lengths 4,1,5 and 5,4,16 of heads for SmolLM2-135M-Instruct: one of half an hour,
+and the shipped one while it was trained (docs/training.md)."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +55,16 @@ class Rates:
     training: float
     kept: float
 
-    def seen(self, seconds: float, distinct: float) -> float:
-        """Tokens that a head sees in ``seconds`` of going through ``distinct`` tokens with kept states."""
-        first = min(seconds, distinct / self.training)
-        return first * self.training + (seconds - first) * self.kept
-
-    def distinct(self, seconds: float, passes: int) -> float:
-        """Tokens that are gone through ``passes`` times in ``seconds``."""
-        return seconds / (1 / self.training + (passes - 1) / self.kept)
+    def seen(self, seconds: float, own: float, keeps: bool) -> tuple[float, float]:
+        """Return the tokens that a head sees in ``seconds``, and how many of raw chats differ, where ``own``
+        tokens of replies differ and states are kept, or not."""
+        first, again = 1 / self.training, 1 / (self.kept if keeps else self.training)
+        raw = RAW_SHARE / (PASSES if keeps else 1)
+        saved = first - again
+        seen = (seconds - own * saved) / (again + raw * saved)
+        if own > (1 - RAW_SHARE) * seen:  # not all of them are reached
+            seen = seconds / (again + (raw + 1 - RAW_SHARE) * saved)
+        return seen, raw * seen
 
 
 @dataclass(frozen=True)
@@ -74,11 +85,27 @@ class Phase:
         return self.steps * self.rows_per_step * ROW_TOKENS
 
     @classmethod
-    def of(cls, tokens: float) -> "Phase":
-        """The phase that sees about ``tokens``."""
+    def of(cls, tokens: float, processes: int = 1) -> "Phase":
+        """The phase that sees about ``tokens``, with as many rows a step for each of ``processes``."""
         rows = tokens / ROW_TOKENS
         per_step = min(max(round(rows / WANTED_STEPS), 2), MOST_ROWS_PER_STEP)
+        per_step = math.ceil(per_step / processes) * processes
         return cls(max(int(rows / per_step), LEAST_STEPS), per_step)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training within a time.
+
+    Attributes:
+        phase: its length.
+        raw_tokens: tokens of raw chats that differ.
+        keeps: the target's states are kept, and rows are gone through several times.
+    """
+
+    phase: Phase
+    raw_tokens: int
+    keeps: bool
 
 
 @dataclass(frozen=True)
@@ -86,52 +113,47 @@ class BudgetPlan:
     """Work of a budget.
 
     Attributes:
-        raw, own: the two phases.
-        passes: times that the rows of the first are gone through; states are kept where it is more than one.
-        reply_tokens: tokens of replies to generate for the second.
-        seconds: of raw training, replies, training on them, and of what is reserved.
+        reply_tokens: tokens of replies to generate.
+        training: on them and on raw chats.
+        replies_s, training_s, reserved_s: seconds of both, and for tuning and evaluating.
     """
 
-    raw: Phase
-    own: Phase
-    passes: int
     reply_tokens: int
-    seconds: tuple[float, float, float, float]
+    training: Training
+    replies_s: float
+    training_s: float
+    reserved_s: float
 
     @property
     def tokens(self) -> int:
-        """Tokens that the head sees in both phases."""
-        return self.raw.tokens + self.own.tokens
+        """Tokens that the head sees."""
+        return self.training.phase.tokens
 
 
-def plan_budget(budget_s: float, spent_s: float, rates: Rates, kept_tokens: float) -> BudgetPlan:
+def plan_budget(
+    budget_s: float, spent_s: float, rates: Rates, kept_tokens: float, processes: int = 1
+) -> BudgetPlan:
     """Plan ``budget_s`` seconds, of which ``spent_s`` went into measuring ``rates``, on a disk with room for
-    the states of ``kept_tokens``."""
+    the states of ``kept_tokens``, for a training of ``processes``."""
     reserved = RESERVED * budget_s
     left = max(budget_s - reserved - spent_s, 0.0)
-    raw, replies, own = RAW * left, REPLIES * left, OWN * left
-    passes = PASSES if rates.distinct(raw, PASSES) <= kept_tokens else 1
+    replies = REPLIES * left
     reply_tokens = replies * rates.replies
-    return BudgetPlan(
-        Phase.of(passes * rates.distinct(raw, passes)),
-        own_phase(own, reply_tokens, rates, kept_tokens),
-        passes,
-        int(reply_tokens),
-        (raw, replies, own, reserved),
-    )
+    training = plan_training(left - replies, reply_tokens, rates, kept_tokens, processes)
+    return BudgetPlan(int(reply_tokens), training, replies, left - replies, reserved)
 
 
-def own_phase(seconds: float, reply_tokens: float, rates: Rates, kept_tokens: float) -> Phase:
-    """Training on replies of ``reply_tokens`` for ``seconds``; ``kept_tokens`` as for :func:`plan_budget`."""
-    if keeps_own(reply_tokens, kept_tokens):
-        return Phase.of(rates.seen(seconds, WITH_PROMPTS * reply_tokens))
-    return Phase.of(seconds * rates.training)
-
-
-def keeps_own(reply_tokens: float, kept_tokens: float) -> bool:
-    """True where the states of replies of ``reply_tokens``, with their prompts, fit into the room for
-    ``kept_tokens``."""
-    return WITH_PROMPTS * reply_tokens <= kept_tokens
+def plan_training(
+    seconds: float, reply_tokens: float, rates: Rates, kept_tokens: float, processes: int = 1
+) -> Training:
+    """Plan a training of ``seconds`` on replies of ``reply_tokens`` and on raw chats; the rest as for
+    :func:`plan_budget`."""
+    own = WITH_PROMPTS * reply_tokens
+    seen, raw = rates.seen(seconds, own, keeps=True)
+    keeps = raw + own <= kept_tokens
+    if not keeps:
+        seen, raw = rates.seen(seconds, own, keeps=False)
+    return Training(Phase.of(seen, processes), int(raw), keeps)
 
 
 def learning_rate(hidden_size: int) -> float:

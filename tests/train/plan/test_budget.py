@@ -10,29 +10,49 @@ from eagle_kit.train.plan.budget import Phase, Rates, expected_accept_lengths, l
 RATES = Rates(replies=300.0, training=500.0, kept=1100.0)
 
 
+def seconds_of(plan, rates):
+    """Time that a plan's training takes, counted phase by phase."""
+    tokens, own = plan.training.phase.tokens, 1.3 * plan.reply_tokens
+    distinct = plan.training.raw_tokens + min(own, tokens - budget.RAW_SHARE * tokens)
+    return distinct / rates.training + (tokens - distinct) / rates.kept
+
+
 @pytest.mark.parametrize("budget_s", [1800.0, 12 * 3600.0])
 def test_a_plan_spends_the_whole_budget(budget_s):
     plan = plan_budget(budget_s, 120.0, RATES, math.inf)
-    assert sum(plan.seconds) + 120.0 == pytest.approx(budget_s)
-    once = plan.raw.tokens / plan.passes
-    seconds = once / RATES.training + (plan.passes - 1) * once / RATES.kept
-    assert plan.passes == 3 and seconds == pytest.approx(plan.seconds[0], rel=0.02)
-    assert plan.reply_tokens / RATES.replies == pytest.approx(plan.seconds[1], rel=0.01)
-    distinct = 1.3 * plan.reply_tokens
-    seconds = distinct / RATES.training + (plan.own.tokens - distinct) / RATES.kept
-    assert plan.own.tokens > distinct and seconds == pytest.approx(plan.seconds[2], rel=0.02)
+    assert plan.replies_s + plan.training_s + plan.reserved_s + 120.0 == pytest.approx(budget_s)
+    assert plan.reply_tokens / RATES.replies == pytest.approx(plan.replies_s, rel=0.01)
+    assert plan.training.keeps and seconds_of(plan, RATES) == pytest.approx(plan.training_s, rel=0.02)
+    assert budget.PASSES * plan.training.raw_tokens == pytest.approx(budget.RAW_SHARE * plan.tokens, rel=0.02)
+    assert (1 - budget.RAW_SHARE) * plan.tokens > 1.3 * plan.reply_tokens, "replies are seen more than once"
 
 
 def test_without_room_for_states_rows_are_seen_once():
     plan = plan_budget(12 * 3600.0, 120.0, RATES, 1e5)
-    assert plan.passes == 1 and plan.raw.tokens / RATES.training == pytest.approx(plan.seconds[0], rel=0.02)
-    assert plan.own.tokens / RATES.training == pytest.approx(plan.seconds[2], rel=0.02)
+    assert not plan.training.keeps
+    assert plan.tokens / RATES.training == pytest.approx(plan.training_s, rel=0.02)
+    assert plan.training.raw_tokens == pytest.approx(budget.RAW_SHARE * plan.tokens, rel=0.02)
     roomy = plan_budget(12 * 3600.0, 120.0, RATES, math.inf)
     assert roomy.tokens > 1.3 * plan.tokens
 
 
 def test_more_replies_than_can_be_gone_through_are_seen_in_part():
-    assert RATES.seen(100.0, 1e9) == 100.0 * RATES.training
+    rates = Rates(1e6, RATES.training, RATES.kept)
+    plan = plan_budget(12 * 3600.0, 120.0, rates, math.inf)
+    assert seconds_of(plan, rates) == pytest.approx(plan.training_s, rel=0.02)
+
+
+def test_the_share_of_raw_chats_is_that_of_their_phase():
+    places = [(i + 0.5) / 1000 for i in range(1000)]
+    raw = own = 0.0
+    for place in places:
+        drawn = [budget.RAW_PHASE[0] <= place < budget.RAW_PHASE[1], budget.OWN_PHASE[0] <= place]
+        raw, own = raw + drawn[0] / sum(drawn), own + drawn[1] / sum(drawn)
+    assert raw / (raw + own) == pytest.approx(budget.RAW_SHARE, abs=0.002)
+
+
+def test_processes_share_the_rows_of_a_step():
+    assert Phase.of(1e6, 8).rows_per_step == 8 and Phase.of(1e9, 3).rows_per_step % 3 == 0
 
 
 def test_more_time_is_more_steps_and_then_more_rows_in_a_step():
@@ -52,5 +72,5 @@ def test_the_expectation_goes_through_what_was_measured_and_grows():
 
 
 def test_wider_targets_learn_at_a_lower_rate():
-    assert learning_rate(576) == learning_rate(64) == 1.5e-3
-    assert learning_rate(4096) == pytest.approx(2.1e-4)
+    assert learning_rate(576) == learning_rate(64) == 1.2e-3
+    assert learning_rate(4096) == pytest.approx(1.7e-4)
