@@ -50,19 +50,26 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --categories $(KINDS) --out runs/smollm2-135m-prompts-tasks.jsonl
 	@[ -f runs/smollm2-135m-prompts-code.jsonl ] || \
 	  $(KIT) data prompts $(CHATS) --limit 800 --categories completion code --out runs/smollm2-135m-prompts-code.jsonl
+	@[ -f runs/smollm2-135m-prompts-more.jsonl ] || \
+	  $(KIT) data prompts $(CHATS) --limit 1200 --seed 1 --categories $(KINDS) --out runs/smollm2-135m-prompts-more.jsonl
 	@echo "== head: the target's replies to chats, tasks and code"
-	@$(ANSWER)-chats.jsonl $(CHATS) --max-turns 1 --max-prompt-tokens 256 --near-duplicates 0.8 --limit 1350
+	@$(ANSWER)-all-chats.jsonl $(CHATS) --max-turns 1 --max-prompt-tokens 256 --near-duplicates 0.8 --limit 2900
+	@[ -f $(REPLIES)-chats.jsonl ] || head -n 1350 $(REPLIES)-all-chats.jsonl > $(REPLIES)-chats.jsonl
+	@[ -f $(REPLIES)-more-chats.jsonl ] || tail -n +1351 $(REPLIES)-all-chats.jsonl > $(REPLIES)-more-chats.jsonl
 	@$(ANSWER)-tasks.jsonl --source runs/smollm2-135m-prompts-tasks.jsonl --max-prompt-tokens 768 --limit 1257
 	@$(ANSWER)-code.jsonl --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768
-	@echo "== head: the training"
+	@$(ANSWER)-more-code.jsonl --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768 --temperature 0.7 --seed 1
+	@$(ANSWER)-more-tasks.jsonl --source runs/smollm2-135m-prompts-more.jsonl --max-prompt-tokens 768
+	@echo "== head: the training, in two parts"
 	@[ -f runs/smollm2-135m-head-words.npz ] || \
 	  $(KIT) data vocab configs/smollm2-135m-head.yaml data.mix=[] "data.source=[$(REPLIES)-chats.jsonl, \
 	  $(REPLIES)-tasks.jsonl, $(REPLIES)-code.jsonl]" head.vocab_map=null --out runs/smollm2-135m-head-words.npz
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head.yaml --resume
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head-more.yaml --resume
 	@echo "== head: measured, with its card and tuning table"
-	@$(KIT) export runs/smollm2-135m-head --out runs/head
+	@$(KIT) export runs/smollm2-135m-head-more --out runs/head
 	@$(KIT) eval $(TARGET) --draft runs/head $(MEASURED) --shapes 4,1,5 5,4,16 auto --out runs/head-eval
-	@$(KIT) export runs/smollm2-135m-head --out runs/head --eval runs/head-eval
+	@$(KIT) export runs/smollm2-135m-head-more --out runs/head --eval runs/head-eval
 	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
 
 test: install ## run the tests but those marked slow, 15 to 30 minutes on two cores
