@@ -238,8 +238,7 @@ class Making:
                 "kept_tokens": self._kept_tokens(),
             }
 
-        phase = Phase.of(PILOT_STEPS * PILOT_ROWS * ROW_TOKENS, self.processes)
-        phase = Phase(PILOT_STEPS, phase.rows_per_step)
+        phase = Phase(PILOT_STEPS, max(PILOT_ROWS, self.processes))
         config = self._config("pilot", phase, {"source": self.args.source, "limit": 200}, judged=False)
         return Stage("pilot-training", self._train(config), finish)
 
