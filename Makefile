@@ -54,8 +54,10 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	  $(KIT) data prompts $(CHATS) --limit 1200 --seed 1 --categories $(KINDS) --out runs/smollm2-135m-prompts-more.jsonl
 	@echo "== head: the target's replies to chats, tasks and code"
 	@$(ANSWER)-all-chats.jsonl $(CHATS) --max-turns 1 --max-prompt-tokens 256 --near-duplicates 0.8 --limit 2900
-	@[ -f $(REPLIES)-chats.jsonl ] || head -n 1350 $(REPLIES)-all-chats.jsonl > $(REPLIES)-chats.jsonl
-	@[ -f $(REPLIES)-more-chats.jsonl ] || tail -n +1351 $(REPLIES)-all-chats.jsonl > $(REPLIES)-more-chats.jsonl
+	@[ -s $(REPLIES)-chats.jsonl ] || { head -n 1350 $(REPLIES)-all-chats.jsonl > $(REPLIES)-chats.part; \
+	  mv $(REPLIES)-chats.part $(REPLIES)-chats.jsonl; }
+	@[ -s $(REPLIES)-more-chats.jsonl ] || { tail -n +1351 $(REPLIES)-all-chats.jsonl > $(REPLIES)-more-chats.part; \
+	  mv $(REPLIES)-more-chats.part $(REPLIES)-more-chats.jsonl; }
 	@$(ANSWER)-tasks.jsonl --source runs/smollm2-135m-prompts-tasks.jsonl --max-prompt-tokens 768 --limit 1257
 	@$(ANSWER)-code.jsonl --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768
 	@$(ANSWER)-more-code.jsonl --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768 --temperature 0.7 --seed 1
@@ -64,8 +66,8 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	@[ -f runs/smollm2-135m-head-words.npz ] || \
 	  $(KIT) data vocab configs/smollm2-135m-head.yaml data.mix=[] "data.source=[$(REPLIES)-chats.jsonl, \
 	  $(REPLIES)-tasks.jsonl, $(REPLIES)-code.jsonl]" head.vocab_map=null --out runs/smollm2-135m-head-words.npz
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head.yaml --resume
-	@OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head-more.yaml --resume
+	@TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head.yaml --resume
+	@TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head-more.yaml --resume
 	@echo "== head: measured, with its card and tuning table"
 	@$(KIT) export runs/smollm2-135m-head-more --out runs/head
 	@$(KIT) eval $(TARGET) --draft runs/head $(MEASURED) --shapes 4,1,5 5,4,16 auto --out runs/head-eval

@@ -7,6 +7,8 @@ was broken off.
 
 import argparse
 import json
+import math
+import os
 import shlex
 import shutil
 import statistics
@@ -43,6 +45,8 @@ NAME = "draft"
 """Of the draft in its evaluation."""
 SHAPES = ("4,1,5", "5,4,16", "auto")
 KIT, TORCHRUN = "eagle-kit", "torchrun"
+SAVING_S = 3600
+"""Seconds that ``torchrun`` waits for a training that saves."""
 MODULES = {KIT: "eagle_kit.cli", TORCHRUN: "torch.distributed.run"}
 """Modules that run the programs of these names."""
 TASKS = 1 / 3
@@ -53,6 +57,8 @@ STATES_OF_DISK = 0.5
 """Part of the free disk that kept states may take."""
 JUDGE_EVERY = 250
 """Least steps between judgements."""
+RECIPE = 2
+"""Of the stages; a folder that another one has begun is not gone on with."""
 LONG_BUDGET_S = 7200.0
 """Budget from which costs are timed in as many passes as ``tune`` makes by itself, below it in one."""
 TRAINING = {
@@ -113,8 +119,6 @@ def run(args: argparse.Namespace) -> int:
     budget = parse_duration(args.budget)
     if budget < LEAST_BUDGET_S:
         raise UserError(f"--budget is {args.budget}.", "Give at least 5m, for loading and measuring.")
-    if args.processes is not None and args.processes < 1:
-        raise UserError(f"--processes is {args.processes}.", "Give at least 1.")
     out = args.out or Path("runs/make") / args.target.strip("/").replace("/", "--")
     check_writable(out, "Give another folder with --out.")
     out.mkdir(parents=True, exist_ok=True)
@@ -127,15 +131,17 @@ class Making:
 
     def __init__(self, args: argparse.Namespace, budget_s: float, out: Path) -> None:
         self.args, self.budget_s, self.out = args, budget_s, out
+        self.processes = _num_processes(args.processes)
         self.replies, self.answers = out / "replies.jsonl", out / "answers.jsonl"
         self.prompts = out / "prompts.jsonl"
         self.draft = out / "draft"
-        self.processes: int = args.processes or _num_gpus() or 1
         asked = {
             "target": args.target,
             "source": args.source,
             "budget_s": budget_s,
             "tasks": list(args.tasks),
+            "processes": self.processes,
+            "recipe": RECIPE,
         }
         path = out / STATE
         self.state: dict[str, Any] = read_object(path) if path.is_file() else {"asked": asked, "done": {}}
@@ -153,7 +159,17 @@ class Making:
         for stage in (self._pilot_replies, self._pilot_training):
             if code := self._do(stage):
                 return code
+        if not self.state["done"]["pilot-replies"]["conversations"]:
+            raise UserError(
+                f"No conversation of {self.args.source} could be answered.",
+                f"Give a --source with first turns of at most {MAX_PROMPT_TOKENS} tokens, and another --out.",
+            )
         plan = self._plan()
+        if not plan.training_s:
+            raise UserError(
+                f"Measuring took {self._spent_s:.0f} s, which leaves nothing of --budget {self.args.budget}.",
+                "Give more time, with another --out.",
+            )
         self._say_plan(plan)
         if self.args.dry_run:
             return 0
@@ -282,13 +298,23 @@ class Making:
             training = plan_training(left, tokens, self._rates(), self._kept_tokens(), self.processes)
             size = done["pilot-training"]["tokens_per_conversation"]
             limit = max(int(training.raw_tokens / size) + HELD_OUT, 2 * HELD_OUT)
+            raw = {"source": self.args.source, "name": "raw", "limit": limit}
             files = {"replies": self.replies, "answers": self.answers}
-            own = [str(file) for name, file in files.items() if done[name]["conversations"]]
-            mix = [
-                {"source": self.args.source, "name": "raw", "limit": limit, "phase": list(RAW_PHASE)},
-                {"source": own, "name": "own", "phase": list(OWN_PHASE)},
+            own = [
+                {
+                    "source": str(files[name]),
+                    "name": name,
+                    "weight": max(round(done[name]["tokens"] / tokens, 3), 1e-3),
+                    "phase": list(OWN_PHASE),
+                }
+                for name in files
+                if done[name]["conversations"] > HELD_OUT
             ]
-            self._config("training", training.phase, {"mix": mix}, keeps=training.keeps)
+            if own:
+                raw["phase"] = list(RAW_PHASE)
+            else:
+                print("Too few replies were written to learn from; the training is on raw chats alone.")
+            self._config("training", training.phase, {"mix": [raw, *own]}, keeps=training.keeps)
         return Stage("training", self._train(file), self._drop_states)
 
     def _export(self) -> Stage:
@@ -345,7 +371,8 @@ class Making:
         folder = resolve_target(self.args.target)
         target, words = read_target_config(folder), len(load_tokenizer(folder))
         length = min(ROW_TOKENS, target.max_position_embeddings)
-        every = max(phase.steps // 4, min(JUDGE_EVERY, phase.steps))
+        judgements = max(min(phase.steps // JUDGE_EVERY, 4), 1)
+        every = math.ceil(phase.steps / judgements)
         raw = {
             "target": self.args.target,
             "output_dir": str(self.out / name),
@@ -375,7 +402,14 @@ class Making:
     def _train(self, config: Path) -> tuple[str, ...]:
         if self.processes == 1:
             return (KIT, "train", str(config), "--resume")
-        together = (TORCHRUN, "--nproc_per_node", str(self.processes), "-m", "eagle_kit.train")
+        together = (
+            TORCHRUN,
+            "--standalone",
+            "--nproc_per_node",
+            str(self.processes),
+            "-m",
+            "eagle_kit.train",
+        )
         return (*together, str(config), "--resume")
 
     def _kept_tokens(self) -> float:
@@ -460,7 +494,8 @@ def _rate_without_capture(row: dict[str, Any]) -> float:
 
 def _call(words: Sequence[str]) -> int:
     """Run a command on this terminal; when it is interrupted, it saves, and is waited for."""
-    process = subprocess.Popen(words, start_new_session=True)
+    patient = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S)}
+    process = subprocess.Popen(words, start_new_session=True, env=patient)
     try:
         return process.wait()
     except KeyboardInterrupt:
@@ -469,10 +504,15 @@ def _call(words: Sequence[str]) -> int:
         raise
 
 
-def _num_gpus() -> int:
+def _num_processes(asked: int | None) -> int:
+    """Processes that train together."""
     import torch
 
-    return torch.cuda.device_count()
+    gpus = torch.cuda.device_count()
+    if asked is not None and not 1 <= asked <= (gpus or asked):
+        most = f" and at most {gpus}, one on each GPU" if gpus else ""
+        raise UserError(f"--processes is {asked}.", f"Give at least 1{most}.")
+    return asked or gpus or 1
 
 
 def _kept_precision() -> str:

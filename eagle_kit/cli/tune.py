@@ -21,7 +21,6 @@ FLAGS = {
     **LOADING,
     **RANKS,
 }
-NUM_PASSES = 5
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -40,10 +39,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--passes",
         type=int,
-        default=NUM_PASSES,
         metavar="N",
-        help="over all batch sizes and contexts, each of which is timed as often (default %(default)s); one "
-        "is soonest done and trusts the machine to be as fast all the time",
+        help="over all batch sizes and contexts, each of which is timed as often (default 5); one is soonest "
+        "done and trusts the machine to be as fast all the time",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw of prompts")
     parser.add_argument(
@@ -66,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.serve.api.startup import find_model
     from eagle_kit.serve.llm import LLM
 
-    if args.passes < 1:
+    if args.passes is not None and args.passes < 1:
         raise UserError(f"--passes is {args.passes}.", "Give at least 1.")
     if args.out and not args.check:
         raise UserError("--out is of what --check finds, and that was not asked for.", "Add --check.")
@@ -86,14 +84,13 @@ def _tune(args: argparse.Namespace, llm: "LLM", triples: "list[tuple[Task, Task,
     from eagle_kit.core.files import check_writable
     from eagle_kit.eval.tune import TuneOptions, tune
     from eagle_kit.eval.tune_check import held_out
-    from eagle_kit.serve.tune import whole_plan
     from eagle_kit.tuning.files import acceptance_path, costs_path, ship
 
     folder = resolve_draft(args.draft, llm.target.config)
     if args.ship:
         check_writable(folder, "Copy the draft to a folder of yours.")
-    plan = whole_plan(llm.engine("none"))._replace(num_passes=args.passes)
-    tuned = tune(llm, TuneOptions([task for _, task, _ in triples], args.max_tokens, plan))
+    options = TuneOptions([task for _, task, _ in triples], args.max_tokens, num_passes=args.passes)
+    tuned = tune(llm, options)
     print(f"costs       {costs_path(tuned.costs.key)}")
     print(f"acceptance  {acceptance_path(tuned.acceptance.draft)}")
     if args.ship:

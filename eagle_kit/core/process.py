@@ -13,7 +13,9 @@ SPIN_COUNT = "1000"
 """Turns that a thread of OpenMP waits for others before it sleeps, some microseconds. By default it spins for
 milliseconds, and beside any other program two threads are slower than one; asleep at once, they lose a third
 of their speed on a quiet machine. Figures are in docs/training.md."""
-_is_late = _is_ours = False
+IS_OURS = "EAGLE_KIT_SPINCOUNT"
+"""Set where this package has set how long threads wait, for processes that are started from here."""
+_is_late = False
 
 
 def num_cores() -> int:
@@ -24,17 +26,17 @@ def num_cores() -> int:
 def limit_spinning() -> None:
     """Have threads of OpenMP sleep soon where nothing else was asked for; without effect behind the import of
     torch."""
-    global _is_late, _is_ours
+    global _is_late
     if any(name in os.environ for name in SPIN_VARIABLES):
         return
     _is_late = "torch" in sys.modules
-    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT  # also for processes that are started from here
-    _is_ours = True
+    os.environ["GOMP_SPINCOUNT"] = os.environ[IS_OURS] = SPIN_COUNT  # also for processes started from here
 
 
 def environment_of_others() -> dict[str, str]:
     """Environment for programs that are not ours, without what :func:`limit_spinning` has set."""
-    return {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT" or not _is_ours}
+    ours = {IS_OURS, "GOMP_SPINCOUNT"} if IS_OURS in os.environ else set()
+    return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 def warn_of_spinning(num_threads: int) -> None:

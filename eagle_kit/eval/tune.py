@@ -40,12 +40,14 @@ class TuneOptions:
         tasks: prompts whose replies are recorded.
         max_tokens: most tokens of a reply.
         plan: cycles to time; default those of :func:`~eagle_kit.serve.tune.whole_plan`.
+        num_passes: of the plan over its batch sizes and contexts; default the plan's.
         show_progress: draw a progress bar.
     """
 
     tasks: Sequence[Task]
     max_tokens: int = 64
     plan: Plan | None = None
+    num_passes: int | None = None
     show_progress: bool = True
 
 
@@ -63,6 +65,7 @@ def tune(llm: LLM, options: TuneOptions) -> Tuned:
             "Give a draft head, without a static tree.",
         )
     plan = options.plan or whole_plan(engine)
+    plan = plan._replace(num_passes=options.num_passes or plan.num_passes)
     key, draft = engine_key(engine), draft_key(llm.draft)
     asked = {
         "costs": key,

@@ -1,5 +1,6 @@
 """`make-draft` end to end on a tiny target: interrupted, gone on with, and what it leaves."""
 
+import argparse
 import json
 import shlex
 import signal
@@ -40,6 +41,47 @@ def test_too_small_a_budget_and_other_settings_are_refused(words, tmp_path, monk
     assert "--budget is 90s" in capsys.readouterr().err
 
 
+def test_another_number_of_processes_or_another_recipe_does_not_go_on(words, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    making = make_draft.Making(make_draft_args(words), 90.0, out)
+    for change in ({"processes": 3}, {"recipe": 1}):
+        asked = {**making.state["asked"], **change}
+        (out / make_draft.STATE).write_text(json.dumps({"asked": asked, "done": {"raw": {}}}))
+        assert main(words) == 2
+        assert "was begun with other settings" in capsys.readouterr().err
+    assert main([*words, "--processes", "0"]) == 2
+    assert "--processes is 0" in capsys.readouterr().err
+
+
+def test_nothing_answered_and_no_time_left_are_told(words, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    asked = make_draft.Making(make_draft_args(words), 90.0, out).state["asked"]
+    pilots = {
+        "pilot-replies": {"conversations": 0, "tokens": 0, "tokens_per_s": 0.0},
+        "pilot-training": {"tokens_per_s": 500.0, "kept_tokens_per_s": 900.0, "kept_tokens": 1e9},
+    }
+    spent = {"pilot-replies": 5.0, "pilot-training": 80.0}
+
+    def attempt():
+        state = {"asked": asked, "done": pilots, "spent_s": spent}
+        (out / make_draft.STATE).write_text(json.dumps(state))
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    assert "could be answered" in attempt()
+    pilots["pilot-replies"] = {"conversations": 16, "tokens": 1600, "tokens_per_s": 300.0}
+    assert "leaves nothing of --budget 90s" in attempt()
+
+
+def make_draft_args(words):
+    """Arguments of the command, parsed."""
+    parser = argparse.ArgumentParser()
+    make_draft.configure(parser)
+    return parser.parse_args(words[1:])
+
+
 def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
     words, tmp_path, monkeypatch, capsys
 ):
@@ -57,19 +99,20 @@ def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capf
     line = "from eagle_kit.cli import make_draft as m; m.LEAST_BUDGET_S = 1.0\n"
     script = f"import sys\n{line}from eagle_kit.cli.app import main\nsys.exit(main({words!r}))"
     process = subprocess.Popen([sys.executable, "-c", script])
-    while process.poll() is None and not (out / make_draft.STATE).is_file():
-        time.sleep(0.2)
+    while process.poll() is None and not (out / "training" / "metrics.jsonl").is_file():
+        time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=120) == 130
     done = json.loads((out / make_draft.STATE).read_text())["done"]
-    assert "training" not in done
+    assert "replies" in done and "training" not in done
 
     assert main(words) == 0
     state = json.loads((out / make_draft.STATE).read_text())
     for name, made in done.items():
         assert state["done"][name] == made, "a stage that was done is done again"
     commands = [shlex.split(command) for command in (out / make_draft.COMMANDS).read_text().splitlines()]
-    train = {1: "eagle-kit train", 2: "torchrun --nproc_per_node"}[processes]
+    assert yaml.safe_load((out / "training" / "run.yaml").read_text())["resumed"], "it was saved when stopped"
+    train = {1: "eagle-kit train", 2: "torchrun --standalone"}[processes]
     assert [" ".join(command[:2]) for command in commands] == [
         "eagle-kit data", train, "eagle-kit data", "eagle-kit data", "eagle-kit data", train,
         "eagle-kit export", "eagle-kit eval", "eagle-kit export", "eagle-kit tune",
@@ -79,7 +122,8 @@ def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capf
     seen = json.loads((out / "training" / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     config = yaml.safe_load((out / "training.yaml").read_text())
     assert seen == config["training"]["max_steps"]
-    assert [part["name"] for part in config["data"]["mix"]] == ["raw", "own"]
+    mix = {part["name"]: part for part in config["data"]["mix"]}
+    assert "raw" in mix and sum(part["weight"] for name, part in mix.items() if name != "raw") <= 1.001
     summary = json.loads((out / "eval" / "summary.json").read_text())
     assert summary["greedy_identical"]
     assert "tokens seen" in (out / make_draft.REPORT).read_text()

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
+VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME", "EAGLE_KIT_SPINCOUNT")
 SHOW = "; import os; print(os.environ.get('GOMP_SPINCOUNT'))"
 BUSY = """
 import os, warnings
@@ -40,6 +40,8 @@ def test_programs_of_others_wait_as_they_would_without_us():
     show += "print(others().get('GOMP_SPINCOUNT'))"
     assert run(show) == "None"
     assert run(show, GOMP_SPINCOUNT="7") == "7"
+    child = f"import eagle_kit, subprocess, sys; subprocess.run([sys.executable, '-c', {show!r}])"
+    assert run(child) == "None", "what our parent set is ours too"
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,16 @@ def command(folders, *more):
     return main([*words, "--max-context", "128", "--graph-mode", "off", *more])
 
 
+def test_costs_are_timed_in_as_many_passes_as_asked(folders, capsys, monkeypatch):
+    plans, time_cycles = [], measuring.time_cycles
+    monkeypatch.setattr(
+        measuring, "time_cycles", lambda *args, **more: plans.append(args[1]) or time_cycles(*args, **more)
+    )
+    assert command(folders, "--passes", "1") == 0
+    assert {plan.num_passes for plan in plans} == {1}
+    assert command(folders, "--passes", "0") == 2 and "--passes is 0" in capsys.readouterr().err
+
+
 def test_a_draft_is_measured_and_the_measurement_is_used(folders, capsys, monkeypatch):
     assert command(folders, "--ship") == 0
     out = capsys.readouterr().out

@@ -150,7 +150,7 @@ def plan_training(
     :func:`plan_budget`."""
     own = WITH_PROMPTS * reply_tokens
     seen, raw = rates.seen(seconds, own, keeps=True)
-    keeps = raw + own <= kept_tokens
+    keeps = raw + min(own, (1 - RAW_SHARE) * seen) <= kept_tokens
     if not keeps:
         seen, raw = rates.seen(seconds, own, keeps=False)
     return Training(Phase.of(seen, processes), int(raw), keeps)

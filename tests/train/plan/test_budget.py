@@ -40,6 +40,9 @@ def test_more_replies_than_can_be_gone_through_are_seen_in_part():
     rates = Rates(1e6, RATES.training, RATES.kept)
     plan = plan_budget(12 * 3600.0, 120.0, rates, math.inf)
     assert seconds_of(plan, rates) == pytest.approx(plan.training_s, rel=0.02)
+    assert plan_budget(12 * 3600.0, 120.0, rates, 2 * plan.tokens) == plan, (
+        "what is not reached needs no room"
+    )
 
 
 def test_the_share_of_raw_chats_is_that_of_their_phase():
