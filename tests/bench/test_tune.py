@@ -77,6 +77,20 @@ def test_verdicts_name_the_worst_cell():
     assert "noise" not in reached[0].at, "the worth is judged on texts that nobody made up"
 
 
+def test_vllm_waits_as_it_would_without_us(tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nread line; [ -z "$GOMP_SPINCOUNT" ] && echo 1 || echo 2\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
+    for ours, answer in (("1000", 1.0), (None, 2.0)):
+        if ours:
+            monkeypatch.setenv("EAGLE_KIT_SPINCOUNT", ours)
+        else:
+            monkeypatch.delenv("EAGLE_KIT_SPINCOUNT")
+        with _vllm(str(python), {"target": "t", "head": "h", "drafts": 0, "batch": 1}) as seconds:
+            assert seconds([[1, 2]], 4) == answer
+
+
 def test_a_python_without_vllm_is_a_user_error():
     settings = {"target": "t", "head": "h", "drafts": 0, "batch": 1}
     with _vllm(sys.executable, settings) as seconds, pytest.raises(UserError) as found:
