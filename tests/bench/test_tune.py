@@ -8,6 +8,7 @@ from tiny import tiny_head
 from tiny_run import make_target
 
 from eagle_kit.bench.peers import _vllm
+from eagle_kit.bench.tune.cells import judged
 from eagle_kit.bench.tune.judge import verdicts
 from eagle_kit.bench.tune.sizes import AUTO
 from eagle_kit.checkpoints.draft import save_draft
@@ -75,6 +76,21 @@ def test_verdicts_name_the_worst_cell():
     assert choosing.met and choosing.measured == pytest.approx(0.001)
     assert [each.met for each in reached] == [True, None, None, None, None, False]
     assert "noise" not in reached[0].at, "the worth is judged on texts that nobody made up"
+
+
+def test_a_shape_of_few_rounds_is_compared_in_these():
+    """The first text is the easiest to draft; a shape that met it alone is no better for that."""
+    rates = {
+        "none": [10.0, 10.0, 10.0, 10.0],
+        "auto": [20.0, 12.0, 11.0, 12.0],
+        "3,1,4": [18.0, 11.0, 10.0, 11.0],
+        "5,4,16": [15.0],
+    }
+    found = judged(rates, ["3,1,4", "5,4,16"])
+    assert found["figures"]["auto over plain"] == pytest.approx(1.2)
+    assert found["ratios"]["5,4,16"] == pytest.approx(1.2 * 15 / 20)
+    assert found["figures"]["best fixed (3,1,4)"] == pytest.approx(1.1)
+    assert found["figures"]["auto over best"] == pytest.approx(1.2 / 1.1)
 
 
 def test_vllm_waits_as_it_would_without_us(tmp_path, monkeypatch):

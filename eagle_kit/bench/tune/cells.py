@@ -41,7 +41,7 @@ def compare(
 ) -> dict[str, Any]:
     """Decode a batch of prompts a round in every setting, side by side, as long as it is whole; replies go on
     behind their ends. A fixed shape that is far behind
-    after a round has the figures of the rounds that it was in.
+    after a round is left out of the others; see :func:`judged`.
 
     Args:
         warm: the batch size that there are graphs for, if there are; becomes this one.
@@ -52,7 +52,6 @@ def compare(
     params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
     cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
-    ratios: dict[str, list[float]] = {}
     used: Counter[str] = Counter()
     running = dict(llms)
     for number in range(-num_warm_ups, sizes.rounds):
@@ -66,19 +65,32 @@ def compare(
             cycle_ms[name].append(each.cycle_ms)
         for request in decoded[AUTO].requests:
             used.update({str(shape): count for shape, count in request.shapes.items()})
-        ratios = {
-            s: [mine / plain for mine, plain in zip(rates[s], rates[PLAIN], strict=False)]
-            for s in rates
-            if s != PLAIN
-        }
+        ratios = _over_plain(rates)
         stay = PLAIN, AUTO, WHOLE
         running = {name: llms[name] for name in running if name in stay or _may_win(name, ratios)}
     warm.clear()
     warm.add(batch)
-    best = max(sizes.shapes, key=lambda shape: statistics.median(ratios[shape]))
-    best_ratio = max(statistics.median(ratios[best]), 1.0)
-    mine = statistics.median(ratios[AUTO])
-    over_best = [a / max(b, 1.0) for a, b in zip(ratios[AUTO], ratios[best], strict=False)]
+    return {
+        **judged(rates, [str(shape) for shape in sizes.shapes]),
+        "rounds": rates,
+        "cycle_ms": {setting: statistics.median(values) for setting, values in cycle_ms.items()},
+        "shapes": dict(used.most_common()),
+    }
+
+
+def judged(rates: Mapping[str, Sequence[float]], shapes: Sequence[str]) -> dict[str, Any]:
+    """Return what a cell's rates say: tokens per second of each round by setting, of fixed shapes perhaps of
+    the first rounds only. Texts differ by round, so such a shape is compared with ``auto`` in its rounds, and
+    has that part of the median of ``auto`` in all."""
+    over_plain = _over_plain(rates)
+    auto, mine = over_plain[AUTO], statistics.median(over_plain[AUTO])
+    ratios = {}
+    for setting, values in over_plain.items():
+        beside = [a / b for a, b in zip(auto, values, strict=False)]
+        is_whole = len(values) == len(auto)
+        ratios[setting] = statistics.median(values) if is_whole else mine / statistics.median(beside)
+    best = max(shapes, key=ratios.__getitem__)
+    best_ratio = max(ratios[best], 1.0)
     return {
         "figures": {
             "plain tokens/s": statistics.median(rates[PLAIN]),
@@ -86,13 +98,20 @@ def compare(
             "auto over best": mine / best_ratio,
             f"best fixed ({best})": best_ratio,
         },
-        "ratios": {setting: statistics.median(values) for setting, values in ratios.items()},
-        "intervals": {setting: interval(values) for setting, values in ratios.items()},
-        "rounds": rates,
-        "cycle_ms": {setting: statistics.median(values) for setting, values in cycle_ms.items()},
-        "over_best": over_best,
-        "course": ratios[AUTO],
-        "shapes": dict(used.most_common()),
+        "ratios": ratios,
+        "intervals": {setting: interval(values) for setting, values in over_plain.items()},
+        "over_best": [a / max(b, 1.0) for a, b in zip(auto, over_plain[best], strict=False)],
+        "course": auto,
+    }
+
+
+def _over_plain(rates: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Rates over those of plain decoding in the same rounds."""
+    plain = rates[PLAIN]
+    return {
+        setting: [mine / theirs for mine, theirs in zip(values, plain, strict=False)]
+        for setting, values in rates.items()
+        if setting != PLAIN
     }
 
 
