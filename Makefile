@@ -40,6 +40,7 @@ KINDS := retrieval translation summarising questions extraction rewriting mathem
 REPLIES := runs/smollm2-135m-replies
 # Two processes of one thread are faster on two cores than one of two threads; on a machine with one GPU, one process.
 TRAINERS := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
+TRAIN = TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(TRAINERS) train
 ANSWER = $(KIT) data regenerate $(TARGET) $(APART) --max-tokens 256 --batch-size 48 --out $(REPLIES)
 
 head: install ## the shipped head from packages alone, in some hours on two cores; goes on where it stopped
@@ -66,8 +67,8 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	@[ -f runs/smollm2-135m-head-words.npz ] || \
 	  $(KIT) data vocab configs/smollm2-135m-head.yaml data.mix=[] "data.source=[$(REPLIES)-chats.jsonl, \
 	  $(REPLIES)-tasks.jsonl, $(REPLIES)-code.jsonl]" head.vocab_map=null --out runs/smollm2-135m-head-words.npz
-	@TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head.yaml --resume
-	@TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(TRAINERS) train configs/smollm2-135m-head-more.yaml --resume
+	@$(TRAIN) configs/smollm2-135m-head.yaml --resume
+	@$(TRAIN) configs/smollm2-135m-head-more.yaml --resume
 	@echo "== head: measured, with its card and tuning table"
 	@$(KIT) export runs/smollm2-135m-head-more --out runs/head
 	@$(KIT) eval $(TARGET) --draft runs/head $(MEASURED) --shapes 4,1,5 5,4,16 auto --out runs/head-eval

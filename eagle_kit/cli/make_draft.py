@@ -400,17 +400,9 @@ class Making:
         return path
 
     def _train(self, config: Path) -> tuple[str, ...]:
-        if self.processes == 1:
-            return (KIT, "train", str(config), "--resume")
-        together = (
-            TORCHRUN,
-            "--standalone",
-            "--nproc_per_node",
-            str(self.processes),
-            "-m",
-            "eagle_kit.train",
-        )
-        return (*together, str(config), "--resume")
+        together = (TORCHRUN, "--standalone", "--nproc_per_node", str(self.processes))
+        program = (KIT, "train") if self.processes == 1 else (*together, "-m", "eagle_kit.train")
+        return (*program, str(config), "--resume")
 
     def _kept_tokens(self) -> float:
         """Tokens whose states there is room for: three captured ones and the last."""

@@ -40,8 +40,8 @@ def compare(
     machine: Machine,
 ) -> dict[str, Any]:
     """Decode a batch of prompts a round in every setting, side by side, as long as it is whole; replies go on
-    behind their ends. A fixed shape that is far behind
-    after a round is left out of the others; see :func:`judged`.
+    behind their ends. A fixed shape that is far behind after a round is left out of the others; see
+    :func:`judged`.
 
     Args:
         warm: the batch size that there are graphs for, if there are; becomes this one.
