@@ -595,7 +595,10 @@ class Runner:
 
     def run_cycle(self, inputs: CycleInputs, settings: CycleSettings) -> Emitted:
         """Run a cycle, or the part of it behind a given window, and update the slots."""
-        state, sampling = self._state(inputs)
+        drafter, steps = self.models.drafter, settings.shape.steps
+        state, sampling = self._state(
+            inputs, drafts=drafter is not None and (steps > 0 or not drafter.can_wait)
+        )
         if inputs.window is None:
             out = cycle(self.models, state, settings, sampling)
         else:
@@ -604,7 +607,7 @@ class Runner:
                 bits = self._masks[inputs.rows, : inputs.window.tree.tokens.shape[1]]
                 allowed = unpacked(bits, self.vocab_size)
             out = finish_cycle(self.models, state, inputs.window, settings, sampling, allowed)
-        state, drafter = out.state, self.models.drafter
+        state = out.state
         if drafter is not None and state.draft is not None and self.slots.draft is not None:
             state = state._replace(draft=drafter.widened(state.draft, self.slots.draft))
         self.slots.scatter(inputs.rows, state, out.counts)
@@ -613,17 +616,18 @@ class Runner:
         return out.emitted
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:
-        state, sampling = self._state(inputs)
+        state, sampling = self._state(inputs, drafts=settings.shape.steps > 0)
         return propose(self.models.drafter, state, settings, sampling, self.target.ranks)
 
-    def _state(self, inputs: CycleInputs) -> tuple[CycleState, SamplingBatch | None]:
-        """Gather the rows of the slots, and of their tables where logits are adjusted."""
+    def _state(self, inputs: CycleInputs, *, drafts: bool = True) -> tuple[CycleState, SamplingBatch | None]:
+        """Gather the rows of the slots, their ``drafts`` too where the cycle reads or makes some, and of
+        their tables where logits are adjusted."""
         sampling = inputs.sampling
         if sampling is not None and is_adjusted(sampling):
             assert self.slots.tables is not None
             rows = (table[inputs.rows] for table in self.slots.tables)
             sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
-        state = self.slots.gather(inputs.rows)
+        state = self.slots.gather(inputs.rows, drafts=drafts)
         return state._replace(own=inputs.own, num_drafts=inputs.num_drafts), sampling
 
     def _ngram_draft(

@@ -100,11 +100,15 @@ class Slots:
         if self.missed is not None:
             self.drop_missed(slots)
 
-    def gather(self, rows: torch.Tensor) -> CycleState:
-        """Gather the state of the batch in ``rows`` int64 ``[B]``."""
-        mine = self.page_table, self.seq_lens, self.roots, self.active
-        page_table, seq_lens, roots, active, *draft = gather_rows([*mine, *(self.draft or ())], rows)
-        state = None if self.draft is None else type(self.draft)(*draft)
+    def gather(self, rows: torch.Tensor, *, drafts: bool = True) -> CycleState:
+        """Gather the state of the batch in ``rows`` int64 ``[B]``, that of its ``drafts`` too unless the
+        cycle leaves it alone."""
+        mine, draft = (
+            (self.page_table, self.seq_lens, self.roots, self.active),
+            self.draft if drafts else None,
+        )
+        page_table, seq_lens, roots, active, *parts = gather_rows([*mine, *(draft or ())], rows)
+        state = None if draft is None else type(draft)(*parts)
         return CycleState(page_table, seq_lens, roots, active, state, rows)
 
     def scatter(self, rows: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:
@@ -119,10 +123,12 @@ class Slots:
     def miss(self, rows: torch.Tensor, new: Missed) -> None:
         """Append a token of each of ``rows [B]`` to what the draft has missed."""
         assert self.missed is not None
-        at = self.missed.counts[rows].clamp(max=self.missed.tokens.shape[1] - 1)
-        self.missed.states[rows, at] = new.states[:, 0]
-        self.missed.tokens[rows, at] = new.tokens[:, 0]
-        self.missed.counts[rows] += new.counts
+        states, tokens, counts = self.missed
+        known = counts.index_select(0, rows)
+        at = known.clamp(max=tokens.shape[1] - 1)
+        states[rows, at] = new.states[:, 0]
+        tokens[rows, at] = new.tokens[:, 0]
+        counts.index_copy_(0, rows, known + new.counts)
 
     def make_masks(self, vocab_size: int) -> torch.Tensor:
         """Return the bits of the tokens that grammars allow (``grammar/masks.py``) after each node of the
