@@ -100,7 +100,6 @@ def judged(rates: Mapping[str, Sequence[float]], shapes: Sequence[str]) -> dict[
         },
         "ratios": ratios,
         "intervals": {setting: interval(values) for setting, values in over_plain.items()},
-        "over_best": [a / max(b, 1.0) for a, b in zip(auto, over_plain[best], strict=False)],
         "course": auto,
     }
 
