@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from eagle_kit.core.files import cache_folder, replacing, taking_turns
 
 SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp")
+HEADERS = ("threads.h", "vectors.h")
 FOLDER = Path(__file__).parent / "csrc"
 COMPARED_ROWS, COMPARED_TERMS = 13, 600
 """As many rows as any block of the products has, and as many terms as a chunk that blocks share, and more."""
@@ -135,7 +136,15 @@ def _run(command: list[str]) -> str:
 
 def _flags() -> list[str]:
     machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    return ["-O3", machine, "-ffp-contract=fast", "-std=c++20", "-fPIC", f"-I{_torch() / 'include'}"]
+    return [
+        "-O3",
+        machine,
+        "-ffp-contract=fast",
+        "-std=c++20",
+        "-fPIC",
+        "-pthread",
+        f"-I{_torch() / 'include'}",
+    ]
 
 
 def _torch() -> Path:
@@ -144,7 +153,7 @@ def _torch() -> Path:
 
 def _key(command: list[str]) -> str:
     """Name of what is compiled: sources, compiler, torch, system, and what kind of processor this is."""
-    parts = [(FOLDER / name).read_text() for name in (*SOURCES, "vectors.h")]
+    parts = [(FOLDER / name).read_text() for name in (*SOURCES, *HEADERS)]
     parts += [*command, torch.__version__, platform.machine(), *platform.libc_ver(), _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 

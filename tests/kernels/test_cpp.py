@@ -1,6 +1,9 @@
 """Operations in C++: against fp64, and to the bit against themselves in other windows, batches, pages, chunks
 and threads; and what is said where they cannot be compiled."""
 
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,8 +77,40 @@ def test_weights_of_bfloat16_take_half_the_memory_and_change_no_bit(outputs, inp
 def test_threads_change_no_bit(two_threads):
     x, packed = drawn(9, 576), panels.pack(drawn(1000, 576, seed=1))
     shared = panels.matmul(x, packed)
-    torch.set_num_threads(1)
-    assert torch.equal(panels.matmul(x, packed), shared)
+    for threads in (1, 4, 3, 1, 2):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(panels.matmul(x, packed), shared) for _ in range(200)), threads
+
+
+@needs_compiler
+def test_callers_at_the_same_time_change_no_bit(two_threads):
+    packed = panels.pack(drawn(500, 200, seed=1))
+    inputs = [drawn(9, 200, seed=seed) for seed in range(4)]
+    expected = [panels.matmul(x, packed) for x in inputs]
+
+    def call(number):
+        return all(torch.equal(panels.matmul(inputs[number], packed), expected[number]) for _ in range(500))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(call, range(4)))
+
+
+@needs_compiler
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_that_it_lacks(two_threads):
+    x, packed = drawn(9, 576), panels.pack(drawn(1000, 576, seed=1))
+    expected = panels.matmul(x, packed)
+    child = os.fork()
+    if not child:
+        signal.alarm(60)  # ends it where it waits for threads that it does not have
+        code = 1
+        try:
+            code = int(not (panels.matmul(x, packed) == expected).all())
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(panels.matmul(x, packed), expected)
 
 
 class Text:

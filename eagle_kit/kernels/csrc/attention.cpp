@@ -6,6 +6,7 @@
 #include <limits>
 #include <vector>
 
+#include "threads.h"
 #include "vectors.h"
 
 // Most query rows that share a reading of the keys, and most scores that are kept of them.
@@ -283,7 +284,7 @@ static Tensor window_attention(
   const int64_t fair = rows * batch * call.key_heads / (2 * threads);
   const int64_t part = std::min({rows, MOST_ROWS, std::max<int64_t>(ROWS, fair)}),
                 parts = (rows + part - 1) / part;
-  torch::stable::parallel_for(0, batch * call.key_heads * parts, 1, [&](int64_t begin, int64_t end) {
+  Threads::share(batch * call.key_heads * parts, 1, [&](int64_t begin, int64_t end) {
     static thread_local Task task;
     for (int64_t t = begin; t < end; ++t) {
       const int64_t b = t / (call.key_heads * parts), head = t / parts % call.key_heads, prefix = lens[b];
@@ -324,7 +325,7 @@ static Tensor prompt_attention(
   for (int64_t b = 0; b < batch; ++b)
     for (int64_t t = borders[b]; t < borders[b + 1]; t += block)
       parts.push_back({b, t, std::min(t + block, borders[b + 1])});
-  torch::stable::parallel_for(0, parts.size() * call.key_heads, 1, [&](int64_t begin, int64_t end) {
+  Threads::share(parts.size() * call.key_heads, 1, [&](int64_t begin, int64_t end) {
     static thread_local Task task;
     for (int64_t t = begin; t < end; ++t) {
       const auto& [b, first, last] = parts[t / call.key_heads];

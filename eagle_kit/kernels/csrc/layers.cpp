@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "threads.h"
 #include "vectors.h"
 
 // Elements that are worth a thread.
@@ -37,7 +38,7 @@ static Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   const float *from = floats(x), *factors = floats(weight);
   Tensor out = torch::stable::empty_like(x);
   float* to = own_floats(out);
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
+  Threads::share(rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) norm_row(from + t * size, factors, size, (float)eps, to + t * size);
   });
   return out;
@@ -51,7 +52,7 @@ static std::tuple<Tensor, Tensor> add_rms_norm(
   const float *a = floats(x), *b = floats(residual), *factors = floats(weight);
   Tensor out = torch::stable::empty_like(x), sum = torch::stable::empty_like(x);
   float *to = own_floats(out), *total = own_floats(sum);
-  torch::stable::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
+  Threads::share(rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       for (int64_t i = t * size; i < (t + 1) * size; ++i) total[i] = a[i] + b[i];
       norm_row(total + t * size, factors, size, (float)eps, to + t * size);
@@ -74,7 +75,7 @@ static Tensor swiglu(const Tensor& gate_up) {
   const float* from = floats(gate_up);
   Tensor out = torch::stable::new_empty(gate_up, {rows, size});
   float* to = own_floats(out);
-  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+  Threads::share(rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const float *gate = from + 2 * t * size, *up = gate + size;
       float* y = to + t * size;
@@ -151,7 +152,7 @@ static std::tuple<Tensor, Tensor, Tensor> rope_store(
   Tensor v = torch::stable::new_empty(qkv, {returned, others, size});
   float *queries = own_floats(q), *keys = own_floats(k), *values = own_floats(v);
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, all * size));
-  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+  Threads::share(count, grain, [&](int64_t begin, int64_t end) {
     std::vector<float> normed(size), turned(size);
     for (int64_t t = begin; t < end; ++t)
       for (int64_t head = 0; head < all; ++head) {

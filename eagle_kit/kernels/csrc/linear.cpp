@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "threads.h"
 #include "vectors.h"
 
 // Multiply-adds that are worth a thread.
@@ -16,7 +17,7 @@ static void multiply(
     float* to) {
   const int64_t count = (outputs + PANEL - 1) / PANEL;
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, rows * inputs * PANEL));
-  torch::stable::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+  Threads::share(count, grain, [&](int64_t begin, int64_t end) {
     static thread_local std::vector<float>
         sums;  // of a panel: rows of the result can share lines of the cache
     sums.resize(rows * PANEL);

@@ -1,0 +1,226 @@
+// Threads that share a loop. OpenMP divides a loop into equal parts: beside another program a thread waits
+// for one that is not running, and it waits either by spinning, which keeps that one from running, or asleep,
+// which costs some ten microseconds a loop. Here threads take parts as they come to it, so that one which is
+// not running holds up little, and they spin between loops only while none is put off its core.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <strings.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstdlib>
+#include <deque>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#ifdef __cpp_lib_atomic_wait
+
+class Threads {
+ public:
+  // Call work(begin, end) for parts of 0 .. count - 1, of `grain` or more but the last, by as many threads as
+  // torch is set to. `work` shares no loop itself. OpenMP does it for a second caller at the same time, and
+  // where its threads are bound to cores, as ours would all be to the core of the caller.
+  template <typename Work>
+  static void share(int64_t count, int64_t grain, const Work& work) {
+    grain = std::max<int64_t>(1, grain);
+    const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (count + grain - 1) / grain);
+    if (count <= 0) return;
+    if (threads < 2 || count > MOST) return work(0, count);
+    Threads& mine = of_process();
+    std::unique_lock<std::mutex> turn(mine.busy_, std::defer_lock);
+    if (are_bound() || !turn.try_lock()) return torch::stable::parallel_for(0, count, grain, work);
+    const Call call = [](const void* it, int64_t begin, int64_t end) { (*(const Work*)it)(begin, end); };
+    mine.run(call, &work, count, grain, threads);
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Call = void (*)(const void*, int64_t, int64_t);
+  static constexpr uint64_t PLACES = uint64_t{1} << 32, NONE = PLACES - 1;
+  static constexpr int64_t MOST = INT32_MAX;
+  // How long a thread spins for the next loop; a pause of a spinning thread by which another one had its
+  // core; how long none spins after that.
+  static constexpr std::chrono::microseconds SPIN{200}, GAP{100}, REST{50'000};
+  // Turns in which the caller spins, and those in which it gives way, before it sleeps.
+  static constexpr int SPINS = 64, YIELDS = 256;
+
+  struct alignas(64) Worker {
+    std::atomic<int> is_asleep{0};
+  };
+
+  // The number of the loop, times PLACES, plus the first place that nobody has taken, or NONE behind its end.
+  // A thread that read what is written after that cannot take a place of the loop before: its exchange fails.
+  alignas(64) std::atomic<uint64_t> ticket_{NONE};
+  alignas(64) std::atomic<int> finished_{0};
+  alignas(64) std::atomic<int> called_{0};
+  alignas(64) std::atomic<Call> call_{nullptr};
+  std::atomic<const void*> work_{nullptr};
+  std::atomic<int64_t> count_{0}, grain_{1}, sharers_{0};
+  std::atomic<bool> is_waiting_{false}, has_failed_{false};
+  std::exception_ptr failure_;
+  alignas(64) std::mutex busy_;
+  std::deque<Worker> workers_;
+  bool may_start_ = true;
+
+  // Those of this process: threads do not survive a fork, and outlive what is destroyed at the end.
+  static Threads& of_process() {
+    static std::atomic<Threads*> all{nullptr};
+    static const int registered = pthread_atfork(nullptr, nullptr, [] { all.store(nullptr); });
+    (void)registered;
+    Threads* found = all.load(std::memory_order_acquire);
+    if (found) return *found;
+    Threads* made = new Threads;
+    if (all.compare_exchange_strong(found, made)) return *made;
+    delete made;
+    return *found;
+  }
+
+  static bool are_bound() {
+    static const bool bound = [] {
+      for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"})
+        if (const char* value = std::getenv(name); value && strcasecmp(value, "false")) return true;
+      return false;
+    }();
+    return bound;
+  }
+
+  // Whether threads may spin at all.
+  static bool may_spin() {
+    static const bool may = [] {
+      const char* policy = std::getenv("OMP_WAIT_POLICY");
+      return !policy || strcasecmp(policy, "passive");
+    }();
+    return may;
+  }
+
+  void run(Call call, const void* work, int64_t count, int64_t grain, int64_t threads) {
+    while ((int64_t)workers_.size() < threads - 1 && may_start_) may_start_ = start();
+    const uint64_t number = ticket_.load(std::memory_order_relaxed) / PLACES + 1;
+    finished_.store(0, std::memory_order_relaxed);
+    call_.store(call, std::memory_order_release), work_.store(work, std::memory_order_release);
+    count_.store(count, std::memory_order_release), grain_.store(grain, std::memory_order_release);
+    sharers_.store(threads, std::memory_order_release);
+    ticket_.store(number * PLACES);
+    called_.fetch_add(1);
+    const int64_t others = std::min<int64_t>(threads - 1, workers_.size());
+    for (int64_t i = 0; i < others; ++i)
+      if (workers_[i].is_asleep.load()) {
+        workers_[i].is_asleep.store(0);
+        workers_[i].is_asleep.notify_one();
+      }
+    take_places();
+    wait_for_others(count);
+    ticket_.store(number * PLACES + NONE);
+    if (has_failed_.load(std::memory_order_relaxed)) {
+      has_failed_.store(false, std::memory_order_relaxed);
+      std::rethrow_exception(std::exchange(failure_, nullptr));
+    }
+  }
+
+  void wait_for_others(int64_t count) {
+    for (int turn = 0; turn < SPINS + YIELDS; ++turn) {
+      if (finished_.load(std::memory_order_acquire) == count) return;
+      turn < SPINS ? relax() : (void)sched_yield();
+    }
+    is_waiting_.store(true);
+    for (int done; (done = finished_.load()) != count;) finished_.wait(done);
+    is_waiting_.store(false);
+  }
+
+  // Start a thread; False where the system gives no more: those that there are do its part.
+  bool start() {
+    Worker& worker = workers_.emplace_back();
+    sigset_t held,
+        before;  // signals are for Python's threads, but those of an error for the one that made it
+    sigfillset(&held);
+    for (int error : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&held, error);
+    pthread_sigmask(SIG_SETMASK, &held, &before);
+    bool is_there = true;
+    try {
+      std::thread([this, &worker, place = (int64_t)workers_.size()] { serve(worker, place); }).detach();
+    } catch (...) {
+      workers_.pop_back();
+      is_there = false;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return is_there;
+  }
+
+  // Take places of the loop at hand until none is left: the more are left, the more at once.
+  void take_places() {
+    uint64_t ticket = ticket_.load();
+    while (true) {
+      const int64_t place = ticket % PLACES, count = count_.load(std::memory_order_acquire);
+      if (place >= count) return;
+      const int64_t grain = grain_.load(std::memory_order_acquire),
+                    sharers = sharers_.load(std::memory_order_acquire);
+      const Call call = call_.load(std::memory_order_acquire);
+      const void* work = work_.load(std::memory_order_acquire);
+      const int64_t many = std::min(std::max(grain, (count - place) / (2 * sharers)), count - place);
+      if (!ticket_.compare_exchange_strong(ticket, ticket + many)) continue;
+      try {
+        call(work, place, place + many);
+      } catch (...) {
+        if (!has_failed_.exchange(true)) failure_ = std::current_exception();
+      }
+      finished_.fetch_add((int)many);
+      if (is_waiting_.load()) finished_.notify_one();
+      ticket = ticket_.load();
+    }
+  }
+
+  // Run places of one loop after another, in the thread number `place`.
+  [[noreturn]] void serve(Worker& worker, int64_t place) {
+    Clock::time_point rested{};
+    for (int known = 0;;) {
+      if (!spin(known, rested)) {
+        worker.is_asleep.store(1);
+        if (called_.load() == known) worker.is_asleep.wait(1);
+        worker.is_asleep.store(0);
+      }
+      known = called_.load();
+      if (place < sharers_.load(std::memory_order_acquire)) take_places();
+    }
+  }
+
+  // Wait for the next call for a while; False if there was none.
+  bool spin(int known, Clock::time_point& rested) const {
+    const auto begun = Clock::now();
+    const auto stop = begun + (may_spin() && begun >= rested ? Clock::duration{SPIN} : Clock::duration{0});
+    for (auto now = begun; called_.load(std::memory_order_acquire) == known;) {
+      for (int i = 0; i < 8; ++i) relax();
+      const auto next = Clock::now();
+      if (next - now > GAP) rested = next + REST;
+      if (next >= stop || next < rested) return called_.load(std::memory_order_acquire) != known;
+      now = next;
+    }
+    return true;
+  }
+
+  static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+  }
+};
+
+#else  // a library of C++ from before 2021
+
+struct Threads {
+  template <typename Work>
+  static void share(int64_t count, int64_t grain, const Work& work) {
+    torch::stable::parallel_for(0, count, std::max<int64_t>(1, grain), work);
+  }
+};
+
+#endif
