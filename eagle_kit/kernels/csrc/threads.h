@@ -164,7 +164,7 @@ class Threads {
                     sharers = sharers_.load(std::memory_order_acquire);
       const Call call = call_.load(std::memory_order_acquire);
       const void* work = work_.load(std::memory_order_acquire);
-      const int64_t many = std::min(std::max(grain, (count - place) / (2 * sharers)), count - place);
+      const int64_t many = std::min(std::max(grain, (count - place) * 3 / (4 * sharers)), count - place);
       if (!ticket_.compare_exchange_strong(ticket, ticket + many)) continue;
       try {
         call(work, place, place + many);
