@@ -3,6 +3,9 @@ and threads; and what is said where they cannot be compiled."""
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -79,7 +82,29 @@ def test_threads_change_no_bit(two_threads):
     shared = panels.matmul(x, packed)
     for threads in (1, 4, 3, 1, 2):
         torch.set_num_threads(threads)
-        assert all(torch.equal(panels.matmul(x, packed), shared) for _ in range(200)), threads
+        for count in range(200):
+            assert torch.equal(panels.matmul(x, packed), shared), threads
+            time.sleep(0.001 * (count % 20 == 0))  # by then threads have gone to sleep
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "OMP_PROC_BIND"])
+def test_threads_that_may_not_spin_or_are_bound_change_no_bit(name):
+    code = (
+        "import torch; torch.set_num_threads(2)\n"
+        "from eagle_kit.kernels import cpp\n"
+        "from eagle_kit.kernels.linear import panels\n"
+        "assert cpp.available()\n"
+        "draw = torch.Generator().manual_seed(0)\n"
+        "x, weight = torch.randn(9, 576, generator=draw), torch.randn(500, 576, generator=draw)\n"
+        "packed = panels.pack(weight)\n"
+        "shared = [panels.matmul(x, packed) for _ in range(50)]\n"
+        "torch.set_num_threads(1)\n"
+        "assert all(torch.equal(panels.matmul(x, packed), each) for each in shared)\n"
+    )
+    values = {"OMP_WAIT_POLICY": "passive", "OMP_PROC_BIND": "true"}
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("OMP_")}
+    subprocess.run([sys.executable, "-c", code], env=environment | {name: values[name]}, check=True)
 
 
 @needs_compiler

@@ -21,6 +21,8 @@
 #include <thread>
 #include <utility>
 
+namespace eagle_kit_cpp {
+
 #ifdef __cpp_lib_atomic_wait
 
 class Threads {
@@ -85,8 +87,12 @@ class Threads {
 
   static bool are_bound() {
     static const bool bound = [] {
-      for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"})
-        if (const char* value = std::getenv(name); value && strcasecmp(value, "false")) return true;
+      for (const char* name : {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}) {
+        const char* value = std::getenv(name);
+        bool is_bound = value && *value;
+        for (const char* none : {"false", "none", "disabled"}) is_bound = is_bound && strcasecmp(value, none);
+        if (is_bound) return true;
+      }
       return false;
     }();
     return bound;
@@ -126,7 +132,7 @@ class Threads {
   }
 
   void wait_for_others(int64_t count) {
-    for (int turn = 0; turn < SPINS + YIELDS; ++turn) {
+    for (int turn = may_spin() ? 0 : SPINS; turn < SPINS + YIELDS; ++turn) {
       if (finished_.load(std::memory_order_acquire) == count) return;
       turn < SPINS ? relax() : (void)sched_yield();
     }
@@ -171,31 +177,32 @@ class Threads {
       } catch (...) {
         if (!has_failed_.exchange(true)) failure_ = std::current_exception();
       }
-      finished_.fetch_add((int)many);
-      if (is_waiting_.load()) finished_.notify_one();
+      if (finished_.fetch_add((int)many) + many == count && is_waiting_.load()) finished_.notify_one();
       ticket = ticket_.load();
     }
   }
 
   // Run places of one loop after another, in the thread number `place`.
   [[noreturn]] void serve(Worker& worker, int64_t place) {
-    Clock::time_point rested{};
+    auto rested = Clock::time_point{}, since = Clock::now();
     for (int known = 0;;) {
-      if (!spin(known, rested)) {
+      if (!spin(known, since, rested)) {
         worker.is_asleep.store(1);
         if (called_.load() == known) worker.is_asleep.wait(1);
         worker.is_asleep.store(0);
       }
       known = called_.load();
-      if (place < sharers_.load(std::memory_order_acquire)) take_places();
+      if (place < sharers_.load(std::memory_order_acquire)) {
+        take_places();
+        since = Clock::now();
+      }
     }
   }
 
-  // Wait for the next call for a while; False if there was none.
-  bool spin(int known, Clock::time_point& rested) const {
-    const auto begun = Clock::now();
-    const auto stop = begun + (may_spin() && begun >= rested ? Clock::duration{SPIN} : Clock::duration{0});
-    for (auto now = begun; called_.load(std::memory_order_acquire) == known;) {
+  // Wait for the next call for a while `since` the last one of this thread's own; False if there was none.
+  bool spin(int known, Clock::time_point since, Clock::time_point& rested) const {
+    const auto stop = since + (may_spin() && since >= rested ? Clock::duration{SPIN} : Clock::duration{0});
+    for (auto now = Clock::now(); called_.load(std::memory_order_acquire) == known;) {
       for (int i = 0; i < 8; ++i) relax();
       const auto next = Clock::now();
       if (next - now > GAP) rested = next + REST;
@@ -224,3 +231,7 @@ struct Threads {
 };
 
 #endif
+
+}  // namespace eagle_kit_cpp
+
+using eagle_kit_cpp::Threads;
