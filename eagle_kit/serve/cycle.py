@@ -155,7 +155,7 @@ def finish_cycle(
     """
     verified = verify_and_commit(models, state, window, settings, sampling, allowed)
     drafter, missed = models.drafter, None
-    if drafter is not None and drafter.can_wait and not settings.shape.steps:
+    if drafter is not None and leaves_draft(drafter, settings):
         states = drafter.model.states(verified.out)
         missed = Missed(states[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
         drafter = None
@@ -163,6 +163,11 @@ def finish_cycle(
     if settings.tells_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
     return CycleOutput(next_state, emitted, verified.counts, missed)
+
+
+def leaves_draft(drafter: Drafter, settings: CycleSettings) -> bool:
+    """Return True if a cycle neither reads nor makes the draft's state, and leaves its tokens for later."""
+    return drafter.can_wait and not settings.shape.steps
 
 
 def verify_and_commit(

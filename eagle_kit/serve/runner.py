@@ -36,6 +36,7 @@ from eagle_kit.serve.cycle import (
     Logprobs,
     cycle,
     finish_cycle,
+    leaves_draft,
     propose,
     root_only,
 )
@@ -595,10 +596,9 @@ class Runner:
 
     def run_cycle(self, inputs: CycleInputs, settings: CycleSettings) -> Emitted:
         """Run a cycle, or the part of it behind a given window, and update the slots."""
-        drafter, steps = self.models.drafter, settings.shape.steps
-        state, sampling = self._state(
-            inputs, drafts=drafter is not None and (steps > 0 or not drafter.can_wait)
-        )
+        drafter = self.models.drafter
+        drafts = drafter is not None and not leaves_draft(drafter, settings)
+        state, sampling = self._state(inputs, drafts=drafts)
         if inputs.window is None:
             out = cycle(self.models, state, settings, sampling)
         else:

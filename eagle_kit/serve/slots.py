@@ -103,10 +103,8 @@ class Slots:
     def gather(self, rows: torch.Tensor, *, drafts: bool = True) -> CycleState:
         """Gather the state of the batch in ``rows`` int64 ``[B]``, that of its ``drafts`` too unless the
         cycle leaves it alone."""
-        mine, draft = (
-            (self.page_table, self.seq_lens, self.roots, self.active),
-            self.draft if drafts else None,
-        )
+        mine = self.page_table, self.seq_lens, self.roots, self.active
+        draft = self.draft if drafts else None
         page_table, seq_lens, roots, active, *parts = gather_rows([*mine, *(draft or ())], rows)
         state = None if draft is None else type(draft)(*parts)
         return CycleState(page_table, seq_lens, roots, active, state, rows)

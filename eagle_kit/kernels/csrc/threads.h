@@ -144,8 +144,8 @@ class Threads {
   // Start a thread; False where the system gives no more: those that there are do its part.
   bool start() {
     Worker& worker = workers_.emplace_back();
-    sigset_t held,
-        before;  // signals are for Python's threads, but those of an error for the one that made it
+    // Signals are for Python's threads, but those of an error for the thread that made it.
+    sigset_t held, before;
     sigfillset(&held);
     for (int error : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&held, error);
     pthread_sigmask(SIG_SETMASK, &held, &before);
