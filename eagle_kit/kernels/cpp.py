@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from eagle_kit.core.files import cache_folder, replacing, taking_turns
 
-SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp")
+SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp", "logits.cpp")
 HEADERS = ("threads.h", "vectors.h")
 FOLDER = Path(__file__).parent / "csrc"
 COMPARED_ROWS, COMPARED_TERMS = 13, 600

@@ -1,10 +1,12 @@
-"""Memory of processes with large tensors: settings of glibc's allocator, and zeros that cost nothing yet."""
+"""Memory of processes with large tensors: settings of glibc's allocator, zeros that cost nothing yet, and
+large pages for weights."""
 
 import ctypes
 import mmap
 import sys
+import threading
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -13,6 +15,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _ODD = bytes(range(1, 256, 2))
 _addresses: "WeakKeyDictionary[mmap.mmap, int]" = WeakKeyDictionary()
 """Of the zeros that are in use somewhere."""
+_LARGE_PAGE, _LINE = 2 << 20, 64
+_CHUNK = 16 * _LARGE_PAGE
+
+
+class _Chunk(mmap.mmap):
+    """Memory in which tensors lie one behind another; it is there as long as one of them is."""
+
+    used = 0
+
+
+_chunks: "WeakSet[_Chunk]" = WeakSet()
+_chunks_lock = threading.Lock()
 
 
 def keep_large_blocks() -> bool:
@@ -80,3 +94,35 @@ def _resident(address: int, size: int) -> int:
         return 0
     absent = flags.raw.translate(None, _ODD)  # the lowest bit tells, the others are reserved
     return 0 if failed else min(size, (len(flags) - len(absent)) * mmap.PAGESIZE)
+
+
+def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of a CPU, contiguous, to memory that Linux may give in pages of 2 MiB
+    (``transparent_hugepage`` ``madvise`` or ``always``), beside others that were copied before: few
+    addresses of pages have to be looked up, and hardware that fetches ahead does not stop every 4 KiB. The
+    tensor itself where there is no such memory.
+
+    Raises:
+        OSError: the system refuses so much memory.
+    """
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if advice is None or tensor.device.type != "cpu" or not tensor.numel() or is_in_torch_dispatch_mode():
+        return tensor
+    with _chunks_lock:
+        chunk = next((each for each in _chunks if _left(each) >= tensor.nbytes), None)
+        if chunk is None:
+            size = max(_CHUNK, -(-tensor.nbytes // _LARGE_PAGE) * _LARGE_PAGE)
+            chunk = _Chunk(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            try:
+                chunk.madvise(advice)
+            except OSError:  # a kernel without them
+                return tensor
+            chunk.used = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % _LARGE_PAGE
+            _chunks.add(chunk)
+        place, chunk.used = chunk.used, chunk.used + -(-tensor.nbytes // _LINE) * _LINE
+    numbers = torch.frombuffer(chunk, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+    return numbers.view(tensor.shape).copy_(tensor)
+
+
+def _left(chunk: _Chunk) -> int:
+    return len(chunk) - chunk.used

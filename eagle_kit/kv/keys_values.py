@@ -20,7 +20,7 @@ from eagle_kit.kernels.rope.reference import store
 from eagle_kit.kernels.summation import round_columns
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.variant import AttentionVariant
-from eagle_kit.kernels.window_attention import WindowPlan, window_attention
+from eagle_kit.kernels.window_attention import WindowPlan, packed_window_attention, window_attention
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.layers import Attend, KVSlots
 
@@ -180,6 +180,25 @@ class _WindowAttend(_StoreAttend):
         b, n = self.plan.ancestors.shape
         nodes = q.unflatten(0, (b, -1))[:, -n:]
         return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.variants[layer]).flatten(0, 1)
+
+    def packed(self, rows: torch.Tensor, counts: torch.Tensor) -> Attend | None:
+        """Make the attention of a forward over some nodes, ``rows`` int64 ``[T]`` of ``B * N``: the first
+        ``counts`` int64 ``[B]`` of every window and some to spare; None where none takes them."""
+        if not uses_cpp(self.kv.k) or type(self.plan) is not WindowPlan:
+            return None
+        return _PackedWindowAttend(self.kv, self.plan, rows_tensor(self.rows)[rows], counts)
+
+
+class _PackedWindowAttend(_StoreAttend):
+    """Attention of the first nodes of windows; the keys of others are neither written nor read."""
+
+    def __init__(self, kv: PagedKV, plan: WindowPlan, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        super().__init__(kv, rows)
+        self.plan, self.counts = plan, counts
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k_rows, v_rows = self._stored(layer, k, v)
+        return packed_window_attention(q, k_rows, v_rows, self.plan, self.kv.variants[layer], self.counts)
 
 
 class _PrefillAttend(_StoreAttend):

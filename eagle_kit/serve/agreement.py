@@ -1,17 +1,16 @@
 """What ranks of tensor parallelism tell each other in a cycle: the best of their vocabularies, and the first
 rank's choices and grammars. Rounding and times may differ between ranks; what they do next must not.
 
-Legend: B requests, N window nodes, S steps, V vocabulary, R ranks.
+Legend: B requests, N window nodes, S steps, T rows, V vocabulary, R ranks.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from eagle_kit.core.sampling_params import Grammar
-from eagle_kit.kernels.accept import Accepted
+from eagle_kit.kernels.accept import Accepted, MostLikely, most_likely
 from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
@@ -20,23 +19,17 @@ from eagle_kit.serve.grammar.masks import allowed_bits, num_bytes
 from eagle_kit.serve.grammar.protocols import Grammars, Match
 
 
-class MostLikely(NamedTuple):
-    """``tokens`` int64 ``[B, N]``, the most likely after each node, and ``values`` fp64 ``[B, N, R]``, the
-    largest logit of every rank's part of the vocabulary, NaN where it has one."""
-
-    tokens: torch.Tensor
-    values: torch.Tensor
-
-
-def most_likely(target: Target, own: torch.Tensor) -> MostLikely:
-    """Most likely tokens of a rank's part of the logits ``own [B, N, V / R]``; the lowest id among equals."""
-    ranks = target.ranks
-    assert ranks is not None
-    best = own.argmax(-1, keepdim=True)
-    token = best + ranks.share.of(target.config.vocab_size).start
-    pairs = ranks.stack(torch.cat((own.gather(-1, best).double(), token.double()), -1))  # [R, B, N, 2]
-    values, tokens = (part.movedim(0, -1) for part in pairs.unbind(-1))
-    return MostLikely(tokens.gather(-1, values.argmax(-1, keepdim=True))[..., 0].long(), values)
+def agree_most_likely(target: Target, own: torch.Tensor) -> MostLikely:
+    """Most likely tokens ``[T]`` of this rank's part of the logits, ``own [T, V / R]``, and of the others';
+    ``values [T, R]``: the largest logit of every part, NaN where it has one."""
+    tokens, values = most_likely(own)
+    if (ranks := target.ranks) is None:
+        return MostLikely(tokens, values[:, None])
+    tokens = tokens + ranks.share.of(target.config.vocab_size).start
+    pairs = ranks.stack(torch.stack((values.double(), tokens.double()), -1))  # [R, T, 2]
+    every_value, every_token = (part.t() for part in pairs.unbind(-1))
+    best = every_value.argmax(-1, keepdim=True)
+    return MostLikely(every_token.gather(-1, best)[:, 0].long(), every_value)
 
 
 def agree_tree(tree: Tree, ranks: Ranks | None) -> Tree:

@@ -13,6 +13,7 @@ import torch
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import Accepted, Outcome, accept_greedy, outcome
+from eagle_kit.kernels.backend import uses_triton
 from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.kernels.tree_build import Tree
@@ -21,7 +22,7 @@ from eagle_kit.kv.states import StatePool, StateWindow
 from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.targets.target import Target, TargetOutput
-from eagle_kit.serve.agreement import agree_path, agree_tree, most_likely
+from eagle_kit.serve.agreement import agree_most_likely, agree_path, agree_tree
 from eagle_kit.serve.packed import Packing
 from eagle_kit.speculation.proposal import Deterministic, DraftOutput
 from eagle_kit.speculation.propose.drafter import Drafter, Kept, Missed
@@ -99,11 +100,18 @@ class CycleOutput(NamedTuple):
 
 class WindowRead(NamedTuple):
     """The target's ``out`` over the nodes of a window, ``[B * N]`` rows, the attention ``attend`` of whole
-    windows, and the ``logits [B, N, V]``, of tensor parallelism this rank's part of them."""
+    windows, and the ``logits [T, V]``, of tensor parallelism this rank's part of them, of all ``B * N`` nodes
+    or of those of a ``packing``."""
 
     out: TargetOutput
     attend: Attend
     logits: torch.Tensor
+    packing: Packing | None = None
+
+    def of_nodes(self, rows: torch.Tensor, batch_size: int) -> torch.Tensor:
+        """``[B, N, ...]`` of the ``rows [T, ...]`` of the logits."""
+        whole = rows if self.packing is None else rows[self.packing.places]
+        return whole.unflatten(0, (batch_size, -1))
 
 
 class Verified(NamedTuple):
@@ -195,12 +203,9 @@ def read_window(
     packing: Packing | None = None,
 ) -> WindowRead:
     """Run the target over the window's nodes, or those of a packing."""
-    b, n = tree.tokens.shape
     out, attend = _forward(models, tree, state, settings.num_columns, packing)
     logits = models.target.own_logits(out.hidden)
-    if packing is not None:
-        out, logits = packing.whole(out), logits[packing.places]
-    return WindowRead(out, attend, logits.view(b, n, -1))
+    return WindowRead(out if packing is None else packing.whole(out), attend, logits, packing)
 
 
 def accept_and_commit(
@@ -213,14 +218,16 @@ def accept_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Accept a path of the window that the target has read, and commit it to the pool."""
-    out, attend, logits = read
-    steps, seq_lens, ranks = settings.shape.steps, state.seq_lens, models.target.ranks
-    if ranks is not None and sampling is None and allowed is None and settings.num_logprobs is None:
-        best = most_likely(models.target, logits)
-        accepted = accept_greedy(best.tokens, window.tree.tokens, window.tree.parents, steps)
-        logits = best.values.float()
+    out, attend, logits, _ = read
+    steps, seq_lens, ranks, size = settings.shape.steps, state.seq_lens, models.target.ranks, len(state.roots)
+    is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
+    if is_greedy and (ranks is not None or not uses_triton(logits)):
+        best = agree_most_likely(models.target, logits)
+        predicted = read.of_nodes(best.tokens, size)
+        accepted = accept_greedy(predicted, window.tree.tokens, window.tree.parents, steps)
+        logits = read.of_nodes(best.values.float(), size)
     else:
-        logits = models.target.whole_logits(logits)
+        logits = models.target.whole_logits(read.of_nodes(logits, size))
         accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
     accepted = agree_path(accepted, ranks)
     after = outcome(logits, accepted, state.active, seq_lens)

@@ -1,9 +1,10 @@
 """Windows of different sizes in one forward of the target: nodes that are unlikely to be accepted are left
 out, and the rows of the others are packed, in one of a few numbers of rows.
 
-Attention stays that of whole windows, in which a node that was left out is a copy of its root: the matmuls,
-which windows are paid for, have the packed rows only. Which nodes are verified changes no text of
-deterministic drafts, and no distribution of sampled ones as long as it does not depend on what was sampled.
+Where attention takes no windows of different sizes (it is not in C++, or that of latents) it stays that of
+whole ones, in which a node that was left out is a copy of its root: the matmuls, which windows are paid for,
+have the packed rows only. Which nodes are verified changes no text of deterministic drafts, and no
+distribution of sampled ones as long as it does not depend on what was sampled.
 (The relaxed verifier is lossy, and as lossy as the nodes that it is given.)
 
 Legend: B requests, N window nodes, T packed rows.
@@ -56,7 +57,11 @@ class Packing(NamedTuple):
         return TargetOutput(*(part[self.places] for part in out))
 
     def attend(self, attend: Attend) -> Attend:
-        """Attention of packed rows through that of whole windows."""
+        """Attention of packed rows, by itself or through that of whole windows."""
+        packed = getattr(attend, "packed", None)
+        mine: Attend | None = None if packed is None else packed(self.rows, self.is_kept.sum(1))
+        if mine is not None:
+            return mine
         is_latent = hasattr(attend, "latents")
         return PackedLatentAttend(attend, self) if is_latent else PackedAttend(attend, self)  # type: ignore[arg-type]
 

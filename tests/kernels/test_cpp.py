@@ -17,6 +17,7 @@ from tiny_trained import trained_models
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels import cpp
+from eagle_kit.kernels.accept import most_likely
 from eagle_kit.kernels.linear import panels
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -24,7 +25,12 @@ from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, pa
 from eagle_kit.kernels.rope import Rotation, rope_store
 from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.kernels.variant import AttentionVariant, Limits
-from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.kernels.window_attention import (
+    WindowPlan,
+    ancestor_bits,
+    packed_window_attention,
+    window_attention,
+)
 from eagle_kit.serve.llm import LLM
 
 needs_compiler = pytest.mark.skipif(not cpp.available(), reason=f"no C++ here: {cpp.problem()}")
@@ -156,13 +162,14 @@ class Text:
         size = self.page_size
         return self.table[b, positions // size] * size + positions % size
 
-    def attend(self, places, prefix, parents, variant, backend=None):
-        """Attention of windows behind ``prefix`` tokens, whose node j is the token at ``places[j]``."""
+    def plan(self, places, prefix, parents):
+        """Put the keys of windows behind ``prefix`` tokens, whose node j is the token at ``places[j]``, in
+        place."""
         count = len(places)
         for b in range(2):
             at = torch.arange(SCRATCH + 16 * b, SCRATCH + 16 * b + count)
             self.k[:, at], self.v[:, at] = self.keys[b][:, places], self.values[b][:, places]
-        plan = WindowPlan(
+        return WindowPlan(
             page_table=self.table,
             page_size=self.page_size,
             prefix_lens=torch.full((2,), prefix),
@@ -175,7 +182,10 @@ class Text:
             dummy_row=DUMMY,
             dtype=torch.float32,
         )
-        q = self.queries[:, places]
+
+    def attend(self, places, prefix, parents, variant, backend=None):
+        """Attention of such windows."""
+        plan, q = self.plan(places, prefix, parents), self.queries[:, places]
         return window_attention(q, self.k, self.v, plan, variant, backend=backend)
 
 
@@ -211,6 +221,44 @@ def test_a_token_has_the_same_bits_in_chains_trees_prompts_and_alone(variant):
         assert torch.equal(out[borders[1:] - 1], alone)
         chunk = chunk_attention(q[: sizes[0]], text.keys[0], text.values[0], variant, start=starts[0])
         assert torch.equal(chunk[-1], alone[0])
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("size", [24, 33])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize("counts", [(1, 5), (3, 1), (5, 5), (1, 1)])
+def test_the_first_nodes_of_windows_have_the_bits_of_whole_ones(variant, counts, size):
+    """What is left out of a window may be anything."""
+    text = Text(size)
+    places, parents = [40, 41, 50, 42, 51], [0, 0, 1, 1, 2]
+    whole = text.attend(places, 40, parents, variant)
+    plan = text.plan(places, 40, parents)
+    for b, count in enumerate(counts):
+        left_out = slice(SCRATCH + 16 * b + count, SCRATCH + 16 * b + 5)
+        text.k[:, left_out] = text.v[:, left_out] = float("nan")
+    q = text.queries[:, places]
+    rows = torch.cat([q[0, : counts[0]], q[1, : counts[1]], drawn(2, 6, size, seed=5)])
+    got = packed_window_attention(rows, text.k, text.v, plan, variant, torch.tensor(counts))
+    want = torch.cat([whole[0, : counts[0]], whole[1, : counts[1]], torch.zeros(2, 6, size)])
+    assert torch.equal(got, want)
+
+
+@needs_compiler
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1, 7, 8, 33, 1001])
+def test_the_most_likely_token_is_that_of_torch(size, two_threads):
+    logits = (2 * drawn(3, 40, size)).round()  # equals: the lowest of them
+    logits[0, 1] = float("-inf")
+    logits[0, 2, size // 2] = float("inf")
+    logits[1, 3, size - 1] = float("nan")
+    logits[1, 4, size // 2 :] = float("nan")
+    logits[1, 5] = torch.tensor(-0.0)
+    for given in (logits, logits.transpose(0, 1), logits[0, 0]):
+        got, want = most_likely(given), most_likely(given, backend="reference")
+        assert torch.equal(want.tokens, given.argmax(-1))
+        assert torch.equal(got.tokens, want.tokens)
+        torch.testing.assert_close(got.values, given.amax(-1), rtol=0, atol=0, equal_nan=True)
 
 
 @needs_compiler
@@ -355,6 +403,10 @@ def test_what_does_not_fit_is_refused():
     text = Text()
     with pytest.raises(RuntimeError, match="fit"):
         text.attend([20], 20, [0], AttentionVariant(0.2, sinks=drawn(5)))
+    plan = text.plan([20, 21], 20, [0, 0])
+    for q, counts in ((drawn(2, 6, 24), (2, 1)), (drawn(4, 6, 24), (2, 3)), (drawn(4, 6, 24), (0, 1))):
+        with pytest.raises(RuntimeError, match="window|missing"):
+            packed_window_attention(q, text.k, text.v, plan, VARIANTS["plain"], torch.tensor(counts))
     qkv, rotation = drawn(3, 10, 24), Rotation(torch.arange(3), drawn(12).abs())
     stores = {"k_rows": torch.zeros(2, 9, 24), "v_rows": torch.zeros(2, 9, 24)}
     with pytest.raises(RuntimeError, match="not in the store"):

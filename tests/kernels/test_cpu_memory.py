@@ -1,10 +1,10 @@
-"""Memory that is taken when it is used."""
+"""Memory that is taken when it is used, and large pages."""
 
 import gc
 import mmap
 import sys
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels import cpu_memory
-from eagle_kit.kernels.cpu_memory import promised_memory, zeros_when_used
+from eagle_kit.kernels.cpu_memory import in_large_pages, promised_memory, zeros_when_used
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PoolLayout
 from eagle_kit.serve.memory import free_memory
@@ -53,6 +53,42 @@ def test_pages_take_memory_when_they_are_used_and_are_promised_until_then(monkey
     del view
     gc.collect()
     assert promised_memory() == 0
+
+
+@on_linux
+def test_copies_lie_beside_each_other_as_long_as_one_of_them_is_used(monkeypatch):
+    monkeypatch.setattr(cpu_memory, "_chunks", WeakSet())
+    kinds = {torch.float32: (3, 70_001), torch.bfloat16: (5, 7), torch.int64: (1_000_003,)}
+    given = [torch.arange(9 * 10**6).float().view(3, -1)]  # larger than a chunk
+    given += [torch.arange(torch.Size(shape).numel()).view(shape).to(dtype) for dtype, shape in kinds.items()]
+    copies = [in_large_pages(each) for each in given]
+    for copy, each in zip(copies, given, strict=True):
+        assert torch.equal(copy, each) and copy.dtype == each.dtype and copy.is_contiguous()
+        assert copy.data_ptr() % 64 == 0 and copy.data_ptr() != each.data_ptr()
+    assert len(cpu_memory._chunks) == 2
+    starts = [copy.data_ptr() for copy in copies]
+    assert starts[0] % (2 << 20) == 0
+    assert 0 <= starts[2] - (starts[1] + given[1].nbytes) < 64
+    copies[1].zero_()
+    assert torch.equal(copies[2], given[2])
+    row = copies[2][1]
+    del copies, copy
+    gc.collect()
+    assert len(cpu_memory._chunks) == 1 and torch.equal(row, given[2][1])
+    del row
+    gc.collect()
+    assert not cpu_memory._chunks
+
+
+@on_linux
+def test_without_large_pages_a_tensor_stays_where_it_is(monkeypatch):
+    numbers, nothing = torch.arange(5.0), torch.zeros(0, 3)
+    assert in_large_pages(nothing) is nothing
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", -1)  # a kernel that knows no such advice
+    monkeypatch.setattr(cpu_memory, "_chunks", WeakSet())
+    assert in_large_pages(numbers) is numbers
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert in_large_pages(numbers) is numbers
 
 
 @on_linux

@@ -7,7 +7,13 @@ of a path.
 """
 
 from eagle_kit.kernels.accept.block import accept_block
-from eagle_kit.kernels.accept.greedy import Accepted, accept_greedy, accept_most_likely
+from eagle_kit.kernels.accept.greedy import (
+    Accepted,
+    MostLikely,
+    accept_greedy,
+    accept_most_likely,
+    most_likely,
+)
 from eagle_kit.kernels.accept.outcome import Outcome, is_finite, outcome
 from eagle_kit.kernels.accept.rejection import accept_rejection_chain, accept_rejection_tree
 from eagle_kit.kernels.accept.relaxed import accept_relaxed
@@ -15,6 +21,7 @@ from eagle_kit.kernels.accept.target_only import accept_target_only
 
 __all__ = [
     "Accepted",
+    "MostLikely",
     "Outcome",
     "accept_block",
     "accept_greedy",
@@ -24,5 +31,6 @@ __all__ = [
     "accept_relaxed",
     "accept_target_only",
     "is_finite",
+    "most_likely",
     "outcome",
 ]

@@ -1,4 +1,4 @@
-"""Greedy verification of deterministic drafts in torch.
+"""Most likely tokens, and greedy verification of deterministic drafts by them, in torch and C++.
 
 Legend: B requests, N nodes, S steps.
 """
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
 
 
 class Accepted(NamedTuple):
@@ -22,6 +22,24 @@ class Accepted(NamedTuple):
     path: torch.Tensor
     tokens: torch.Tensor
     num_accepted: torch.Tensor
+
+
+class MostLikely(NamedTuple):
+    """``tokens`` int64 ``[...]``, the most likely of rows of logits, and ``values``, their logits."""
+
+    tokens: torch.Tensor
+    values: torch.Tensor
+
+
+def most_likely(logits: torch.Tensor, *, backend: Backend | None = None) -> MostLikely:
+    """Most likely tokens of ``logits [..., V]`` of any float type, the lowest id among equals; where a row
+    has a NaN, its place and NaN."""
+    if uses_cpp(logits, backend=backend):
+        rows = logits.reshape(-1, logits.shape[-1])
+        parts = torch.ops.eagle_kit_cpp.most_likely(rows.contiguous())
+        return MostLikely(*(part.view(logits.shape[:-1]) for part in parts))
+    tokens = logits.argmax(-1)
+    return MostLikely(tokens, logits.gather(-1, tokens[..., None])[..., 0])
 
 
 def accept_most_likely(

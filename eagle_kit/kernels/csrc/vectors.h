@@ -22,9 +22,9 @@ constexpr int LANES = 4, ROWS = 6;
 constexpr int LINE = 64;
 // Columns of a panel; ROWS rows of two vectors of sums fit into the registers.
 constexpr int PANEL = 2 * LANES;
-// Terms by which a weight is fetched ahead of its use, and those of a chunk that several blocks of rows
-// share.
-constexpr int64_t AHEAD = 128, CHUNK = 512;
+// Terms by which a weight is fetched ahead of its use, those of a chunk that several blocks of rows share,
+// and the first of these blocks, during which the next chunk is fetched.
+constexpr int64_t AHEAD = 128, CHUNK = 64, FETCHING = 4;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -76,9 +76,18 @@ static inline Vector exponential(Vector x) {
   return (x < -87.0f) ? Vector{} : result;
 }
 
-// y[M, PANEL] += x[M, terms] w[terms, PANEL]; ld are the distances of rows. Where it FETCHES, PANEL
-// numbers are fetched for every term meanwhile, the first from `ahead`, the next ones `step` numbers on.
-template <int M, bool FETCHES, typename Number>
+// Keep two vectors in registers: else the compiler may read them again for every row.
+static inline __attribute__((always_inline)) void keep(Vector& left, Vector& right) {
+#if defined(__aarch64__)
+  asm("" : "+w"(left), "+w"(right));
+#elif defined(__x86_64__)
+  asm("" : "+x"(left), "+x"(right));
+#endif
+}
+
+// y[M, PANEL] += x[M, terms] w[terms, PANEL]; ld are the distances of rows. FETCHED numbers, if any, are
+// fetched for every term meanwhile, the first from `ahead`, the next ones `step` numbers on.
+template <int M, int FETCHED, typename Number>
 static inline __attribute__((always_inline)) void multiply_block(
     const float* __restrict x, int64_t ldx, const Number* __restrict w, int64_t ldw, int64_t terms,
     float* __restrict y, int64_t ldy, const Number* ahead, int64_t step) {
@@ -95,10 +104,10 @@ static inline __attribute__((always_inline)) void multiply_block(
     right[m] = *(const Loose*)(y + m * ldy + LANES);
   }
   for (int64_t k = 0; k < terms; ++k) {
-    if constexpr (FETCHES)
-      for (int i = 0; i < PANEL; i += LINE / sizeof(Number)) __builtin_prefetch(ahead + k * step + i, 0, 2);
+    for (int i = 0; i < FETCHED; i += LINE / sizeof(Number)) __builtin_prefetch(ahead + k * step + i, 0, 2);
     Vector a, b;
     take_both(w + k * ldw, a, b);
+    keep(a, b);
 #pragma GCC unroll 16
     for (int m = 0; m < M; ++m) {
       const float factor = third[m / 3][m % 3 * ldx + k];
@@ -113,51 +122,53 @@ static inline __attribute__((always_inline)) void multiply_block(
   }
 }
 
-template <int M, bool FETCHES, typename Number>
+template <int M, int FETCHED, typename Number>
 static inline void multiply_up_to(
     int64_t rows, const float* x, int64_t ldx, const Number* w, int64_t ldw, int64_t terms, float* y,
     int64_t ldy, const Number* ahead, int64_t step) {
   if constexpr (M > 0) {
-    if (rows == M) return multiply_block<M, FETCHES>(x, ldx, w, ldw, terms, y, ldy, ahead, step);
-    multiply_up_to<M - 1, FETCHES>(rows, x, ldx, w, ldw, terms, y, ldy, ahead, step);
+    if (rows == M) return multiply_block<M, FETCHED>(x, ldx, w, ldw, terms, y, ldy, ahead, step);
+    multiply_up_to<M - 1, FETCHED>(rows, x, ldx, w, ldw, terms, y, ldy, ahead, step);
   }
 }
 
-// Rows of a block of at most ROWS, of which all blocks but the last have as many.
-static inline int64_t block_rows(int64_t rows) {
-  const int64_t blocks = (rows + ROWS - 1) / ROWS;
-  return blocks ? (rows + blocks - 1) / blocks : 1;
-}
+// Blocks of at most ROWS rows, and rows of the next of those that are `left` for `rows`.
+static inline int64_t num_blocks(int64_t rows) { return (rows + ROWS - 1) / ROWS; }
+static inline int64_t block_rows(int64_t rows, int64_t left) { return (rows + left - 1) / left; }
 
 // y[rows, PANEL] += x[rows, terms] w[terms, PANEL]; what is `ahead`, if anything, is fetched meanwhile.
 static inline void multiply_panel(
     int64_t rows, const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t terms, float* y,
     int64_t ldy, const float* ahead = nullptr, int64_t step = 0) {
-  const int64_t most = block_rows(rows);
-  for (int64_t m = 0; m < rows; m += most) {
+  for (int64_t m = 0, left = num_blocks(rows); left; --left) {
+    const int64_t many = block_rows(rows - m, left);
     const auto multiply =
-        ahead && m == 0 ? multiply_up_to<ROWS, true, float> : multiply_up_to<ROWS, false, float>;
-    multiply(std::min(most, rows - m), x + m * ldx, ldx, w, ldw, terms, y + m * ldy, ldy, ahead, step);
+        ahead && m == 0 ? multiply_up_to<ROWS, PANEL, float> : multiply_up_to<ROWS, 0, float>;
+    multiply(many, x + m * ldx, ldx, w, ldw, terms, y + m * ldy, ldy, ahead, step);
+    m += many;
   }
 }
 
 // The same of a `w` in one piece that comes from memory, with the next one behind it. Where several blocks of
-// rows use it they share chunks, and the next chunk is fetched during the first two.
+// rows use it they share chunks, which stay in the first cache, and fetch the next one.
 template <typename Number>
 static inline void multiply_streamed(
     int64_t rows, const float* x, int64_t ldx, const Number* w, int64_t terms, float* y, int64_t ldy) {
-  const int64_t most = block_rows(rows);
-  const bool is_shared = most < rows;
-  const int64_t chunk = is_shared ? CHUNK : terms, step = is_shared ? PANEL / 2 : PANEL;
-  for (int64_t k = 0; k < terms; k += chunk) {
-    const int64_t many = std::min(chunk, terms - k);
-    const Number *part = w + k * PANEL, *ahead = part + (is_shared ? many : AHEAD) * PANEL;
-    for (int64_t m = 0; m < rows; m += most) {
+  constexpr int OF_LINE = LINE / sizeof(Number);
+  const int64_t blocks = num_blocks(rows), fetching = std::min(blocks, FETCHING);
+  if (blocks <= 1)
+    return multiply_up_to<ROWS, PANEL>(rows, x, ldx, w, PANEL, terms, y, ldy, w + AHEAD * PANEL, PANEL);
+  const int64_t step = (PANEL + fetching - 1) / fetching;
+  for (int64_t k = 0; k < terms; k += CHUNK) {
+    const int64_t many = std::min(CHUNK, terms - k);
+    const Number *part = w + k * PANEL, *ahead = part + many * PANEL;
+    for (int64_t m = 0, block = 0; block < blocks; ++block) {
+      const int64_t most = block_rows(rows - m, blocks - block);
       const auto multiply =
-          m < 2 * most ? multiply_up_to<ROWS, true, Number> : multiply_up_to<ROWS, false, Number>;
+          block < fetching ? multiply_up_to<ROWS, OF_LINE, Number> : multiply_up_to<ROWS, 0, Number>;
       multiply(
-          std::min(most, rows - m), x + m * ldx + k, ldx, part, PANEL, many, y + m * ldy, ldy,
-          ahead + m / most * many * step, step);
+          most, x + m * ldx + k, ldx, part, PANEL, many, y + m * ldy, ldy, ahead + block * many * step, step);
+      m += most;
     }
   }
 }

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels import cpp
+from eagle_kit.kernels.cpu_memory import in_large_pages
 
 ROWS = 256
 """Rows of a weight that are looked at together: of one that is not of bfloat16 the first ones tell."""
@@ -32,7 +33,7 @@ def pack(weight: torch.Tensor) -> Panels:
     is_short = _is_bfloat16(weight.detach())
     numbers = weight.detach().bfloat16() if is_short else weight.detach()
     panels = F.pad(numbers, (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)
-    return Panels(cpp.halves_in_turns(panels) if is_short else panels.contiguous(), outputs)
+    return Panels(in_large_pages(cpp.halves_in_turns(panels) if is_short else panels.contiguous()), outputs)
 
 
 def _is_bfloat16(weight: torch.Tensor) -> bool:

@@ -14,12 +14,18 @@ def score_arguments(variant: AttentionVariant) -> tuple[float, float, torch.Tens
 
 
 def window_attention(
-    q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, plan: WindowPlan, variant: AttentionVariant
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    variant: AttentionVariant,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :func:`eagle_kit.kernels.window_attention.window_attention`; all fp32 on a CPU."""
+    """See :func:`eagle_kit.kernels.window_attention.window_attention`, and with ``counts``
+    :func:`~eagle_kit.kernels.window_attention.packed_window_attention`; all fp32 on a CPU."""
     places = plan.page_size, plan.first_slot, plan.scratch_start, plan.scratch_stride, plan.num_keys
     out: torch.Tensor = torch.ops.eagle_kit_cpp.window_attention(
-        q.contiguous(),
+        q.reshape(-1, *q.shape[-2:]).contiguous(),
         k_rows,
         v_rows,
         plan.page_table.contiguous(),
@@ -27,5 +33,6 @@ def window_attention(
         plan.ancestors.contiguous(),
         [*places, *variant.limits],
         *score_arguments(variant),
+        None if counts is None else counts.contiguous(),
     )
-    return out
+    return out.view(*q.shape[:-1], -1)
