@@ -41,7 +41,7 @@ SHAPES = tuple(
 CONTEXTS = 64, 1024
 ROOM = 128
 """Tokens behind the context that timing a point decodes."""
-CYCLES = 3
+CYCLES = 4
 """Number of the form of cycles, raised where some come to cost something else: what was measured before, or
 shipped, is not used any more."""
 SAMPLE = 512
@@ -186,6 +186,7 @@ def engine_key(engine: Engine) -> dict[str, Any]:
     return {
         **ranks,
         "device": torch.cuda.get_device_name(weight.device) if is_gpu else cpu_model(),
+        "vectors": None if is_gpu else torch.backends.cpu.get_cpu_capability(),  # names of CPUs say little
         "threads": None if is_gpu else torch.get_num_threads(),
         "cpp": uses_cpp(weight.detach()),
         "dtype": str(weight.dtype).removeprefix("torch."),

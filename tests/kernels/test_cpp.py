@@ -18,6 +18,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels import cpp
 from eagle_kit.kernels.accept import most_likely
+from eagle_kit.kernels.draft_topk import topk_of_logits
 from eagle_kit.kernels.linear import panels
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -263,6 +264,29 @@ def test_the_most_likely_token_is_that_of_torch(size, two_threads):
 
 @needs_compiler
 @torch.no_grad()
+@pytest.mark.parametrize(("size", "topk"), [(1, 1), (16, 16), (17, 3), (700, 8), (8192, 4)])
+def test_the_most_likely_tokens_are_those_of_the_reference(size, topk, two_threads):
+    exact, coarse = 3 * drawn(9, size), drawn(9, size, seed=1).round()  # many equals
+    zeros = torch.where(drawn(9, size) < 0, 0.0, -0.0)
+    for logits in (exact, coarse, zeros, -coarse.abs() - 1, torch.arange(9.0 * size).view(9, size)):
+        ids, scores = topk_of_logits(logits, topk)
+        want_ids, want_scores = topk_of_logits(logits, topk, backend="reference")
+        assert torch.equal(ids, want_ids)
+        torch.testing.assert_close(scores, want_scores)
+        unranked, none = topk_of_logits(logits, topk, normalized=False)
+        assert torch.equal(unranked, ids) and not none.any()
+    odd = exact.clone()
+    odd[:, ::3] = float("nan")
+    odd[0], odd[1] = float("nan"), float("-inf")
+    for row in topk_of_logits(odd, topk)[0].tolist():
+        assert len(set(row)) == topk and 0 <= min(row) <= max(row) < size
+    finite = odd[2:].nan_to_num(nan=float("-inf"))
+    kept = min(topk, int(finite[0].isfinite().sum()))
+    assert torch.equal(topk_of_logits(odd[2:], topk)[0][:, :kept], topk_of_logits(finite, topk)[0][:, :kept])
+
+
+@needs_compiler
+@torch.no_grad()
 def test_threads_and_long_windows_change_no_bit_of_attention(two_threads):
     text, variant = Text(), VARIANTS["plain"]
     places, parents = [*range(40, 56)], [0, *range(15)]
@@ -403,6 +427,9 @@ def test_what_does_not_fit_is_refused():
     text = Text()
     with pytest.raises(RuntimeError, match="fit"):
         text.attend([20], 20, [0], AttentionVariant(0.2, sinks=drawn(5)))
+    for k, logits in ((6, drawn(2, 5)), (17, drawn(2, 50)), (0, drawn(2, 5))):
+        with pytest.raises(RuntimeError, match="not rows"):
+            torch.ops.eagle_kit_cpp.draft_topk(logits, k, True)
     plan = text.plan([20, 21], 20, [0, 0])
     for q, counts in ((drawn(2, 6, 24), (2, 1)), (drawn(4, 6, 24), (2, 3)), (drawn(4, 6, 24), (0, 1))):
         with pytest.raises(RuntimeError, match="window|missing"):

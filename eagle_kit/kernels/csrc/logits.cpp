@@ -1,5 +1,6 @@
-// The most likely token of each row of logits.
+// The most likely tokens of each row of logits.
 
+#include <cmath>
 #include <limits>
 #include <tuple>
 
@@ -58,6 +59,76 @@ static std::tuple<Tensor, Tensor> most_likely(const Tensor& logits) {
   return {tokens, values};
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kit_cpp, m) { m.def("most_likely(Tensor logits) -> (Tensor, Tensor)"); }
+// Most tokens of a row that are asked for, and numbers that are looked at together.
+constexpr int64_t MOST_BEST = 16, TOGETHER = 8 * LANES;
 
-STABLE_TORCH_LIBRARY_IMPL(eagle_kit_cpp, CPU, m) { m.impl("most_likely", TORCH_BOX(&most_likely)); }
+// The k largest of x[size], best first, the first ones among equals: their places, and the numbers
+// themselves. A NaN is the least of all.
+static void best_of(const float* x, int64_t size, int64_t k, int64_t* places, float* numbers) {
+  int64_t many = 0;
+  const auto insert = [&](float number, int64_t place) {
+    int64_t i = many < k ? many++ : k - 1;
+    for (; i > 0 && !(numbers[i - 1] >= number); --i) numbers[i] = numbers[i - 1], places[i] = places[i - 1];
+    numbers[i] = number, places[i] = place;
+  };
+  int64_t next = 0;
+  for (; next < k; ++next)
+    insert(std::isnan(x[next]) ? -std::numeric_limits<float>::infinity() : x[next], next);
+  for (; next + TOGETHER <= size; next += TOGETHER) {
+    Vector most = *(const Loose*)(x + next);
+    for (int64_t i = LANES; i < TOGETHER; i += LANES) {
+      const Vector part = *(const Loose*)(x + next + i);
+      most = (part > most) ? part : most;
+    }
+    bool is_more = false;  // or a NaN hides what is more
+    for (int lane = 0; lane < LANES; ++lane) is_more |= !(most[lane] <= numbers[k - 1]);
+    for (int64_t i = next; is_more && i < next + TOGETHER; ++i)
+      if (x[i] > numbers[k - 1]) insert(x[i], i);
+  }
+  for (; next < size; ++next)
+    if (x[next] > numbers[k - 1]) insert(x[next], next);
+}
+
+// log(sum(exp(x[size]))), of which `most` is the largest.
+static float log_sum_exp(const float* x, int64_t size, float most) {
+  Vector sums{};
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) sums += exponential(*(const Loose*)(x + i) - most);
+  float total = 0.0f;
+  for (int lane = 0; lane < LANES; ++lane) total += sums[lane];
+  for (; i < size; ++i) total += std::exp(x[i] - most);
+  return most + std::log(total);
+}
+
+// logits [T, V], fp32, contiguous -> the k most likely of each row, int64 [T, k], best first, and their
+// log-probabilities, fp32 [T, k], or 0 unless normalized.
+static std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, int64_t k, bool normalized) {
+  STD_TORCH_CHECK(
+      logits.dim() == 2 && k >= 1 && k <= MOST_BEST && k <= logits.size(1), "not rows of so many logits");
+  const int64_t rows = logits.size(0), size = logits.size(1);
+  const float* from = floats(logits);
+  Tensor scores = torch::stable::new_empty(logits, {rows, k});
+  Tensor tokens = torch::stable::new_empty(logits, {rows, k}, torch::headeronly::ScalarType::Long);
+  float* values = own_floats(scores);
+  int64_t* ids = (int64_t*)tokens.mutable_data_ptr();
+  Threads::share(rows, std::max<int64_t>(1, GRAIN / size), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float* row = from + t * size;
+      float* mine = values + t * k;
+      best_of(row, size, k, ids + t * k, mine);
+      const float total = normalized ? log_sum_exp(row, size, mine[0]) : 0.0f;
+      for (int64_t i = 0; i < k; ++i) mine[i] = normalized ? row[ids[t * k + i]] - total : 0.0f;
+    }
+  });
+  return {tokens, scores};
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kit_cpp, m) {
+  m.def("most_likely(Tensor logits) -> (Tensor, Tensor)");
+  m.def("draft_topk(Tensor logits, int k, bool normalized) -> (Tensor, Tensor)");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(eagle_kit_cpp, CPU, m) {
+  m.impl("most_likely", TORCH_BOX(&most_likely));
+  m.impl("draft_topk", TORCH_BOX(&draft_topk));
+}

@@ -5,7 +5,7 @@ Legend: T rows, H hidden, Vd draft vocabulary, K top-k.
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
 from eagle_kit.kernels.draft_topk import reference
 
 MAX_TOPK = 16
@@ -41,3 +41,14 @@ def draft_topk(
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)
     return reference.draft_topk(x, weight, topk, normalized, token_map)
+
+
+def topk_of_logits(
+    logits: torch.Tensor, topk: int, *, normalized: bool = True, backend: Backend | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Top-k ids and log-probabilities of ``softmax(logits)`` for ``logits [T, Vd]`` of any float type, as of
+    :func:`draft_topk`, with any ``topk``."""
+    if topk <= MAX_TOPK and uses_cpp(logits, backend=backend):
+        ids, scores = torch.ops.eagle_kit_cpp.draft_topk(logits.contiguous(), topk, normalized)
+        return ids, scores
+    return reference.topk_of_logits(logits, topk, normalized)

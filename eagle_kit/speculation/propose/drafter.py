@@ -19,7 +19,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape, auto_shape
 from eagle_kit.kernels.accept import Accepted
 from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.draft_topk import MAX_TOPK, draft_topk
+from eagle_kit.kernels.draft_topk import MAX_TOPK, draft_topk, topk_of_logits
 from eagle_kit.kernels.sampling import SamplingBatch
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Candidates, Tree, chain_build, grow_beam, start_beam, tree_build
@@ -364,13 +364,8 @@ class Drafter:
         if uses_triton(read) and topk <= MAX_TOPK:
             states, weight, token_map = self.model.readout(read)
             return draft_topk(states, weight, topk, normalized=topk > 1, token_map=token_map)
-        logits = self.model.logits(read)
-        if topk == 1:
-            ids = logits.argmax(-1, keepdim=True)
-            return self.model.to_target(ids), torch.zeros_like(ids, dtype=torch.float32)
-        logits = logits.float()
-        values, ids = logits.topk(topk, -1)
-        return self.model.to_target(ids), values - logits.logsumexp(-1, keepdim=True)
+        ids, scores = topk_of_logits(self.model.logits(read), topk, normalized=topk > 1)
+        return self.model.to_target(ids), scores
 
 
 def _row_of(mine: Sequence[Segment], theirs: Sequence[Segment], last: torch.Tensor) -> torch.Tensor:
