@@ -15,7 +15,13 @@ import torch
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels import cpp
-from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_rejection_chain, outcome
+from eagle_kit.kernels.accept import (
+    Accepted,
+    accept_greedy,
+    accept_rejection_chain,
+    most_likely,
+    outcome,
+)
 from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import Backend, use
 from eagle_kit.kernels.best_first import best_first
@@ -115,6 +121,8 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
             ("norm", "C++", partial(_in_cpp, _norm)),
             ("swiglu", "C++", partial(_in_cpp, _swiglu)),
             ("rope", "C++", partial(_in_cpp, _rope)),
+            ("accept", "C++, most likely", partial(_in_cpp, _most_likely)),
+            ("draft_topk", "C++", partial(_in_cpp, _draft_topk)),
         ]
     return [
         *checks,
@@ -303,6 +311,13 @@ def _rows() -> float:
         table[[0, 5]] = table[[4, 1]]
     write_rows(tables, to, gather_rows(tables, at))
     return max(_error(got, exact) for got, exact in zip(tables, expected, strict=True))
+
+
+def _most_likely() -> float:
+    logits = _randn(5, 70)
+    best = logits.double().max(-1)
+    got = most_likely(logits)
+    return max(_error(got.values, best.values), _error(got.tokens, best.indices))
 
 
 def _draft_topk() -> float:

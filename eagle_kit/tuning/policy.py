@@ -60,8 +60,9 @@ GAIN = 1.03
 """Predicted speed over that of the shape in use for which it is changed; plain decoding needs none."""
 LEAST_GAIN = 0.02
 """Part of a cycle's tokens that another shape must be worth for a single cycle."""
-HOLD = 8
-"""Cycles between two looks."""
+HOLD, WHOLE_LOOK = 8, 4
+"""Cycles between two looks, and looks between two that compare all shapes, where cycles are chosen one by
+one: those have all shapes to choose from, whichever is in use."""
 PROBE = 4
 """Cycles of a probe, which are plain where the rest drafts, or draft where the rest is plain."""
 SAMPLES = 16
@@ -197,10 +198,12 @@ class ShapePolicy:
         self._reach = reach_of(odds, EASES)
         self._lengths = 1.0 + self._reach.sum(3)
         self._length_lists: list[list[list[float]]] = self._lengths.transpose(0, 2, 1).tolist()  # [G, C, M]
+        self._shape_lengths: list[list[list[float]]] = self._lengths.transpose(1, 0, 2).tolist()  # [M, G, C]
         shares = np.stack([acceptance.shares.get(s, np.full(odds.shape[1], 0.0)) for s in self.shapes])
         shares[0] = 1 / odds.shape[1]
         self._usual_mix = shares[1:].mean(0) if used else shares[0]
         self._tilts = shares / np.maximum(self._usual_mix, 1e-6)
+        self._tilt_lists: list[list[float]] = self._tilts.tolist()
         mean_chances = [_mean_odds(acceptance, shape) for shape in self.shapes]
         self._odds = [  # by shape, and class of confidence; last where it is not known
             [*(each[: shape.steps].tolist() for each in odds[i]), mean_chances[i]]
@@ -223,7 +226,7 @@ class ShapePolicy:
         self._num_averaged = 0
         mean = (self._lengths[:, 1:] * self._usual_mix).sum(2).mean(1) if used else self._lengths[:, 0, 0]
         self._usual_lengths: list[float] = mean.tolist()
-        self._num_cycles = self._num_timed = 0
+        self._num_cycles = self._num_timed = self._num_looks = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._may_lose = math.inf  # seconds, in probes
@@ -378,35 +381,39 @@ class ShapePolicy:
 
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
-        speeds = self.speeds(eases, context)
-        now, may_draft = self._number[self.shape], bool(self._drafting(len(eases)))
-        drafting = 1 + int(speeds[1:].argmax()) if may_draft else 0
-        if len(eases) != self._batch_size:
+        size, now, costs = len(eases), self._number[self.shape], self.costs.of(len(eases), context).seconds
+        if size != self._batch_size:
             self._spent = 0.0
-        self._batch_size, self._left = len(eases), HOLD
-        worth, entering = 0.0, 1.0
-        if may_draft:
-            worth = float(speeds[drafting])
+        self._batch_size, self._left, self._num_looks = size, HOLD, self._num_looks + 1
+        allowed = self._drafting(size)
+        drafting, worth, entering, is_much_better = 0, 0.0, 1.0, False
+        if allowed:
+            drafting = now
+            if now not in allowed or not self._spent or self._num_looks % WHOLE_LOOK == 0:
+                speeds = self.speeds(eases, context)
+                drafting = 1 + int(speeds[1:].argmax())
+                worth, is_much_better = float(speeds[drafting]), bool(speeds[drafting] > GAIN * speeds[now])
             if self._spent:
                 worth = self._gained * self._usual(_rows(eases)) / self._spent
             if not now:
-                decoding = HORIZON * self.costs.of(len(eases), context).seconds[drafting]
+                decoding = HORIZON * costs[drafting]
                 entering = decoding / (decoding + self._reading_missed(eases, context))
-        is_better = worth > speeds[0]
+        plain = size / costs[0]
+        is_better = worth > plain
         if self._is_probe:
             self._use(drafting if is_better else 0)
-        elif not now and worth * entering > GAIN * speeds[0]:
+        elif not now and worth * entering > GAIN * plain:
             self._use(drafting)
-            self._left = _drafting_cycles(len(eases), HOLD)
+            self._left = _drafting_cycles(size, HOLD)
         elif now and not is_better:
             self._use(0)
-        elif now and speeds[drafting] > GAIN * speeds[now]:
+        elif now and is_much_better:
             self._use(drafting)
-        elif may_draft and self._pays_to_probe(eases, context, drafting, worth / speeds[0]):
+        elif allowed and self._pays_to_probe(eases, context, drafting, worth / plain):
             self._use(0 if now else drafting, is_probe=True)
             if self.shape.steps:
-                self._left = _drafting_cycles(len(eases), PROBE)
-        self._rate = max(worth, float(speeds[0]))
+                self._left = _drafting_cycles(size, PROBE)
+        self._rate = max(worth, plain)
 
     def _pays_to_probe(self, eases: Sequence[Ease], context: int, drafting: int, gain: float) -> bool:
         """Return True if trying the other of plain decoding and ``drafting``, which is worth ``gain`` times
@@ -441,16 +448,18 @@ class ShapePolicy:
     def _doubt(self, eases: Sequence[Ease], number: int) -> float:
         """Relative error of what a shape is worth beside plain decoding: of the ease of the texts, and of the
         cost as far as cycles are timed."""
-        rows = _rows(eases)
-        mixes = self._tilts[number] * np.array([ease.mix for ease in eases])
-        mixes /= mixes.sum(1, keepdims=True)
-        lengths = (self._lengths[rows, number] * mixes).sum(1)
-        easier = [min(row + 1, len(EASES) - 1) for row in rows]
-        slopes = ((self._lengths[easier, number] * mixes).sum(1) - lengths) / EASE_SPACING
-        variance = slopes**2 @ [ease.variance for ease in eases]
-        variance += slopes[[not ease.information for ease in eases]].sum() ** 2 * self._shared_variance
-        costs = self.costs.doubt(len(eases), number, self._num_cycles)
-        return math.sqrt(float(variance) / float(lengths.sum()) ** 2 + costs) + 1e-6
+        tilts, lengths = self._tilt_lists[number], self._shape_lengths[number]
+        total = variance = shared = 0.0
+        for ease, row in zip(eases, _rows(eases), strict=True):
+            mix = [*map(operator.mul, tilts, ease.mix)]
+            here = sum(map(operator.mul, mix, lengths[row])) / sum(mix)
+            easier = sum(map(operator.mul, mix, lengths[min(row + 1, len(EASES) - 1)])) / sum(mix)
+            slope = (easier - here) / EASE_SPACING
+            total += here
+            variance += slope**2 * ease.variance
+            shared += 0.0 if ease.information else slope
+        variance += shared**2 * self._shared_variance
+        return math.sqrt(variance / total**2 + self.costs.doubt(len(eases), number, self._num_cycles)) + 1e-6
 
     def _reading_missed(self, eases: Sequence[Ease], context: int) -> float:
         """Seconds in which the draft reads what it has missed."""

@@ -4,6 +4,7 @@ Legend: T rows, H hidden, Vd draft vocabulary, K top-k.
 """
 
 import torch
+from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
 from eagle_kit.kernels.draft_topk import reference
@@ -22,9 +23,9 @@ def draft_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k ids and log-probabilities of ``softmax(x weight^T)`` for ``x [T, H]`` and ``weight [Vd, H]``.
 
-    The reference rounds logits to the dtype of ``x``, as a linear layer does, so that near-equal logits
-    become equal; the kernel ranks and normalises fp32 sums. The lowest id comes first among equal logits.
-    Where logits are not finite, ids are still distinct and below Vd, and log-probabilities may be NaN.
+    Without the kernel logits are rounded to the dtype of ``x``, as a linear layer does, so that near-equal
+    logits become equal; the kernel ranks and normalises fp32 sums. The lowest id comes first among equal
+    logits. Where logits are not finite, ids are still distinct and below Vd, and log-probabilities may be NaN.
 
     Args:
         topk: 1 to 16.
@@ -40,7 +41,8 @@ def draft_topk(
         from eagle_kit.kernels.draft_topk import triton
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)
-    return reference.draft_topk(x, weight, topk, normalized, token_map)
+    ids, scores = topk_of_logits(F.linear(x, weight), topk, normalized=normalized, backend=backend)
+    return ids if token_map is None else token_map[ids], scores
 
 
 def topk_of_logits(

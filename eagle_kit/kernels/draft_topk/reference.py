@@ -1,10 +1,9 @@
-"""Draft head in torch, the reference of the kernel.
+"""Top-k of logits in torch, the reference of the kernel.
 
 Legend: T rows, H hidden, Vd draft vocabulary.
 """
 
 import torch
-from torch.nn import functional as F
 
 
 def best_of(logits: torch.Tensor, topk: int) -> torch.Tensor:
@@ -21,15 +20,8 @@ def best_of(logits: torch.Tensor, topk: int) -> torch.Tensor:
     return ((order << 32) - ids).topk(topk, -1).indices
 
 
-def draft_topk(
-    x: torch.Tensor, weight: torch.Tensor, topk: int, normalized: bool, token_map: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k from logits in the dtype of ``x`` and their fp32 softmax."""
-    return topk_of_logits(F.linear(x, weight), topk, normalized, token_map)
-
-
 def topk_of_logits(
-    logits: torch.Tensor, topk: int, normalized: bool = True, token_map: torch.Tensor | None = None
+    logits: torch.Tensor, topk: int, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``logits [T, Vd]`` -> ids and log-probabilities ``[T, K]``."""
     logits = logits.float()
@@ -38,4 +30,4 @@ def topk_of_logits(
         scores = logits.gather(-1, ids) - logits.logsumexp(-1, keepdim=True)
     else:
         scores = torch.zeros_like(ids, dtype=torch.float32)
-    return ids if token_map is None else token_map[ids], scores
+    return ids, scores
