@@ -100,10 +100,7 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of a CPU, contiguous, to memory that Linux may give in pages of 2 MiB
     (``transparent_hugepage`` ``madvise`` or ``always``), beside others that were copied before: few
     addresses of pages have to be looked up, and hardware that fetches ahead does not stop every 4 KiB. The
-    tensor itself where there is no such memory.
-
-    Raises:
-        OSError: the system refuses so much memory.
+    tensor itself where the system gives no such memory.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None or tensor.device.type != "cpu" or not tensor.numel() or is_in_torch_dispatch_mode():
@@ -111,14 +108,16 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
     with _chunks_lock:
         chunk = next((each for each in _chunks if _left(each) >= tensor.nbytes), None)
         if chunk is None:
-            size = max(_CHUNK, -(-tensor.nbytes // _LARGE_PAGE) * _LARGE_PAGE)
-            chunk = _Chunk(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            is_shared = tensor.nbytes <= _CHUNK // 2  # or it would be kept by a small one behind it
+            size = _CHUNK if is_shared else -(-tensor.nbytes // _LARGE_PAGE) * _LARGE_PAGE
             try:
+                chunk = _Chunk(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 chunk.madvise(advice)
-            except OSError:  # a kernel without them
+            except OSError:
                 return tensor
             chunk.used = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % _LARGE_PAGE
-            _chunks.add(chunk)
+            if is_shared:
+                _chunks.add(chunk)
         place, chunk.used = chunk.used, chunk.used + -(-tensor.nbytes // _LINE) * _LINE
     numbers = torch.frombuffer(chunk, dtype=tensor.dtype, count=tensor.numel(), offset=place)
     return numbers.view(tensor.shape).copy_(tensor)

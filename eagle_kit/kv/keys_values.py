@@ -190,7 +190,7 @@ class _WindowAttend(_StoreAttend):
 
 
 class _PackedWindowAttend(_StoreAttend):
-    """Attention of the first nodes of windows; the keys of others are neither written nor read."""
+    """Attention of the first nodes of windows; the keys of others are not read."""
 
     def __init__(self, kv: PagedKV, plan: WindowPlan, rows: torch.Tensor, counts: torch.Tensor) -> None:
         super().__init__(kv, rows)

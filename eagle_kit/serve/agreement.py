@@ -5,12 +5,13 @@ Legend: B requests, N window nodes, S steps, T rows, V vocabulary, R ranks.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from eagle_kit.core.sampling_params import Grammar
-from eagle_kit.kernels.accept import Accepted, MostLikely, most_likely
+from eagle_kit.kernels.accept import Accepted, most_likely
 from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.tree_build import Tree
@@ -19,17 +20,25 @@ from eagle_kit.serve.grammar.masks import allowed_bits, num_bytes
 from eagle_kit.serve.grammar.protocols import Grammars, Match
 
 
-def agree_most_likely(target: Target, own: torch.Tensor) -> MostLikely:
-    """Most likely tokens ``[T]`` of this rank's part of the logits, ``own [T, V / R]``, and of the others';
-    ``values [T, R]``: the largest logit of every part, NaN where it has one."""
+class Agreed(NamedTuple):
+    """``tokens`` int64 ``[T]``, the most likely of the whole vocabulary, and ``values [T, R]``, the largest
+    logit of every rank's part of it, NaN where that has one: fp64, on one rank in the logits' dtype."""
+
+    tokens: torch.Tensor
+    values: torch.Tensor
+
+
+def agree_most_likely(target: Target, own: torch.Tensor) -> Agreed:
+    """Find the most likely tokens, the lowest id among equals, of all ranks' parts of the logits; ``own [T,
+    V / R]`` is this rank's."""
     tokens, values = most_likely(own)
     if (ranks := target.ranks) is None:
-        return MostLikely(tokens, values[:, None])
+        return Agreed(tokens, values[:, None])
     tokens = tokens + ranks.share.of(target.config.vocab_size).start
     pairs = ranks.stack(torch.stack((values.double(), tokens.double()), -1))  # [R, T, 2]
     every_value, every_token = (part.t() for part in pairs.unbind(-1))
     best = every_value.argmax(-1, keepdim=True)
-    return MostLikely(every_token.gather(-1, best)[:, 0].long(), every_value)
+    return Agreed(every_token.gather(-1, best)[:, 0].long(), every_value)
 
 
 def agree_tree(tree: Tree, ranks: Ranks | None) -> Tree:

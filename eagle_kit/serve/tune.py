@@ -183,10 +183,12 @@ def engine_key(engine: Engine) -> dict[str, Any]:
     device = str(weight.device)
     is_gpu = device.startswith("cuda")
     ranks = {} if engine.target.ranks is None else {"tensor_parallel": engine.target.ranks.size}
+    # The names of CPUs that clouds give say little.
+    vectors = {} if is_gpu else {"vectors": torch.backends.cpu.get_cpu_capability()}
     return {
         **ranks,
+        **vectors,
         "device": torch.cuda.get_device_name(weight.device) if is_gpu else cpu_model(),
-        "vectors": None if is_gpu else torch.backends.cpu.get_cpu_capability(),  # names of CPUs say little
         "threads": None if is_gpu else torch.get_num_threads(),
         "cpp": uses_cpp(weight.detach()),
         "dtype": str(weight.dtype).removeprefix("torch."),

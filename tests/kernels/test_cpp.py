@@ -18,7 +18,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels import cpp
 from eagle_kit.kernels.accept import most_likely
-from eagle_kit.kernels.draft_topk import topk_of_logits
+from eagle_kit.kernels.draft_topk import reference, topk_of_logits
 from eagle_kit.kernels.linear import panels
 from eagle_kit.kernels.mla_attention import mla_window_attention
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -264,15 +264,15 @@ def test_the_most_likely_token_is_that_of_torch(size, two_threads):
 
 @needs_compiler
 @torch.no_grad()
-@pytest.mark.parametrize(("size", "topk"), [(1, 1), (16, 16), (17, 3), (700, 8), (8192, 4)])
+@pytest.mark.parametrize(("size", "topk"), [(1, 1), (16, 16), (17, 3), (700, 8), (8192, 4), (150_000, 2)])
 def test_the_most_likely_tokens_are_those_of_the_reference(size, topk, two_threads):
     exact, coarse = 3 * drawn(9, size), drawn(9, size, seed=1).round()  # many equals
     zeros = torch.where(drawn(9, size) < 0, 0.0, -0.0)
     for logits in (exact, coarse, zeros, -coarse.abs() - 1, torch.arange(9.0 * size).view(9, size)):
         ids, scores = topk_of_logits(logits, topk)
-        want_ids, want_scores = topk_of_logits(logits, topk, backend="reference")
+        want_ids, _ = reference.topk_of_logits(logits, topk)
         assert torch.equal(ids, want_ids)
-        torch.testing.assert_close(scores, want_scores)
+        torch.testing.assert_close(scores, logits.double().log_softmax(-1).gather(1, ids).float())
         unranked, none = topk_of_logits(logits, topk, normalized=False)
         assert torch.equal(unranked, ids) and not none.any()
     odd = exact.clone()
@@ -431,6 +431,9 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(RuntimeError, match="not rows"):
             torch.ops.eagle_kit_cpp.draft_topk(logits, k, True)
     plan = text.plan([20, 21], 20, [0, 0])
+    with pytest.raises(RuntimeError, match="fp32"):
+        half = drawn(4, 6, 24).bfloat16()
+        packed_window_attention(half, text.k, text.v, plan, VARIANTS["plain"], torch.tensor((2, 1)))
     for q, counts in ((drawn(2, 6, 24), (2, 1)), (drawn(4, 6, 24), (2, 3)), (drawn(4, 6, 24), (0, 1))):
         with pytest.raises(RuntimeError, match="window|missing"):
             packed_window_attention(q, text.k, text.v, plan, VARIANTS["plain"], torch.tensor(counts))

@@ -65,9 +65,9 @@ def test_copies_lie_beside_each_other_as_long_as_one_of_them_is_used(monkeypatch
     for copy, each in zip(copies, given, strict=True):
         assert torch.equal(copy, each) and copy.dtype == each.dtype and copy.is_contiguous()
         assert copy.data_ptr() % 64 == 0 and copy.data_ptr() != each.data_ptr()
-    assert len(cpu_memory._chunks) == 2
+    assert len(cpu_memory._chunks) == 1  # the first has one of its own
     starts = [copy.data_ptr() for copy in copies]
-    assert starts[0] % (2 << 20) == 0
+    assert starts[0] % (2 << 20) == starts[1] % (2 << 20) == 0
     assert 0 <= starts[2] - (starts[1] + given[1].nbytes) < 64
     copies[1].zero_()
     assert torch.equal(copies[2], given[2])

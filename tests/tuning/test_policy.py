@@ -13,8 +13,9 @@ from crossed import crossed
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.calibration import Calibration
+from eagle_kit.tuning.chances import EASES
 from eagle_kit.tuning.cycle_costs import Packings
-from eagle_kit.tuning.policy import HOLD, PROBE, ShapePolicy, _rows
+from eagle_kit.tuning.policy import EASE_SPACING, HOLD, PROBE, WHOLE_LOOK, Ease, ShapePolicy, _rows
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
 AVERAGE = 0.55
@@ -327,12 +328,13 @@ def test_a_plain_probe_does_not_change_what_a_head_that_tells_is_worth():
 
 
 def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
-    """It is made of numbers at hand, plain or not; a look comes every eight cycles."""
+    """It is made of numbers at hand, plain or not; a look comes every eight cycles, and one that compares all
+    shapes, while cycles are chosen one by one, at every fourth of them."""
     policy, looks = make_policy(confident_table()), Counter()
     outlook = ShapePolicy._outlook
 
     def counted(self, eases, context):
-        looks["outlook"] += 1
+        looks[bool(self.shape.steps)] += 1
         return outlook(self, eases, context)
 
     monkeypatch.setattr(ShapePolicy, "_outlook", counted)
@@ -344,7 +346,28 @@ def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
         for ease in eases:
             policy.observe(ease, shape, shape.steps if number < 200 else 0)
     assert not policy.shape.steps
-    assert looks["outlook"] < 400 / HOLD + 16
+    assert 200 / (HOLD * WHOLE_LOOK) <= looks[True] < 200 / (HOLD * WHOLE_LOOK) + 8
+    assert looks[False] < 200 / HOLD + 16
+
+
+def test_doubt_is_that_of_the_mean_length_by_the_delta_method():
+    """Of own eases, which are independent, and of what new requests have in common."""
+    policy = make_policy(confident_table())
+    eases = [
+        Ease(1.0, (0.2, 0.5, 0.3), variance=0.3, information=2.0),
+        Ease(-0.6, (0.6, 0.3, 0.1), variance=0.7),
+        Ease(float(EASES[-1]), (0.1, 0.1, 0.8), variance=0.9),
+    ]
+    for number in range(1, len(policy.shapes)):
+        rows = _rows(eases)
+        mixes = policy._tilts[number] * np.array([ease.mix for ease in eases])
+        mixes /= mixes.sum(1, keepdims=True)
+        here = (policy._lengths[rows, number] * mixes).sum(1)
+        above = [min(row + 1, len(EASES) - 1) for row in rows]
+        slopes = ((policy._lengths[above, number] * mixes).sum(1) - here) / EASE_SPACING
+        variance = (slopes**2 * [0.3, 0.7, 0.9]).sum() + slopes[1:].sum() ** 2 * policy._shared_variance
+        expected = math.sqrt(variance / here.sum() ** 2 + policy.costs.doubt(3, number, 0))
+        assert policy._doubt(eases, number) == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("batch_size", "least"), [(1, 0.84), (2, 0.9), (4, 0.96)])

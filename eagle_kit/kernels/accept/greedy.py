@@ -57,7 +57,7 @@ def accept_most_likely(
 
         window = logits.contiguous(), tokens.contiguous(), parents.contiguous()
         return Accepted(*triton.accept_most_likely(*window, steps))
-    return accept_greedy(logits.argmax(-1), tokens, parents, steps)
+    return accept_greedy(most_likely(logits, backend=backend).tokens, tokens, parents, steps)
 
 
 def accept_greedy(

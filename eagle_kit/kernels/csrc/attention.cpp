@@ -286,9 +286,9 @@ static Tensor window_attention(
   }
   STD_TORCH_CHECK(starts[batch] <= q.size(0), "queries are missing");
   Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), v_rows.size(2)});
-  const int64_t wide = q.size(1) * v_rows.size(2);
-  std::fill(own_floats(out) + starts[batch] * wide, own_floats(out) + q.size(0) * wide, 0.0f);
   const Call call(q, k_rows, v_rows, sinks, out, scale, soft_cap);
+  const int64_t wide = q.size(1) * v_rows.size(2);
+  std::fill(call.out + starts[batch] * wide, call.out + q.size(0) * wide, 0.0f);
   const int64_t *tables = numbers(page_table), *lens = numbers(prefix_lens), *bits = numbers(ancestors);
   const int64_t rows = nodes * call.group, threads = torch::stable::get_num_threads();
   if (batch == 0 || rows == 0) return out;

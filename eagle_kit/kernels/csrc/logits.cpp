@@ -59,8 +59,8 @@ static std::tuple<Tensor, Tensor> most_likely(const Tensor& logits) {
   return {tokens, values};
 }
 
-// Most tokens of a row that are asked for, and numbers that are looked at together.
-constexpr int64_t MOST_BEST = 16, TOGETHER = 8 * LANES;
+// Most tokens of a row that are asked for, numbers that are looked at together, and terms of a sum in fp32.
+constexpr int64_t MOST_BEST = 16, TOGETHER = 8 * LANES, TERMS = 1024;
 
 // The k largest of x[size], best first, the first ones among equals: their places, and the numbers
 // themselves. A NaN is the least of all.
@@ -89,15 +89,18 @@ static void best_of(const float* x, int64_t size, int64_t k, int64_t* places, fl
     if (x[next] > numbers[k - 1]) insert(x[next], next);
 }
 
-// log(sum(exp(x[size]))), of which `most` is the largest.
+// log(sum(exp(x[size] - most))), of which `most` is the largest.
 static float log_sum_exp(const float* x, int64_t size, float most) {
-  Vector sums{};
+  double total = 0.0;
   int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) sums += exponential(*(const Loose*)(x + i) - most);
-  float total = 0.0f;
-  for (int lane = 0; lane < LANES; ++lane) total += sums[lane];
+  while (i + LANES <= size) {
+    Vector sums{};
+    for (const int64_t end = std::min(size, i + TERMS); i + LANES <= end; i += LANES)
+      sums += exponential(*(const Loose*)(x + i) - most);
+    for (int lane = 0; lane < LANES; ++lane) total += sums[lane];
+  }
   for (; i < size; ++i) total += std::exp(x[i] - most);
-  return most + std::log(total);
+  return (float)std::log(total);
 }
 
 // logits [T, V], fp32, contiguous -> the k most likely of each row, int64 [T, k], best first, and their
@@ -116,8 +119,8 @@ static std::tuple<Tensor, Tensor> draft_topk(const Tensor& logits, int64_t k, bo
       const float* row = from + t * size;
       float* mine = values + t * k;
       best_of(row, size, k, ids + t * k, mine);
-      const float total = normalized ? log_sum_exp(row, size, mine[0]) : 0.0f;
-      for (int64_t i = 0; i < k; ++i) mine[i] = normalized ? row[ids[t * k + i]] - total : 0.0f;
+      const float most = mine[0], total = normalized ? log_sum_exp(row, size, most) : 0.0f;
+      for (int64_t i = 0; i < k; ++i) mine[i] = normalized ? (row[ids[t * k + i]] - most) - total : 0.0f;
     }
   });
   return {tokens, scores};

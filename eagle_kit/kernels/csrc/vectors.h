@@ -80,6 +80,8 @@ static inline Vector exponential(Vector x) {
 static inline __attribute__((always_inline)) void keep(Vector& left, Vector& right) {
 #if defined(__aarch64__)
   asm("" : "+w"(left), "+w"(right));
+#elif defined(__AVX512F__)
+  asm("" : "+v"(left), "+v"(right));
 #elif defined(__x86_64__)
   asm("" : "+x"(left), "+x"(right));
 #endif

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
-from eagle_kit.kernels.draft_topk import reference
+from eagle_kit.kernels.draft_topk import compiled, reference
 
 MAX_TOPK = 16
 
@@ -25,7 +25,8 @@ def draft_topk(
 
     Without the kernel logits are rounded to the dtype of ``x``, as a linear layer does, so that near-equal
     logits become equal; the kernel ranks and normalises fp32 sums. The lowest id comes first among equal
-    logits. Where logits are not finite, ids are still distinct and below Vd, and log-probabilities may be NaN.
+    logits. Where logits are not finite, ids are still distinct and below Vd, and log-probabilities may be
+    NaN.
 
     Args:
         topk: 1 to 16.
@@ -41,16 +42,25 @@ def draft_topk(
         from eagle_kit.kernels.draft_topk import triton
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)
-    ids, scores = topk_of_logits(F.linear(x, weight), topk, normalized=normalized, backend=backend)
+    logits = F.linear(x, weight)
+    if uses_cpp(logits, backend=backend):
+        ids, scores = compiled.draft_topk(logits, topk, normalized)
+    else:
+        ids, scores = reference.topk_of_logits(logits, topk, normalized)
     return ids if token_map is None else token_map[ids], scores
 
 
 def topk_of_logits(
-    logits: torch.Tensor, topk: int, *, normalized: bool = True, backend: Backend | None = None
+    logits: torch.Tensor, topk: int, *, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k ids and log-probabilities of ``softmax(logits)`` for ``logits [T, Vd]`` of any float type, as of
-    :func:`draft_topk`, with any ``topk``."""
-    if topk <= MAX_TOPK and uses_cpp(logits, backend=backend):
-        ids, scores = torch.ops.eagle_kit_cpp.draft_topk(logits.contiguous(), topk, normalized)
-        return ids, scores
-    return reference.topk_of_logits(logits, topk, normalized)
+    """Top-k ids and log-probabilities of ``softmax(logits)`` for ``logits [T, Vd]`` of any float type, with
+    any ``topk``: what :func:`draft_topk` returns, in C++, or as fast as torch can, which leaves the order of
+    equals open."""
+    logits = logits.float()
+    if topk <= MAX_TOPK and uses_cpp(logits):
+        return compiled.draft_topk(logits, topk, normalized)
+    if topk == 1 and not normalized:
+        ids = logits.argmax(-1, keepdim=True)
+        return ids, torch.zeros_like(ids, dtype=torch.float32)
+    values, ids = logits.topk(topk, -1)
+    return ids, values - logits.logsumexp(-1, keepdim=True) if normalized else torch.zeros_like(values)
