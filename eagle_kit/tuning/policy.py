@@ -386,19 +386,18 @@ class ShapePolicy:
             self._spent = 0.0
         self._batch_size, self._left, self._num_looks = size, HOLD, self._num_looks + 1
         allowed = self._drafting(size)
-        drafting, worth, entering, is_much_better = 0, 0.0, 1.0, False
+        drafting, worth, entering, is_much_better, plain = 0, 0.0, 1.0, False, size / costs[0]
         if allowed:
             drafting = now
             if now not in allowed or not self._spent or self._num_looks % WHOLE_LOOK == 0:
                 speeds = self.speeds(eases, context)
-                drafting = 1 + int(speeds[1:].argmax())
+                drafting, plain = 1 + int(speeds[1:].argmax()), float(speeds[0])
                 worth, is_much_better = float(speeds[drafting]), bool(speeds[drafting] > GAIN * speeds[now])
             if self._spent:
                 worth = self._gained * self._usual(_rows(eases)) / self._spent
             if not now:
                 decoding = HORIZON * costs[drafting]
                 entering = decoding / (decoding + self._reading_missed(eases, context))
-        plain = size / costs[0]
         is_better = worth > plain
         if self._is_probe:
             self._use(drafting if is_better else 0)
