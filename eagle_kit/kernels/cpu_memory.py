@@ -106,7 +106,7 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
     if advice is None or tensor.device.type != "cpu" or not tensor.numel() or is_in_torch_dispatch_mode():
         return tensor
     with _chunks_lock:
-        chunk = next((each for each in _chunks if _left(each) >= tensor.nbytes), None)
+        chunk = next((each for each in _chunks if len(each) - each.used >= tensor.nbytes), None)
         if chunk is None:
             is_shared = tensor.nbytes <= _CHUNK // 2  # or it would be kept by a small one behind it
             size = _CHUNK if is_shared else -(-tensor.nbytes // _LARGE_PAGE) * _LARGE_PAGE
@@ -121,7 +121,3 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
         place, chunk.used = chunk.used, chunk.used + -(-tensor.nbytes // _LINE) * _LINE
     numbers = torch.frombuffer(chunk, dtype=tensor.dtype, count=tensor.numel(), offset=place)
     return numbers.view(tensor.shape).copy_(tensor)
-
-
-def _left(chunk: _Chunk) -> int:
-    return len(chunk) - chunk.used

@@ -28,7 +28,7 @@ from eagle_kit.kernels.best_first import best_first
 from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_inputs import draft_inputs
 from eagle_kit.kernels.draft_loss import linear_draft_loss
-from eagle_kit.kernels.draft_topk import draft_topk
+from eagle_kit.kernels.draft_topk import draft_topk, topk_of_logits
 from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.linear import linear, onednn, panels
 from eagle_kit.kernels.mla_attention import mla_window_attention
@@ -122,7 +122,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
             ("swiglu", "C++", partial(_in_cpp, _swiglu)),
             ("rope", "C++", partial(_in_cpp, _rope)),
             ("accept", "C++, most likely", partial(_in_cpp, _most_likely)),
-            ("draft_topk", "C++", partial(_in_cpp, _draft_topk)),
+            ("draft_topk", "C++, of logits", partial(_in_cpp, _topk_of_logits)),
         ]
     return [
         *checks,
@@ -324,6 +324,13 @@ def _draft_topk() -> float:
     x, weight = _randn(4, 16), _randn(50, 16, seed=1)
     ids, logprobs = draft_topk(x, weight, 3)
     expected = (x.double() @ weight.double().T).log_softmax(-1).topk(3, -1)
+    return max(_error(logprobs, expected.values), _error(ids, expected.indices))
+
+
+def _topk_of_logits() -> float:
+    logits = _randn(4, 50)
+    ids, logprobs = topk_of_logits(logits, 3)
+    expected = logits.double().log_softmax(-1).topk(3, -1)
     return max(_error(logprobs, expected.values), _error(ids, expected.indices))
 
 

@@ -14,7 +14,7 @@ WINDOWS = 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64
 MENU = 4
 """Shapes for a batch size besides plain decoding. Each has a graph, or a recording, of its own."""
 MENU_EASES = np.linspace(-2.5, 2.5, 6)
-"""Of the texts that a menu serves, beside those of average ease 0: other languages had -2 and less."""
+"""Of the texts that a menu serves; the average one has 0, other languages -2 and less."""
 MENU_CONTEXTS = 64, 1024
 
 Seconds = Callable[[int, SpecShape, int], float]

@@ -26,9 +26,9 @@ static std::pair<int64_t, float> largest(const float* x, int64_t size) {
     is_odd |= part != part;
   }
   int64_t place = 0;
-  float found = whole ? LEAST : x[0];
+  float found = LEAST;
   bool has_odd = false;
-  for (int lane = 0; lane < LANES && whole; ++lane) {
+  for (int lane = 0; lane < LANES; ++lane) {
     if (most[lane] > found || (most[lane] == found && places[lane] < place))
       found = most[lane], place = places[lane];
     has_odd = has_odd || is_odd[lane];

@@ -23,8 +23,9 @@ constexpr int LINE = 64;
 // Columns of a panel; ROWS rows of two vectors of sums fit into the registers.
 constexpr int PANEL = 2 * LANES;
 // Terms by which a weight is fetched ahead of its use, those of a chunk that several blocks of rows share,
-// and the first of these blocks, during which the next chunk is fetched.
-constexpr int64_t AHEAD = 128, CHUNK = 64, FETCHING = 4;
+// and those where they are more than FEW, whose sums come and go with every chunk; the first blocks, during
+// which the next chunk is fetched.
+constexpr int64_t AHEAD = 128, CHUNK = 64, LONG_CHUNK = 512, FEW = 8, FETCHING = 4;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -152,7 +153,7 @@ static inline void multiply_panel(
 }
 
 // The same of a `w` in one piece that comes from memory, with the next one behind it. Where several blocks of
-// rows use it they share chunks, which stay in the first cache, and fetch the next one.
+// rows use it they share chunks, which stay in the first cache where blocks are few, and fetch the next one.
 template <typename Number>
 static inline void multiply_streamed(
     int64_t rows, const float* x, int64_t ldx, const Number* w, int64_t terms, float* y, int64_t ldy) {
@@ -160,9 +161,9 @@ static inline void multiply_streamed(
   const int64_t blocks = num_blocks(rows), fetching = std::min(blocks, FETCHING);
   if (blocks <= 1)
     return multiply_up_to<ROWS, PANEL>(rows, x, ldx, w, PANEL, terms, y, ldy, w + AHEAD * PANEL, PANEL);
-  const int64_t step = (PANEL + fetching - 1) / fetching;
-  for (int64_t k = 0; k < terms; k += CHUNK) {
-    const int64_t many = std::min(CHUNK, terms - k);
+  const int64_t step = (PANEL + fetching - 1) / fetching, chunk = blocks <= FEW ? CHUNK : LONG_CHUNK;
+  for (int64_t k = 0; k < terms; k += chunk) {
+    const int64_t many = std::min(chunk, terms - k);
     const Number *part = w + k * PANEL, *ahead = part + many * PANEL;
     for (int64_t m = 0, block = 0; block < blocks; ++block) {
       const int64_t most = block_rows(rows - m, blocks - block);

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
-from eagle_kit.kernels.draft_topk import compiled, reference
+from eagle_kit.kernels.draft_topk import reference
 
 MAX_TOPK = 16
 
@@ -23,10 +23,9 @@ def draft_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k ids and log-probabilities of ``softmax(x weight^T)`` for ``x [T, H]`` and ``weight [Vd, H]``.
 
-    Without the kernel logits are rounded to the dtype of ``x``, as a linear layer does, so that near-equal
-    logits become equal; the kernel ranks and normalises fp32 sums. The lowest id comes first among equal
-    logits. Where logits are not finite, ids are still distinct and below Vd, and log-probabilities may be
-    NaN.
+    The reference rounds logits to the dtype of ``x``, as a linear layer does, so that near-equal logits
+    become equal; the kernel ranks and normalises fp32 sums. The lowest id comes first among equal logits.
+    Where logits are not finite, ids are still distinct and below Vd, and log-probabilities may be NaN.
 
     Args:
         topk: 1 to 16.
@@ -42,23 +41,20 @@ def draft_topk(
         from eagle_kit.kernels.draft_topk import triton
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)
-    logits = F.linear(x, weight)
-    if uses_cpp(logits, backend=backend):
-        ids, scores = compiled.draft_topk(logits, topk, normalized)
-    else:
-        ids, scores = reference.topk_of_logits(logits, topk, normalized)
+    ids, scores = reference.topk_of_logits(F.linear(x, weight), topk, normalized)
     return ids if token_map is None else token_map[ids], scores
 
 
 def topk_of_logits(
     logits: torch.Tensor, topk: int, *, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k ids and log-probabilities of ``softmax(logits)`` for ``logits [T, Vd]`` of any float type, with
-    any ``topk``: what :func:`draft_topk` returns, in C++, or as fast as torch can, which leaves the order of
-    equals open."""
+    """Top-k of logits that are at hand, ``[T, Vd]`` of any float type, with any ``topk``: what
+    :func:`draft_topk` returns, in C++ for fp32 on a CPU, or by torch's own operation, which leaves the order
+    of equals open."""
     logits = logits.float()
     if topk <= MAX_TOPK and uses_cpp(logits):
-        return compiled.draft_topk(logits, topk, normalized)
+        ids, scores = torch.ops.eagle_kit_cpp.draft_topk(logits.contiguous(), topk, normalized)
+        return ids, scores
     if topk == 1 and not normalized:
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
