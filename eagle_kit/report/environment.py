@@ -55,14 +55,19 @@ def machine_title(machine: dict[str, Any]) -> str:
 
 
 def cpu_model() -> str:
-    """Name of the CPU where the system tells it, else its architecture."""
+    """Name of the CPU where the system tells it, else its architecture. Names without a number, as clouds
+    give them, are followed by family and model."""
+    fields: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.lower().startswith(("model name", "hardware")):
-                return line.split(":", 1)[1].strip()
+            field, _, value = line.partition(":")
+            fields.setdefault(field.strip().lower(), value.strip())
     except OSError:
         pass
-    return platform.processor() or platform.machine()
+    name = fields.get("model name") or fields.get("hardware") or platform.processor() or platform.machine()
+    if not any(character.isdigit() for character in name) and {"cpu family", "model"} <= fields.keys():
+        name += f" (family {fields['cpu family']}, model {fields['model']})"
+    return name
 
 
 def describe_versions() -> dict[str, str]:

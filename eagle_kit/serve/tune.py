@@ -183,7 +183,6 @@ def engine_key(engine: Engine) -> dict[str, Any]:
     device = str(weight.device)
     is_gpu = device.startswith("cuda")
     ranks = {} if engine.target.ranks is None else {"tensor_parallel": engine.target.ranks.size}
-    # The names of CPUs that clouds give say little.
     vectors = {} if is_gpu else {"vectors": torch.backends.cpu.get_cpu_capability()}
     return {
         **ranks,

@@ -1,166 +1,176 @@
-"""Costs of cycles, learnt from their times: how each shape compares with plain decoding beside what a table
-says, and how well that is known.
+"""Costs of cycles, learnt from their times: how each kind of cycle compares with plain decoding beside what a
+table says, and how well that is known.
 
-Times of single cycles are noisy, and the machine as a whole becomes slower and faster. So shapes are compared
-where one follows another, and an estimate is corrected by as much as it is doubted (a Kalman filter).
-
-Legend: M shapes, plain decoding the first.
+Times of single cycles are noisy, and the machine as a whole becomes slower and faster. So what is estimated
+is a few numbers at once: the machine's level, what all drafting costs beside the table, what packing its
+windows does, and what each kind of cycle costs beside that: a Kalman filter, in plain Python, since it runs
+between two cycles.
 """
 
 import math
-from statistics import median
 from typing import NamedTuple
 
-import numpy as np
-
-TABLE_ERROR, WANDER, TILT = 0.15, 0.003, 0.3
-"""Relative error that a shape's cost beside plain decoding may have in the table, that it takes on with every
-cycle in which the two are not compared, and, as a part of this, when the machine as a whole becomes slower or
-faster: more rows of a forward take less time beside its weights when others use the memory (measured: from
-a ratio of 1.65 to 1.38 when plain decoding becomes 1.55 times slower)."""
-QUICK_ERROR = 0.3
-"""The same of a short measurement, which other programs may have disturbed. What it has more is an error of
-plain decoding's time, and so of all shapes beside it."""
-LEVEL_RATE, NOISE_RATE, FIRST_NOISE, MOST_NOISE = 0.3, 0.05, 0.08, 0.25
-"""Rates at which the speed of the machine and the variance of single cycles follow what is measured; the
-relative error that these have at first, and at most."""
-COMPARED = 6
-"""Cycles on either side of a change between plain decoding and drafting whose medians are compared."""
-LEAST_DOUBT = 0.02
-"""Relative error to which a shape is known at best from cycles of other shapes, whose errors it shares."""
-MEDIAN = math.pi / 2
-"""Variance of a median over that of a mean."""
+TABLE_ERROR, QUICK_ERROR = 0.15, 0.3
+"""Relative error that the cost of a cycle beside plain decoding may have in a table, and in one of a short
+measurement, which other programs may have disturbed. What the latter has more is an error of plain decoding's
+time, and so of all drafting beside it."""
+OF_KIND, OF_PACKING = 0.11, 0.2
+"""The part of the former that a kind of cycles does not share with others, and what all those with packed
+windows have besides. What is shared is real: where other programs use the memory, all windows cost less
+beside plain decoding (measured at batch 8: a window of two 1.15 plain cycles of 18 ms, and 1.3 of 15 ms)."""
+WANDER = 0.003
+"""Relative error that costs take on with every cycle in which they are not compared."""
+TILT, CHANGE = 0.6, 0.1
+"""Error of drafting's costs, as a part of the relative change, when the machine becomes slower or faster by
+``CHANGE`` or more."""
+LEVEL_WANDER = 0.03
+"""Relative change of the machine from cycle to cycle."""
+FIRST_NOISE, MOST_NOISE, NOISE_RATE = 0.08, 0.25, 0.05
+"""Relative error of single cycles that is assumed at first, and that is believed at most; the rate at which
+its variance follows what is measured."""
+NEW_NOISE = 0.1
+"""What the first cycle of a kind behind one of another has besides."""
+ODD = 3.0
+"""Standard deviations beyond which a time is not believed: one cycle met another program, or, if the next
+ones do too, the machine has changed."""
+SETTLED, LEVEL_RATE = 6, 0.4
+"""Cycles of one kind after which further ones tell the level alone, and the rate at which it follows them."""
 NEXT = 4
 """Cycles after which a time still says something of the machine: between two shapes those that make a graph,
 or in which the draft catches up, are not taken."""
+UNKNOWN = 2.0
+"""Relative error of the level where nothing is known of it."""
+RELAX = 16
+"""Cycles after which what was learnt becomes less certain, all of them at once."""
+TOLD = 0.01
+"""Change of a drift that is worth computing costs anew."""
 
 
-class _Before(NamedTuple):
-    """What was known when plain decoding was entered or left; the fields are those of :class:`Clock`."""
+class Kind(NamedTuple):
+    """Kind of a cycle: the ``number`` of its shape, 0 for plain decoding; whether its windows are packed."""
 
-    drift: np.ndarray
-    doubt: np.ndarray
-    surprise: np.ndarray
-    is_known: np.ndarray
-    common: float
+    number: int
+    is_packed: bool = False
+
+
+PLAIN = Kind(0)
 
 
 class Clock:
-    """Measured times of a batch size beside the table's, as logarithms. Shapes are named by their numbers;
-    cycles are counted by the caller.
+    """Measured times of a batch size beside the table's, as logarithms; cycles are counted by the caller.
 
     Args:
-        num_shapes: M.
         table_error: relative error that a cost may have in the table, ``TABLE_ERROR`` at least.
 
     Attributes:
-        drift: ``[M]`` of each shape beside plain decoding.
         noise: variance of single cycles.
-        is_known: ``[M]``, True for shapes that were compared with plain decoding.
-        version: number of times that ``drift`` has changed.
+        has_compared: whether drafting followed plain decoding, or the other way round.
+        version: number of times that a drift has changed.
     """
 
-    def __init__(self, num_shapes: int, table_error: float = TABLE_ERROR) -> None:
-        self.drift, self.noise = np.zeros(num_shapes), FIRST_NOISE**2
-        self.is_known, self.version = np.zeros(num_shapes, dtype=bool), 0
-        self._common = table_error**2 - TABLE_ERROR**2  # variance of the error that shapes not known share
-        self._doubt = np.full(num_shapes, TABLE_ERROR**2)  # variance of the rest when it was last compared
-        self._level = 0.0  # of the machine
-        self._level_then, self._compared = np.zeros(num_shapes), np.zeros(num_shapes)
-        self._here: list[tuple[int, float]] = []  # cycles since plain decoding was entered or left
-        self._there: list[tuple[int, float]] = []  # those before that
-        self._surprise = np.zeros(num_shapes)  # of the last comparison
-        self._before = self._snapshot(0)
-        self._moved = 0.0  # of shapes not known, since then
-        self._last_cycle = -NEXT - 1
+    def __init__(self, table_error: float = TABLE_ERROR) -> None:
+        self._seen: dict[Kind, tuple[int, ...]] = {PLAIN: (0,)}  # what of the state a kind's times tell of
+        self._state: list[float] = []  # level, drafting, packing, and each kind beside them
+        self._prior: list[float] = []  # variances
+        self._covariance: list[list[float]] = []
+        for variance in (UNKNOWN**2, table_error**2 - OF_KIND**2, OF_PACKING**2):
+            self._add(variance)
+        self._kept = 1.0 - WANDER**2 / (2.0 * table_error**2)  # of a drift, from cycle to cycle
+        self._told = self._state.copy()
+        self.noise, self.version, self.has_compared = FIRST_NOISE**2, 0, False
+        self._last, self._last_error, self._last_cycle, self._num_alike = PLAIN, 0.0, -NEXT - 1, 0
+        self._relaxed, self._level_then = 0, 0.0
 
-    def doubt(self, number: int, cycle: int) -> float:
-        """Variance of a shape's drift."""
-        return self._own_doubt(number, cycle) + (0.0 if self.is_known[number] else self._common)
+    def drift(self, kind: Kind) -> float:
+        """Cost of a kind beside plain decoding and the table, as a logarithm."""
+        return sum([self._told[i] for i in self._parts(kind) if i < len(self._told)])
 
-    def inherit(self, number: int, of: int) -> None:
-        """Begin with what is known of another shape."""
-        state = self.drift, self._doubt, self._level_then, self._compared, self._surprise, self.is_known
-        for each in (*state, *self._before[:4]):
-            each[number] = each[of]
-        self.version += 1
+    def doubt(self, kind: Kind, cycle: int) -> float:
+        """Variance of a drift."""
+        parts, kept = self._parts(kind), self._kept ** (2 * max(cycle - self._relaxed, 0))
+        new = 0.0 if kind in self._seen else OF_KIND**2
+        then = sum([self._covariance[i][j] for i in parts for j in parts]) + new
+        prior = sum([self._prior[i] for i in parts]) + new
+        return min(kept * then + (1.0 - kept) * prior, prior)
 
-    def _own_doubt(self, number: int, cycle: int) -> float:
-        """Variance without the common error. A change within half of a cycle's noise says nothing."""
-        change = abs(self._level - float(self._level_then[number])) - math.sqrt(self.noise) / 2
-        waited = WANDER**2 * (cycle - float(self._compared[number]))
-        doubt = float(self._doubt[number]) + waited + (TILT * max(change, 0.0)) ** 2
-        return min(doubt, TABLE_ERROR**2)
+    def doubt_beside(self, kind: Kind) -> float:
+        """Standard error of a drift beside that of the kind that came last, of drafting both."""
+        mine, last = self._parts(kind), self._parts(self._last)
+        if kind == self._last or not mine or not last:
+            return 0.0
+        signs = [(i, 1.0) for i in mine if i not in last] + [(i, -1.0) for i in last if i not in mine]
+        variance = sum([a * b * self._covariance[i][j] for i, a in signs for j, b in signs])
+        return math.sqrt(max(variance, 0.0) + (0.0 if kind in self._seen else OF_KIND**2))
 
-    def _snapshot(self, cycle: int) -> _Before:
-        doubt = np.array([self._own_doubt(number, cycle) for number in range(len(self.drift))])
-        return _Before(self.drift.copy(), doubt, self._surprise.copy(), self.is_known.copy(), self._common)
+    def _parts(self, kind: Kind) -> tuple[int, ...]:
+        """What of the state is a kind's, the level aside."""
+        return self._seen.get(kind, (0, 1, 2) if kind.is_packed else (0, 1))[1:]
 
-    def observe(self, number: int, cycle: int, error: float) -> None:
+    def observe(self, kind: Kind, cycle: int, error: float) -> None:
         """Take in a cycle whose time has the logarithm ``error`` beside the table's."""
-        if cycle - self._last_cycle > NEXT:
-            self._here, self._there = [], []
-            self._level = error - self.drift[number]
-        if self._here and bool(number) != bool(self._here[-1][0]):
-            self._here, self._there = [], self._here[-COMPARED:]
-            self._before, self._moved = self._snapshot(cycle), 0.0
-        if self._here and self._here[-1][0] == number:
-            change = min((error - self._here[-1][1]) ** 2 / 2, MOST_NOISE**2)
+        before, follows = self._last, cycle - self._last_cycle <= NEXT
+        self._num_alike = self._num_alike + 1 if follows and kind == before else 1
+        if self._num_alike > 1:
+            change = min((error - self._last_error) ** 2 / 2, MOST_NOISE**2)
             self.noise += NOISE_RATE * (change - self.noise)
-        elif self._here:
-            self._compare_shapes(*self._here[-1], number, error)
-        self._here.append((number, error))
-        self._last_cycle = cycle
-        if self._there and len(self._here) <= COMPARED:
-            self._compare(cycle)
-        self._level += LEVEL_RATE * (error - self.drift[number] - self._level)
+        self.has_compared |= follows and (kind == PLAIN) != (before == PLAIN)
+        self._last, self._last_error, self._last_cycle = kind, error, cycle
+        if kind not in self._seen:
+            self._seen[kind] = (0, *self._parts(kind), self._add(OF_KIND**2))
+        seen, state = self._seen[kind], self._state
+        surprise = error - sum([state[i] for i in seen])
+        if self._num_alike > SETTLED:
+            most = ODD * math.sqrt(self.noise)
+            state[0] += LEVEL_RATE * min(max(surprise, -most), most)
+        else:
+            self._covariance[0][0] += LEVEL_WANDER**2 if follows else UNKNOWN**2
+            if cycle - self._relaxed >= RELAX:
+                self._relax(cycle)
+            noise = self.noise if self._num_alike > 1 else self.noise + NEW_NOISE**2
+            odd = {0, seen[-1], self._seen[before][-1]} if self._num_alike == 1 else {0}
+            self._learn(seen, surprise, noise, odd)
+        change = state[0] - self._level_then
+        if abs(change) > CHANGE:
+            self._covariance[1][1] += (TILT * change) ** 2
+            self._level_then = state[0]
 
-    def _compare_shapes(self, last: int, last_error: float, number: int, error: float) -> None:
-        """Learn from two cycles of different shapes how these compare (a Kalman filter of two numbers): each
-        is corrected by as much as it is doubted. What both may have wrong is not seen so."""
-        self.version += 1
-        doubts = float(self._doubt[last]), float(self._doubt[number])
-        surprise = (error - last_error) - float(self.drift[number] - self.drift[last])
-        spread = sum(doubts) + 2.0 * self.noise
-        surprise = min(max(surprise, -2.0 * math.sqrt(spread)), 2.0 * math.sqrt(spread))
-        for each, doubt, sign in ((last, doubts[0], -1.0), (number, doubts[1], 1.0)):
-            self.drift[each] += sign * doubt / spread * surprise
-            self._doubt[each] = max(doubt - doubt**2 / spread, LEAST_DOUBT**2)
+    def _add(self, variance: float) -> int:
+        """Make room for a number of the state -> its place."""
+        place = len(self._state)
+        self._state.append(0.0)
+        self._prior.append(variance)
+        for row in self._covariance:
+            row.append(0.0)
+        self._covariance.append([*[0.0] * place, variance])
+        return place
 
-    def _compare(self, cycle: int) -> None:
-        """Learn how the shapes on one side of a change compare with plain decoding on the other (a Kalman
-        filter of one number each, from what was known before the change)."""
-        self.version += 1
-        drafted, plain = (self._here, self._there) if self._here[0][0] else (self._there, self._here)
-        base, before = median([error for _, error in plain]), self._before
-        self._learn_common(drafted, base, len(plain))
-        for number in {number for number, _ in drafted}:
-            mine = [error for each, error in drafted if each == number]
-            drift, last = float(before.drift[number]), float(before.surprise[number])
-            doubt = float(before.doubt[number]) + (0.0 if before.is_known[number] else before.common)
-            surprise = median(mine) - base - drift
-            self._surprise[number] = surprise
-            if min(abs(surprise), abs(last)) > TABLE_ERROR and surprise * last > 0.0:
-                doubt = max(doubt, TABLE_ERROR**2)  # twice is no chance: its cost is not what it was
-            gain = doubt / (doubt + MEDIAN * self.noise * (1 / len(mine) + 1 / len(plain)))
-            self.drift[number] = drift + gain * surprise
-            is_odd = abs(surprise) > TABLE_ERROR > abs(last)
-            self._doubt[number] = TABLE_ERROR**2 if is_odd else (1.0 - gain) * doubt
-            self._level_then[number], self._compared[number] = self._level, cycle
-            self.is_known[number] = True
+    def _relax(self, cycle: int) -> None:
+        """Go back from what was learnt towards the table, as it is forgotten."""
+        kept, self._relaxed = self._kept ** (cycle - self._relaxed), cycle
+        for i in range(1, len(self._state)):
+            self._state[i] *= kept
+            row = self._covariance[i]
+            for j in range(1, len(row)):
+                row[j] *= kept**2
+            row[i] += (1.0 - kept**2) * self._prior[i]
+            row[0] *= kept
+            self._covariance[0][i] = row[0]
 
-    def _learn_common(self, drafted: list[tuple[int, float]], base: float, num_plain: int) -> None:
-        """Learn what shapes that are not known share, from those of them that were drafted: an error of plain
-        decoding's own time. It moves the others."""
-        before = self._before
-        new = [(number, error) for number, error in drafted if not before.is_known[number]]
-        if not new or not before.common:
+    def _learn(self, seen: tuple[int, ...], surprise: float, noise: float, odd: set[int]) -> None:
+        """Correct all numbers by as much as they are doubted, those of whose sum there was a time. What
+        cannot be is not believed, but those that are ``odd`` then are doubted more for it."""
+        column = [sum([row[i] for i in seen]) for row in self._covariance]
+        spread = sum([column[i] for i in seen]) + noise
+        if surprise**2 > ODD**2 * spread:
+            for i in odd:
+                self._covariance[i][i] += surprise**2 / 2
             return
-        surprise = median([error - float(before.drift[number]) for number, error in new]) - base
-        own = float(np.mean([before.doubt[number] for number, _ in new]))
-        spread = before.common + own + MEDIAN * self.noise * (1 / len(new) + 1 / num_plain)
-        others = ~before.is_known
-        others[[0, *(number for number, _ in new)]] = False
-        moved = before.common / spread * surprise
-        self.drift[others] += moved - self._moved
-        self._moved, self._common = moved, before.common * (1.0 - before.common / spread)
+        for i, (row, mine) in enumerate(zip(self._covariance, column, strict=True)):
+            gain = mine / spread
+            self._state[i] += gain * surprise
+            for j, other in enumerate(column):
+                row[j] -= gain * other
+        now, told = self._state, self._told
+        if len(now) > len(told) or any([abs(a - b) > TOLD for a, b in zip(now[1:], told[1:], strict=True)]):
+            self._told = now.copy()
+            self.version += 1

@@ -4,10 +4,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, Clock
+from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, Clock, Kind
 from eagle_kit.tuning.packing import packed_counts
 from eagle_kit.tuning.shapes import Seconds
 
@@ -20,26 +18,28 @@ rows."""
 
 
 class ShapeCosts(NamedTuple):
-    """Seconds of a cycle in every shape, M of them, as an array and as numbers, and the clock's ``version``
-    that they are of."""
+    """Seconds of a cycle in every shape, M of them: as they are expected, and what may be ``hoped`` for, as
+    far as shapes compare with the one in use: one that was slow once, or never came, is tried again where it
+    would be worth it. ``version``: the clock's that they are of."""
 
     version: int
-    array: np.ndarray
     seconds: list[float]
+    hoped: list[float]
 
 
 class Packings(NamedTuple):
-    """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles, and
-    the clock's ``version`` that they are of."""
+    """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles,
+    those that are ``hoped`` for, and the clock's ``version`` that they are of."""
 
     version: int
     counts: list[int]
     seconds: list[float]
+    hoped: list[float]
 
     def may_be_worth(self, least: float, size: int, whole: float, rate: float) -> bool:
         """Return False if none is worth more than ``least``, whichever drafts are accepted: of whole windows
         of ``size`` requests ``whole`` tokens are expected, at ``rate`` tokens a second."""
-        for count, took in zip(self.counts, self.seconds, strict=True):
+        for count, took in zip(self.counts, self.hoped, strict=True):
             if min(size + count, whole) - rate * took > least:
                 return True
         return False
@@ -69,11 +69,11 @@ class CycleCosts:
     ) -> None:
         self._shapes, self._seconds = shapes, seconds
         self.packed_share, self.tuned_to = packed_share, tuned_to
-        self._tables: dict[tuple[int, int], np.ndarray] = {}
+        self._tables: dict[tuple[int, int], list[float]] = {}
+        self._shares: dict[tuple[int, int, int, int], float] = {}
         self._costs: dict[tuple[int, int], ShapeCosts] = {}
         self._parts: dict[tuple[int, int, int], tuple[list[int], list[float]]] = {}
         self._packings: dict[tuple[int, int, int], Packings] = {}
-        self._timed_packed: set[tuple[int, int]] = set()
         self._clocks: dict[int, Clock] = {}
 
     def of(self, batch_size: int, context: int) -> ShapeCosts:
@@ -81,10 +81,15 @@ class CycleCosts:
         key, clock = (batch_size, context // SPAN), self._clocks.get(batch_size)
         version, found = -1 if clock is None else clock.version, self._costs.get(key)
         if found is None or found.version != version:
-            costs = self._table(batch_size, context)
+            seconds = hoped = self._table(batch_size, context)
             if clock is not None:
-                costs = costs * np.exp(clock.drift[: len(costs)])
-            found = self._costs[key] = ShapeCosts(version, costs, costs.tolist())
+                kinds = [Kind(number) for number in range(len(seconds))]
+                seconds = [
+                    each * math.exp(clock.drift(kind)) for each, kind in zip(seconds, kinds, strict=True)
+                ]
+                doubts = [clock.doubt_beside(kind) for kind in kinds]
+                hoped = [each * math.exp(-doubt) for each, doubt in zip(seconds, doubts, strict=True)]
+            found = self._costs[key] = ShapeCosts(version, seconds, hoped)
         return found
 
     def packings(self, batch_size: int, context: int, number: int) -> Packings:
@@ -94,18 +99,17 @@ class CycleCosts:
         if found is not None and found.version == version:
             return found
         if key not in self._parts:
-            assert self.packed_share is not None
-            shape, middle = self._shapes[number], _middle(context)
-            counts = [count for count in packed_counts(batch_size, shape.steps) if count]
-            shares = [self.packed_share(batch_size, shape, middle, batch_size + count) for count in counts]
+            counts = [count for count in packed_counts(batch_size, self._shapes[number].steps) if count]
+            shares = [self._share(batch_size, number, context, batch_size + count) for count in counts]
             self._parts[key] = counts, shares
         counts, shares = self._parts[key]
-        drift = 0.0
+        whole, better = self._table(batch_size, context)[number], 1.0
         if clock is not None:
-            is_timed = (batch_size, number) in self._timed_packed
-            drift = float(clock.drift[number + is_timed * len(self._shapes)])
-        whole = math.exp(drift) * float(self._table(batch_size, context)[number])
-        found = self._packings[key] = Packings(version, counts, [share * whole for share in shares])
+            kind = Kind(number, is_packed=True)
+            whole, better = whole * math.exp(clock.drift(kind)), math.exp(-clock.doubt_beside(kind))
+        seconds = [share * whole for share in shares]
+        found = Packings(version, counts, seconds, [better * each for each in seconds])
+        self._packings[key] = found
         return found
 
     def observe(
@@ -116,32 +120,37 @@ class CycleCosts:
         clock = self._clocks.get(batch_size)
         if clock is None:
             error = TABLE_ERROR if batch_size <= self.tuned_to else QUICK_ERROR
-            clock = self._clocks[batch_size] = Clock(2 * len(self._shapes), error)  # and packed
-        expected, timed = float(self._table(batch_size, context)[number]), number
-        if num_rows is not None and self.packed_share is not None:
-            expected *= self.packed_share(batch_size, self._shapes[number], context, num_rows)
-            timed += len(self._shapes)
-            if (batch_size, number) not in self._timed_packed:
-                self._timed_packed.add((batch_size, number))
-                clock.inherit(timed, number)
-        clock.observe(timed, cycle, math.log(seconds / expected))
+            clock = self._clocks[batch_size] = Clock(error)
+        expected = self._table(batch_size, context)[number]
+        is_packed = num_rows is not None and self.packed_share is not None
+        if num_rows is not None and is_packed:
+            expected *= self._share(batch_size, number, context, num_rows)
+        clock.observe(Kind(number, is_packed), cycle, math.log(seconds / expected))
 
     def doubt(self, batch_size: int, number: int, cycle: int) -> float:
         """Return the variance of a shape's cost beside plain decoding, as a part of it."""
         clock = self._clocks.get(batch_size)
-        return 0.0 if clock is None else clock.doubt(number, cycle)
+        return 0.0 if clock is None else clock.doubt(Kind(number), cycle)
 
     def needs_comparing(self, batch_size: int) -> bool:
         """Return True if cycles of a batch size were timed, but no shape compared with plain decoding."""
         clock = self._clocks.get(batch_size)
-        return clock is not None and not clock.is_known.any()
+        return clock is not None and not clock.has_compared
 
-    def _table(self, batch_size: int, context: int) -> np.ndarray:
+    def _table(self, batch_size: int, context: int) -> list[float]:
         key = batch_size, context // SPAN
         if key not in self._tables:
             middle = _middle(context)
-            self._tables[key] = np.array([self._seconds(batch_size, s, middle) for s in self._shapes])
+            self._tables[key] = [float(self._seconds(batch_size, shape, middle)) for shape in self._shapes]
         return self._tables[key]
+
+    def _share(self, batch_size: int, number: int, context: int, num_rows: int) -> float:
+        key = batch_size, number, context // SPAN, num_rows
+        if key not in self._shares:
+            assert self.packed_share is not None
+            share = self.packed_share(batch_size, self._shapes[number], _middle(context), num_rows)
+            self._shares[key] = share
+        return self._shares[key]
 
 
 def _middle(context: int) -> int:

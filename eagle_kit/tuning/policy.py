@@ -211,6 +211,9 @@ class ShapePolicy:
         ]
         self._tells = False
         self._chains = {i: s.steps for i, s in enumerate(self.shapes) if s.steps and s.topk == 1}
+        self._chain_reach: dict[int, list[list[list[float]]]] = {  # [G, C, S]
+            i: self._reach[:, i, :, :steps].tolist() for i, steps in self._chains.items()
+        }
         self._sizes = sorted(menus)
         self._numbers = {
             size: [self._number[shape] for shape in self.shapes if shape.steps and shape in menu]
@@ -230,6 +233,9 @@ class ShapePolicy:
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._may_lose = math.inf  # seconds, in probes
+        self._known_eases: list[tuple[int, float, int | None]] = []  # of the speeds that were computed last
+        self._known_costs: Sequence[float] = ()
+        self._known_speeds = np.empty(0)
 
     def new_request(self) -> Ease:
         """Return the outlook that a request begins with, that of those before it."""
@@ -271,7 +277,8 @@ class ShapePolicy:
         told = [self._told_reach(ease) for ease in eases] if self._tells else [()] * len(eases)
         rows = _rows(eases)
         expected = self._expected(eases, rows, told)
-        worth = [have - self._rate * took for have, took in zip(expected, costs, strict=True)]
+        hoped = self.costs.of(len(eases), context).hoped
+        worth = [have - self._rate * took for have, took in zip(expected, hoped, strict=True)]
         base, allowed = self._number[self.shape], self._drafting(len(eases))
         best = max(allowed, key=worth.__getitem__, default=0)
         if base in allowed and worth[best] < worth[base] + LEAST_GAIN * expected[base]:
@@ -311,17 +318,19 @@ class ShapePolicy:
                 continue
             steps = self.shapes[number].steps
             reached = self._expected_reach(eases, rows, told, number)
-            ranked = reached.copy()
-            ranked[[ease.num_unseen >= UNSEEN for ease in eases], 0] = 1.0
-            order = (-ranked).ravel().argsort(kind="stable")  # a draft behind those that it depends on
-            sums = reached.ravel()[order].cumsum().tolist()
-            tokens = [size + sums[count - 1] for count in packings.counts]
-            worth = [have - self._rate * took for have, took in zip(tokens, packings.seconds, strict=True)]
-            part = worth.index(max(worth))
-            if worth[part] > least:
-                verified = order[: packings.counts[part]]
-                drafts = np.bincount(verified // steps, minlength=size).tolist()
-                best, least = (number, drafts, tokens[part], packings.seconds[part]), worth[part]
+            ranked = [*reached]
+            for i, ease in enumerate(eases):
+                if ease.num_unseen >= UNSEEN:
+                    ranked[i * steps] = 1.0
+            # A draft behind those that it depends on.
+            order = sorted(range(len(ranked)), key=ranked.__getitem__, reverse=True)
+            sums = [*accumulate([reached[place] for place in order], initial=float(size))]
+            for count, took, hoped in zip(packings.counts, packings.seconds, packings.hoped, strict=True):
+                worth = sums[count] - self._rate * hoped
+                if worth > least:
+                    verified = Counter([place // steps for place in order[:count]])
+                    drafts = [verified[i] for i in range(size)]
+                    best, least = (number, drafts, sums[count], took), worth
         return best
 
     def _weights(self, eases: Sequence[Ease]) -> np.ndarray:
@@ -350,17 +359,19 @@ class ShapePolicy:
 
     def _expected_reach(
         self, eases: Sequence[Ease], rows: Sequence[int], told: Sequence[Sequence[float]], number: int
-    ) -> np.ndarray:
-        """Chance ``[B, S]`` that each depth of each request's next cycle in a chain is accepted with all
-        before it; arguments as of :meth:`_expected`."""
-        steps = self.shapes[number].steps
-        reached: np.ndarray = self._reach[rows, number, [ease.confidence or 0 for ease in eases], :steps]
-        for i, ease in enumerate(eases):
-            if len(told[i]) >= steps:
-                reached[i] = told[i][:steps]
+    ) -> list[float]:
+        """Chance that each depth of each request's next cycle in a chain is accepted with all before it, one
+        request behind another; arguments as of :meth:`_expected`."""
+        steps, reach = self.shapes[number].steps, self._chain_reach[number]
+        found: list[float] = []
+        for ease, row, mine in zip(eases, rows, told, strict=True):
+            if len(mine) >= steps:
+                found += mine[:steps]
             elif ease.confidence is None:
-                reached[i] = self._weights([ease])[0, number] @ self._reach[rows[i], number, :, :steps]
-        return reached
+                found += (self._weights([ease])[0, number] @ self._reach[row, number, :, :steps]).tolist()
+            else:
+                found += reach[row][ease.confidence]
+        return found
 
     def _told_reach(self, ease: Ease) -> list[float]:
         """Chance that each depth is accepted with all before it, by the confidences that the draft tells;
@@ -390,7 +401,7 @@ class ShapePolicy:
         if allowed:
             drafting = now
             if now not in allowed or not self._spent or self._num_looks % WHOLE_LOOK == 0:
-                speeds = self.speeds(eases, context)
+                speeds = self._speeds_of(eases, context, costs)
                 drafting, plain = 1 + int(speeds[1:].argmax()), float(speeds[0])
                 worth, is_much_better = float(speeds[drafting]), bool(speeds[drafting] > GAIN * speeds[now])
             if self._spent:
@@ -473,6 +484,15 @@ class ShapePolicy:
         if is_probe:
             self._left, self._num_timed = PROBE, 0
 
+    def _speeds_of(self, eases: Sequence[Ease], context: int, costs: Sequence[float]) -> np.ndarray:
+        """The same as :meth:`speeds`, as it was where nothing has been learnt since: plain cycles say nothing
+        of texts."""
+        known = [(id(ease), ease.value, ease.confidence) for ease in eases]
+        if known != self._known_eases or costs is not self._known_costs:
+            self._known_eases, self._known_costs = known, costs
+            self._known_speeds = self.speeds(eases, context)
+        return self._known_speeds
+
     def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
         """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
         return self._outlook(eases, context).speeds
@@ -483,7 +503,7 @@ class ShapePolicy:
         size, rows, weights = len(eases), _rows(eases), self._weights(eases)
         tokens, allowed = np.zeros(len(self.shapes)), [0, *self._drafting(size)]
         tokens[allowed] = (self._lengths[rows] * weights).sum(2).sum(0)[allowed]
-        seconds, verified = self.costs.of(size, context).array.copy(), np.ones(len(self.shapes))
+        seconds, verified = np.array(self.costs.of(size, context).seconds), np.ones(len(self.shapes))
         for number in self._packable(size):
             packings = self.costs.packings(size, context, number)
             speed = float(tokens[number] / seconds[number])

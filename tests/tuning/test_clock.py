@@ -5,82 +5,123 @@ import math
 import numpy as np
 import pytest
 
-from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, WANDER, Clock
+from eagle_kit.tuning.clock import OF_KIND, OF_PACKING, PLAIN, QUICK_ERROR, TABLE_ERROR, Clock, Kind
+
+ONE, TWO, THREE = Kind(1), Kind(2), Kind(3)
 
 
-def run(clock, errors, cycles, num_plain=8, num_drafting=8, seed=0, noise=0.02):
-    """Let plain decoding and the shapes take turns; shape ``i`` takes ``exp(errors[i])`` of its time."""
+def run(clock, errors, cycles, count=8, seed=0, noise=0.02):
+    """Let kinds of cycles take turns, each of which takes ``exp(errors[kind])`` of its time."""
     rng, cycle = np.random.default_rng(seed), 0
     while cycle < cycles:
-        for number, count in ((0, num_plain), *((i, num_drafting) for i in range(1, len(errors)))):
+        for kind, error in errors.items():
             for _ in range(count):
-                clock.observe(number, cycle, errors[number] + noise * rng.standard_normal())
+                clock.observe(kind, cycle, error + noise * rng.standard_normal())
                 cycle += 1
     return cycle
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_shape_that_costs_more_than_the_table_says_is_found(seed):
-    clock = Clock(3)
-    cycle = run(clock, [0.0, 0.2, -0.1], 400, seed=seed)
-    assert clock.drift == pytest.approx([0.0, 0.2, -0.1], abs=0.03)
-    assert all(clock.doubt(number, cycle) < (TABLE_ERROR / 3) ** 2 for number in (1, 2))
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_a_kind_that_costs_more_than_the_table_says_is_found(seed, count):
+    clock, errors = Clock(), {PLAIN: 0.0, ONE: 0.2, TWO: -0.1, Kind(1, is_packed=True): 0.1}
+    cycle = run(clock, errors, 400, count, seed=seed)
+    for kind, error in errors.items():
+        assert clock.drift(kind) == pytest.approx(error, abs=0.04)
+        assert clock.doubt(kind, cycle) < (TABLE_ERROR / 3) ** 2
+    assert clock.drift(PLAIN) == clock.doubt(PLAIN, cycle) == 0.0
 
 
 def test_a_machine_that_is_slower_for_all_shapes_changes_no_cost():
-    clock = Clock(2)
-    run(clock, [0.5, 0.5], 200)
-    assert clock.drift == pytest.approx([0.0, 0.0], abs=0.03)
+    clock = Clock()
+    run(clock, {PLAIN: 0.5, ONE: 0.5}, 200)
+    assert clock.drift(ONE) == pytest.approx(0.0, abs=0.03)
 
 
 def take_turns(clock, errors, cycle=0, times=1, count=6):
-    """Cycles of the named shapes in turn: ``(number, error)``."""
+    """Cycles of the kinds in turn: ``(kind, error)``."""
     for _ in range(times):
-        for number, error in errors:
+        for kind, error in errors:
             for _ in range(count):
-                clock.observe(number, cycle, error)
+                clock.observe(kind, cycle, error)
                 cycle += 1
     return cycle
 
 
+def test_the_same_estimates_as_of_all_times_at_once():
+    """Least squares over level, drafting, packing and kinds, with a level that does not wander."""
+    clock, noise, rng = Clock(), 0.05**2, np.random.default_rng(3)
+    kinds = [PLAIN, ONE, TWO, Kind(2, is_packed=True)]
+    rows = np.array([[1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 1]])
+    prior = np.array([4.0, TABLE_ERROR**2 - OF_KIND**2, OF_PACKING**2, *[OF_KIND**2] * 3])
+    order = [0, 1, 2, 3, 1, 0, 3, 2, 1]
+    times = [0.1 * rng.standard_normal() for _ in order]
+    for kind in kinds[1:]:
+        clock._seen[kind] = (0, *clock._parts(kind), clock._add(OF_KIND**2))
+    for place, error in zip(order, times, strict=True):
+        seen = clock._seen[kinds[place]]
+        clock._learn(seen, error - sum(clock._state[i] for i in seen), noise, {0})
+    used = rows[order]
+    covariance = np.linalg.inv(used.T @ used / noise + np.diag(1 / prior))
+    assert clock._state == pytest.approx(covariance @ used.T @ times / noise, abs=1e-9)
+    assert np.array(clock._covariance) == pytest.approx(covariance, abs=1e-9)
+
+
 def test_an_error_of_plain_decodings_own_time_is_one_of_all_shapes():
-    clock = Clock(3, QUICK_ERROR)
-    take_turns(clock, [(1, 0.0), (0, -0.9)])
-    assert clock.is_known.tolist() == [False, True, False]
-    assert clock.drift == pytest.approx([0.0, 0.9, 0.65], abs=0.1)
+    clock = Clock(QUICK_ERROR)
+    take_turns(clock, [(ONE, 0.0), (PLAIN, -0.8)])
+    assert clock.has_compared
+    assert clock.drift(ONE) == pytest.approx(0.8, abs=0.1)
+    assert 0.5 < clock.drift(TWO) < 0.8
 
 
-def test_a_shape_that_is_known_tells_nothing_of_others():
-    clock = Clock(4, QUICK_ERROR)
-    cycle = take_turns(clock, [(1, 0.0), (0, 0.0)])
-    known, unknown = clock.doubt(1, cycle), clock.doubt(2, cycle)
-    assert known < 0.06**2 and 0.18**2 < unknown < 0.25**2
-    cycle = take_turns(clock, [(1, 0.3), (0, 0.0)], cycle, times=3)
-    assert clock.drift[2] == pytest.approx(0.0, abs=0.01)
-    assert clock.doubt(2, cycle) == pytest.approx(unknown, rel=0.1)
-    before = clock.drift[1]
-    take_turns(clock, [(2, 0.5), (0, 0.0)], cycle)
-    assert clock.drift[1] == before and clock.drift[2] == pytest.approx(0.5, abs=0.1)
-    assert 0.1 < clock.drift[3] < 0.35  # two shapes disagree about the third
+def test_packed_windows_that_are_dear_say_little_of_whole_ones():
+    clock = Clock()
+    take_turns(clock, [(PLAIN, 0.0), (Kind(1, is_packed=True), 0.35)], times=3)
+    assert clock.drift(Kind(1, is_packed=True)) == pytest.approx(0.35, abs=0.05)
+    assert clock.drift(Kind(2, is_packed=True)) > 0.2
+    assert clock.drift(ONE) < 0.1
 
 
-def test_a_shape_begins_with_what_is_known_of_another():
-    clock = Clock(3, QUICK_ERROR)
-    cycle = take_turns(clock, [(1, 0.4), (0, 0.0)])
-    clock.inherit(2, 1)
-    assert clock.drift[2] == clock.drift[1] and clock.is_known[2]
-    assert clock.doubt(2, cycle) == clock.doubt(1, cycle)
+def test_one_time_that_is_far_off_is_not_believed_and_several_are():
+    clock = Clock()
+    cycle = take_turns(clock, [(PLAIN, 0.0), (ONE, 0.0)], times=3)
+    for kind, error in ((PLAIN, 0.0), (ONE, 1.0)):
+        clock.observe(kind, cycle, error)
+        cycle += 1
+    assert clock.drift(ONE) == pytest.approx(0.0, abs=0.02)
+    take_turns(clock, [(PLAIN, 0.0), (ONE, 1.0)], cycle, times=4)
+    assert clock.drift(ONE) == pytest.approx(1.0, abs=0.1)
 
 
-def test_what_was_not_compared_for_long_is_doubted_again():
-    clock = Clock(2)
-    cycle = run(clock, [0.0, 0.1], 300)
-    soon, late = (clock.doubt(1, cycle + wait) for wait in (0, 1000))
-    assert 0 < soon < late <= TABLE_ERROR**2
-    assert late - soon == pytest.approx(min(1000 * WANDER**2, TABLE_ERROR**2 - soon))
+def test_a_machine_that_becomes_faster_leaves_doubt():
+    clock = Clock()
+    cycle = take_turns(clock, [(PLAIN, 0.0), (ONE, 0.0)], times=3)
+    before = clock.doubt(ONE, cycle)
+    take_turns(clock, [(ONE, -0.3)], cycle, times=3)
+    assert clock.drift(ONE) == pytest.approx(0.0, abs=0.1)
+    assert clock.doubt(ONE, cycle) > max(4 * before, 0.1**2)
+
+
+def test_what_was_not_compared_for_long_is_doubted_again_and_goes_back_to_the_table():
+    clock = Clock()
+    cycle = run(clock, {PLAIN: 0.0, ONE: 0.1}, 300)
+    doubts = [clock.doubt(ONE, cycle + wait) for wait in (0, 1000, 10**6)]
+    assert 0 < doubts[0] < doubts[1] < doubts[2] <= TABLE_ERROR**2 * 1.001
+    take_turns(clock, [(PLAIN, 0.0)], cycle + 10**5)
+    assert abs(clock.drift(ONE)) < 0.01
 
 
 def test_the_noise_of_cycles_is_measured():
-    clock = Clock(2)
-    run(clock, [0.0, 0.0], 2000, noise=0.04)
+    clock = Clock()
+    run(clock, {PLAIN: 0.0, ONE: 0.0}, 2000, noise=0.04)
     assert math.sqrt(clock.noise) == pytest.approx(0.04, rel=0.3)
+
+
+def test_a_kind_is_doubted_beside_the_one_that_is_used():
+    clock = Clock()
+    take_turns(clock, [(PLAIN, 0.0), (TWO, 0.0), (ONE, 0.0)], times=4)
+    clock.observe(THREE, 72, 0.0)
+    clock.observe(ONE, 73, 0.0)
+    assert clock.doubt_beside(ONE) == 0.0 == clock.doubt_beside(PLAIN)
+    assert 0.0 < clock.doubt_beside(TWO) < clock.doubt_beside(THREE) < clock.doubt_beside(Kind(4))

@@ -1,8 +1,6 @@
 """Cells of a comparison: the settings of a draft on one task at one batch size, its first replies, what
 choosing costs, and other engines."""
 
-import copy
-import random
 import statistics
 import time
 from collections import Counter
@@ -15,7 +13,7 @@ import numpy as np
 
 from eagle_kit.bench.case import Machine
 from eagle_kit.bench.peers import Seconds, peer_rate, transformers_model, transformers_seconds, vllm_engines
-from eagle_kit.bench.side_by_side import decode_side_by_side
+from eagle_kit.bench.side_by_side import Decoded, decode_side_by_side
 from eagle_kit.bench.tune.prompts import part_of
 from eagle_kit.bench.tune.sizes import AUTO, PLAIN, TOKENS_OF_A_ROUND, WHOLE, Sizes
 from eagle_kit.core.sampling_params import SamplingParams
@@ -156,24 +154,52 @@ def compare_cold(
     return {"figures": figures, "course": course}
 
 
-def time_choosing(llms: Engines, batch: int, machine: Machine, num_cycles: int = 2000) -> dict[str, Any]:
-    """Time what the policy of a draft does in a cycle whose requests differ."""
-    policy, rng = copy.deepcopy(llms[AUTO].engine().shapes), random.Random(0)
+CHOOSING = "choose", "observe", "see", "observe_time", "new_request", "leave"
+"""What an engine calls of its policy."""
+
+
+def time_choosing(
+    llms: Engines, prompts: Sequence[list[int]], batch: int, sizes: Sizes, machine: Machine
+) -> dict[str, Any]:
+    """Time what the policy of a draft does in the cycles of replies: behind a forward, which leaves nothing
+    in the processor's caches, it takes several times what it takes in a loop of its own."""
+    policy = llms[AUTO].engine().shapes
     assert isinstance(policy, ShapePolicy)
-    seconds = 1e-3 * policy.plan([batch])[0].milliseconds
-    eases = [policy.new_request() for _ in range(batch)]
-    draws = [[(rng.random(), rng.random()) for _ in eases] for _ in range(num_cycles)]
-    begun = time.perf_counter()
-    for number in range(num_cycles):
-        shape = policy.choose(eases, 200 + number)
-        drafts = policy.num_drafts or [shape.tokens - 1] * batch
-        for ease, most, (accepted, confidence) in zip(eases, drafts, draws[number], strict=True):
-            policy.observe(ease, shape, int(accepted * (min(shape.steps, most) + 1)), most)
-            policy.see(ease, confidence)
-        rows = None if policy.num_drafts is None else batch + sum(drafts)
-        policy.observe_time(batch, shape, 200 + number, seconds, rows)
-    spent = (time.perf_counter() - begun) / num_cycles
-    return {"figures": {"choosing us": 1e6 * spent, "share of a cycle": spent / seconds}}
+    params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
+
+    def decode(number: int) -> Decoded:
+        return decode_side_by_side({AUTO: llms[AUTO]}, part_of(prompts, number, batch), params)[AUTO]
+
+    decode(-WARM_UP)
+    with _timed(policy) as spent:
+        rounds = [decode(number) for number in range(sizes.rounds)]
+    cycles = sum(each.num_cycles for each in rounds)
+    seconds = sum(each.num_cycles * each.cycle_ms / 1e3 for each in rounds)
+    return {"figures": {"choosing us": 1e6 * sum(spent) / cycles, "share of a cycle": sum(spent) / seconds}}
+
+
+@contextmanager
+def _timed(policy: ShapePolicy) -> Iterator[list[float]]:
+    """Yield the seconds of every call of a policy."""
+    spent: list[float] = []
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent.append(time.perf_counter() - begun)
+
+        return run
+
+    for name in CHOOSING:
+        setattr(policy, name, timed(getattr(policy, name)))
+    try:
+        yield spent
+    finally:
+        for name in CHOOSING:
+            delattr(policy, name)
 
 
 def compare_peers(

@@ -132,7 +132,12 @@ def cases_of(
     yield Case(f"{name}, cold", first, partial(compare_cold, llms, prompts[first], sizes, most), values)
     for batch in sizes.batches:
         values = {"draft": name, "batch": batch}
-        yield Case(f"{name}, choosing", f"batch {batch}", partial(time_choosing, llms, batch), values)
+        yield Case(
+            f"{name}, choosing",
+            f"batch {batch}",
+            partial(time_choosing, llms, prompts[first], batch, sizes),
+            values,
+        )
     for batch in (size for size in PEER_BATCHES if sizes.compare and size <= max(sizes.batches)):
         values = {"draft": name, "batch": batch, "task": first, "peers": True}
         started = partial(start_peers, target, draft, llms, sizes)
