@@ -38,6 +38,7 @@ from eagle_kit.tuning.chances import (
     CHANGE,
     EASES,
     LEAST_EASE,
+    MOST_EASE,
     VARIANCE,
     chance_of,
     conditional_log_odds,
@@ -92,11 +93,12 @@ class Ease:
     """Outlook of one request: the ease of its text, learnt from its cycles, with the ``variance`` that it is
     known to; the ``mix`` of the C classes of the draft's confidence in its next token, and this class, None
     where it is not known; ``num_missed``, tokens that the draft has not read; the ``information`` that its
-    drafts have given about it, one over a variance; and the log-odds of ``told`` confidences, that each depth
-    of a chain is accepted where all before it are, empty where the draft does not tell them, with the ``bias
-    [2]`` by which they are wrong once calibrated, and its variance. ``num_unseen``: cycles since a draft of
-    it was verified while others' were. ``is_new``: no cycle has come yet; ``first``: its only cycle so
-    far, of which nothing was learnt: shape, drafts accepted and verified, class of confidence."""
+    drafts have given about it, one over a variance, and the value that it ``began`` with, that of texts
+    before it; the log-odds of ``told`` confidences, that each depth of a chain is accepted where all before
+    it are, empty where the draft does not tell them, with the ``bias [2]`` by which they are wrong once
+    calibrated, and its variance. ``num_unseen``: cycles since a draft of it was verified while others' were.
+    ``is_new``: no cycle has come yet; ``first``: its only cycle so far, of which nothing was learnt: shape,
+    drafts accepted and verified, class of confidence."""
 
     value: float
     mix: Sequence[float]
@@ -104,6 +106,7 @@ class Ease:
     variance: float = VARIANCE
     num_missed: int = 0
     information: float = 0.0
+    began: float = 0.0
     told: Sequence[float] = ()
     bias: tuple[float, float] = (0.0, VARIANCE)
     num_unseen: int = 0
@@ -240,7 +243,7 @@ class ShapePolicy:
     def new_request(self) -> Ease:
         """Return the outlook that a request begins with, that of those before it."""
         self._shared_variance = min(self._shared_variance + SHARED_CHANGE, VARIANCE)
-        return Ease(self.shared_ease, self.shared_mix)
+        return Ease(self.shared_ease, self.shared_mix, began=self.shared_ease)
 
     @property
     def menus(self) -> dict[int, list[SpecShape]]:
@@ -567,7 +570,7 @@ class ShapePolicy:
         before, ease.information = ease.information, ease.information + information
         told = _about_all(ease.information) - _about_all(before)
         rate = self._shared_variance * told / (1.0 + self._shared_variance * told)
-        self.shared_ease += rate * (ease.value - self.shared_ease)
+        self.shared_ease += rate * (_alone(ease) - self.shared_ease)
         self._shared_variance *= 1.0 - rate
 
     def see(self, ease: Ease, confidence: float | Sequence[float] | None) -> None:
@@ -633,6 +636,13 @@ class ToldPolicy(ShapePolicy):
 def _drafting_cycles(batch_size: int, most: int) -> int:
     """Cycles of drafting that tell enough of a batch."""
     return min(max(SAMPLES // batch_size, 2), most)
+
+
+def _alone(ease: Ease) -> float:
+    """Value of an ease as its drafts alone say, without what was expected of it before."""
+    known = VARIANCE * ease.information
+    value = ease.began + (ease.value - ease.began) * (1.0 + known) / max(known, 1e-6)
+    return min(max(value, LEAST_EASE), MOST_EASE)
 
 
 def _about_all(information: float) -> float:

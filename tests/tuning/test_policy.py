@@ -578,8 +578,8 @@ def test_one_request_tells_little_of_the_others():
 def test_first_cycles_say_nothing_of_the_texts():
     """Replies begin alike, whatever comes then."""
 
-    def learnt(first_accepted):
-        policy, rng = make_policy(confident_table()), random.Random(0)
+    def learnt(first_accepted, seed=0):
+        policy, rng = make_policy(confident_table()), random.Random(seed)
         for _ in range(100):
             ease = policy.new_request()
             policy.observe(ease, SHAPES[1], first_accepted)
@@ -590,7 +590,7 @@ def test_first_cycles_say_nothing_of_the_texts():
         return policy.shared_ease, ease.value
 
     assert learnt(1) == learnt(0)
-    assert abs(learnt(1)[0]) < 0.2
+    assert abs(np.mean([learnt(1, seed)[0] for seed in range(8)])) < 0.1
 
 
 @pytest.mark.parametrize("num_cycles", [1, 2])
