@@ -122,6 +122,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
             ("swiglu", "C++", partial(_in_cpp, _swiglu)),
             ("rope", "C++", partial(_in_cpp, _rope)),
             ("accept", "C++, most likely", partial(_in_cpp, _most_likely)),
+            ("commit", "C++", partial(_in_cpp, _commit)),
             ("draft_topk", "C++, of logits", partial(_in_cpp, _topk_of_logits)),
         ]
     return [

@@ -18,6 +18,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels import cpp
 from eagle_kit.kernels.accept import most_likely
+from eagle_kit.kernels.commit import commit_path
 from eagle_kit.kernels.draft_topk import reference, topk_of_logits
 from eagle_kit.kernels.linear import panels
 from eagle_kit.kernels.mla_attention import mla_window_attention
@@ -371,6 +372,37 @@ def test_heads_are_rotated_normed_and_stored_as_in_torch(size, rotated, has_norm
             found.append([*rope_store(qkv, rotation, num_heads=6, **options), k_rows, v_rows])
         for got, want in zip(*found, strict=True):
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+def test_a_table_of_rotations_is_that_of_fp64(two_threads):
+    positions = torch.arange(3000) * 43
+    rotation = Rotation(positions, 1e6 ** -(torch.arange(32) / 32), 1.25)
+    angle = (positions.float()[:, None] * rotation.inv_freq).double()
+    cos, sin = 1.25 * angle.cos(), 1.25 * angle.sin()
+    expected = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+    for mine, wanted in zip(rotation.table, expected, strict=True):
+        assert mine.shape == (3000, 1, 64)
+        assert torch.allclose(mine[:, 0].double(), wanted, atol=2e-7, rtol=0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [(3, 2), (7,)])
+def test_a_path_is_committed_as_by_the_reference(heads, two_threads):
+    store, b = drawn(*heads, 300, 64), 5
+    expected = store.clone()
+    table = torch.randperm(50, generator=torch.Generator().manual_seed(1)).view(b, 10)
+    nodes = torch.tensor([[0, 2, 3, 3], [0, 1, 0, 0], [0, 0, 0, 0], [0, 1, 2, 3], [0, 0, 0, 0]])
+    first, counts = torch.tensor([0, 7, 38, 13, 40]), torch.tensor([3, 2, 1, 4, 0])
+    given = table, 4, nodes, first, counts, 240, 4
+    commit_path(expected, None, *given, backend="reference")
+    commit_path(store, None, *given)
+    assert torch.equal(store, expected)
+    with pytest.raises(RuntimeError, match="has no page"):
+        commit_path(store, None, table, 4, nodes, first, counts + 1, 240, 4)
+    with pytest.raises(RuntimeError, match="not in the store"):
+        commit_path(store, None, *given[:-2], 290, 4)
+    assert torch.equal(store, expected)
 
 
 @needs_compiler

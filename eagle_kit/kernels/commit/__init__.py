@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, uses_cpp, uses_triton
 from eagle_kit.kernels.commit import reference
 
 
@@ -37,6 +37,13 @@ def commit_path(
     assert v is None or (v.is_contiguous() and v.shape == k.shape and v.dtype == k.dtype), (
         "v must have the shape and dtype of k"
     )
+    if uses_cpp(k, v, backend=backend):
+        windows = page_table.contiguous(), page_size, nodes.contiguous(), first_position.contiguous()
+        for store in (k, v) if v is not None else (k,):
+            torch.ops.eagle_kit_cpp.commit_rows(
+                store, *windows, num_committed.contiguous(), scratch_start, scratch_stride
+            )
+        return
     form: Any = reference
     if uses_triton(k, backend):
         from eagle_kit.kernels.commit import triton

@@ -1,4 +1,5 @@
-// What lies between linear layers: RMSNorm, SwiGLU, rotary positions with the store of keys and values.
+// What lies between linear layers: RMSNorm, SwiGLU, rotary positions with the store of keys and values, and
+// what follows a window, the commit of its rows.
 
 #include <cmath>
 #include <tuple>
@@ -109,6 +110,27 @@ static void rotate(
   std::copy(x + rotated, x + size, y + rotated);
 }
 
+// positions [T], inv_freq [E / 2] -> cosines (c, c) and signed sines (-s, s), [T, 1, E].
+static std::tuple<Tensor, Tensor> rotation_table(
+    const Tensor& positions, const Tensor& inv_freq, double magnitude) {
+  const int64_t count = positions.numel(), half = inv_freq.numel(), *at = numbers(positions);
+  const float* frequencies = floats(inv_freq);
+  Tensor cos = torch::stable::new_empty(inv_freq, {count, 1, 2 * half});
+  Tensor sin = torch::stable::new_empty(inv_freq, {count, 1, 2 * half});
+  float *cosines = own_floats(cos), *sines = own_floats(sin);
+  Threads::share(
+      count, std::max<int64_t>(1, GRAIN / 32 / std::max<int64_t>(1, half)), [&](int64_t begin, int64_t end) {
+        for (int64_t t = begin; t < end; ++t)
+          for (int64_t i = 0; i < half; ++i) {
+            const float angle = (float)at[t] * frequencies[i];
+            const float c = std::cos(angle) * (float)magnitude, s = std::sin(angle) * (float)magnitude;
+            float *to = cosines + 2 * t * half + i, *also = sines + 2 * t * half + i;
+            to[0] = to[half] = c, also[0] = -s, also[half] = s;
+          }
+      });
+  return {cos, sin};
+}
+
 // Rows [T] of a store [Hkv, R, D] that keys or values are written to.
 struct Store {
   float* rows = nullptr;
@@ -177,6 +199,41 @@ static std::tuple<Tensor, Tensor, Tensor> rope_store(
   return {q, k, v};
 }
 
+// Copy rows of windows in a store [..., R, D] to the positions behind `first` [B], the first `counts` [B] of
+// the nodes [B, n] of each: node j of request b is row scratch + b * stride + j.
+static void commit_rows(
+    const Tensor& store, const Tensor& page_table, int64_t page_size, const Tensor& nodes,
+    const Tensor& first, const Tensor& counts, int64_t scratch, int64_t stride) {
+  const int64_t batch = nodes.size(0), most = nodes.size(1), pages = page_table.size(1);
+  const int64_t size = store.size(store.dim() - 1), held = store.size(store.dim() - 2);
+  STD_TORCH_CHECK(
+      page_table.size(0) == batch && first.numel() == batch && counts.numel() == batch && size > 0 &&
+          held > 0,
+      "windows and their requests do not fit");
+  const int64_t *tables = numbers(page_table), *node = numbers(nodes), *from = numbers(first),
+                *many = numbers(counts);
+  std::vector<std::pair<int64_t, int64_t>> copies;  // from row to row
+  for (int64_t b = 0; b < batch; ++b)
+    for (int64_t i = 0; i < std::min(many[b], most); ++i) {
+      const int64_t position = from[b] + i, page = position / page_size;
+      STD_TORCH_CHECK(position >= 0 && page < pages, "a position has no page");
+      const int64_t source = scratch + b * stride + node[b * most + i];
+      const int64_t target = tables[b * pages + page] * page_size + position % page_size;
+      STD_TORCH_CHECK(
+          source >= 0 && source < held && target >= 0 && target < held, "a row is not in the store");
+      copies.emplace_back(source, target);
+    }
+  floats(store);  // checks it
+  float* rows = own_floats(store);
+  const int64_t others = store.numel() / (held * size);
+  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, size * copies.size()));
+  Threads::share(others, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      for (const auto& [source, target] : copies)
+        std::copy_n(rows + (i * held + source) * size, size, rows + (i * held + target) * size);
+  });
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kit_cpp, m) {
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)");
@@ -185,6 +242,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kit_cpp, m) {
       "rope_store(Tensor qkv, Tensor cos, Tensor sin, int heads, Tensor? q_norm, Tensor? k_norm, float eps, "
       "bool interleaved, Tensor(a!)? k_rows, Tensor(b!)? v_rows, Tensor? rows, bool returns_kv) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def("rotation_table(Tensor positions, Tensor inv_freq, float magnitude) -> (Tensor, Tensor)");
+  m.def(
+      "commit_rows(Tensor(a!) store, Tensor page_table, int page_size, Tensor nodes, Tensor first, "
+      "Tensor counts, int scratch, int stride) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kit_cpp, CPU, m) {
@@ -192,4 +253,6 @@ STABLE_TORCH_LIBRARY_IMPL(eagle_kit_cpp, CPU, m) {
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
   m.impl("swiglu", TORCH_BOX(&swiglu));
   m.impl("rope_store", TORCH_BOX(&rope_store));
+  m.impl("rotation_table", TORCH_BOX(&rotation_table));
+  m.impl("commit_rows", TORCH_BOX(&commit_rows));
 }

@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from eagle_kit.kernels.backend import uses_cpp
+
 
 @dataclass(frozen=True)
 class Rotation:
@@ -26,7 +28,11 @@ class Rotation:
     @cached_property
     def table(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``, for the
-        reference: the kernel computes its own."""
+        reference and C++: the kernel computes its own."""
+        if self.positions.dtype == torch.int64 and uses_cpp(self.inv_freq):
+            given = self.positions.contiguous(), self.inv_freq.contiguous(), self.magnitude
+            cosines, sines = torch.ops.eagle_kit_cpp.rotation_table(*given)
+            return cosines, sines
         angle = self.positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
         if self.magnitude != 1.0:
