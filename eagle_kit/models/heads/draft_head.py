@@ -229,7 +229,7 @@ class DraftHead(nn.Module, ABC):
         layer, (x, residual) = self.blocks[block], inputs
         attended = layer.self_attn.attended(x, self.rope.at(positions), 0, attend)
         if wanted is not None:
-            attended, residual = attended[wanted], residual[wanted]
+            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
         return self.finish_step(layer, residual, attended)
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:

@@ -153,7 +153,7 @@ class HeadDraftModel(DraftModel):
     def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`. A head reads captured states, or else the final ones."""
         states = out.aux if self.capture else out.hidden
-        return states if rows is None else states[rows]
+        return states if rows is None else states.index_select(0, rows)  # on a CPU faster than states[rows]
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""
