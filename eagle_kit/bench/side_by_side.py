@@ -17,13 +17,12 @@ WHOLE_REPLY = 1 << 30
 
 
 class Decoded(NamedTuple):
-    """What one engine did: the ``requests``, as they ended, tokens per second while it decoded, milliseconds
-    of a cycle, and the cycles that counted."""
+    """What one engine did: the ``requests``, as they ended, tokens per second while it decoded, and
+    milliseconds of a cycle."""
 
     requests: Sequence[Request]
     rate: float
     cycle_ms: float
-    num_cycles: int
 
 
 class _Lane:
@@ -57,8 +56,7 @@ class _Lane:
 
     def result(self) -> Decoded:
         cycle_ms = 1e3 * self._seconds / max(self._num_cycles, 1)
-        rate = self._num_counted / max(self._seconds, 1e-9)
-        return Decoded(self.requests, rate, cycle_ms, self._num_cycles)
+        return Decoded(self.requests, self._num_counted / max(self._seconds, 1e-9), cycle_ms)
 
     def turn(self, num_cycles: int) -> None:
         before, num_warm_ups = self.num_tokens, self._engine.runner.graphs.num_warm_ups

@@ -32,8 +32,9 @@ from eagle_kit.core.files import cache_folder, replacing, taking_turns
 SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp", "logits.cpp")
 HEADERS = ("threads.h", "vectors.h")
 FOLDER = Path(__file__).parent / "csrc"
-COMPARED_ROWS, COMPARED_TERMS = 13, 600
-"""As many rows as any block of the products has, and as many terms as a chunk that blocks share, and more."""
+COMPARED_ROWS, MANY_ROWS, COMPARED_TERMS = 13, 97, 600
+"""As many rows as any block of the products has and more; as many as have long chunks of terms; and as many
+terms as these have, and more."""
 
 
 @cache
@@ -175,11 +176,11 @@ def _sums_in_one_order() -> bool:
     with _disable_current_modes():  # real tensors, where the caller's are fake, counted or recorded
         generator = torch.Generator().manual_seed(0)
         width = torch.ops.eagle_kit_cpp.panel_width()
-        x = torch.randn(COMPARED_ROWS, COMPARED_TERMS, generator=generator, device="cpu")
+        x = torch.randn(MANY_ROWS, COMPARED_TERMS, generator=generator, device="cpu")
         short = torch.randn(2, COMPARED_TERMS, width, generator=generator, device="cpu").bfloat16()
         panels = short.float(), halves_in_turns(short)
         product = torch.ops.eagle_kit_cpp.linear
         whole = product(x, panels[0], 2 * width, None)
-        counts = range(1, COMPARED_ROWS + 1)
+        counts = *range(1, COMPARED_ROWS + 1), MANY_ROWS
         products = ((product(x[:n], part, 2 * width, None), whole[:n]) for n in counts for part in panels)
         return all(torch.equal(*pair) for pair in products)

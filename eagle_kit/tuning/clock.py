@@ -38,8 +38,8 @@ SETTLED, LEVEL_RATE = 6, 0.4
 NEXT = 4
 """Cycles after which a time still says something of the machine: between two shapes those that make a graph,
 or in which the draft catches up, are not taken."""
-UNKNOWN = 2.0
-"""Relative error of the level where nothing is known of it."""
+UNKNOWN, MOST_DOUBT = 2.0, 0.5
+"""Relative error of the level where nothing is known of it, and of anything else at most."""
 RELAX = 16
 """Cycles after which what was learnt becomes less certain, all of them at once."""
 TOLD = 0.01
@@ -65,7 +65,8 @@ class Clock:
     Attributes:
         noise: variance of single cycles.
         has_compared: whether drafting followed plain decoding, or the other way round.
-        version: number of times that a drift has changed.
+        version: number of times that drifts have changed by ``TOLD`` or more.
+        num_updates: number of times that anything but the level has changed.
     """
 
     def __init__(self, table_error: float = TABLE_ERROR) -> None:
@@ -77,15 +78,16 @@ class Clock:
             self._add(variance)
         self._kept = 1.0 - WANDER**2 / (2.0 * table_error**2)  # of a drift, from cycle to cycle
         self._told = self._state.copy()
-        self.noise, self.version, self.has_compared = FIRST_NOISE**2, 0, False
+        self.noise, self.version, self.num_updates, self.has_compared = FIRST_NOISE**2, 0, 0, False
         self._last, self._last_error, self._last_cycle, self._num_alike = PLAIN, 0.0, -NEXT - 1, 0
-        self._relaxed, self._level_then = 0, 0.0
+        self._relaxed = 0
+        self._level_then: float | None = None  # when the machine was last seen to change
 
     def drift(self, kind: Kind) -> float:
         """Cost of a kind beside plain decoding and the table, as a logarithm."""
         return sum([self._told[i] for i in self._parts(kind) if i < len(self._told)])
 
-    def doubt(self, kind: Kind, cycle: int) -> float:
+    def variance(self, kind: Kind, cycle: int) -> float:
         """Variance of a drift."""
         parts, kept = self._parts(kind), self._kept ** (2 * max(cycle - self._relaxed, 0))
         new = 0.0 if kind in self._seen else OF_KIND**2
@@ -93,14 +95,16 @@ class Clock:
         prior = sum([self._prior[i] for i in parts]) + new
         return min(kept * then + (1.0 - kept) * prior, prior)
 
-    def doubt_beside(self, kind: Kind) -> float:
-        """Standard error of a drift beside that of the kind that came last, of drafting both."""
-        mine, last = self._parts(kind), self._parts(self._last)
-        if kind == self._last or not mine or not last:
+    def standard_error(self, kind: Kind, beside: Kind) -> float:
+        """Standard error of a drift beside that of another kind, of drafting both."""
+        mine, other = self._parts(kind), self._parts(beside)
+        if kind == beside:
             return 0.0
-        signs = [(i, 1.0) for i in mine if i not in last] + [(i, -1.0) for i in last if i not in mine]
-        variance = sum([a * b * self._covariance[i][j] for i, a in signs for j, b in signs])
-        return math.sqrt(max(variance, 0.0) + (0.0 if kind in self._seen else OF_KIND**2))
+        signs = [(i, 1.0) for i in mine if i not in other] + [(i, -1.0) for i in other if i not in mine]
+        new = sum([OF_KIND**2 for each in (kind, beside) if each not in self._seen])
+        prior = sum([self._prior[i] for i, _ in signs]) + new
+        variance = sum([a * b * self._covariance[i][j] for i, a in signs for j, b in signs]) + new
+        return math.sqrt(min(max(variance, 0.0), prior))
 
     def _parts(self, kind: Kind) -> tuple[int, ...]:
         """What of the state is a kind's, the level aside."""
@@ -119,20 +123,34 @@ class Clock:
             self._seen[kind] = (0, *self._parts(kind), self._add(OF_KIND**2))
         seen, state = self._seen[kind], self._state
         surprise = error - sum([state[i] for i in seen])
-        if self._num_alike > SETTLED:
+        if self._num_alike > SETTLED and cycle - self._relaxed < RELAX:
             most = ODD * math.sqrt(self.noise)
             state[0] += LEVEL_RATE * min(max(surprise, -most), most)
         else:
             self._covariance[0][0] += LEVEL_WANDER**2 if follows else UNKNOWN**2
             if cycle - self._relaxed >= RELAX:
                 self._relax(cycle)
+                surprise = error - sum([state[i] for i in seen])
             noise = self.noise if self._num_alike > 1 else self.noise + NEW_NOISE**2
             odd = {0, seen[-1], self._seen[before][-1]} if self._num_alike == 1 else {0}
             self._learn(seen, surprise, noise, odd)
-        change = state[0] - self._level_then
-        if abs(change) > CHANGE:
-            self._covariance[1][1] += (TILT * change) ** 2
+        if self._level_then is None or (follows and self._num_alike <= SETTLED):
+            self._level_then = state[0]  # what is learnt of kinds is no change of the machine
+        elif abs(state[0] - self._level_then) > CHANGE:
+            self._tilt(state[0] - self._level_then, is_drafting=len(seen) > 1)
             self._level_then = state[0]
+
+    def _tilt(self, change: float, *, is_drafting: bool) -> None:
+        """Doubt what drafting costs beside plain decoding, where one of them was seen to become slower or
+        faster."""
+        covariance = self._covariance
+        added = min((TILT * change) ** 2, max(MOST_DOUBT**2 - covariance[1][1], 0.0))
+        covariance[1][1] += added
+        if is_drafting:  # what is known is their sum
+            covariance[0][0] += added
+            covariance[0][1] -= added
+            covariance[1][0] -= added
+        self.num_updates += 1
 
     def _add(self, variance: float) -> int:
         """Make room for a number of the state -> its place."""
@@ -157,13 +175,15 @@ class Clock:
             self._covariance[0][i] = row[0]
 
     def _learn(self, seen: tuple[int, ...], surprise: float, noise: float, odd: set[int]) -> None:
-        """Correct all numbers by as much as they are doubted, those of whose sum there was a time. What
-        cannot be is not believed, but those that are ``odd`` then are doubted more for it."""
+        """Update all numbers by the ``surprise`` of the sum of those ``seen``. One beyond ``ODD`` standard
+        deviations is rejected, and the variances of those that are ``odd`` then are raised instead."""
+        self.num_updates += 1
         column = [sum([row[i] for i in seen]) for row in self._covariance]
         spread = sum([column[i] for i in seen]) + noise
         if surprise**2 > ODD**2 * spread:
             for i in odd:
-                self._covariance[i][i] += surprise**2 / 2
+                most = MOST_DOUBT**2 if i else UNKNOWN**2
+                self._covariance[i][i] += min(surprise**2 / 2, max(most - self._covariance[i][i], 0.0))
             return
         for i, (row, mine) in enumerate(zip(self._covariance, column, strict=True)):
             gain = mine / spread

@@ -18,28 +18,24 @@ rows."""
 
 
 class ShapeCosts(NamedTuple):
-    """Seconds of a cycle in every shape, M of them: as they are expected, and what may be ``hoped`` for, as
-    far as shapes compare with the one in use: one that was slow once, or never came, is tried again where it
-    would be worth it. ``version``: the clock's that they are of."""
+    """Seconds of a cycle in every shape, M of them, and the clock's ``version`` that they are of."""
 
     version: int
     seconds: list[float]
-    hoped: list[float]
 
 
 class Packings(NamedTuple):
-    """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles,
-    those that are ``hoped`` for, and the clock's ``version`` that they are of."""
+    """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles, and
+    the clock's ``version`` that they are of."""
 
     version: int
     counts: list[int]
     seconds: list[float]
-    hoped: list[float]
 
     def may_be_worth(self, least: float, size: int, whole: float, rate: float) -> bool:
         """Return False if none is worth more than ``least``, whichever drafts are accepted: of whole windows
-        of ``size`` requests ``whole`` tokens are expected, at ``rate`` tokens a second."""
-        for count, took in zip(self.counts, self.hoped, strict=True):
+        of ``size`` requests ``whole`` tokens are expected, and a second is worth ``rate`` tokens."""
+        for count, took in zip(self.counts, self.seconds, strict=True):
             if min(size + count, whole) - rate * took > least:
                 return True
         return False
@@ -75,22 +71,32 @@ class CycleCosts:
         self._parts: dict[tuple[int, int, int], tuple[list[int], list[float]]] = {}
         self._packings: dict[tuple[int, int, int], Packings] = {}
         self._clocks: dict[int, Clock] = {}
+        self._at_best: dict[int, tuple[int, Kind, dict[Kind, float]]] = {}
 
     def of(self, batch_size: int, context: int) -> ShapeCosts:
         """Return the costs of a batch whose requests have ``context`` tokens on average."""
         key, clock = (batch_size, context // SPAN), self._clocks.get(batch_size)
         version, found = -1 if clock is None else clock.version, self._costs.get(key)
         if found is None or found.version != version:
-            seconds = hoped = self._table(batch_size, context)
+            seconds = self._table(batch_size, context)
             if clock is not None:
-                kinds = [Kind(number) for number in range(len(seconds))]
-                seconds = [
-                    each * math.exp(clock.drift(kind)) for each, kind in zip(seconds, kinds, strict=True)
-                ]
-                doubts = [clock.doubt_beside(kind) for kind in kinds]
-                hoped = [each * math.exp(-doubt) for each, doubt in zip(seconds, doubts, strict=True)]
-            found = self._costs[key] = ShapeCosts(version, seconds, hoped)
+                seconds = [each * math.exp(clock.drift(Kind(i))) for i, each in enumerate(seconds)]
+            found = self._costs[key] = ShapeCosts(version, seconds)
         return found
+
+    def at_best(self, batch_size: int, number: int, used: Kind, *, is_packed: bool = False) -> float:
+        """Return the part of its expected seconds that a cycle may take at best, by one standard error beside
+        the kind that is ``used``. What is chosen by that comes up again after it was slow once."""
+        clock = self._clocks.get(batch_size)
+        if clock is None:
+            return 1.0
+        known = self._at_best.get(batch_size)
+        if known is None or known[:2] != (clock.num_updates, used):
+            known = self._at_best[batch_size] = clock.num_updates, used, {}
+        kind = Kind(number, is_packed)
+        if kind not in known[2]:
+            known[2][kind] = math.exp(-clock.standard_error(kind, used))
+        return known[2][kind]
 
     def packings(self, batch_size: int, context: int, number: int) -> Packings:
         """Return what parts of a chain's drafts may be verified, and the costs; something must be packed."""
@@ -103,13 +109,9 @@ class CycleCosts:
             shares = [self._share(batch_size, number, context, batch_size + count) for count in counts]
             self._parts[key] = counts, shares
         counts, shares = self._parts[key]
-        whole, better = self._table(batch_size, context)[number], 1.0
-        if clock is not None:
-            kind = Kind(number, is_packed=True)
-            whole, better = whole * math.exp(clock.drift(kind)), math.exp(-clock.doubt_beside(kind))
-        seconds = [share * whole for share in shares]
-        found = Packings(version, counts, seconds, [better * each for each in seconds])
-        self._packings[key] = found
+        drift = 0.0 if clock is None else clock.drift(Kind(number, is_packed=True))
+        whole = math.exp(drift) * self._table(batch_size, context)[number]
+        found = self._packings[key] = Packings(version, counts, [share * whole for share in shares])
         return found
 
     def observe(
@@ -127,10 +129,10 @@ class CycleCosts:
             expected *= self._share(batch_size, number, context, num_rows)
         clock.observe(Kind(number, is_packed), cycle, math.log(seconds / expected))
 
-    def doubt(self, batch_size: int, number: int, cycle: int) -> float:
+    def variance(self, batch_size: int, number: int, cycle: int) -> float:
         """Return the variance of a shape's cost beside plain decoding, as a part of it."""
         clock = self._clocks.get(batch_size)
-        return 0.0 if clock is None else clock.doubt(Kind(number), cycle)
+        return 0.0 if clock is None else clock.variance(Kind(number), cycle)
 
     def needs_comparing(self, batch_size: int) -> bool:
         """Return True if cycles of a batch size were timed, but no shape compared with plain decoding."""

@@ -46,11 +46,13 @@ from eagle_kit.tuning.chances import (
     log_odds_of,
     reach_of,
 )
+from eagle_kit.tuning.clock import PLAIN, Kind
 from eagle_kit.tuning.cycle_costs import CycleCosts, PackedShare
 from eagle_kit.tuning.shapes import Seconds
 
-SHARED_VARIANCE, SHARED_CHANGE = 0.25, 0.03
-"""Variance at first of what texts have in common, and what every new request adds to it: tasks change."""
+SHARED_VARIANCE, SHARED_CHANGE, TOGETHER = 0.25, 0.03, 8
+"""Variance at first of what texts have in common, and what every new request adds to it: tasks change. Those
+of a batch of more than ``TOGETHER`` add as much as so many."""
 MIX_RATE, SHARED_RATE, AVERAGE_SEEN = 0.1, 0.02, 16
 """Rates at which a request's mix and that of all follow what is seen, and confidences for which the mix of
 another draft counts."""
@@ -226,7 +228,7 @@ class ShapePolicy:
         self.shared_mix: Sequence[float] = self._usual_mix.tolist()
         self._shared_variance = VARIANCE if is_average else SHARED_VARIANCE
         self._num_seen = AVERAGE_SEEN if is_average else round(1 / SHARED_RATE)  # confidences in the mix
-        self.shape = NO_SPECULATION
+        self.shape, self._used = NO_SPECULATION, PLAIN
         # Of a cycle of speculation, on average: tokens beside those of the eases, and seconds.
         self._gained = self._spent = 0.0
         self._num_averaged = 0
@@ -236,13 +238,14 @@ class ShapePolicy:
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._is_probe, self._num_plain, self._num_drafting = False, 0, 0
         self._may_lose = math.inf  # seconds, in probes
-        self._known_eases: list[tuple[int, float, int | None]] = []  # of the speeds that were computed last
+        self._known_eases: list[tuple[float, Sequence[float]]] = []  # of the speeds that were computed last
         self._known_costs: Sequence[float] = ()
         self._known_speeds = np.empty(0)
 
     def new_request(self) -> Ease:
         """Return the outlook that a request begins with, that of those before it."""
-        self._shared_variance = min(self._shared_variance + SHARED_CHANGE, VARIANCE)
+        change = SHARED_CHANGE * TOGETHER / max(self._batch_size, TOGETHER)
+        self._shared_variance = min(self._shared_variance + change, VARIANCE)
         return Ease(self.shared_ease, self.shared_mix, began=self.shared_ease)
 
     @property
@@ -275,22 +278,24 @@ class ShapePolicy:
             return self.shape
         self._num_drafting += 1
         if all(ease.confidence is None for ease in eases):
-            self._spent = 0.0
+            self._spent, self._used = 0.0, Kind(self._number[self.shape])
             return self.shape
         told = [self._told_reach(ease) for ease in eases] if self._tells else [()] * len(eases)
         rows = _rows(eases)
         expected = self._expected(eases, rows, told)
-        hoped = self.costs.of(len(eases), context).hoped
-        worth = [have - self._rate * took for have, took in zip(expected, hoped, strict=True)]
         base, allowed = self._number[self.shape], self._drafting(len(eases))
-        best = max(allowed, key=worth.__getitem__, default=0)
+        at_best = {number: self.costs.at_best(len(eases), number, self._used) for number in allowed}
+        worth = {n: expected[n] - self._rate * costs[n] * part for n, part in at_best.items()}
+        best = max(allowed, key=worth.__getitem__, default=base)
         if base in allowed and worth[best] < worth[base] + LEAST_GAIN * expected[base]:
             best = base
         tokens, seconds = expected[best], costs[best]
         if not self._is_probe:
-            packed = self._pack(eases, rows, told, context, expected, worth[best] + LEAST_GAIN * tokens)
+            least = worth.get(best, 0.0) + LEAST_GAIN * tokens
+            packed = self._pack(eases, rows, told, context, expected, least)
             if packed is not None:
                 best, self.num_drafts, tokens, seconds = packed
+        self._used = Kind(self._number[self.shape] if self._is_probe else best, self.num_drafts is not None)
         usual = self._usual(rows)
         if not self._spent:
             self._num_averaged, outlook = 0, self._outlook(eases, context)
@@ -317,7 +322,8 @@ class ShapePolicy:
         best, size = None, len(eases)
         for number in self._packable(size):
             packings = self.costs.packings(size, context, number)
-            if not packings.may_be_worth(least, size, expected[number], self._rate):
+            at_best = self.costs.at_best(size, number, self._used, is_packed=True)
+            if not packings.may_be_worth(least, size, expected[number], at_best * self._rate):
                 continue
             steps = self.shapes[number].steps
             reached = self._expected_reach(eases, rows, told, number)
@@ -328,8 +334,8 @@ class ShapePolicy:
             # A draft behind those that it depends on.
             order = sorted(range(len(ranked)), key=ranked.__getitem__, reverse=True)
             sums = [*accumulate([reached[place] for place in order], initial=float(size))]
-            for count, took, hoped in zip(packings.counts, packings.seconds, packings.hoped, strict=True):
-                worth = sums[count] - self._rate * hoped
+            for count, took in zip(packings.counts, packings.seconds, strict=True):
+                worth = sums[count] - self._rate * at_best * took
                 if worth > least:
                     verified = Counter([place // steps for place in order[:count]])
                     drafts = [verified[i] for i in range(size)]
@@ -405,8 +411,9 @@ class ShapePolicy:
             drafting = now
             if now not in allowed or not self._spent or self._num_looks % WHOLE_LOOK == 0:
                 speeds = self._speeds_of(eases, context, costs)
-                drafting, plain = 1 + int(speeds[1:].argmax()), float(speeds[0])
-                worth, is_much_better = float(speeds[drafting]), bool(speeds[drafting] > GAIN * speeds[now])
+                at_best = {n: speeds[n] / self.costs.at_best(size, n, self._used) for n in {*allowed, now}}
+                drafting, plain = max(allowed, key=at_best.__getitem__), float(speeds[0])
+                worth, is_much_better = float(speeds[drafting]), at_best[drafting] > GAIN * at_best[now]
             if self._spent:
                 worth = self._gained * self._usual(_rows(eases)) / self._spent
             if not now:
@@ -472,7 +479,9 @@ class ShapePolicy:
             variance += slope**2 * ease.variance
             shared += 0.0 if ease.information else slope
         variance += shared**2 * self._shared_variance
-        return math.sqrt(variance / total**2 + self.costs.doubt(len(eases), number, self._num_cycles)) + 1e-6
+        return (
+            math.sqrt(variance / total**2 + self.costs.variance(len(eases), number, self._num_cycles)) + 1e-6
+        )
 
     def _reading_missed(self, eases: Sequence[Ease], context: int) -> float:
         """Seconds in which the draft reads what it has missed."""
@@ -490,7 +499,7 @@ class ShapePolicy:
     def _speeds_of(self, eases: Sequence[Ease], context: int, costs: Sequence[float]) -> np.ndarray:
         """The same as :meth:`speeds`, as it was where nothing has been learnt since: plain cycles say nothing
         of texts."""
-        known = [(id(ease), ease.value, ease.confidence) for ease in eases]
+        known = [(ease.value, ease.mix) for ease in eases]
         if known != self._known_eases or costs is not self._known_costs:
             self._known_eases, self._known_costs = known, costs
             self._known_speeds = self.speeds(eases, context)
@@ -571,6 +580,7 @@ class ShapePolicy:
         told = _about_all(ease.information) - _about_all(before)
         rate = self._shared_variance * told / (1.0 + self._shared_variance * told)
         self.shared_ease += rate * (_alone(ease) - self.shared_ease)
+        self.shared_ease = min(max(self.shared_ease, LEAST_EASE), MOST_EASE)
         self._shared_variance *= 1.0 - rate
 
     def see(self, ease: Ease, confidence: float | Sequence[float] | None) -> None:
@@ -641,8 +651,7 @@ def _drafting_cycles(batch_size: int, most: int) -> int:
 def _alone(ease: Ease) -> float:
     """Value of an ease as its drafts alone say, without what was expected of it before."""
     known = VARIANCE * ease.information
-    value = ease.began + (ease.value - ease.began) * (1.0 + known) / max(known, 1e-6)
-    return min(max(value, LEAST_EASE), MOST_EASE)
+    return ease.began + (ease.value - ease.began) * (1.0 + known) / max(known, 1e-6)
 
 
 def _about_all(information: float) -> float:

@@ -366,7 +366,7 @@ def test_doubt_is_that_of_the_mean_length_by_the_delta_method():
         above = [min(row + 1, len(EASES) - 1) for row in rows]
         slopes = ((policy._lengths[above, number] * mixes).sum(1) - here) / EASE_SPACING
         variance = (slopes**2 * [0.3, 0.7, 0.9]).sum() + slopes[1:].sum() ** 2 * policy._shared_variance
-        expected = math.sqrt(variance / here.sum() ** 2 + policy.costs.doubt(3, number, 0))
+        expected = math.sqrt(variance / here.sum() ** 2 + policy.costs.variance(3, number, 0))
         assert policy._doubt(eases, number) == pytest.approx(expected, rel=1e-4)
 
 
@@ -590,7 +590,8 @@ def test_first_cycles_say_nothing_of_the_texts():
         return policy.shared_ease, ease.value
 
     assert learnt(1) == learnt(0)
-    assert abs(np.mean([learnt(1, seed)[0] for seed in range(8)])) < 0.1
+    found = [learnt(1, seed)[0] for seed in range(8)]
+    assert abs(np.mean(found)) < 0.1 and max(map(abs, found)) < 0.7
 
 
 @pytest.mark.parametrize("num_cycles", [1, 2])
@@ -706,7 +707,7 @@ def test_choosing_takes_little_time(packs):
 
 @crossed(
     ("see_depths", [pytest.param(False, id="first token"), pytest.param(True, id="all depths")]),
-    ("batch_size, gain", [(4, 1.1), (8, 1.1), (32, 1.02)]),
+    ("batch_size, gain", [(4, 1.1), (8, 1.1), (32, 1.01)]),
 )
 def test_a_batch_verifies_the_drafts_that_are_likeliest(batch_size, gain, see_depths):
     whole, _ = batch_speed(batch_size, packs=False, see_depths=see_depths)
@@ -774,7 +775,7 @@ def test_times_of_packed_cycles_say_little_of_whole_ones():
         plain, whole = policy.costs.of(4, 300).seconds[:2]
         found = whole / plain / (seconds(4, SHAPES[1], 300) / seconds(4, SHAPES[0], 300))
         assert abs(math.log(found)) < 0.7 * math.log(1 / 0.7)
-    assert sum(packed[:100]) > 30 > sum(packed[-300:])
+    assert sum(packed[:100]) > 90 and sum(packed[-300:]) < 75
 
 
 def test_what_is_planned_says_how_many_drafts_are_verified():

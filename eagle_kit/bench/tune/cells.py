@@ -168,33 +168,34 @@ def time_choosing(
     params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
 
     def decode(number: int) -> Decoded:
-        return decode_side_by_side({AUTO: llms[AUTO]}, part_of(prompts, number, batch), params)[AUTO]
+        part = part_of(prompts, number, batch)
+        return decode_side_by_side({AUTO: llms[AUTO]}, part, params, while_whole=True)[AUTO]
 
     decode(-WARM_UP)
     with _timed(policy) as spent:
         rounds = [decode(number) for number in range(sizes.rounds)]
-    cycles = sum(each.num_cycles for each in rounds)
-    seconds = sum(each.num_cycles * each.cycle_ms / 1e3 for each in rounds)
-    return {"figures": {"choosing us": 1e6 * sum(spent) / cycles, "share of a cycle": sum(spent) / seconds}}
+    mine = sum(map(sum, spent.values())) / len(spent["choose"])
+    whole = 1e-3 * statistics.median(each.cycle_ms for each in rounds)
+    return {"figures": {"choosing us": 1e6 * mine, "share of a cycle": mine / whole}}
 
 
 @contextmanager
-def _timed(policy: ShapePolicy) -> Iterator[list[float]]:
-    """Yield the seconds of every call of a policy."""
-    spent: list[float] = []
+def _timed(policy: ShapePolicy) -> Iterator[Mapping[str, Sequence[float]]]:
+    """Yield the seconds of every call of a policy, by name."""
+    spent: dict[str, list[float]] = {name: [] for name in CHOOSING}
 
-    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             begun = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                spent.append(time.perf_counter() - begun)
+                spent[name].append(time.perf_counter() - begun)
 
         return run
 
     for name in CHOOSING:
-        setattr(policy, name, timed(getattr(policy, name)))
+        setattr(policy, name, timed(name, getattr(policy, name)))
     try:
         yield spent
     finally:

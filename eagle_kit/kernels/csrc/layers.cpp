@@ -208,7 +208,7 @@ static void commit_rows(
   const int64_t size = store.size(store.dim() - 1), held = store.size(store.dim() - 2);
   STD_TORCH_CHECK(
       page_table.size(0) == batch && first.numel() == batch && counts.numel() == batch && size > 0 &&
-          held > 0,
+          held > 0 && page_size > 0,
       "windows and their requests do not fit");
   const int64_t *tables = numbers(page_table), *node = numbers(nodes), *from = numbers(first),
                 *many = numbers(counts);
@@ -220,7 +220,8 @@ static void commit_rows(
       const int64_t source = scratch + b * stride + node[b * most + i];
       const int64_t target = tables[b * pages + page] * page_size + position % page_size;
       STD_TORCH_CHECK(
-          source >= 0 && source < held && target >= 0 && target < held, "a row is not in the store");
+          node[b * most + i] >= 0 && source >= 0 && source < held && target >= 0 && target < held,
+          "a row is not in the store");
       copies.emplace_back(source, target);
     }
   floats(store);  // checks it

@@ -22,9 +22,9 @@ constexpr int LANES = 4, ROWS = 6;
 constexpr int LINE = 64;
 // Columns of a panel; ROWS rows of two vectors of sums fit into the registers.
 constexpr int PANEL = 2 * LANES;
-// Terms by which a weight is fetched ahead of its use, those of a chunk that several blocks of rows share,
-// and those where they are more than FEW, whose sums come and go with every chunk; the first blocks, during
-// which the next chunk is fetched.
+// Terms by which a weight is fetched ahead of its use; CHUNK terms that several blocks of rows share, or
+// LONG_CHUNK where there are more than FEW blocks, whose sums come and go with every chunk; the first blocks,
+// during which the next chunk is fetched.
 constexpr int64_t AHEAD = 128, CHUNK = 64, LONG_CHUNK = 512, FEW = 8, FETCHING = 4;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));

@@ -49,8 +49,8 @@ def topk_of_logits(
     logits: torch.Tensor, topk: int, *, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k of logits that are at hand, ``[T, Vd]`` of any float type, with any ``topk``: what
-    :func:`draft_topk` returns, in C++ for fp32 on a CPU, or by torch's own operation, which leaves the order
-    of equals open."""
+    :func:`draft_topk` returns, in C++ on a CPU for a ``topk`` of :data:`MAX_TOPK` at most, or by torch's own
+    operation, which leaves the order of equals open."""
     logits = logits.float()
     if topk <= MAX_TOPK and uses_cpp(logits):
         ids, scores = torch.ops.eagle_kit_cpp.draft_topk(logits.contiguous(), topk, normalized)

@@ -78,7 +78,7 @@ def rope_store(
         at = None if rows is None else rows_tensor(rows).contiguous()
         norms, store = (q_norm, k_norm, eps), (k_rows, v_rows, at, returns_kv)
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.rope_store(
-            qkv.contiguous(), *rotation.table, num_heads, *norms, interleaved, *store
+            qkv.contiguous(), *rotation.compiled_table, num_heads, *norms, interleaved, *store
         )
         return made
     q, k, v = reference.rope(qkv, rotation.table, num_heads, q_norm, k_norm, eps, interleaved)

@@ -8,8 +8,6 @@ from functools import cached_property
 
 import torch
 
-from eagle_kit.kernels.backend import uses_cpp
-
 
 @dataclass(frozen=True)
 class Rotation:
@@ -28,16 +26,19 @@ class Rotation:
     @cached_property
     def table(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``, for the
-        reference and C++: the kernel computes its own."""
-        if self.positions.dtype == torch.int64 and uses_cpp(self.inv_freq):
-            given = self.positions.contiguous(), self.inv_freq.contiguous(), self.magnitude
-            cosines, sines = torch.ops.eagle_kit_cpp.rotation_table(*given)
-            return cosines, sines
+        reference: the kernel computes its own."""
         angle = self.positions.to(torch.float32)[:, None] * self.inv_freq
         cos, sin = angle.cos(), angle.sin()
         if self.magnitude != 1.0:
             cos, sin = cos * self.magnitude, sin * self.magnitude
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+
+    @cached_property
+    def compiled_table(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same by C++ (:mod:`eagle_kit.kernels.cpp`), to a rounding error."""
+        given = self.positions.long().contiguous(), self.inv_freq.contiguous(), self.magnitude
+        cosines, sines = torch.ops.eagle_kit_cpp.rotation_table(*given)
+        return cosines, sines
 
     def to(self, device: torch.device) -> "Rotation":
         """The same positions on ``device``."""

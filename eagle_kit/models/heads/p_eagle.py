@@ -127,6 +127,6 @@ class PEagleHead(Eagle3Head):
         for i, layer in enumerate(self.stack):
             attended = layer.self_attn.attended(x, rotation, i, attend)
             if wanted is not None and i + 1 == self.config.num_layers:
-                attended, residual = attended[wanted], residual[wanted]
+                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             x, residual = self.next_inputs(i, residual, attended)
         return StepOutput(residual, x)

@@ -199,7 +199,7 @@ class StandaloneDraftModel(DraftModel):
     ) -> StepOutput:
         """See :class:`DraftModel`."""
         hidden = self.model(rows.tokens, rows.positions, attend).hidden
-        hidden = hidden if wanted is None else hidden[wanted]
+        hidden = hidden if wanted is None else hidden.index_select(0, wanted)
         return StepOutput(hidden, hidden)
 
     def readout(self, read: torch.Tensor) -> Readout:
