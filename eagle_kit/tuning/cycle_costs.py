@@ -12,6 +12,9 @@ from eagle_kit.tuning.shapes import Seconds
 SPAN = 256
 """Tokens of context over which costs are taken for the same."""
 
+OPTIMISM = 0.3
+"""Standard errors by which a kind of cycle that is not in use may be better than is known."""
+
 PackedShare = Callable[[int, SpecShape, int, int], float]
 """Time of a cycle whose windows are packed, as a part of that with whole ones: batch size, shape, context,
 rows."""
@@ -85,8 +88,8 @@ class CycleCosts:
         return found
 
     def at_best(self, batch_size: int, number: int, used: Kind, *, is_packed: bool = False) -> float:
-        """Return the part of its expected seconds that a cycle may take at best, by one standard error beside
-        the kind that is ``used``. What is chosen by that comes up again after it was slow once."""
+        """Return the part of its expected seconds that a cycle may take at best, by ``OPTIMISM`` beside the
+        kind that is ``used``. What is chosen by that comes up again after it was slow once."""
         clock = self._clocks.get(batch_size)
         if clock is None:
             return 1.0
@@ -95,7 +98,7 @@ class CycleCosts:
             known = self._at_best[batch_size] = clock.num_updates, used, {}
         kind = Kind(number, is_packed)
         if kind not in known[2]:
-            known[2][kind] = math.exp(-clock.standard_error(kind, used))
+            known[2][kind] = math.exp(-OPTIMISM * clock.standard_error(kind, used))
         return known[2][kind]
 
     def packings(self, batch_size: int, context: int, number: int) -> Packings:

@@ -50,7 +50,7 @@ from eagle_kit.tuning.clock import PLAIN, Kind
 from eagle_kit.tuning.cycle_costs import CycleCosts, PackedShare
 from eagle_kit.tuning.shapes import Seconds
 
-SHARED_VARIANCE, SHARED_CHANGE, TOGETHER = 0.25, 0.03, 8
+SHARED_VARIANCE, SHARED_CHANGE, TOGETHER = 0.25, 0.06, 4
 """Variance at first of what texts have in common, and what every new request adds to it: tasks change. Those
 of a batch of more than ``TOGETHER`` add as much as so many."""
 MIX_RATE, SHARED_RATE, AVERAGE_SEEN = 0.1, 0.02, 16

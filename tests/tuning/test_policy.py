@@ -591,7 +591,7 @@ def test_first_cycles_say_nothing_of_the_texts():
 
     assert learnt(1) == learnt(0)
     found = [learnt(1, seed)[0] for seed in range(8)]
-    assert abs(np.mean(found)) < 0.1 and max(map(abs, found)) < 0.7
+    assert abs(np.mean(found)) < 0.1 and max(map(abs, found)) < 1.0
 
 
 @pytest.mark.parametrize("num_cycles", [1, 2])
