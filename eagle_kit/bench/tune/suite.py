@@ -81,13 +81,20 @@ class DraftEngines(Mapping[str, LLM]):
         self._made: dict[str, LLM] = {}
 
     def __getitem__(self, setting: str) -> LLM:
-        if not self._made:
+        if setting not in self._made:
             for other in self._current:
                 other._made = {}
             self._current[:] = [self]
             gc.collect()
             self._made = self._make()
         return self._made[setting]
+
+    def keep(self, setting: str) -> None:
+        """Drop all engines but one; they are made anew where they are asked for again."""
+        llm = self[setting]
+        self._made = {}
+        gc.collect()
+        self._made = {setting: llm}
 
     def __iter__(self) -> Iterator[str]:
         self[PLAIN]
@@ -132,14 +139,17 @@ def cases_of(
     yield Case(f"{name}, cold", first, partial(compare_cold, llms, prompts[first], sizes, most), values)
     for batch in sizes.batches:
         values = {"draft": name, "batch": batch}
-        yield Case(
-            f"{name}, choosing",
-            f"batch {batch}",
-            partial(time_choosing, llms, prompts[first], batch, sizes),
-            values,
-        )
+        measure = partial(time_choosing, llms, prompts[first], batch, sizes)
+        yield Case(f"{name}, choosing", f"batch {batch}", measure, values)
     for batch in (size for size in PEER_BATCHES if sizes.compare and size <= max(sizes.batches)):
         values = {"draft": name, "batch": batch, "task": first, "peers": True}
         started = partial(start_peers, target, draft, llms, sizes)
-        measure = partial(compare_peers, llms, started, prompts[first], batch, sizes)
+        measure = partial(_beside_peers, llms, started, prompts[first], batch, sizes)
         yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
+
+
+def _beside_peers(llms: Engines, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """:func:`compare_peers`, whose engines have room only without those of fixed shapes."""
+    if isinstance(llms, DraftEngines):
+        llms.keep(AUTO)
+    return compare_peers(llms, *args, **kwargs)
