@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.tuning.clock import QUICK_ERROR, TABLE_ERROR, Clock, Kind
+from eagle_kit.tuning.cost_filter import QUICK_ERROR, TABLE_ERROR, CostFilter, Kind
 from eagle_kit.tuning.packing import packed_counts
 from eagle_kit.tuning.shapes import Seconds
 
@@ -71,9 +71,8 @@ class CycleCosts:
         self._tables: dict[tuple[int, int], list[float]] = {}
         self._shares: dict[tuple[int, int, int, int], float] = {}
         self._costs: dict[tuple[int, int], ShapeCosts] = {}
-        self._parts: dict[tuple[int, int, int], tuple[list[int], list[float]]] = {}
         self._packings: dict[tuple[int, int, int], Packings] = {}
-        self._clocks: dict[int, Clock] = {}
+        self._clocks: dict[int, CostFilter] = {}
         self._at_best: dict[int, tuple[int, Kind, dict[Kind, float]]] = {}
 
     def of(self, batch_size: int, context: int) -> ShapeCosts:
@@ -107,11 +106,8 @@ class CycleCosts:
         version, found = -1 if clock is None else clock.version, self._packings.get(key)
         if found is not None and found.version == version:
             return found
-        if key not in self._parts:
-            counts = [count for count in packed_counts(batch_size, self._shapes[number].steps) if count]
-            shares = [self._share(batch_size, number, context, batch_size + count) for count in counts]
-            self._parts[key] = counts, shares
-        counts, shares = self._parts[key]
+        counts = [count for count in packed_counts(batch_size, self._shapes[number].steps) if count]
+        shares = [self._share(batch_size, number, context, batch_size + count) for count in counts]
         drift = 0.0 if clock is None else clock.drift(Kind(number, is_packed=True))
         whole = math.exp(drift) * self._table(batch_size, context)[number]
         found = self._packings[key] = Packings(version, counts, [share * whole for share in shares])
@@ -125,11 +121,10 @@ class CycleCosts:
         clock = self._clocks.get(batch_size)
         if clock is None:
             error = TABLE_ERROR if batch_size <= self.tuned_to else QUICK_ERROR
-            clock = self._clocks[batch_size] = Clock(error)
-        expected = self._table(batch_size, context)[number]
-        is_packed = num_rows is not None and self.packed_share is not None
-        if num_rows is not None and is_packed:
-            expected *= self._share(batch_size, number, context, num_rows)
+            clock = self._clocks[batch_size] = CostFilter(error)
+        expected, is_packed = self._table(batch_size, context)[number], False
+        if num_rows is not None and self.packed_share is not None:
+            expected, is_packed = expected * self._share(batch_size, number, context, num_rows), True
         clock.observe(Kind(number, is_packed), cycle, math.log(seconds / expected))
 
     def variance(self, batch_size: int, number: int, cycle: int) -> float:

@@ -46,7 +46,7 @@ from eagle_kit.tuning.chances import (
     log_odds_of,
     reach_of,
 )
-from eagle_kit.tuning.clock import PLAIN, Kind
+from eagle_kit.tuning.cost_filter import PLAIN, Kind
 from eagle_kit.tuning.cycle_costs import CycleCosts, PackedShare
 from eagle_kit.tuning.shapes import Seconds
 
@@ -286,12 +286,12 @@ class ShapePolicy:
         base, allowed = self._number[self.shape], self._drafting(len(eases))
         at_best = {number: self.costs.at_best(len(eases), number, self._used) for number in allowed}
         worth = {n: expected[n] - self._rate * costs[n] * part for n, part in at_best.items()}
-        best = max(allowed, key=worth.__getitem__, default=base)
+        best = max(allowed, key=worth.__getitem__)
         if base in allowed and worth[best] < worth[base] + LEAST_GAIN * expected[base]:
             best = base
         tokens, seconds = expected[best], costs[best]
         if not self._is_probe:
-            least = worth.get(best, 0.0) + LEAST_GAIN * tokens
+            least = worth[best] + LEAST_GAIN * tokens
             packed = self._pack(eases, rows, told, context, expected, least)
             if packed is not None:
                 best, self.num_drafts, tokens, seconds = packed
@@ -410,7 +410,7 @@ class ShapePolicy:
         if allowed:
             drafting = now
             if now not in allowed or not self._spent or self._num_looks % WHOLE_LOOK == 0:
-                speeds = self._speeds_of(eases, context, costs)
+                speeds = self._speeds(eases, context, costs)
                 at_best = {n: speeds[n] / self.costs.at_best(size, n, self._used) for n in {*allowed, now}}
                 drafting, plain = max(allowed, key=at_best.__getitem__), float(speeds[0])
                 worth, is_much_better = float(speeds[drafting]), at_best[drafting] > GAIN * at_best[now]
@@ -479,9 +479,8 @@ class ShapePolicy:
             variance += slope**2 * ease.variance
             shared += 0.0 if ease.information else slope
         variance += shared**2 * self._shared_variance
-        return (
-            math.sqrt(variance / total**2 + self.costs.variance(len(eases), number, self._num_cycles)) + 1e-6
-        )
+        of_costs = self.costs.variance(len(eases), number, self._num_cycles)
+        return math.sqrt(variance / total**2 + of_costs) + 1e-6
 
     def _reading_missed(self, eases: Sequence[Ease], context: int) -> float:
         """Seconds in which the draft reads what it has missed."""
@@ -496,18 +495,14 @@ class ShapePolicy:
         if is_probe:
             self._left, self._num_timed = PROBE, 0
 
-    def _speeds_of(self, eases: Sequence[Ease], context: int, costs: Sequence[float]) -> np.ndarray:
-        """The same as :meth:`speeds`, as it was where nothing has been learnt since: plain cycles say nothing
-        of texts."""
+    def _speeds(self, eases: Sequence[Ease], context: int, costs: Sequence[float]) -> np.ndarray:
+        """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu. They are kept
+        where nothing is learnt: plain cycles say nothing of texts."""
         known = [(ease.value, ease.mix) for ease in eases]
         if known != self._known_eases or costs is not self._known_costs:
             self._known_eases, self._known_costs = known, costs
-            self._known_speeds = self.speeds(eases, context)
+            self._known_speeds = self._outlook(eases, context).speeds
         return self._known_speeds
-
-    def speeds(self, eases: Sequence[Ease], context: int) -> np.ndarray:
-        """Expected tokens per second of the batch in every shape, ``[M]``; 0 off its menu."""
-        return self._outlook(eases, context).speeds
 
     def _outlook(self, eases: Sequence[Ease], context: int) -> "_Outlook":
         """What is expected of the batch in every shape, with as many drafts verified as is fastest; nothing

@@ -47,7 +47,7 @@ def compare(
     num_warm_ups = 0 if batch in warm else WARM_UP
     if num_warm_ups:
         forget_graphs(llms)
-    params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
+    params = _replies(sizes, batch)
     rates: dict[str, list[float]] = {setting: [] for setting in llms}
     cycle_ms: dict[str, list[float]] = {setting: [] for setting in llms}
     used: Counter[str] = Counter()
@@ -74,6 +74,11 @@ def compare(
         "cycle_ms": {setting: statistics.median(values) for setting, values in cycle_ms.items()},
         "shapes": dict(used.most_common()),
     }
+
+
+def _replies(sizes: Sizes, batch: int) -> SamplingParams:
+    """Parameters of a round's replies, which go on behind their ends."""
+    return SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
 
 
 def judged(rates: Mapping[str, Sequence[float]], shapes: Sequence[str]) -> dict[str, Any]:
@@ -165,7 +170,7 @@ def time_choosing(
     in the processor's caches, it takes several times what it takes in a loop of its own."""
     policy = llms[AUTO].engine().shapes
     assert isinstance(policy, ShapePolicy)
-    params = SamplingParams(max_tokens=min(sizes.max_tokens, TOKENS_OF_A_ROUND // batch), ignore_eos=True)
+    params = _replies(sizes, batch)
 
     def decode(number: int) -> Decoded:
         part = part_of(prompts, number, batch)

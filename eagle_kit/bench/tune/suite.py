@@ -11,7 +11,6 @@ from eagle_kit.bench.case import Case, Machine
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.runner import Benchmark, conduct
 from eagle_kit.bench.tune.cells import (
-    Engines,
     compare,
     compare_cold,
     compare_peers,
@@ -124,7 +123,7 @@ def _settings(plain: LLM, draft: str, sizes: Sizes, most: dict[str, Any]) -> dic
 
 
 def cases_of(
-    target: str, draft: str, llms: Engines, prompts: Prompts, sizes: Sizes, most: dict[str, Any]
+    target: str, draft: str, llms: DraftEngines, prompts: Prompts, sizes: Sizes, most: dict[str, Any]
 ) -> Iterator[Case]:
     """Cases of a draft: every batch size and task; the first replies of a new engine, its recordings not made
     yet; what choosing costs beside a cycle; and, where asked for, two batch sizes beside other engines."""
@@ -148,8 +147,7 @@ def cases_of(
         yield Case(f"{name}, beside others", f"batch {batch}", measure, values)
 
 
-def _beside_peers(llms: Engines, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _beside_peers(llms: DraftEngines, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """:func:`compare_peers`, whose engines have room only without those of fixed shapes."""
-    if isinstance(llms, DraftEngines):
-        llms.keep(AUTO)
+    llms.keep(AUTO)
     return compare_peers(llms, *args, **kwargs)

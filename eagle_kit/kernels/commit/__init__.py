@@ -38,10 +38,12 @@ def commit_path(
         "v must have the shape and dtype of k"
     )
     if uses_cpp(k, v, backend=backend):
-        windows = page_table.contiguous(), page_size, nodes.contiguous(), first_position.contiguous()
+        table, path, first, counts = (
+            each.contiguous() for each in (page_table, nodes, first_position, num_committed)
+        )
         for store in (k, v) if v is not None else (k,):
             torch.ops.eagle_kit_cpp.commit_rows(
-                store, *windows, num_committed.contiguous(), scratch_start, scratch_stride
+                store, table, page_size, path, first, counts, scratch_start, scratch_stride
             )
         return
     form: Any = reference

@@ -110,7 +110,8 @@ static void rotate(
   std::copy(x + rotated, x + size, y + rotated);
 }
 
-// positions [T], inv_freq [E / 2] -> cosines (c, c) and signed sines (-s, s), [T, 1, E].
+// positions [T], inv_freq [E / 2] -> cosines (c, c) and signed sines (-s, s), [T, 1, E]. One of each takes as
+// long as some 32 other elements.
 static std::tuple<Tensor, Tensor> rotation_table(
     const Tensor& positions, const Tensor& inv_freq, double magnitude) {
   const int64_t count = positions.numel(), half = inv_freq.numel(), *at = numbers(positions);

@@ -5,7 +5,15 @@ import math
 import numpy as np
 import pytest
 
-from eagle_kit.tuning.clock import OF_KIND, OF_PACKING, PLAIN, QUICK_ERROR, TABLE_ERROR, Clock, Kind
+from eagle_kit.tuning.cost_filter import (
+    OF_KIND,
+    OF_PACKING,
+    PLAIN,
+    QUICK_ERROR,
+    TABLE_ERROR,
+    CostFilter,
+    Kind,
+)
 
 ONE, TWO, THREE = Kind(1), Kind(2), Kind(3)
 
@@ -24,7 +32,7 @@ def run(clock, errors, cycles, count=8, seed=0, noise=0.02):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_kind_that_costs_more_than_the_table_says_is_found(seed, count):
-    clock, errors = Clock(), {PLAIN: 0.0, ONE: 0.2, TWO: -0.1, Kind(1, is_packed=True): 0.1}
+    clock, errors = CostFilter(), {PLAIN: 0.0, ONE: 0.2, TWO: -0.1, Kind(1, is_packed=True): 0.1}
     cycle = run(clock, errors, 400, count, seed=seed)
     for kind, error in errors.items():
         assert clock.drift(kind) == pytest.approx(error, abs=0.04)
@@ -33,7 +41,7 @@ def test_a_kind_that_costs_more_than_the_table_says_is_found(seed, count):
 
 
 def test_a_machine_that_is_slower_for_all_shapes_changes_no_cost():
-    clock = Clock()
+    clock = CostFilter()
     run(clock, {PLAIN: 0.5, ONE: 0.5}, 200)
     assert clock.drift(ONE) == pytest.approx(0.0, abs=0.03)
 
@@ -50,7 +58,7 @@ def take_turns(clock, errors, cycle=0, times=1, count=6):
 
 def test_the_same_estimates_as_of_all_times_at_once():
     """Least squares over level, drafting, packing and kinds, with a level that does not wander."""
-    clock, noise, rng = Clock(), 0.05**2, np.random.default_rng(3)
+    clock, noise, rng = CostFilter(), 0.05**2, np.random.default_rng(3)
     kinds = [PLAIN, ONE, TWO, Kind(2, is_packed=True)]
     rows = np.array([[1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 1, 0, 0, 1]])
     prior = np.array([4.0, TABLE_ERROR**2 - OF_KIND**2, OF_PACKING**2, *[OF_KIND**2] * 3])
@@ -68,7 +76,7 @@ def test_the_same_estimates_as_of_all_times_at_once():
 
 
 def test_an_error_of_plain_decodings_own_time_is_one_of_all_shapes():
-    clock = Clock(QUICK_ERROR)
+    clock = CostFilter(QUICK_ERROR)
     take_turns(clock, [(ONE, 0.0), (PLAIN, -0.8)])
     assert clock.has_compared
     assert clock.drift(ONE) == pytest.approx(0.8, abs=0.1)
@@ -76,7 +84,7 @@ def test_an_error_of_plain_decodings_own_time_is_one_of_all_shapes():
 
 
 def test_packed_windows_that_are_dear_say_little_of_whole_ones():
-    clock = Clock()
+    clock = CostFilter()
     take_turns(clock, [(PLAIN, 0.0), (Kind(1, is_packed=True), 0.35)], times=3)
     assert clock.drift(Kind(1, is_packed=True)) == pytest.approx(0.35, abs=0.05)
     assert clock.drift(Kind(2, is_packed=True)) > 0.2
@@ -84,7 +92,7 @@ def test_packed_windows_that_are_dear_say_little_of_whole_ones():
 
 
 def test_one_time_that_is_far_off_is_not_believed_and_several_are():
-    clock = Clock()
+    clock = CostFilter()
     cycle = take_turns(clock, [(PLAIN, 0.0), (ONE, 0.0)], times=3)
     for kind, error in ((PLAIN, 0.0), (ONE, 1.0)):
         clock.observe(kind, cycle, error)
@@ -95,7 +103,7 @@ def test_one_time_that_is_far_off_is_not_believed_and_several_are():
 
 
 def test_a_machine_that_becomes_faster_leaves_doubt():
-    clock = Clock()
+    clock = CostFilter()
     cycle = take_turns(clock, [(PLAIN, 0.0), (ONE, 0.0)], times=3)
     before = clock.variance(ONE, cycle)
     take_turns(clock, [(ONE, -0.3)], cycle, times=3)
@@ -104,7 +112,7 @@ def test_a_machine_that_becomes_faster_leaves_doubt():
 
 
 def test_what_was_not_compared_for_long_is_doubted_again_and_goes_back_to_the_table():
-    clock = Clock()
+    clock = CostFilter()
     cycle = run(clock, {PLAIN: 0.0, ONE: 0.1}, 300)
     doubts = [clock.variance(ONE, cycle + wait) for wait in (0, 1000, 10**6)]
     assert 0 < doubts[0] < doubts[1] < doubts[2] <= TABLE_ERROR**2 * 1.001
@@ -113,13 +121,13 @@ def test_what_was_not_compared_for_long_is_doubted_again_and_goes_back_to_the_ta
 
 
 def test_the_noise_of_cycles_is_measured():
-    clock = Clock()
+    clock = CostFilter()
     run(clock, {PLAIN: 0.0, ONE: 0.0}, 2000, noise=0.04)
     assert math.sqrt(clock.noise) == pytest.approx(0.04, rel=0.3)
 
 
 def test_a_kind_is_doubted_beside_the_one_that_is_used():
-    clock = Clock()
+    clock = CostFilter()
     take_turns(clock, [(PLAIN, 0.0), (TWO, 0.0), (ONE, 0.0)], times=4)
     clock.observe(THREE, 72, 0.0)
     clock.observe(ONE, 73, 0.0)
@@ -134,7 +142,7 @@ def test_a_kind_is_doubted_beside_the_one_that_is_used():
 def test_a_comparison_is_remembered_by_what_it_was_made_of():
     """After hours in one shape plain decoding is tried: a drift that was known is forgotten by then, but what
     is measured now is believed."""
-    clock = Clock()
+    clock = CostFilter()
     cycle = take_turns(clock, [(PLAIN, 0.0), (ONE, 0.3)], times=4)
     cycle = take_turns(clock, [(ONE, 0.3)], cycle, count=20_000)
     take_turns(clock, [(PLAIN, 0.0)], cycle, count=4)
@@ -142,6 +150,6 @@ def test_a_comparison_is_remembered_by_what_it_was_made_of():
 
 
 def test_what_was_learnt_of_kinds_is_no_change_of_the_machine():
-    clock = Clock(QUICK_ERROR)
+    clock = CostFilter(QUICK_ERROR)
     cycle = take_turns(clock, [(ONE, 0.0), (PLAIN, -0.8)])
     assert clock.variance(ONE, cycle) < 0.1**2

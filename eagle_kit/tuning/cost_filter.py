@@ -30,7 +30,7 @@ FIRST_NOISE, MOST_NOISE, NOISE_RATE = 0.08, 0.25, 0.05
 its variance follows what is measured."""
 NEW_NOISE = 0.1
 """What the first cycle of a kind behind one of another has besides."""
-ODD = 3.0
+OUTLIER = 3.0
 """Standard deviations beyond which a time is not believed: one cycle met another program, or, if the next
 ones do too, the machine has changed."""
 SETTLED, LEVEL_RATE = 6, 0.4
@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 PLAIN = Kind(0)
 
 
-class Clock:
+class CostFilter:
     """Measured times of a batch size beside the table's, as logarithms; cycles are counted by the caller.
 
     Args:
@@ -122,18 +122,18 @@ class Clock:
         if kind not in self._seen:
             self._seen[kind] = (0, *self._parts(kind), self._add(OF_KIND**2))
         seen, state = self._seen[kind], self._state
-        surprise = error - sum([state[i] for i in seen])
-        if self._num_alike > SETTLED and cycle - self._relaxed < RELAX:
-            most = ODD * math.sqrt(self.noise)
-            state[0] += LEVEL_RATE * min(max(surprise, -most), most)
+        is_due = cycle - self._relaxed >= RELAX
+        if is_due:
+            self._relax(cycle)
+        innovation = error - sum([state[i] for i in seen])
+        if self._num_alike > SETTLED and not is_due:
+            most = OUTLIER * math.sqrt(self.noise)
+            state[0] += LEVEL_RATE * min(max(innovation, -most), most)
         else:
             self._covariance[0][0] += LEVEL_WANDER**2 if follows else UNKNOWN**2
-            if cycle - self._relaxed >= RELAX:
-                self._relax(cycle)
-                surprise = error - sum([state[i] for i in seen])
             noise = self.noise if self._num_alike > 1 else self.noise + NEW_NOISE**2
             odd = {0, seen[-1], self._seen[before][-1]} if self._num_alike == 1 else {0}
-            self._learn(seen, surprise, noise, odd)
+            self._learn(seen, innovation, noise, odd)
         if self._level_then is None or (follows and self._num_alike <= SETTLED):
             self._level_then = state[0]  # what is learnt of kinds is no change of the machine
         elif abs(state[0] - self._level_then) > CHANGE:
@@ -174,20 +174,20 @@ class Clock:
             row[0] *= kept
             self._covariance[0][i] = row[0]
 
-    def _learn(self, seen: tuple[int, ...], surprise: float, noise: float, odd: set[int]) -> None:
-        """Update all numbers by the ``surprise`` of the sum of those ``seen``. One beyond ``ODD`` standard
-        deviations is rejected, and the variances of those that are ``odd`` then are raised instead."""
+    def _learn(self, seen: tuple[int, ...], innovation: float, noise: float, odd: set[int]) -> None:
+        """Update all numbers by the ``innovation`` of the sum of those ``seen``. One beyond ``OUTLIER``
+        standard deviations is rejected, and the variances of those that are ``odd`` then are raised."""
         self.num_updates += 1
         column = [sum([row[i] for i in seen]) for row in self._covariance]
         spread = sum([column[i] for i in seen]) + noise
-        if surprise**2 > ODD**2 * spread:
+        if innovation**2 > OUTLIER**2 * spread:
             for i in odd:
                 most = MOST_DOUBT**2 if i else UNKNOWN**2
-                self._covariance[i][i] += min(surprise**2 / 2, max(most - self._covariance[i][i], 0.0))
+                self._covariance[i][i] += min(innovation**2 / 2, max(most - self._covariance[i][i], 0.0))
             return
         for i, (row, mine) in enumerate(zip(self._covariance, column, strict=True)):
             gain = mine / spread
-            self._state[i] += gain * surprise
+            self._state[i] += gain * innovation
             for j, other in enumerate(column):
                 row[j] -= gain * other
         now, told = self._state, self._told
