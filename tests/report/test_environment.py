@@ -7,9 +7,7 @@ import pytest
 from eagle_kit.report.environment import cpu_model
 
 INTEL = "processor\t: 0\ncpu family\t: 6\nmodel\t\t: 85\nmodel name\t: Xeon(R) 8259CL CPU @ 2.50GHz\n"
-CLOUD = (
-    "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\n"
-)
+CLOUD = "processor\t: 0\ncpu family\t: 26\nmodel\t\t: 2\nmodel name\t: AMD EPYC\n\nprocessor\t: 1\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 108.00\n\nHardware\t: BCM2835\n"
 
 
