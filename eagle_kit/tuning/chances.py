@@ -17,6 +17,7 @@ UNKNOWN = 0.05
 """Chance of a depth that was never reached."""
 LEAST_EASE, MOST_EASE = -6.0, 6.0
 EASES = np.linspace(LEAST_EASE, MOST_EASE, 49)
+EASE_SPACING = float(EASES[1] - EASES[0])
 VARIANCE, CHANGE = 1.0, 0.01
 """Variance of the ease of texts beside what they have in common, and what is added to that of a request's
 with every cycle: texts change."""
@@ -60,6 +61,11 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def chance_of(odds: float) -> float:
     """Chance of log-odds."""
     return 1.0 / (1.0 + math.exp(-max(odds, -700.0)))
+
+
+def place_of(value: float) -> int:
+    """Place among ``EASES`` of the one nearest to a value within their bounds."""
+    return int((value - LEAST_EASE) / EASE_SPACING + 0.5)
 
 
 def learn_offset(

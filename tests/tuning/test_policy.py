@@ -13,9 +13,11 @@ from crossed import crossed
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.calibration import Calibration
-from eagle_kit.tuning.chances import EASES
+from eagle_kit.tuning.chances import EASE_SPACING, EASES, place_of
 from eagle_kit.tuning.cycle_costs import Packings
-from eagle_kit.tuning.policy import EASE_SPACING, HOLD, PROBE, WHOLE_LOOK, Ease, ShapePolicy, _rows
+from eagle_kit.tuning.policy import HOLD, WHOLE_LOOK, ShapePolicy
+from eagle_kit.tuning.probes import PROBE
+from eagle_kit.tuning.texts import Ease
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
 AVERAGE = 0.55
@@ -189,7 +191,7 @@ def test_what_requests_have_taught_about_confidences_serves_those_that_come():
             if next(cycles) % 12 == 0:
                 eases[:] = [policy.new_request()]
                 if not shares:
-                    policy.calibration = Calibration()
+                    policy.texts.calibration = Calibration()
             policy.see(eases[0], survival)
 
         return told_speed(
@@ -322,14 +324,15 @@ def test_a_plain_probe_does_not_change_what_a_head_that_tells_is_worth():
         policy.see(ease, [0.8, 0.6, 0.5, 0.4, 0.3, 0.2])
         policy.observe(ease, policy.choose([ease], 300), 0)
     assert policy._spent and ease.value < -1.0
-    before = policy._gained * policy._usual(_rows([ease])) / policy._spent
+    before = policy._gained / policy._spent
     policy.see(ease, None)
-    assert policy._gained * policy._usual(_rows([ease])) / policy._spent == before
+    assert policy._gained / policy._spent == before and policy.texts.tells
 
 
 def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
-    """It is made of numbers at hand, plain or not; a look comes every eight cycles, and one that compares all
-    shapes, while cycles are chosen one by one, at every fourth of them."""
+    """It is made of numbers at hand, plain or not; a look comes every eight cycles, or sixteen where it is
+    clear whether to draft, and one that compares all shapes, while cycles are chosen one by one, at every
+    fourth of them."""
     policy, looks = make_policy(confident_table()), Counter()
     outlook = ShapePolicy._outlook
 
@@ -346,8 +349,8 @@ def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
         for ease in eases:
             policy.observe(ease, shape, shape.steps if number < 200 else 0)
     assert not policy.shape.steps
-    assert 200 / (HOLD * WHOLE_LOOK) <= looks[True] < 200 / (HOLD * WHOLE_LOOK) + 8
-    assert looks[False] < 200 / HOLD + 16
+    assert 200 / (2 * HOLD * WHOLE_LOOK) <= looks[True] < 200 / (HOLD * WHOLE_LOOK) + 4
+    assert looks[False] < 200 / HOLD
 
 
 def test_doubt_is_that_of_the_mean_length_by_the_delta_method():
@@ -358,14 +361,15 @@ def test_doubt_is_that_of_the_mean_length_by_the_delta_method():
         Ease(-0.6, (0.6, 0.3, 0.1), variance=0.7),
         Ease(float(EASES[-1]), (0.1, 0.1, 0.8), variance=0.9),
     ]
+    lengths = policy._lengths
     for number in range(1, len(policy.shapes)):
-        rows = _rows(eases)
-        mixes = policy._tilts[number] * np.array([ease.mix for ease in eases])
+        rows = [place_of(ease.value) for ease in eases]
+        mixes = lengths._tilts[number] * np.array([ease.mix for ease in eases])
         mixes /= mixes.sum(1, keepdims=True)
-        here = (policy._lengths[rows, number] * mixes).sum(1)
+        here = (lengths._lengths[rows, number] * mixes).sum(1)
         above = [min(row + 1, len(EASES) - 1) for row in rows]
-        slopes = ((policy._lengths[above, number] * mixes).sum(1) - here) / EASE_SPACING
-        variance = (slopes**2 * [0.3, 0.7, 0.9]).sum() + slopes[1:].sum() ** 2 * policy._shared_variance
+        slopes = ((lengths._lengths[above, number] * mixes).sum(1) - here) / EASE_SPACING
+        variance = (slopes**2 * [0.3, 0.7, 0.9]).sum() + slopes[1:].sum() ** 2 * policy.texts.shared_variance
         expected = math.sqrt(variance / here.sum() ** 2 + policy.costs.variance(3, number, 0))
         assert policy._doubt(eases, number) == pytest.approx(expected, rel=1e-4)
 
@@ -562,17 +566,18 @@ def test_looking_at_the_plan_changes_nothing():
     policy, other = make_policy(), make_policy()
     for _ in range(50):
         policy.plan([1, 8])
-    assert policy._shared_variance == other._shared_variance
+    assert policy.texts.shared_variance == other.texts.shared_variance
 
 
 def test_one_request_tells_little_of_the_others():
     """However long it is drafted, it is one text."""
     policy, rng = make_policy(), random.Random(0)
-    ease, before = policy.new_request(), policy._shared_variance
+    ease, before = policy.new_request(), policy.texts.shared_variance
     for _ in range(5000):
         policy.observe(ease, SHAPES[1], int(rng.random() < 0.9))
-    assert policy._shared_variance > before / (1.0 + before) - 1e-6
-    assert 0.0 < policy.shared_ease < 0.5 * ease.value
+        policy.learn()
+    assert policy.texts.shared_variance > before / (1.0 + before) - 1e-6
+    assert 0.0 < policy.texts.shared_ease < 0.5 * ease.value
 
 
 def test_first_cycles_say_nothing_of_the_texts():
@@ -587,7 +592,8 @@ def test_first_cycles_say_nothing_of_the_texts():
                 chance = rng.choice((0.1, 0.5, 0.9))
                 policy.see(ease, chance)
                 policy.observe(ease, SHAPES[1], int(rng.random() < chance))
-        return policy.shared_ease, ease.value
+        policy.learn()
+        return policy.texts.shared_ease, ease.value
 
     assert learnt(1) == learnt(0)
     found = [learnt(1, seed)[0] for seed in range(8)]
@@ -806,8 +812,11 @@ def test_a_request_without_verified_drafts_tells_nothing_of_its_text():
     policy.see(ease, 0.5)
     before = ease.value
     policy.observe(ease, SHAPES[3], 0, 0)
+    policy.learn()
     assert ease.value == before and ease.information == 0.0
     policy.observe(ease, SHAPES[3], 1, 1)
+    policy.learn()
     once, ease.value, ease.variance = ease.value, before, 1.0
     policy.observe(ease, SHAPES[1], 1)
+    policy.learn()
     assert once == pytest.approx(ease.value, rel=0.05), "one draft of a longer chain is one of a short one"
