@@ -67,10 +67,22 @@ def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> b
     return cpp.available()
 
 
+def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> bool:
+    """Return whether to copy rows of tensors of any dtype by C++: as :func:`uses_cpp`, but nothing is compiled
+    for it, since torch's copies have the same bits."""
+    backend = backend or _chosen.get()
+    if backend not in (None, "cpp") or not all(map(_is_plain, tensors)) or is_differentiated(*tensors):
+        return False
+    return cpp.available() if backend == "cpp" else cpp.is_loaded()
+
+
 def _is_plain_fp32(tensor: torch.Tensor) -> bool:
-    """Return True for fp32 on a CPU; False for fake tensors, and those of several processes."""
-    is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
-    return is_plain and tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    return tensor.dtype == torch.float32 and _is_plain(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return True for tensors on a CPU; False for fake ones, and those of several processes."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
 
 
 def is_differentiated(*tensors: torch.Tensor) -> bool:

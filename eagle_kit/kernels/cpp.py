@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from eagle_kit.core.files import cache_folder, replacing, taking_turns
 
-SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp", "logits.cpp")
+SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp", "logits.cpp", "rows.cpp")
 HEADERS = ("threads.h", "vectors.h")
 FOLDER = Path(__file__).parent / "csrc"
 COMPARED_ROWS, MANY_ROWS, COMPARED_TERMS = 13, 97, 600
@@ -61,6 +61,11 @@ def problem() -> str | None:
         except (OSError, RuntimeError, ValueError) as error:
             return str(error).partition("\n")[0]
     return None if _sums_in_one_order() else "its C++ compiler adds up in another order for other rows"
+
+
+def is_loaded() -> bool:
+    """Return True if the operations are at hand already."""
+    return hasattr(torch.ops.eagle_kit_cpp, "linear") and available()
 
 
 def compiled_folder() -> Path:

@@ -161,8 +161,13 @@ class Recording:
         while True:
             if any(each is tensor for each in changed):
                 raise CaptureError("a choice is made by a number that was changed")
-            made = next((op for op in before if op.result is tensor), None)
+            made = next((op for op in before if any(each is tensor for each in _results(op))), None)
             name = "nothing" if made is None else str(made.function)
+            if made is not None and name == "eagle_kit_cpp.gather_rows.default":
+                tables, rows = made.args
+                place = next(i for i, each in enumerate(made.result) if each is tensor)
+                if tables[place] is lengths.slots and rows is lengths.rows:
+                    return Condition(chosen.choice, offset)
             if made is not None and name == "aten.index.Tensor":
                 store, rows = made.args[0], made.args[1]
                 if store is lengths.slots and len(rows) == 1 and rows[0] is lengths.rows:
@@ -265,6 +270,12 @@ def _told_apart(inputs: Any) -> Any:
         return tensor.view_as(tensor) if known else tensor
 
     return map_tensors(own, inputs)
+
+
+def _results(operation: _Operation) -> Sequence[Any]:
+    """List what an operation returns."""
+    result = operation.result
+    return result if isinstance(result, list | tuple) else [result]
 
 
 def _written(operation: _Operation) -> list[Any]:

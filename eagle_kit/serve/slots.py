@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import MAX_WINDOW
-from eagle_kit.kernels.rows import gather_rows, write_rows
+from eagle_kit.kernels.rows import append_rows, gather_rows, write_rows
 from eagle_kit.kernels.sampling import LARGEST
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.serve.batch_kind import adjusts_logits
@@ -122,11 +122,7 @@ class Slots:
         """Append a token of each of ``rows [B]`` to what the draft has missed."""
         assert self.missed is not None
         states, tokens, counts = self.missed
-        known = counts.index_select(0, rows)
-        at = known.clamp(max=tokens.shape[1] - 1)
-        states[rows, at] = new.states[:, 0]
-        tokens[rows, at] = new.tokens[:, 0]
-        counts.index_copy_(0, rows, known + new.counts)
+        append_rows([states, tokens], counts, rows, [new.states[:, 0], new.tokens[:, 0]], new.counts)
 
     def make_masks(self, vocab_size: int) -> torch.Tensor:
         """Return the bits of the tokens that grammars allow (``grammar/masks.py``) after each node of the

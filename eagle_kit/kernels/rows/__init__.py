@@ -1,13 +1,13 @@
-"""Rows of several tables of any dtypes, gathered or written in one launch.
+"""Rows of several tables of any dtypes, gathered or written in one launch, or one call of C++.
 
-Legend: M rows of a table, B rows taken.
+Legend: M rows of a table, B rows taken, N entries of a row.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from eagle_kit.kernels.backend import Backend, uses_triton
+from eagle_kit.kernels.backend import Backend, copies_in_cpp, uses_triton
 
 
 def gather_rows(
@@ -19,6 +19,9 @@ def gather_rows(
         from eagle_kit.kernels.rows import triton
 
         found: list[torch.Tensor] = triton.gather_rows(list(tables), rows.contiguous())
+        return found
+    if copies_in_cpp(*tables, rows, backend=backend):
+        found = torch.ops.eagle_kit_cpp.gather_rows(list(tables), rows.contiguous())
         return found
     return [table[rows] for table in tables]
 
@@ -37,5 +40,33 @@ def write_rows(
 
         triton.write_rows(list(tables), rows.contiguous(), [value.contiguous() for value in values])
         return
+    if copies_in_cpp(*tables, rows, *values, backend=backend):
+        given = [value.contiguous() for value in values]
+        torch.ops.eagle_kit_cpp.write_rows(list(tables), rows.contiguous(), given)
+        return
     for table, value in zip(tables, values, strict=True):
         table[rows] = value
+
+
+def append_rows(
+    tables: Sequence[torch.Tensor],
+    counts: torch.Tensor,
+    rows: torch.Tensor,
+    values: Sequence[torch.Tensor],
+    added: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Write ``values [B, ...]`` behind the entries that ``rows`` int64 ``[B]`` of each table ``[M, N, ...]``
+    have, ``counts`` int64 ``[M]``, over the last one where there are N, and add ``added [B]`` to the counts.
+    A row may repeat only where its content does not matter."""
+    if copies_in_cpp(*tables, counts, rows, *values, added, backend=backend):
+        given = [value.contiguous() for value in values]
+        torch.ops.eagle_kit_cpp.append_rows(
+            list(tables), counts, rows.contiguous(), given, added.contiguous()
+        )
+        return
+    known = counts.index_select(0, rows)
+    for table, value in zip(tables, values, strict=True):
+        table[rows, known.clamp(max=table.shape[1] - 1)] = value
+    counts.index_copy_(0, rows, known + added)
