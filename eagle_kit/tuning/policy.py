@@ -53,6 +53,9 @@ costs of a long measurement, and looks between two that compare all shapes, wher
 one: those have all shapes to choose from, whichever is in use."""
 LEARN = 2
 """Cycles of a new batch that are learnt from together; from then on twice as many each time, up to ``HOLD``."""
+LEAST_WORTH, WORTH_RATE, RARELY = 0.003, 0.25, 4
+"""Part of a cycle's tokens that choosing single cycles must be worth on average, the rate at which that
+average follows what is seen, and terms of which one chooses them where it is worth less."""
 HORIZON = 32
 """Cycles in which it has to pay that a draft reads what it has missed."""
 UNSEEN = 16
@@ -116,6 +119,7 @@ class _Terms(NamedTuple):
 
     Attributes:
         num_cycles: that are learnt from together.
+        one_by_one: whether single cycles are chosen.
         eases: of the batch, with their ``places`` among those of the tables.
         usual: tokens that a cycle of theirs usually gives.
         seconds: of a cycle in every shape.
@@ -125,6 +129,7 @@ class _Terms(NamedTuple):
     """
 
     num_cycles: int
+    one_by_one: bool
     eases: Sequence[Ease]
     places: list[int]
     usual: float
@@ -189,7 +194,10 @@ class ShapePolicy:
         self._num_averaged = 0
         self._num_cycles = self._num_looks = self._num_since = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
-        self._num_together = LEARN
+        self._num_together, self._num_terms = LEARN, 0
+        # What single cycles that were chosen are worth beside the shape in use, on average and lately.
+        self._worth_of_choosing = WORTH_RATE
+        self._expected_tokens = self._chosen_worth = 0.0
         self._probes = Probes()
         self._times: list[tuple[int, int, int, float, int | None, int]] = []
         self._terms: _Terms | None = None
@@ -226,6 +234,9 @@ class ShapePolicy:
         if all([ease.confidence is None for ease in eases]):
             self._spent, self._used = 0.0, Kind(self._number[self.shape])
             return self.shape
+        if not terms.one_by_one:
+            self._used = Kind(self._number[self.shape])
+            return self.shape
         told = [self.texts.told_reach(ease) for ease in eases] if self.texts.tells else []
         expected = self._lengths.expected(eases, terms.places, told)
         base = self._number[self.shape]
@@ -241,12 +252,19 @@ class ShapePolicy:
         else:
             best = base
         self._used = Kind(best, self.num_drafts is not None)
+        self._expected_tokens += expected[base]
+        self._chosen_worth += tokens - expected[base] - terms.rate * (seconds - terms.seconds[base])
         self._average(tokens / terms.usual, seconds, context)
         return self.shapes[best]
 
     def _knows_more(self, terms: _Terms) -> bool:
         """Return True if there is enough to learn from; what plain cycles took can wait for a look."""
         return self.shape.steps > 0 and self._num_since >= terms.num_cycles
+
+    @property
+    def _choosing_pays(self) -> bool:
+        """True if single cycles that are chosen are worth the time that it takes to choose them."""
+        return self._worth_of_choosing >= LEAST_WORTH
 
     def _average(self, gained: float, seconds: float, context: int) -> None:
         """Take a cycle into the average of speculation's worth."""
@@ -304,11 +322,18 @@ class ShapePolicy:
         may_stay = self._probes.is_on and self._number[self.shape] in (0, *self._drafting(size))
         if self._left <= 0 or (size != self._batch_size and not may_stay):
             self._look(eases, context)
-        num_cycles, self._num_together = self._num_together, min(2 * self._num_together, HOLD)
-        self._terms = self._make_terms(eases, context, num_cycles)
+        if self._expected_tokens:
+            share, was_worth_it = self._chosen_worth / self._expected_tokens, self._choosing_pays
+            self._worth_of_choosing += WORTH_RATE * (share - self._worth_of_choosing)
+            self._expected_tokens = self._chosen_worth = 0.0
+            if self._choosing_pays and not was_worth_it:
+                self._spent = 0.0  # it was averaged over few cycles
+        self._num_terms += 1
+        self._terms = self._make_terms(eases, context)
+        self._num_together = min(2 * self._num_together, HOLD)
         return self._terms
 
-    def _make_terms(self, eases: Sequence[Ease], context: int, num_cycles: int) -> _Terms:
+    def _make_terms(self, eases: Sequence[Ease], context: int) -> _Terms:
         places, size = [place_of(ease.value) for ease in eases], len(eases)
         seconds, part = self.costs.of(size, context).seconds, self.costs.at_best
         usual = 1.0 if self.texts.tells else self._lengths.usual(places)
@@ -321,7 +346,12 @@ class ShapePolicy:
                 packings = self.costs.packings(size, context, number)
                 at_best = part(size, number, self._used, is_packed=True)
                 packable.append(_Packable(number, self.shapes[number].steps, packings, at_best))
-        return _Terms(num_cycles, list(eases), places, usual, seconds, prices, self._rate, packable)
+        one_by_one = self._choosing_pays or self._num_terms % RARELY == 0
+        return _Terms(
+            self._num_together,
+            one_by_one or not self._spent or self._probes.is_on,
+            *(list(eases), places, usual, seconds, prices, self._rate, packable),
+        )
 
     def learn(self) -> None:
         """Learn from the cycles that were observed."""
@@ -346,7 +376,9 @@ class ShapePolicy:
                 at_best = {n: speeds[n] / self.costs.at_best(size, n, self._used) for n in {*allowed, now}}
                 drafting, plain = max(allowed, key=at_best.__getitem__), float(speeds[0])
                 worth, is_much_better = float(speeds[drafting]), at_best[drafting] > GAIN * at_best[now]
-            if self._spent:
+            if self._spent and not self._choosing_pays:
+                worth = self._lengths.tokens(eases, drafting) / costs[drafting]
+            elif self._spent:
                 usual = 1.0 if self.texts.tells else self._lengths.usual([place_of(e.value) for e in eases])
                 worth = self._gained * usual / self._spent
             if not now:

@@ -11,7 +11,7 @@ from eagle_kit.tuning.chances import conditional_log_odds, expected_lengths
 MOST_STEPS = 7
 WIDTHS = 2, 3, 4, 8
 WINDOWS = 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64
-MENU = 4
+MENU = 5
 """Shapes for a batch size besides plain decoding. Each has a graph, or a recording, of its own."""
 MENU_EASES = np.linspace(-2.5, 2.5, 6)
 """Of the texts that a menu serves; the average one has 0, other languages -2 and less."""

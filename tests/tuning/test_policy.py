@@ -230,7 +230,7 @@ def test_text_of_which_the_draft_is_never_sure_is_decoded_plainly():
         observe=lambda shape, accepted: policy.observe(ease, shape, accepted),
     )
     assert confident_speed(lambda: SHAPES[1], chances=(0.1,)) < 0.98 * plain < ours
-    assert used[NO_SPECULATION] > 0.9 * sum(used.values())
+    assert used[NO_SPECULATION] > 0.85 * sum(used.values())
 
 
 def test_text_of_which_the_draft_is_seldom_sure_is_drafted_where_it_is():
