@@ -68,8 +68,8 @@ def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> b
 
 
 def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> bool:
-    """Return whether to copy rows of tensors of any dtype by C++: as :func:`uses_cpp`, but nothing is compiled
-    for it, since torch's copies have the same bits."""
+    """Return whether to copy rows of tensors of any dtype by C++: as :func:`uses_cpp`, but nothing is
+    compiled for it, since torch's copies have the same bits."""
     backend = backend or _chosen.get()
     if backend not in (None, "cpp") or not all(map(_is_plain, tensors)) or is_differentiated(*tensors):
         return False

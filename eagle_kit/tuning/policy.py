@@ -52,7 +52,7 @@ HOLD, CLEAR, WHOLE_LOOK = 8, 1.1, 4
 costs of a long measurement, and looks between two that compare all shapes, where cycles are chosen one by
 one: those have all shapes to choose from, whichever is in use."""
 LEARN = 2
-"""Cycles of a new batch that are learnt from together; from then on twice as many each time, up to ``HOLD``."""
+"""Cycles of a new batch that are learnt from together; then twice as many each time, up to ``HOLD``."""
 LEAST_WORTH, WORTH_RATE, RARELY = 0.003, 0.25, 4
 """Part of a cycle's tokens that choosing single cycles must be worth on average, the rate at which that
 average follows what is seen, and terms of which one chooses them where it is worth less."""

@@ -13,7 +13,7 @@ MOST_PROBE = 8
 """Plain cycles after which a probe ends though none of them could be timed."""
 USE = 128
 """Cycles for which what a probe tells is of use."""
-PROBE_LOSS, MOST_LOSS = 0.005, 1.5
+PROBE_LOSS, MOST_LOSS = 0.003, 1.5
 """Part of the time that probes may take off, and what may be saved up of it, in plain cycles."""
 CHECKS, UNCHECKED = 4, 16
 """How often, for sizes up to each power of two, and after how many cycles of drafting plain decoding is tried
