@@ -41,7 +41,7 @@ SHAPES = tuple(
 CONTEXTS = 64, 1024
 ROOM = 128
 """Tokens behind the context that timing a point decodes."""
-CYCLES = 4
+CYCLES = 5
 """Number of the form of cycles, raised where some come to cost something else: what was measured before, or
 shipped, is not used any more."""
 SAMPLE = 512
