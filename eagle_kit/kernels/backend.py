@@ -60,20 +60,31 @@ def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> b
     given = [tensor for tensor in tensors if tensor is not None]
     if not all(_is_plain_fp32(tensor) for tensor in given) or is_differentiated(*given):
         return False
-    if backend == "cpp" and not cpp.available():
-        raise UserError(
-            f"The operations in C++ are not at hand: {cpp.problem()}.", "Set CXX to a C++ compiler."
-        )
+    if backend == "cpp":
+        _need_cpp()
     return cpp.available()
 
 
 def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> bool:
-    """Return whether to copy rows of tensors of any dtype by C++: as :func:`uses_cpp`, but nothing is
-    compiled for it, since torch's copies have the same bits."""
+    """Return whether to copy rows of tensors of any dtype by C++: as :func:`uses_cpp`, but unless C++ is
+    asked for nothing is compiled, since torch's copies have the same bits.
+
+    Raises:
+        UserError: C++ was asked for and is not at hand.
+    """
     backend = backend or _chosen.get()
     if backend not in (None, "cpp") or not all(map(_is_plain, tensors)) or is_differentiated(*tensors):
         return False
-    return cpp.available() if backend == "cpp" else cpp.is_loaded()
+    if backend == "cpp":
+        _need_cpp()
+    return cpp.is_loaded()
+
+
+def _need_cpp() -> None:
+    if not cpp.available():
+        raise UserError(
+            f"The operations in C++ are not at hand: {cpp.problem()}.", "Set CXX to a C++ compiler."
+        )
 
 
 def _is_plain_fp32(tensor: torch.Tensor) -> bool:

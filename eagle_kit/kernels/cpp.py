@@ -1,4 +1,5 @@
-"""Operations in C++ for fp32 on a CPU (``csrc``), compiled for this machine when they are first needed.
+"""Operations in C++ for fp32 on a CPU, and copies of rows of any type (``csrc``), compiled for this machine
+when they are first needed.
 
 A token's results depend on that token and what it attends to alone, to the bit: a product's sum runs over its
 terms in their order, whatever the number of rows, the batch, the chunk of a prompt, the pages or the threads,

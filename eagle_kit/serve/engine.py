@@ -422,9 +422,9 @@ class Engine:
                     pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
                     request.logprobs.append(TokenLogprobs(chosen[j], pairs))
             if policy is not None and (ease := request.ease) is not None and num_drafts is not None:
-                if shape.steps or ease.is_new:
+                if shape.steps or ease.is_young:
                     policy.observe(ease, shape, count - 1, num_drafts[i])
-                if shape.steps or confidence is not None:
+                if confidence is not None or ease.confidence is not None:
                     policy.see(ease, None if confidence is None else confidence[i])
             drafted = None if num_drafts is None else num_drafts[i]
             has_stops = request.stream is not None and request.stream.has_stops

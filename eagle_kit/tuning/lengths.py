@@ -117,14 +117,6 @@ class Lengths:
                 found += reach[place][ease.confidence]
         return found
 
-    def tokens(self, eases: Sequence[Ease], number: int) -> float:
-        """Expected tokens of a batch's cycle in one shape, on average."""
-        tilts, lengths, total = self._tilt_lists[number], self._by_shape[number], 0.0
-        for ease in eases:
-            mix = [*map(operator.mul, tilts, ease.mix)]
-            total += sum(map(operator.mul, mix, lengths[place_of(ease.value)])) / sum(mix)
-        return total
-
     def relative_variance(self, eases: Sequence[Ease], number: int, shared_variance: float) -> float:
         """Variance of the expected tokens of a batch in a shape as a part of them: of the eases of its texts,
         and of what those that have not been drafted have in common."""

@@ -53,9 +53,10 @@ costs of a long measurement, and looks between two that compare all shapes, wher
 one: those have all shapes to choose from, whichever is in use."""
 LEARN = 2
 """Cycles of a new batch that are learnt from together; then twice as many each time, up to ``HOLD``."""
-LEAST_WORTH, WORTH_RATE, RARELY = 0.003, 0.25, 4
-"""Part of a cycle's tokens that choosing single cycles must be worth on average, the rate at which that
-average follows what is seen, and terms of which one chooses them where it is worth less."""
+FIRST_WORTH, LEAST_WORTH, WORTH_RATE, RARELY = 0.02, 0.003, 0.25, 4
+"""Part of a cycle's tokens that choosing single cycles is worth at first, and must be worth on average; the
+rate at which that average follows ``HOLD`` cycles; stretches of cycles of which one is chosen so where it is
+worth less."""
 HORIZON = 32
 """Cycles in which it has to pay that a draft reads what it has missed."""
 UNSEEN = 16
@@ -192,12 +193,12 @@ class ShapePolicy:
         # Of a cycle of speculation, on average: tokens beside those of the eases, and seconds.
         self._gained = self._spent = 0.0
         self._num_averaged = 0
-        self._num_cycles = self._num_looks = self._num_since = 0
+        self._num_cycles = self._num_looks = self._num_unlearnt = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._num_together, self._num_terms = LEARN, 0
-        # What single cycles that were chosen are worth beside the shape in use, on average and lately.
-        self._worth_of_choosing = WORTH_RATE
-        self._expected_tokens = self._chosen_worth = 0.0
+        # What single cycles that were chosen are worth beside the shape in use: on average, and lately.
+        self._worth_of_choosing = FIRST_WORTH
+        self._num_chosen, self._expected_tokens, self._chosen_worth = 0, 0.0, 0.0
         self._probes = Probes()
         self._times: list[tuple[int, int, int, float, int | None, int]] = []
         self._terms: _Terms | None = None
@@ -222,11 +223,11 @@ class ShapePolicy:
         average."""
         self._left -= 1
         self._num_cycles += 1
-        self._num_since += 1
+        self._num_unlearnt += 1
         self.num_drafts = None
         terms = self._terms
-        if self._left <= 0 or terms is None or eases != terms.eases or self._knows_more(terms):
-            terms = self._turn(eases, context)
+        if self._left <= 0 or terms is None or eases != terms.eases or self._has_enough(terms):
+            terms = self._renew(eases, context)
         if not self.shape.steps:
             self._probes.num_plain += 1
             return self.shape
@@ -249,17 +250,19 @@ class ShapePolicy:
             packed = self._pack(terms, told, expected, worth[best] + LEAST_GAIN * tokens)
             if packed is not None:
                 best, self.num_drafts, tokens, seconds = packed
-        else:
-            best = base
-        self._used = Kind(best, self.num_drafts is not None)
+        self._num_chosen += 1
         self._expected_tokens += expected[base]
         self._chosen_worth += tokens - expected[base] - terms.rate * (seconds - terms.seconds[base])
-        self._average(tokens / terms.usual, seconds, context)
+        if self._choosing_pays:
+            self._average(tokens / terms.usual, seconds, context)
+        if self._probes.is_on:  # what would be chosen counts, but the time of its shape is asked for
+            best = base
+        self._used = Kind(best, self.num_drafts is not None)
         return self.shapes[best]
 
-    def _knows_more(self, terms: _Terms) -> bool:
+    def _has_enough(self, terms: _Terms) -> bool:
         """Return True if there is enough to learn from; what plain cycles took can wait for a look."""
-        return self.shape.steps > 0 and self._num_since >= terms.num_cycles
+        return self.shape.steps > 0 and self._num_unlearnt >= terms.num_cycles
 
     @property
     def _choosing_pays(self) -> bool:
@@ -306,14 +309,14 @@ class ShapePolicy:
                     best, least = (number, drafts, sums[count], took), worth
         return best
 
-    def _turn(self, eases: Sequence[Ease], context: int) -> _Terms:
+    def _renew(self, eases: Sequence[Ease], context: int) -> _Terms:
         """Learn, look anew whether to speculate if that is due, and say what cycles are chosen by from now
         on."""
         seconds, size = self.costs.of(len(eases), context).seconds, len(eases)
         if not self.shape.steps:
-            age(eases, self._num_since)
-        self._probes.save(self._num_since * seconds[self._number[self.shape]])
-        self._num_since = 0
+            age(eases, self._num_unlearnt)
+        self._probes.save(self._num_unlearnt * seconds[self._number[self.shape]])
+        self._num_unlearnt = 0
         self.learn()
         if self._terms is None or eases != self._terms.eases:
             self._num_together = LEARN
@@ -322,12 +325,10 @@ class ShapePolicy:
         may_stay = self._probes.is_on and self._number[self.shape] in (0, *self._drafting(size))
         if self._left <= 0 or (size != self._batch_size and not may_stay):
             self._look(eases, context)
-        if self._expected_tokens:
-            share, was_worth_it = self._chosen_worth / self._expected_tokens, self._choosing_pays
+        if self._num_chosen >= HOLD:
+            share = self._chosen_worth / self._expected_tokens
             self._worth_of_choosing += WORTH_RATE * (share - self._worth_of_choosing)
-            self._expected_tokens = self._chosen_worth = 0.0
-            if self._choosing_pays and not was_worth_it:
-                self._spent = 0.0  # it was averaged over few cycles
+            self._num_chosen, self._expected_tokens, self._chosen_worth = 0, 0.0, 0.0
         self._num_terms += 1
         self._terms = self._make_terms(eases, context)
         self._num_together = min(2 * self._num_together, HOLD)
@@ -339,18 +340,24 @@ class ShapePolicy:
         usual = 1.0 if self.texts.tells else self._lengths.usual(places)
         prices: dict[int, float] = {}
         packable = []
-        if self.shape.steps:
+        one_by_one = self.shape.steps > 0 and (self._choosing_pays or self._num_terms % RARELY == 0)
+        if one_by_one:
             for number in self._drafting(size):
                 prices[number] = self._rate * seconds[number] * part(size, number, self._used)
             for number in self._packable(size):
                 packings = self.costs.packings(size, context, number)
                 at_best = part(size, number, self._used, is_packed=True)
                 packable.append(_Packable(number, self.shapes[number].steps, packings, at_best))
-        one_by_one = self._choosing_pays or self._num_terms % RARELY == 0
         return _Terms(
-            self._num_together,
-            one_by_one or not self._spent or self._probes.is_on,
-            *(list(eases), places, usual, seconds, prices, self._rate, packable),
+            num_cycles=self._num_together,
+            one_by_one=one_by_one,
+            eases=list(eases),
+            places=places,
+            usual=usual,
+            seconds=seconds,
+            prices=prices,
+            rate=self._rate,
+            packable=packable,
         )
 
     def learn(self) -> None:
@@ -364,7 +371,7 @@ class ShapePolicy:
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
         size, now, costs = len(eases), self._number[self.shape], self.costs.of(len(eases), context).seconds
-        if size != self._batch_size or self._probes.num_plain > PROBE:
+        if size != self._batch_size or self._probes.num_plain > PROBE or not self._choosing_pays:
             self._spent = 0.0  # what was expected before is forgotten
         self._batch_size, self._num_looks = size, self._num_looks + 1
         allowed = self._drafting(size)
@@ -376,9 +383,7 @@ class ShapePolicy:
                 at_best = {n: speeds[n] / self.costs.at_best(size, n, self._used) for n in {*allowed, now}}
                 drafting, plain = max(allowed, key=at_best.__getitem__), float(speeds[0])
                 worth, is_much_better = float(speeds[drafting]), at_best[drafting] > GAIN * at_best[now]
-            if self._spent and not self._choosing_pays:
-                worth = self._lengths.tokens(eases, drafting) / costs[drafting]
-            elif self._spent:
+            if self._spent:
                 usual = 1.0 if self.texts.tells else self._lengths.usual([place_of(e.value) for e in eases])
                 worth = self._gained * usual / self._spent
             if not now:
@@ -388,16 +393,16 @@ class ShapePolicy:
         is_clear = max(worth, plain) > CLEAR * min(worth, plain) and size <= self.costs.tuned_to
         self._left = (1 + is_clear) * HOLD
         if self._probes.is_on:
-            self._use(drafting if is_better else 0, eases)
+            self._use(drafting if is_better else 0)
         elif not now and worth * entering > GAIN * plain:
-            self._use(drafting, eases)
+            self._use(drafting)
             self._left = drafting_cycles(size, HOLD)
         elif now and not is_better:
-            self._use(0, eases)
+            self._use(0)
         elif now and is_much_better:
-            self._use(drafting, eases)
+            self._use(drafting)
         elif allowed and self._pays_to_probe(eases, context, drafting, worth / plain):
-            self._use(0 if now else drafting, eases, is_probe=True)
+            self._use(0 if now else drafting, is_probe=True)
             self._left = drafting_cycles(size, PROBE) if self.shape.steps else PROBE
         self._rate = max(worth, plain)
 
@@ -427,14 +432,11 @@ class ShapePolicy:
         missed = max(ease.num_missed for ease in eases)
         return self._reading(len(eases), missed, context) if missed else 0.0
 
-    def _use(self, number: int, eases: Sequence[Ease], *, is_probe: bool = False) -> None:
+    def _use(self, number: int, *, is_probe: bool = False) -> None:
         shape = self.shapes[number]
         if is_probe or bool(shape.steps) != bool(self.shape.steps):
-            self._probes.start(is_on=is_probe)
+            self._probes.start()
         self.shape, self._probes.is_on = shape, is_probe
-        for ease in eases:
-            if ease.num_missed:  # how sure the draft was is over
-                ease.confidence, ease.told = None, ()
 
     def _known_outlook(self, eases: Sequence[Ease], context: int) -> _Outlook:
         """See :meth:`_outlook`; the last one where nothing was learnt since: plain cycles say nothing of
@@ -480,10 +482,10 @@ class ShapePolicy:
 
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
         """Take in a cycle of one request, which began with its ``confidence``, and of whose chain the first
-        ``num_drafts`` were verified, None for all of the window. Of plain cycles only the first of a reply
-        counts."""
+        ``num_drafts`` were verified, None for all of the window. A plain cycle tells that a young reply goes
+        on."""
         if not shape.steps:
-            ease.is_new, ease.first = False, None
+            self.texts.observe(ease, 0, (), ())
             return
         number = self._number[shape]
         ease.num_unseen = ease.num_unseen + 1 if num_drafts == 0 else 0
@@ -528,8 +530,8 @@ class ShapePolicy:
 
 
 class ToldPolicy(ShapePolicy):
-    """Policy that is told the ``shape`` of every cycle: by a measurement, or by the first rank of tensor
-    parallelism."""
+    """Policy that is told the ``shape`` of every cycle, by a measurement, or by the first rank of tensor
+    parallelism, and learns nothing."""
 
     def __init__(self, menus: Mapping[int, Sequence[SpecShape]], shape: SpecShape = NO_SPECULATION) -> None:
         shapes = [shape for menu in menus.values() for shape in menu]
@@ -538,22 +540,22 @@ class ToldPolicy(ShapePolicy):
         self.shape = shape
 
     def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
-        """See :class:`ShapePolicy`."""
+        """Return the shape that was told."""
         return self.shape
 
     def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
-        """See :class:`ShapePolicy`."""
+        """Do nothing."""
 
     def leave(self, ease: Ease) -> None:
-        """See :class:`ShapePolicy`."""
+        """Do nothing."""
 
     def see(self, ease: Ease, confidence: float | Sequence[float] | None) -> None:
-        """See :class:`ShapePolicy`."""
+        """Do nothing."""
 
     def observe_time(
         self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None
     ) -> None:
-        """See :class:`ShapePolicy`."""
+        """Do nothing."""
 
 
 def _likeliest(chances: np.ndarray, times: np.ndarray, counts: np.ndarray) -> np.ndarray:

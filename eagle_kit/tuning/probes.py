@@ -34,9 +34,9 @@ class Probes:
         self._may_lose = math.inf  # seconds
         self._num_checks: Counter[int] = Counter()  # by the size's power of two
 
-    def start(self, *, is_on: bool) -> None:
-        """Begin with the other of the two, in a probe if ``is_on``."""
-        self.is_on, self.num_plain, self.num_drafting, self._num_timed = is_on, 0, 0, 0
+    def start(self) -> None:
+        """Begin with the other of the two."""
+        self.num_plain, self.num_drafting, self._num_timed = 0, 0, 0
 
     def note_times(self, count: int) -> None:
         """Note that so many cycles more were timed."""

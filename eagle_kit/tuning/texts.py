@@ -64,6 +64,11 @@ class Ease:
     is_new: bool = True
     first: "Outcome | None" = None
 
+    @property
+    def is_young(self) -> bool:
+        """True as long as it may have had one cycle only."""
+        return self.is_new or self.first is not None
+
 
 class Outcome(NamedTuple):
     """What became of a request's cycle: drafts ``num_accepted``, the ``odds`` of those that were verified,
@@ -141,7 +146,7 @@ class Texts:
                 ease.first = None
                 if first is not None:
                     before.setdefault(ease, ease.information)
-                    self._learn(first._replace(told=()))  # of these the draft's own are gone
+                    self._learn(first)
                 continue
             ease = outcome.ease
             if ease.is_new:

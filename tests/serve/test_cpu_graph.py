@@ -19,6 +19,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels import cpp
 from eagle_kit.kernels.experts import experts, pack_experts
 from eagle_kit.kernels.recording import guarded_choice
+from eagle_kit.kernels.rows import gather_rows, write_rows
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve import cpu_graph
@@ -226,6 +227,31 @@ def test_choices_by_anything_else_are_refused():
         recording = Recording(lambda rows, by=by: rows * guarded_choice(by(rows), tuple)[0], lengths.rows)
         with pytest.raises(CaptureError, match="not by lengths|changed"):
             recording.compile(lengths)
+
+
+@pytest.mark.skipif(not cpp.available(), reason="needs a C++ compiler")
+def test_choices_by_lengths_that_were_gathered_with_other_rows_are_traced_and_no_others():
+    slots, others, place = torch.tensor([3, 9]), torch.tensor([5, 6]), torch.tensor([1])
+    lengths = Lengths(slots, place)
+
+    def gathered(rows):
+        return gather_rows([others, slots], rows, backend="cpp")
+
+    def changed(rows):
+        write_rows([slots], rows, [slots[:1] * 1], backend="cpp")
+        return gathered(rows)[1]
+
+    def record_choice(by):
+        recording = Recording(lambda rows: rows * guarded_choice(by(rows), tuple)[0], place)
+        recording.compile(lengths)
+        return recording
+
+    recording = record_choice(lambda rows: gathered(rows)[1] + 4)
+    assert [condition([9]) for condition in recording.conditions] == [(13,)]
+    assert recording.replay(place).tolist() == [13]
+    for by in (lambda rows: gathered(rows)[0], lambda rows: gathered(rows + 0)[1], changed):
+        with pytest.raises(CaptureError, match="not by lengths|changed"):
+            record_choice(by)
 
 
 def test_a_recording_keeps_no_tensor_of_the_run_that_made_it():

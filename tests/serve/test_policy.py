@@ -172,3 +172,32 @@ def test_the_draft_says_how_sure_it_is_of_its_next_token(models, drafts):
     assert seen
     assert all(0 < probability <= 1 for probability in seen)
     assert len(set(seen)) > 5
+
+
+class Once(ShapePolicy):
+    """A chain in the first cycle of a request, then plain decoding."""
+
+    def __init__(self):
+        self.chain, self.eases = SpecShape(1, 1, 2), []
+        shapes = [NO_SPECULATION, self.chain]
+        super().__init__(lambda *_: 1.0, AcceptanceTable.even(shapes), {1: shapes})
+
+    def choose(self, eases, context):
+        (ease,) = eases
+        if ease in self.eases:
+            return NO_SPECULATION
+        self.eases.append(ease)
+        return self.chain
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_first_cycles_that_plain_ones_follow_teach_nothing(models, lag):
+    policy, engine = Once(), make_engine(models, 1, lag=lag)
+    engine.use_shape(policy)
+    requests = [
+        Request(i, list(p), SamplingParams(max_tokens=12, ignore_eos=True)) for i, p in enumerate(PROMPTS)
+    ]
+    serve(engine, requests)
+    policy.learn()
+    assert len(policy.eases) == len(PROMPTS) and policy.texts.shared_ease == 0.0
+    assert not any(ease.is_young or ease.information or ease.confidence is not None for ease in policy.eases)

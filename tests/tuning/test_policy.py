@@ -15,9 +15,10 @@ from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.chances import EASE_SPACING, EASES, place_of
 from eagle_kit.tuning.cycle_costs import Packings
+from eagle_kit.tuning.lengths import Lengths
 from eagle_kit.tuning.policy import HOLD, WHOLE_LOOK, ShapePolicy
 from eagle_kit.tuning.probes import PROBE
-from eagle_kit.tuning.texts import Ease
+from eagle_kit.tuning.texts import Ease, Texts
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
 AVERAGE = 0.55
@@ -324,16 +325,17 @@ def test_a_plain_probe_does_not_change_what_a_head_that_tells_is_worth():
         policy.see(ease, [0.8, 0.6, 0.5, 0.4, 0.3, 0.2])
         policy.observe(ease, policy.choose([ease], 300), 0)
     assert policy._spent and ease.value < -1.0
-    before = policy._gained / policy._spent
+    policy.learn()
+    terms = policy._renew([ease], 300)
     policy.see(ease, None)
-    assert policy._gained / policy._spent == before and policy.texts.tells
+    assert policy.texts.tells and policy._renew([ease], 300).usual == terms.usual == 1.0
 
 
 def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
     """It is made of numbers at hand, plain or not; a look comes every eight cycles, or sixteen where it is
     clear whether to draft, and one that compares all shapes, while cycles are chosen one by one, at every
     fourth of them."""
-    policy, looks = make_policy(confident_table()), Counter()
+    policy, looks, rng = make_policy(confident_table()), Counter(), random.Random(0)
     outlook = ShapePolicy._outlook
 
     def counted(self, eases, context):
@@ -341,13 +343,11 @@ def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
         return outlook(self, eases, context)
 
     monkeypatch.setattr(ShapePolicy, "_outlook", counted)
-    eases = [policy.new_request() for _ in range(4)]
+    ease = policy.new_request()
     for number in range(400):
-        for ease in eases:
-            policy.see(ease, 0.9 if number < 200 else 0.1)
-        shape = policy.choose(eases, 300)
-        for ease in eases:
-            policy.observe(ease, shape, shape.steps if number < 200 else 0)
+        policy.see(ease, rng.choice((0.1, 0.9)) if number < 200 else 0.1)
+        shape = policy.choose([ease], 300)
+        policy.observe(ease, shape, shape.steps if number < 200 and ease.confidence else 0)
     assert not policy.shape.steps
     assert 200 / (2 * HOLD * WHOLE_LOOK) <= looks[True] < 200 / (HOLD * WHOLE_LOOK) + 4
     assert looks[False] < 200 / HOLD
@@ -820,3 +820,87 @@ def test_a_request_without_verified_drafts_tells_nothing_of_its_text():
     policy.observe(ease, SHAPES[1], 1)
     policy.learn()
     assert once == pytest.approx(ease.value, rel=0.05), "one draft of a longer chain is one of a short one"
+
+
+def test_single_cycles_are_chosen_while_that_is_worth_its_time(monkeypatch):
+    """At first the draft is as sure everywhere, and no choice differs from the shape in use: few are made.
+    Then it is surer here and there, and all are."""
+    policy, rng, num_chosen = make_policy(confident_table()), random.Random(0), []
+    ease, expected = policy.new_request(), Lengths.expected
+
+    def counted(*args):
+        num_chosen.append(number)
+        return expected(*args)
+
+    monkeypatch.setattr(Lengths, "expected", counted)
+    for number in range(1200):
+        policy.see(ease, 0.5 if number < 600 else rng.choice((0.1, 0.9)))
+        shape = policy.choose([ease], 300)
+        chance, accepted = (0.1, 0.5, 0.9)[ease.confidence], 0
+        while accepted < shape.steps and rng.random() < chance:
+            accepted += 1
+        policy.observe(ease, shape, accepted)
+    early, late = (sum(low <= each < low + 300 for each in num_chosen) for low in (300, 900))
+    assert 300 / 8 < early < 150, "every fourth stretch"
+    assert late > 270
+
+
+def test_a_new_batch_is_learnt_from_sooner(monkeypatch):
+    policy = make_policy(confident_table())
+    cycles, learn = [], Texts.learn
+    monkeypatch.setattr(Texts, "learn", lambda texts: cycles.append(policy._num_cycles) or learn(texts))
+    eases = [policy.new_request() for _ in range(4)]
+    cycles.clear()
+    for number in range(1, 41):
+        if number == 31:
+            eases[2] = policy.new_request()
+            cycles.clear()
+        for ease in eases:
+            policy.see(ease, 0.9)
+        shape = policy.choose(eases, 300)
+        assert shape.steps
+        for ease in eases:
+            policy.observe(ease, shape, shape.steps)
+        if number == 30:
+            found, policy._left = [*cycles], 100
+    assert found[:3] == [1, 3, 5] or found[:3] == [1, 3, 7], found
+    assert cycles == [31, 33, 37]
+
+
+@pytest.mark.parametrize(("tuned_to", "most"), [(4, 16), (2, 8)])
+def test_looks_are_rare_where_costs_are_known_and_the_choice_is_clear(tuned_to, most, monkeypatch):
+    policy, looks, look = make_policy(tuned_to=tuned_to), [], ShapePolicy._look
+
+    def noted(self, eases, context):
+        looks.append(self._num_cycles)
+        look(self, eases, context)
+
+    monkeypatch.setattr(ShapePolicy, "_look", noted)
+    eases = [policy.new_request() for _ in range(4)]
+    for _ in range(300):
+        shape = policy.choose(eases, 300)
+        for ease in eases:
+            policy.observe(ease, shape, shape.steps)
+        policy.observe_time(4, shape, 300, seconds(4, shape, 300))
+    between = [b - a for a, b in itertools.pairwise(looks[-8:])]
+    assert max(between) == most
+
+
+def test_the_first_cycle_of_a_reply_tells_nothing_where_plain_ones_follow():
+    policy = make_policy()
+    for _ in range(20):
+        ease = policy.new_request()
+        policy.observe(ease, SHAPES[1], 1)
+        policy.learn()
+        assert ease.is_young
+        policy.observe(ease, NO_SPECULATION, 0)
+        policy.learn()
+        assert not ease.is_young
+        policy.leave(ease)
+    policy.learn()
+    assert policy.texts.shared_ease == 0.0
+    only = policy.new_request()
+    policy.observe(only, SHAPES[1], 1)
+    policy.leave(only)
+    policy.learn()
+    assert policy.texts.shared_ease > 0.0

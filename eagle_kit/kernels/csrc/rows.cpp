@@ -12,7 +12,8 @@ struct Table {
 };
 
 static Table table_of(const Tensor& x) {
-  STD_TORCH_CHECK(x.is_contiguous() && x.dim() > 0 && x.size(0) > 0, "a table must be contiguous and have rows");
+  STD_TORCH_CHECK(
+      x.is_contiguous() && x.dim() > 0 && x.size(0) > 0, "a table must be contiguous and have rows");
   return {(char*)x.data_ptr(), x.size(0), x.numel() / x.size(0) * (int64_t)x.element_size()};
 }
 
@@ -72,7 +73,9 @@ static void append_rows(
   int64_t* known = (int64_t*)counts.data_ptr();
   for (size_t i = 0; i < tables.size(); ++i) {
     const Table to = table_of(tables[i]);
-    STD_TORCH_CHECK(tables[i].dim() > 1 && to.rows == counts.numel(), "a table must have entries of all rows");
+    STD_TORCH_CHECK(
+        tables[i].dim() > 1 && tables[i].size(1) > 0 && to.rows == counts.numel(),
+        "a table must have entries of all rows");
     const int64_t entries = tables[i].size(1), bytes = to.bytes / entries;
     const char* from = values_of(values[i], tables[i], count, bytes);
     for (int64_t b = 0; b < count; ++b) {
@@ -87,7 +90,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kit_cpp, m) {
   m.def("gather_rows(Tensor[] tables, Tensor rows) -> Tensor[]");
   m.def("write_rows(Tensor(a!)[] tables, Tensor rows, Tensor[] values) -> ()");
   m.def(
-      "append_rows(Tensor(a!)[] tables, Tensor(b!) counts, Tensor rows, Tensor[] values, Tensor added) -> ()");
+      "append_rows(Tensor(a!)[] tables, Tensor(b!) counts, Tensor rows, Tensor[] values, Tensor added) -> "
+      "()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(eagle_kit_cpp, CPU, m) {

@@ -1,4 +1,5 @@
-"""Rows of several tables of any dtypes, gathered or written in one launch, or one call of C++.
+"""Rows of several tables of any dtypes, gathered or written in one launch, on a CPU in one call of C++ where
+it is loaded, as is what is appended to rows.
 
 Legend: M rows of a table, B rows taken, N entries of a row.
 """

@@ -61,6 +61,10 @@ def test_entries_are_written_behind_those_that_a_row_has():
         (lambda ops, t, one: ops.write_rows([t], one, [t[:1].double()]), "values do not fit"),
         (lambda ops, t, one: ops.write_rows([t], one, [t[:2]]), "values do not fit"),
         (lambda ops, t, one: ops.write_rows([t], one, []), "values of each table"),
+        (
+            lambda ops, t, one: ops.append_rows([t[:, :0]], torch.zeros(4).long(), one, [t[:1, 0]], one),
+            "all rows",
+        ),
         (lambda ops, t, one: ops.append_rows([t], torch.zeros(3).long(), one, [t[:1, 0]], one), "all rows"),
     ],
 )
