@@ -5,13 +5,13 @@ easier or harder a request's text is than that is one number, its *ease*: the lo
 token is more likely to be accepted. Whatever shape is in use tells it, and it predicts all others.
 
 Every few cycles the policy learns from those before, and decides, from averages, whether to speculate at all
-and in which shape at most. While it speculates, the draft's confidence shortens or widens single cycles: a
-step that is worth less than the time that it takes is not drafted. A draft that tells how likely each depth
+and in which shape. While it speculates, the draft's confidence shortens or widens single cycles: a step that
+is worth less than the time that it takes is not drafted. A draft that tells how likely each depth
 is accepted (DSpark's confidence head) is believed for chains, but for a calibration by depth, which all
 requests teach, and a bias of each request. Whatever it tells, it tells of the text and not of tokens that
 will be drawn, so that no choice changes a distribution. How sure the draft is differs by text as well, and a
 request's *mix* says how often each class of confidence comes up in it. Cycles that are chosen one by one are
-worth more than any single shape, so what counts for speculation is the average of what was expected of them.
+worth more than any single shape, so what counts then is the average of what was expected of them.
 A shape is for a batch, not for a request: requests of a cycle share its forwards. But of the drafts of a
 chain the target may verify only the likeliest of the batch, whichever requests they belong to, whose rows are
 packed.
@@ -53,10 +53,6 @@ costs of a long measurement, and looks between two that compare all shapes, wher
 one: those have all shapes to choose from, whichever is in use."""
 LEARN = 2
 """Cycles of a new batch that are learnt from together; then twice as many each time, up to ``HOLD``."""
-FIRST_WORTH, LEAST_WORTH, WORTH_RATE, RARELY = 0.02, 0.003, 0.25, 4
-"""Part of a cycle's tokens that choosing single cycles is worth at first, and must be worth on average; the
-rate at which that average follows ``HOLD`` cycles; stretches of cycles of which one is chosen so where it is
-worth less."""
 HORIZON = 32
 """Cycles in which it has to pay that a draft reads what it has missed."""
 UNSEEN = 16
@@ -120,7 +116,6 @@ class _Terms(NamedTuple):
 
     Attributes:
         num_cycles: that are learnt from together.
-        one_by_one: whether single cycles are chosen.
         eases: of the batch, with their ``places`` among those of the tables.
         usual: tokens that a cycle of theirs usually gives.
         seconds: of a cycle in every shape.
@@ -130,7 +125,6 @@ class _Terms(NamedTuple):
     """
 
     num_cycles: int
-    one_by_one: bool
     eases: Sequence[Ease]
     places: list[int]
     usual: float
@@ -190,15 +184,12 @@ class ShapePolicy:
             for size, menu in menus.items()
         }
         self.shape, self._used = NO_SPECULATION, PLAIN
-        # Of a cycle of speculation, on average: tokens beside those of the eases, and seconds.
+        # Of a cycle that was chosen, on average: tokens over those that its texts usually give, and seconds.
         self._gained = self._spent = 0.0
         self._num_averaged = 0
         self._num_cycles = self._num_looks = self._num_unlearnt = 0
         self._batch_size, self._left, self._rate = 0, 0, 0.0
-        self._num_together, self._num_terms = LEARN, 0
-        # What single cycles that were chosen are worth beside the shape in use: on average, and lately.
-        self._worth_of_choosing = FIRST_WORTH
-        self._num_chosen, self._expected_tokens, self._chosen_worth = 0, 0.0, 0.0
+        self._num_together = LEARN
         self._probes = Probes()
         self._times: list[tuple[int, int, int, float, int | None, int]] = []
         self._terms: _Terms | None = None
@@ -233,9 +224,6 @@ class ShapePolicy:
             return self.shape
         self._probes.num_drafting += 1
         if all([ease.confidence is None for ease in eases]):
-            self._spent, self._used = 0.0, Kind(self._number[self.shape])
-            return self.shape
-        if not terms.one_by_one:
             self._used = Kind(self._number[self.shape])
             return self.shape
         told = [self.texts.told_reach(ease) for ease in eases] if self.texts.tells else []
@@ -246,17 +234,13 @@ class ShapePolicy:
         if base in worth and worth[best] < worth[base] + LEAST_GAIN * expected[base]:
             best = base
         tokens, seconds = expected[best], terms.seconds[best]
-        if not self._probes.is_on:
-            packed = self._pack(terms, told, expected, worth[best] + LEAST_GAIN * tokens)
-            if packed is not None:
-                best, self.num_drafts, tokens, seconds = packed
-        self._num_chosen += 1
-        self._expected_tokens += expected[base]
-        self._chosen_worth += tokens - expected[base] - terms.rate * (seconds - terms.seconds[base])
-        if self._choosing_pays:
+        packed = self._pack(terms, told, expected, worth[best] + LEAST_GAIN * tokens)
+        if packed is not None:
+            best, self.num_drafts, tokens, seconds = packed
+        if len(eases) == self._batch_size:
             self._average(tokens / terms.usual, seconds, context)
-        if self._probes.is_on:  # what would be chosen counts, but the time of its shape is asked for
-            best = base
+        if self._probes.is_on:  # what would be chosen otherwise counts, but its shape's time is asked for
+            best, self.num_drafts = base, None
         self._used = Kind(best, self.num_drafts is not None)
         return self.shapes[best]
 
@@ -264,10 +248,10 @@ class ShapePolicy:
         """Return True if there is enough to learn from; what plain cycles took can wait for a look."""
         return self.shape.steps > 0 and self._num_unlearnt >= terms.num_cycles
 
-    @property
-    def _choosing_pays(self) -> bool:
-        """True if single cycles that are chosen are worth the time that it takes to choose them."""
-        return self._worth_of_choosing >= LEAST_WORTH
+    def _usual(self, places: Sequence[int]) -> float:
+        """Tokens that a cycle of texts usually gives, for an average over cycles to follow their eases. A
+        draft that tells its chains' chances follows the text by itself."""
+        return 1.0 if self.texts.tells else self._lengths.usual(places)
 
     def _average(self, gained: float, seconds: float, context: int) -> None:
         """Take a cycle into the average of speculation's worth."""
@@ -320,16 +304,13 @@ class ShapePolicy:
         self.learn()
         if self._terms is None or eases != self._terms.eases:
             self._num_together = LEARN
+            if self.texts.tells:
+                self._spent = 0.0  # the average is of these texts
         if self._left <= 0 and self._probes.is_on:
             self._left = int(self._probes.lacks_times(is_plain=not self.shape.steps))
         may_stay = self._probes.is_on and self._number[self.shape] in (0, *self._drafting(size))
         if self._left <= 0 or (size != self._batch_size and not may_stay):
             self._look(eases, context)
-        if self._num_chosen >= HOLD:
-            share = self._chosen_worth / self._expected_tokens
-            self._worth_of_choosing += WORTH_RATE * (share - self._worth_of_choosing)
-            self._num_chosen, self._expected_tokens, self._chosen_worth = 0, 0.0, 0.0
-        self._num_terms += 1
         self._terms = self._make_terms(eases, context)
         self._num_together = min(2 * self._num_together, HOLD)
         return self._terms
@@ -337,11 +318,9 @@ class ShapePolicy:
     def _make_terms(self, eases: Sequence[Ease], context: int) -> _Terms:
         places, size = [place_of(ease.value) for ease in eases], len(eases)
         seconds, part = self.costs.of(size, context).seconds, self.costs.at_best
-        usual = 1.0 if self.texts.tells else self._lengths.usual(places)
         prices: dict[int, float] = {}
         packable = []
-        one_by_one = self.shape.steps > 0 and (self._choosing_pays or self._num_terms % RARELY == 0)
-        if one_by_one:
+        if self.shape.steps:
             for number in self._drafting(size):
                 prices[number] = self._rate * seconds[number] * part(size, number, self._used)
             for number in self._packable(size):
@@ -350,10 +329,9 @@ class ShapePolicy:
                 packable.append(_Packable(number, self.shapes[number].steps, packings, at_best))
         return _Terms(
             num_cycles=self._num_together,
-            one_by_one=one_by_one,
             eases=list(eases),
             places=places,
-            usual=usual,
+            usual=self._usual(places),
             seconds=seconds,
             prices=prices,
             rate=self._rate,
@@ -371,7 +349,7 @@ class ShapePolicy:
     def _look(self, eases: Sequence[Ease], context: int) -> None:
         """Decide whether to speculate, and in which shape where confidence is not known."""
         size, now, costs = len(eases), self._number[self.shape], self.costs.of(len(eases), context).seconds
-        if size != self._batch_size or self._probes.num_plain > PROBE or not self._choosing_pays:
+        if size != self._batch_size or self._probes.num_plain > PROBE:
             self._spent = 0.0  # what was expected before is forgotten
         self._batch_size, self._num_looks = size, self._num_looks + 1
         allowed = self._drafting(size)
@@ -384,8 +362,7 @@ class ShapePolicy:
                 drafting, plain = max(allowed, key=at_best.__getitem__), float(speeds[0])
                 worth, is_much_better = float(speeds[drafting]), at_best[drafting] > GAIN * at_best[now]
             if self._spent:
-                usual = 1.0 if self.texts.tells else self._lengths.usual([place_of(e.value) for e in eases])
-                worth = self._gained * usual / self._spent
+                worth = self._gained * self._usual([place_of(ease.value) for ease in eases]) / self._spent
             if not now:
                 decoding = HORIZON * costs[drafting]
                 entering = decoding / (decoding + self._reading_missed(eases, context))
@@ -435,12 +412,11 @@ class ShapePolicy:
     def _use(self, number: int, *, is_probe: bool = False) -> None:
         shape = self.shapes[number]
         if is_probe or bool(shape.steps) != bool(self.shape.steps):
-            self._probes.start()
+            self._probes.begin_other()
         self.shape, self._probes.is_on = shape, is_probe
 
     def _known_outlook(self, eases: Sequence[Ease], context: int) -> _Outlook:
-        """See :meth:`_outlook`; the last one where nothing was learnt since: plain cycles say nothing of
-        texts."""
+        """See :meth:`_outlook`; the last one where nothing was learnt since, as in plain cycles."""
         known, costs = [(ease.value, ease.mix) for ease in eases], self.costs.of(len(eases), context).seconds
         if self._known is None or known != self._known[0] or costs is not self._known[1]:
             self._known = known, costs, self._outlook(eases, context)

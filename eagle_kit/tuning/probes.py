@@ -10,10 +10,10 @@ SAMPLES = 16
 """Drafts of all requests after which a probe that drafts may end sooner, in two cycles at least: one reads
 what the draft has missed, and is not timed."""
 MOST_PROBE = 8
-"""Plain cycles after which a probe ends though none of them could be timed."""
+"""Plain cycles after which a probe ends though fewer than two of them could be timed."""
 USE = 128
 """Cycles for which what a probe tells is of use."""
-PROBE_LOSS, MOST_LOSS = 0.003, 1.5
+PROBE_LOSS, MOST_LOSS = 0.005, 1.5
 """Part of the time that probes may take off, and what may be saved up of it, in plain cycles."""
 CHECKS, UNCHECKED = 4, 16
 """How often, for sizes up to each power of two, and after how many cycles of drafting plain decoding is tried
@@ -34,8 +34,8 @@ class Probes:
         self._may_lose = math.inf  # seconds
         self._num_checks: Counter[int] = Counter()  # by the size's power of two
 
-    def start(self) -> None:
-        """Begin with the other of the two."""
+    def begin_other(self) -> None:
+        """Count from a change between the two."""
         self.num_plain, self.num_drafting, self._num_timed = 0, 0, 0
 
     def note_times(self, count: int) -> None:

@@ -47,7 +47,7 @@ class Ease:
             all before it are; empty where it tells none.
         bias: by which they are wrong once calibrated, and its variance.
         num_unseen: cycles since a draft of it was verified while others' were.
-        is_new: whether no cycle has come yet.
+        is_new: whether no cycle was learnt from yet.
         first: its only cycle so far, of which nothing was learnt.
     """
 

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from restless import Restless
 from sweep import sweep
@@ -178,12 +179,14 @@ class Once(ShapePolicy):
     """A chain in the first cycle of a request, then plain decoding."""
 
     def __init__(self):
-        self.chain, self.eases = SpecShape(1, 1, 2), []
-        shapes = [NO_SPECULATION, self.chain]
-        super().__init__(lambda *_: 1.0, AcceptanceTable.even(shapes), {1: shapes})
+        self.chain, self.eases, self.confidences = SpecShape(1, 1, 2), [], []
+        shares, reach = {self.chain: np.full(2, 0.5)}, {self.chain: np.array([[0.3], [0.7]])}
+        table = AcceptanceTable((0.5,), shares, reach)
+        super().__init__(lambda *_: 1.0, table, {1: [NO_SPECULATION, self.chain]})
 
     def choose(self, eases, context):
         (ease,) = eases
+        self.confidences.append(ease.confidence)
         if ease in self.eases:
             return NO_SPECULATION
         self.eases.append(ease)
@@ -201,3 +204,5 @@ def test_first_cycles_that_plain_ones_follow_teach_nothing(models, lag):
     policy.learn()
     assert len(policy.eases) == len(PROMPTS) and policy.texts.shared_ease == 0.0
     assert not any(ease.is_young or ease.information or ease.confidence is not None for ease in policy.eases)
+    num_known = sum(confidence is not None for confidence in policy.confidences)
+    assert num_known == (0 if lag else len(PROMPTS)), "behind the chain, as far as it is known in time"

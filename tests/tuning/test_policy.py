@@ -15,7 +15,6 @@ from eagle_kit.tuning.acceptance import AcceptanceTable
 from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.chances import EASE_SPACING, EASES, place_of
 from eagle_kit.tuning.cycle_costs import Packings
-from eagle_kit.tuning.lengths import Lengths
 from eagle_kit.tuning.policy import HOLD, WHOLE_LOOK, ShapePolicy
 from eagle_kit.tuning.probes import PROBE
 from eagle_kit.tuning.texts import Ease, Texts
@@ -325,10 +324,10 @@ def test_a_plain_probe_does_not_change_what_a_head_that_tells_is_worth():
         policy.see(ease, [0.8, 0.6, 0.5, 0.4, 0.3, 0.2])
         policy.observe(ease, policy.choose([ease], 300), 0)
     assert policy._spent and ease.value < -1.0
-    policy.learn()
-    terms = policy._renew([ease], 300)
+    before, is_drafting = policy._gained / policy._spent, policy.shape.steps > 0
     policy.see(ease, None)
-    assert policy.texts.tells and policy._renew([ease], 300).usual == terms.usual == 1.0
+    policy.choose([ease], 300)
+    assert policy.texts.tells and is_drafting and policy._gained / policy._spent == before
 
 
 def test_a_choice_between_looks_computes_no_outlook(monkeypatch):
@@ -822,29 +821,6 @@ def test_a_request_without_verified_drafts_tells_nothing_of_its_text():
     assert once == pytest.approx(ease.value, rel=0.05), "one draft of a longer chain is one of a short one"
 
 
-def test_single_cycles_are_chosen_while_that_is_worth_its_time(monkeypatch):
-    """At first the draft is as sure everywhere, and no choice differs from the shape in use: few are made.
-    Then it is surer here and there, and all are."""
-    policy, rng, num_chosen = make_policy(confident_table()), random.Random(0), []
-    ease, expected = policy.new_request(), Lengths.expected
-
-    def counted(*args):
-        num_chosen.append(number)
-        return expected(*args)
-
-    monkeypatch.setattr(Lengths, "expected", counted)
-    for number in range(1200):
-        policy.see(ease, 0.5 if number < 600 else rng.choice((0.1, 0.9)))
-        shape = policy.choose([ease], 300)
-        chance, accepted = (0.1, 0.5, 0.9)[ease.confidence], 0
-        while accepted < shape.steps and rng.random() < chance:
-            accepted += 1
-        policy.observe(ease, shape, accepted)
-    early, late = (sum(low <= each < low + 300 for each in num_chosen) for low in (300, 900))
-    assert 300 / 8 < early < 150, "every fourth stretch"
-    assert late > 270
-
-
 def test_a_new_batch_is_learnt_from_sooner(monkeypatch):
     policy = make_policy(confident_table())
     cycles, learn = [], Texts.learn
@@ -863,7 +839,7 @@ def test_a_new_batch_is_learnt_from_sooner(monkeypatch):
             policy.observe(ease, shape, shape.steps)
         if number == 30:
             found, policy._left = [*cycles], 100
-    assert found[:3] == [1, 3, 5] or found[:3] == [1, 3, 7], found
+    assert found[:3] == [1, 3, 5]  # the last by a look
     assert cycles == [31, 33, 37]
 
 
@@ -886,12 +862,14 @@ def test_looks_are_rare_where_costs_are_known_and_the_choice_is_clear(tuned_to, 
     assert max(between) == most
 
 
-def test_the_first_cycle_of_a_reply_tells_nothing_where_plain_ones_follow():
+@pytest.mark.parametrize("at_once", [False, True])
+def test_the_first_cycle_of_a_reply_tells_nothing_where_plain_ones_follow(at_once):
     policy = make_policy()
     for _ in range(20):
         ease = policy.new_request()
         policy.observe(ease, SHAPES[1], 1)
-        policy.learn()
+        if at_once:
+            policy.learn()
         assert ease.is_young
         policy.observe(ease, NO_SPECULATION, 0)
         policy.learn()
