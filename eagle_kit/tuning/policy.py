@@ -191,6 +191,7 @@ class ShapePolicy:
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._num_together = LEARN
         self._probes = Probes()
+        self._drafted_seconds, self._num_emitted = 0.0, 0  # in cycles of drafting, since the last learning
         self._times: list[tuple[int, int, int, float, int | None, int]] = []
         self._terms: _Terms | None = None
         self._known: tuple[list[tuple[float, Sequence[float]]], Sequence[float], _Outlook] | None = None
@@ -225,6 +226,7 @@ class ShapePolicy:
         self._probes.num_drafting += 1
         if all([ease.confidence is None for ease in eases]):
             self._used = Kind(self._number[self.shape])
+            self._drafted_seconds += terms.seconds[self._used.number]
             return self.shape
         told = [self.texts.told_reach(ease) for ease in eases] if self.texts.tells else []
         expected = self._lengths.expected(eases, terms.places, told)
@@ -239,8 +241,7 @@ class ShapePolicy:
             best, self.num_drafts, tokens, seconds = packed
         if len(eases) == self._batch_size:
             self._average(tokens / terms.usual, seconds, context)
-        if self._probes.is_on:  # what would be chosen otherwise counts, but its shape's time is asked for
-            best, self.num_drafts = base, None
+        self._drafted_seconds += seconds
         self._used = Kind(best, self.num_drafts is not None)
         return self.shapes[best]
 
@@ -297,8 +298,11 @@ class ShapePolicy:
         """Learn, look anew whether to speculate if that is due, and say what cycles are chosen by from now
         on."""
         seconds, size = self.costs.of(len(eases), context).seconds, len(eases)
-        if not self.shape.steps:
+        if self.shape.steps:
+            self._probes.note_drafting(self._drafted_seconds, self._num_emitted * seconds[0] / size)
+        else:
             age(eases, self._num_unlearnt)
+        self._drafted_seconds, self._num_emitted = 0.0, 0
         self._probes.save(self._num_unlearnt * seconds[self._number[self.shape]])
         self._num_unlearnt = 0
         self.learn()
@@ -354,6 +358,7 @@ class ShapePolicy:
         self._batch_size, self._num_looks = size, self._num_looks + 1
         allowed = self._drafting(size)
         drafting, worth, entering, is_much_better, plain = 0, 0.0, 1.0, False, size / costs[0]
+        reading = 0.0 if now else self._reading_missed(eases, context)
         if allowed:
             drafting = now
             if now not in allowed or not self._spent or self._num_looks % WHOLE_LOOK == 0:
@@ -365,21 +370,21 @@ class ShapePolicy:
                 worth = self._gained * self._usual([place_of(ease.value) for ease in eases]) / self._spent
             if not now:
                 decoding = HORIZON * costs[drafting]
-                entering = decoding / (decoding + self._reading_missed(eases, context))
+                entering = decoding / (decoding + reading)
         is_better = worth > plain
         is_clear = max(worth, plain) > CLEAR * min(worth, plain) and size <= self.costs.tuned_to
         self._left = (1 + is_clear) * HOLD
         if self._probes.is_on:
-            self._use(drafting if is_better else 0)
+            self._use(drafting if is_better else 0, reading)
         elif not now and worth * entering > GAIN * plain:
-            self._use(drafting)
+            self._use(drafting, reading)
             self._left = drafting_cycles(size, HOLD)
         elif now and not is_better:
-            self._use(0)
+            self._use(0, reading)
         elif now and is_much_better:
-            self._use(drafting)
+            self._use(drafting, reading)
         elif allowed and self._pays_to_probe(eases, context, drafting, worth / plain):
-            self._use(0 if now else drafting, is_probe=True)
+            self._use(0 if now else drafting, reading, is_probe=True)
             self._left = drafting_cycles(size, PROBE) if self.shape.steps else PROBE
         self._rate = max(worth, plain)
 
@@ -409,8 +414,12 @@ class ShapePolicy:
         missed = max(ease.num_missed for ease in eases)
         return self._reading(len(eases), missed, context) if missed else 0.0
 
-    def _use(self, number: int, *, is_probe: bool = False) -> None:
+    def _use(self, number: int, reading: float, *, is_probe: bool = False) -> None:
+        """Go on with a shape; when drafting begins the draft reads what it has missed for ``reading``
+        seconds."""
         shape = self.shapes[number]
+        if shape.steps and not self.shape.steps:
+            self._drafted_seconds = reading
         if is_probe or bool(shape.steps) != bool(self.shape.steps):
             self._probes.begin_other()
         self.shape, self._probes.is_on = shape, is_probe
@@ -464,6 +473,7 @@ class ShapePolicy:
             self.texts.observe(ease, 0, (), ())
             return
         number = self._number[shape]
+        self._num_emitted += 1 + num_accepted
         ease.num_unseen = ease.num_unseen + 1 if num_drafts == 0 else 0
         odds, told = self._lengths.odds(number, ease.confidence), ease.told
         if number not in self._lengths.chains or len(told) < shape.steps:

@@ -13,8 +13,9 @@ MOST_PROBE = 8
 """Plain cycles after which a probe ends though fewer than two of them could be timed."""
 USE = 128
 """Cycles for which what a probe tells is of use."""
-PROBE_LOSS, MOST_LOSS = 0.005, 1.5
-"""Part of the time that probes may take off, and what may be saved up of it, in plain cycles."""
+PROBE_LOSS, MOST_LOSS, MOST_DEBT = 0.005, 1.5, 0.5
+"""Part of the time that probes may take off, what may be saved up of it, and what may be owed, in plain
+cycles."""
 CHECKS, UNCHECKED = 4, 16
 """How often, for sizes up to each power of two, and after how many cycles of drafting plain decoding is tried
 though a short measurement calls it slower, until the two have been compared."""
@@ -22,6 +23,9 @@ though a short measurement calls it slower, until the two have been compared."""
 
 class Probes:
     """When plain decoding and drafting try each other.
+
+    What a probe is expected to lose is paid when it begins; what drafting has lost beyond that, in the probe
+    or in what followed, is owed when it ends.
 
     Attributes:
         is_on: whether a probe runs.
@@ -32,11 +36,14 @@ class Probes:
         self.is_on, self.num_plain, self.num_drafting = False, 0, 0
         self._num_timed = 0
         self._may_lose = math.inf  # seconds
+        self._lost = self._paid = self._paid_next = 0.0  # by what is done now, for it, and for what comes
         self._num_checks: Counter[int] = Counter()  # by the size's power of two
 
     def begin_other(self) -> None:
         """Count from a change between the two."""
         self.num_plain, self.num_drafting, self._num_timed = 0, 0, 0
+        self._may_lose -= max(self._lost - self._paid, 0.0)
+        self._lost, self._paid, self._paid_next = 0.0, self._paid_next, 0.0
 
     def note_times(self, count: int) -> None:
         """Note that so many cycles more were timed."""
@@ -50,6 +57,10 @@ class Probes:
     def save(self, seconds: float) -> None:
         """Allow a part of the time that cycles took to be lost in probes."""
         self._may_lose += PROBE_LOSS * seconds
+
+    def note_drafting(self, seconds: float, plain: float) -> None:
+        """Note that cycles of drafting took so many seconds, where plain decoding would take ``plain``."""
+        self._lost += seconds - plain
 
     def pay(self, gain: float, doubt: float, lost: float, plain: float, since: float) -> bool:
         """Return True if trying the other is expected to save more time than it takes (the knowledge gradient
@@ -66,11 +77,12 @@ class Probes:
         other = NormalDist(-distance, doubt)  # logarithm of its worth beside what is used
         gain_if_better = doubt**2 * other.pdf(0.0) - distance * (1.0 - other.cdf(0.0))
         saved, most = USE * plain * gain_if_better, MOST_LOSS * plain
-        self._may_lose = min(self._may_lose, most)
+        self._may_lose = max(min(self._may_lose, most), -MOST_DEBT * plain)
         has_waited = PROBE_LOSS * since >= max(most, lost)
         if not has_waited and (saved < lost or self._may_lose < lost):
             return False
         self._may_lose -= lost
+        self._paid_next = lost
         return True
 
     def checks(self, batch_size: int, *, is_due: bool) -> bool:

@@ -16,7 +16,7 @@ from eagle_kit.tuning.calibration import Calibration
 from eagle_kit.tuning.chances import EASE_SPACING, EASES, place_of
 from eagle_kit.tuning.cycle_costs import Packings
 from eagle_kit.tuning.policy import HOLD, WHOLE_LOOK, ShapePolicy
-from eagle_kit.tuning.probes import PROBE
+from eagle_kit.tuning.probes import MOST_DEBT, PROBE, PROBE_LOSS, Probes
 from eagle_kit.tuning.texts import Ease, Texts
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
@@ -882,3 +882,46 @@ def test_the_first_cycle_of_a_reply_tells_nothing_where_plain_ones_follow(at_onc
     policy.leave(only)
     policy.learn()
     assert policy.texts.shared_ease > 0.0
+
+
+@pytest.mark.parametrize("has_lost", [0.3, 50.0])
+def test_what_drafting_lost_is_owed(has_lost):
+    """A probe was expected to lose a tenth of a plain cycle, and it and what followed have lost more: so much
+    has to be saved before the next, or half a cycle if it was very much."""
+    probes = Probes()
+
+    def pays(seconds):
+        probes.save(seconds)
+        return probes.pay(0.99, 0.5, lost=0.1, plain=1.0, since=0.0)
+
+    assert pays(0.0)
+    probes._may_lose = 0.0
+    probes.begin_other()
+    probes.note_drafting(seconds=has_lost + 4.0, plain=4.0)
+    probes.begin_other()
+    assert not pays(0.0)
+    owed = min(has_lost - 0.1, MOST_DEBT) + 0.1
+    assert not pays(0.9 * owed / PROBE_LOSS) and pays(0.2 * owed / PROBE_LOSS)
+
+
+def test_a_probe_verifies_what_any_cycle_would():
+    """Where packed windows alone are worth it, whole ones would tell that drafting is worth nothing."""
+
+    def whole(batch_size, shape, context):
+        return 1.9 if shape.steps else 1.0
+
+    packs = ShapePolicy(
+        whole, confident_table(), {8: SHAPES[:2]}, packed_share=lambda size, shape, context, rows: rows / 16
+    )
+    eases, rng, probed = [packs.new_request() for _ in range(8)], random.Random(0), Counter()
+    for ease in eases:
+        ease.value = -0.5
+    for _ in range(3000):
+        for ease in eases:
+            packs.see(ease, rng.choice((0.1, 0.9)))
+        shape = packs.choose(eases, 300)
+        for ease, most in zip(eases, packs.num_drafts or [shape.steps] * 8, strict=True):
+            chance = (0.05, 0.5, 0.6)[ease.confidence]
+            packs.observe(ease, shape, int(most > 0 and rng.random() < chance), most)
+        probed[packs._probes.is_on and shape.steps > 0 and packs.num_drafts is not None] += 1
+    assert probed[True]
