@@ -191,7 +191,7 @@ class ShapePolicy:
         self._batch_size, self._left, self._rate = 0, 0, 0.0
         self._num_together = LEARN
         self._probes = Probes()
-        self._drafted_seconds, self._num_emitted = 0.0, 0  # in cycles of drafting, since the last learning
+        self._share = self._plain_share = 0.0  # of a cycle's seconds for one request, and of a plain one's
         self._times: list[tuple[int, int, int, float, int | None, int]] = []
         self._terms: _Terms | None = None
         self._known: tuple[list[tuple[float, Sequence[float]]], Sequence[float], _Outlook] | None = None
@@ -226,7 +226,7 @@ class ShapePolicy:
         self._probes.num_drafting += 1
         if all([ease.confidence is None for ease in eases]):
             self._used = Kind(self._number[self.shape])
-            self._drafted_seconds += terms.seconds[self._used.number]
+            self._note_seconds(terms, terms.seconds[self._used.number])
             return self.shape
         told = [self.texts.told_reach(ease) for ease in eases] if self.texts.tells else []
         expected = self._lengths.expected(eases, terms.places, told)
@@ -241,9 +241,13 @@ class ShapePolicy:
             best, self.num_drafts, tokens, seconds = packed
         if len(eases) == self._batch_size:
             self._average(tokens / terms.usual, seconds, context)
-        self._drafted_seconds += seconds
+        self._note_seconds(terms, seconds)
         self._used = Kind(best, self.num_drafts is not None)
         return self.shapes[best]
+
+    def _note_seconds(self, terms: _Terms, seconds: float) -> None:
+        """Note what a cycle of drafting takes, for what it loses to be known when its tokens are."""
+        self._share, self._plain_share = seconds / len(terms.eases), terms.seconds[0] / len(terms.eases)
 
     def _has_enough(self, terms: _Terms) -> bool:
         """Return True if there is enough to learn from; what plain cycles took can wait for a look."""
@@ -298,11 +302,8 @@ class ShapePolicy:
         """Learn, look anew whether to speculate if that is due, and say what cycles are chosen by from now
         on."""
         seconds, size = self.costs.of(len(eases), context).seconds, len(eases)
-        if self.shape.steps:
-            self._probes.note_drafting(self._drafted_seconds, self._num_emitted * seconds[0] / size)
-        else:
+        if not self.shape.steps:
             age(eases, self._num_unlearnt)
-        self._drafted_seconds, self._num_emitted = 0.0, 0
         self._probes.save(self._num_unlearnt * seconds[self._number[self.shape]])
         self._num_unlearnt = 0
         self.learn()
@@ -358,7 +359,8 @@ class ShapePolicy:
         self._batch_size, self._num_looks = size, self._num_looks + 1
         allowed = self._drafting(size)
         drafting, worth, entering, is_much_better, plain = 0, 0.0, 1.0, False, size / costs[0]
-        reading = 0.0 if now else self._reading_missed(eases, context)
+        is_paid = self._probes.is_on  # with the probe
+        reading = 0.0 if now or is_paid else self._reading_missed(eases, context)
         if allowed:
             drafting = now
             if now not in allowed or not self._spent or self._num_looks % WHOLE_LOOK == 0:
@@ -418,10 +420,9 @@ class ShapePolicy:
         """Go on with a shape; when drafting begins the draft reads what it has missed for ``reading``
         seconds."""
         shape = self.shapes[number]
-        if shape.steps and not self.shape.steps:
-            self._drafted_seconds = reading
         if is_probe or bool(shape.steps) != bool(self.shape.steps):
             self._probes.begin_other()
+            self._probes.lost += reading if shape.steps else 0.0
         self.shape, self._probes.is_on = shape, is_probe
 
     def _known_outlook(self, eases: Sequence[Ease], context: int) -> _Outlook:
@@ -473,7 +474,7 @@ class ShapePolicy:
             self.texts.observe(ease, 0, (), ())
             return
         number = self._number[shape]
-        self._num_emitted += 1 + num_accepted
+        self._probes.lost += self._share - (1 + num_accepted) * self._plain_share
         ease.num_unseen = ease.num_unseen + 1 if num_drafts == 0 else 0
         odds, told = self._lengths.odds(number, ease.confidence), ease.told
         if number not in self._lengths.chains or len(told) < shape.steps:

@@ -25,25 +25,28 @@ class Probes:
     """When plain decoding and drafting try each other.
 
     What a probe is expected to lose is paid when it begins; what drafting has lost beyond that, in the probe
-    or in what followed, is owed when it ends.
+    or in what followed, is owed when it ends, but for what is lost before the first probe.
 
     Attributes:
         is_on: whether a probe runs.
         num_plain, num_drafting: cycles since the last change between the two.
+        lost: seconds that drafting has taken since then, by what cycles cost, beyond those in which plain
+            decoding would have given the same tokens.
     """
 
     def __init__(self) -> None:
         self.is_on, self.num_plain, self.num_drafting = False, 0, 0
         self._num_timed = 0
         self._may_lose = math.inf  # seconds
-        self._lost = self._paid = self._paid_next = 0.0  # by what is done now, for it, and for what comes
+        self.lost = 0.0
+        self._paid = self._paid_next = 0.0  # for what is done now, and for what comes
         self._num_checks: Counter[int] = Counter()  # by the size's power of two
 
     def begin_other(self) -> None:
         """Count from a change between the two."""
         self.num_plain, self.num_drafting, self._num_timed = 0, 0, 0
-        self._may_lose -= max(self._lost - self._paid, 0.0)
-        self._lost, self._paid, self._paid_next = 0.0, self._paid_next, 0.0
+        self._may_lose -= max(self.lost - self._paid, 0.0)
+        self.lost, self._paid, self._paid_next = 0.0, self._paid_next, 0.0
 
     def note_times(self, count: int) -> None:
         """Note that so many cycles more were timed."""
@@ -57,10 +60,6 @@ class Probes:
     def save(self, seconds: float) -> None:
         """Allow a part of the time that cycles took to be lost in probes."""
         self._may_lose += PROBE_LOSS * seconds
-
-    def note_drafting(self, seconds: float, plain: float) -> None:
-        """Note that cycles of drafting took so many seconds, where plain decoding would take ``plain``."""
-        self._lost += seconds - plain
 
     def pay(self, gain: float, doubt: float, lost: float, plain: float, since: float) -> bool:
         """Return True if trying the other is expected to save more time than it takes (the knowledge gradient

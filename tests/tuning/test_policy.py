@@ -897,11 +897,35 @@ def test_what_drafting_lost_is_owed(has_lost):
     assert pays(0.0)
     probes._may_lose = 0.0
     probes.begin_other()
-    probes.note_drafting(seconds=has_lost + 4.0, plain=4.0)
+    probes.lost += has_lost
     probes.begin_other()
     assert not pays(0.0)
     owed = min(has_lost - 0.1, MOST_DEBT) + 0.1
     assert not pays(0.9 * owed / PROBE_LOSS) and pays(0.2 * owed / PROBE_LOSS)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_what_drafting_loses_is_reckoned_by_cycles_and_requests(lag):
+    """Nothing is accepted, at two batch sizes; with a lag a cycle's tokens come behind the next choice, and
+    are reckoned with it."""
+    policy, pending = make_policy(), []
+    eases, expected = [policy.new_request() for _ in range(8)], 0.0
+    policy.shape, policy._probes.is_on = SHAPES[1], True
+    for number in range(10):
+        batch = eases[: 8 if number < 6 else 1]
+        policy._left = 100
+        shape = policy.choose(batch, 300)
+        assert shape == SHAPES[1]
+        expected += seconds(len(batch), shape, 300) - seconds(len(batch), NO_SPECULATION, 300)
+        pending.append((batch, shape))
+        while len(pending) > lag * (number < 5):
+            done, used = pending.pop(0)
+            for ease in done:
+                policy.observe(ease, used, 0)
+    assert policy._probes.lost == pytest.approx(expected)
+    policy._use(0, reading=1.0)
+    policy._use(1, reading=1.0)
+    assert policy._probes.lost == 1.0
 
 
 def test_a_probe_verifies_what_any_cycle_would():
