@@ -13,7 +13,7 @@ MOST_PROBE = 8
 """Plain cycles after which a probe ends though fewer than two of them could be timed."""
 USE = 128
 """Cycles for which what a probe tells is of use."""
-PROBE_LOSS, MOST_LOSS, MOST_DEBT = 0.005, 1.5, 1.0
+PROBE_LOSS, MOST_LOSS, MOST_DEBT = 0.005, 1.5, 0.5
 """Part of the time that probes may take off, what may be saved up of it, and what may be owed, in plain
 cycles."""
 CHECKS, UNCHECKED = 4, 16

@@ -887,7 +887,7 @@ def test_the_first_cycle_of_a_reply_tells_nothing_where_plain_ones_follow(at_onc
 @pytest.mark.parametrize("has_lost", [0.3, 50.0])
 def test_what_drafting_lost_is_owed(has_lost):
     """A probe was expected to lose a tenth of a plain cycle, and it and what followed have lost more: so much
-    has to be saved before the next, or a cycle if it was very much."""
+    has to be saved before the next, or half a cycle if it was very much."""
     probes = Probes()
 
     def pays(seconds):
