@@ -21,7 +21,7 @@ rows."""
 
 
 class ShapeCosts(NamedTuple):
-    """Seconds of a cycle in every shape, M of them, and the clock's ``version`` that they are of."""
+    """Seconds of a cycle in every shape, M of them, and the filter's ``version`` that they are of."""
 
     version: int
     seconds: list[float]
@@ -29,7 +29,7 @@ class ShapeCosts(NamedTuple):
 
 class Packings(NamedTuple):
     """Drafts of a batch that are verified together, all but none and all, the ``seconds`` of such cycles, and
-    the clock's ``version`` that they are of."""
+    the filter's ``version`` that they are of."""
 
     version: int
     counts: list[int]
@@ -72,43 +72,43 @@ class CycleCosts:
         self._shares: dict[tuple[int, int, int, int], float] = {}
         self._costs: dict[tuple[int, int], ShapeCosts] = {}
         self._packings: dict[tuple[int, int, int], Packings] = {}
-        self._clocks: dict[int, CostFilter] = {}
+        self._filters: dict[int, CostFilter] = {}
         self._at_best: dict[int, tuple[int, Kind, dict[Kind, float]]] = {}
 
     def of(self, batch_size: int, context: int) -> ShapeCosts:
         """Return the costs of a batch whose requests have ``context`` tokens on average."""
-        key, clock = (batch_size, context // SPAN), self._clocks.get(batch_size)
-        version, found = -1 if clock is None else clock.version, self._costs.get(key)
+        key, cost_filter = (batch_size, context // SPAN), self._filters.get(batch_size)
+        version, found = -1 if cost_filter is None else cost_filter.version, self._costs.get(key)
         if found is None or found.version != version:
             seconds = self._table(batch_size, context)
-            if clock is not None:
-                seconds = [each * math.exp(clock.drift(Kind(i))) for i, each in enumerate(seconds)]
+            if cost_filter is not None:
+                seconds = [each * math.exp(cost_filter.drift(Kind(i))) for i, each in enumerate(seconds)]
             found = self._costs[key] = ShapeCosts(version, seconds)
         return found
 
     def at_best(self, batch_size: int, number: int, used: Kind, *, is_packed: bool = False) -> float:
         """Return the part of its expected seconds that a cycle may take at best, by ``OPTIMISM`` beside the
         kind that is ``used``. What is chosen by that comes up again after it was slow once."""
-        clock = self._clocks.get(batch_size)
-        if clock is None:
+        cost_filter = self._filters.get(batch_size)
+        if cost_filter is None:
             return 1.0
         known = self._at_best.get(batch_size)
-        if known is None or known[:2] != (clock.num_updates, used):
-            known = self._at_best[batch_size] = clock.num_updates, used, {}
+        if known is None or known[:2] != (cost_filter.num_updates, used):
+            known = self._at_best[batch_size] = cost_filter.num_updates, used, {}
         kind = Kind(number, is_packed)
         if kind not in known[2]:
-            known[2][kind] = math.exp(-OPTIMISM * clock.standard_error(kind, used))
+            known[2][kind] = math.exp(-OPTIMISM * cost_filter.standard_error(kind, used))
         return known[2][kind]
 
     def packings(self, batch_size: int, context: int, number: int) -> Packings:
         """Return what parts of a chain's drafts may be verified, and the costs; something must be packed."""
-        key, clock = (batch_size, context // SPAN, number), self._clocks.get(batch_size)
-        version, found = -1 if clock is None else clock.version, self._packings.get(key)
+        key, cost_filter = (batch_size, context // SPAN, number), self._filters.get(batch_size)
+        version, found = -1 if cost_filter is None else cost_filter.version, self._packings.get(key)
         if found is not None and found.version == version:
             return found
         counts = [count for count in packed_counts(batch_size, self._shapes[number].steps) if count]
         shares = [self._share(batch_size, number, context, batch_size + count) for count in counts]
-        drift = 0.0 if clock is None else clock.drift(Kind(number, is_packed=True))
+        drift = 0.0 if cost_filter is None else cost_filter.drift(Kind(number, is_packed=True))
         whole = math.exp(drift) * self._table(batch_size, context)[number]
         found = self._packings[key] = Packings(version, counts, [share * whole for share in shares])
         return found
@@ -118,24 +118,24 @@ class CycleCosts:
     ) -> None:
         """Learn what a cycle took, the engine's ``cycle``-th, whose windows were packed into ``num_rows`` if
         any."""
-        clock = self._clocks.get(batch_size)
-        if clock is None:
+        cost_filter = self._filters.get(batch_size)
+        if cost_filter is None:
             error = TABLE_ERROR if batch_size <= self.tuned_to else QUICK_ERROR
-            clock = self._clocks[batch_size] = CostFilter(error)
+            cost_filter = self._filters[batch_size] = CostFilter(error)
         expected, is_packed = self._table(batch_size, context)[number], False
         if num_rows is not None and self.packed_share is not None:
             expected, is_packed = expected * self._share(batch_size, number, context, num_rows), True
-        clock.observe(Kind(number, is_packed), cycle, math.log(seconds / expected))
+        cost_filter.observe(Kind(number, is_packed), cycle, math.log(seconds / expected))
 
     def variance(self, batch_size: int, number: int, cycle: int) -> float:
         """Return the variance of a shape's cost beside plain decoding, as a part of it."""
-        clock = self._clocks.get(batch_size)
-        return 0.0 if clock is None else clock.variance(Kind(number), cycle)
+        cost_filter = self._filters.get(batch_size)
+        return 0.0 if cost_filter is None else cost_filter.variance(Kind(number), cycle)
 
     def needs_comparing(self, batch_size: int) -> bool:
         """Return True if cycles of a batch size were timed, but no shape compared with plain decoding."""
-        clock = self._clocks.get(batch_size)
-        return clock is not None and not clock.has_compared
+        cost_filter = self._filters.get(batch_size)
+        return cost_filter is not None and not cost_filter.has_compared
 
     def _table(self, batch_size: int, context: int) -> list[float]:
         key = batch_size, context // SPAN

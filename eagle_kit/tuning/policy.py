@@ -32,13 +32,12 @@ import numpy as np
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.tuning.acceptance import AcceptanceTable
-from eagle_kit.tuning.chances import place_of
 from eagle_kit.tuning.cost_filter import PLAIN, Kind
 from eagle_kit.tuning.cycle_costs import CycleCosts, PackedShare, Packings
 from eagle_kit.tuning.lengths import Lengths
 from eagle_kit.tuning.probes import PROBE, Probes, drafting_cycles
 from eagle_kit.tuning.shapes import Seconds
-from eagle_kit.tuning.texts import Ease, Texts, age
+from eagle_kit.tuning.texts import Ease, Texts, age, places_of
 
 WORTH_CYCLES, LEAST_CYCLES = 64, 8
 """Cycles of one request over which the worth of speculation is averaged, and least cycles of a batch, as many
@@ -321,7 +320,7 @@ class ShapePolicy:
         return self._terms
 
     def _make_terms(self, eases: Sequence[Ease], context: int) -> _Terms:
-        places, size = [place_of(ease.value) for ease in eases], len(eases)
+        places, size = places_of(eases), len(eases)
         seconds, part = self.costs.of(size, context).seconds, self.costs.at_best
         prices: dict[int, float] = {}
         packable = []
@@ -369,7 +368,7 @@ class ShapePolicy:
                 drafting, plain = max(allowed, key=at_best.__getitem__), float(speeds[0])
                 worth, is_much_better = float(speeds[drafting]), at_best[drafting] > GAIN * at_best[now]
             if self._spent:
-                worth = self._gained * self._usual([place_of(ease.value) for ease in eases]) / self._spent
+                worth = self._gained * self._usual(places_of(eases)) / self._spent
             if not now:
                 decoding = HORIZON * costs[drafting]
                 entering = decoding / (decoding + reading)
@@ -385,18 +384,21 @@ class ShapePolicy:
             self._use(0, reading)
         elif now and is_much_better:
             self._use(drafting, reading)
-        elif allowed and self._pays_to_probe(eases, context, drafting, worth / plain):
+        elif allowed and self._pays_to_probe(eases, context, drafting, worth / plain, reading):
             self._use(0 if now else drafting, reading, is_probe=True)
             self._left = drafting_cycles(size, PROBE) if self.shape.steps else PROBE
         self._rate = max(worth, plain)
 
-    def _pays_to_probe(self, eases: Sequence[Ease], context: int, drafting: int, gain: float) -> bool:
+    def _pays_to_probe(
+        self, eases: Sequence[Ease], context: int, drafting: int, gain: float, reading: float
+    ) -> bool:
         """Return True if the other of plain decoding and ``drafting``, which is worth ``gain`` times plain
-        decoding as far as is known, is to be tried."""
+        decoding as far as is known, is to be tried; the draft reads what it has missed for ``reading``
+        seconds."""
         costs, size, is_plain = self.costs.of(len(eases), context).seconds, len(eases), not self.shape.steps
         cycles = drafting_cycles(size, PROBE) if is_plain else PROBE
         lost = cycles * costs[drafting if is_plain else 0] * (1.0 - min(gain, 1.0 / gain))
-        lost += self._reading_missed(eases, context) if is_plain else self._reading(size, PROBE, context)
+        lost += reading if is_plain else self._reading(size, PROBE, context)
         num_cycles = self._probes.num_plain + self._probes.num_drafting
         since = num_cycles * costs[self._number[self.shape]]
         if self._probes.pay(gain, self._doubt(eases, drafting), lost, costs[0], since):
@@ -435,7 +437,7 @@ class ShapePolicy:
     def _outlook(self, eases: Sequence[Ease], context: int) -> _Outlook:
         """What is expected of the batch in every shape, with as many drafts verified as is fastest; nothing
         off its menu."""
-        size, places = len(eases), [place_of(ease.value) for ease in eases]
+        size, places = len(eases), places_of(eases)
         tokens, allowed = np.zeros(len(self.shapes)), [0, *self._drafting(size)]
         weights = self._lengths.weights([ease.mix for ease in eases])
         tokens[allowed] = self._lengths.mean(places, weights)[allowed]

@@ -21,6 +21,7 @@ from eagle_kit.tuning.chances import (
     chance_of,
     learn_offset,
     log_odds_of,
+    place_of,
 )
 
 SHARED_VARIANCE, SHARED_CHANGE, TOGETHER = 0.25, 0.06, 4
@@ -195,6 +196,11 @@ def age(eases: Sequence[Ease], num_cycles: int) -> None:
     """Let eases become less certain over cycles that told nothing of them."""
     for ease in eases:
         ease.variance = min(ease.variance + num_cycles * CHANGE, VARIANCE)
+
+
+def places_of(eases: Sequence[Ease]) -> list[int]:
+    """List the places of requests' eases among those of the tables."""
+    return [place_of(ease.value) for ease in eases]
 
 
 def _alone(ease: Ease) -> float:

@@ -615,9 +615,9 @@ def test_replies_of_one_cycle_teach_that_a_draft_is_worth_nothing(num_cycles):
 
 def test_one_slow_cycle_says_little_of_a_shape():
     """Plain decoding is tried, and meets a machine that is slow for one of its cycles."""
-    clock_errors = [(1, 0.0)] * 6 + [(0, 0.0), (0, 0.5), (0, 0.02), (0, -0.01)] + [(1, 0.0)] * 6
+    errors = [(1, 0.0)] * 6 + [(0, 0.0), (0, 0.5), (0, 0.02), (0, -0.01)] + [(1, 0.0)] * 6
     policy = make_policy()
-    for number, error in clock_errors:
+    for number, error in errors:
         shape = policy.shapes[number]
         policy.choose([policy.new_request()] * 2, 300)
         policy.observe_time(2, shape, 300, seconds(2, shape, 300) * math.exp(error))
