@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, ROWS = 12;
+constexpr int LANES = 16, ROWS = 14;
 #elif defined(__AVX__)
 constexpr int LANES = 8, ROWS = 6;
 #elif defined(__aarch64__)
@@ -22,10 +22,9 @@ constexpr int LANES = 4, ROWS = 6;
 constexpr int LINE = 64;
 // Columns of a panel; ROWS rows of two vectors of sums fit into the registers.
 constexpr int PANEL = 2 * LANES;
-// Terms by which a weight is fetched ahead of its use; CHUNK terms that several blocks of rows share, or
-// LONG_CHUNK where there are more than FEW blocks, whose sums come and go with every chunk; the first blocks,
-// during which the next chunk is fetched.
-constexpr int64_t AHEAD = 128, CHUNK = 64, LONG_CHUNK = 512, FEW = 8, FETCHING = 4;
+// Terms by which a weight is fetched ahead of its use; terms that several blocks of rows share; the first of
+// these blocks, during which the next terms are fetched.
+constexpr int64_t AHEAD = 128, CHUNK = 96, FETCHING = 4;
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Loose __attribute__((vector_size(4 * LANES), aligned(4)));
@@ -107,7 +106,7 @@ static inline __attribute__((always_inline)) void multiply_block(
     right[m] = *(const Loose*)(y + m * ldy + LANES);
   }
   for (int64_t k = 0; k < terms; ++k) {
-    for (int i = 0; i < FETCHED; i += LINE / sizeof(Number)) __builtin_prefetch(ahead + k * step + i, 0, 2);
+    for (int i = 0; i < FETCHED; i += LINE / sizeof(Number)) __builtin_prefetch(ahead + k * step + i);
     Vector a, b;
     take_both(w + k * ldw, a, b);
     keep(a, b);
@@ -153,7 +152,7 @@ static inline void multiply_panel(
 }
 
 // The same of a `w` in one piece that comes from memory, with the next one behind it. Where several blocks of
-// rows use it they share chunks, which stay in the first cache where blocks are few, and fetch the next one.
+// rows use it they share chunks, which stay in the first cache, and fetch the next one.
 template <typename Number>
 static inline void multiply_streamed(
     int64_t rows, const float* x, int64_t ldx, const Number* w, int64_t terms, float* y, int64_t ldy) {
@@ -161,9 +160,9 @@ static inline void multiply_streamed(
   const int64_t blocks = num_blocks(rows), fetching = std::min(blocks, FETCHING);
   if (blocks <= 1)
     return multiply_up_to<ROWS, PANEL>(rows, x, ldx, w, PANEL, terms, y, ldy, w + AHEAD * PANEL, PANEL);
-  const int64_t step = (PANEL + fetching - 1) / fetching, chunk = blocks <= FEW ? CHUNK : LONG_CHUNK;
-  for (int64_t k = 0; k < terms; k += chunk) {
-    const int64_t many = std::min(chunk, terms - k);
+  const int64_t step = (PANEL + fetching - 1) / fetching;
+  for (int64_t k = 0; k < terms; k += CHUNK) {
+    const int64_t many = std::min(CHUNK, terms - k);
     const Number *part = w + k * PANEL, *ahead = part + many * PANEL;
     for (int64_t m = 0, block = 0; block < blocks; ++block) {
       const int64_t most = block_rows(rows - m, blocks - block);
