@@ -83,23 +83,26 @@ def _replies(sizes: Sizes, batch: int) -> SamplingParams:
 
 def judged(rates: Mapping[str, Sequence[float]], shapes: Sequence[str]) -> dict[str, Any]:
     """Return what a cell's rates say: tokens per second of each round by setting, of fixed shapes perhaps of
-    the first rounds only. Texts differ by round, so such a shape is compared with ``auto`` in its rounds, and
-    has that part of the median of ``auto`` in all."""
+    the first rounds only. Texts and the machine differ by round, so settings are compared within rounds, by
+    medians of these ratios; a shape of the first rounds only has its part of the median of ``auto`` in
+    all."""
     over_plain = _over_plain(rates)
     auto, mine = over_plain[AUTO], statistics.median(over_plain[AUTO])
-    ratios = {}
-    for setting, values in over_plain.items():
-        beside = [a / b for a, b in zip(auto, values, strict=False)]
-        is_whole = len(values) == len(auto)
-        ratios[setting] = statistics.median(values) if is_whole else mine / statistics.median(beside)
+    beside = {
+        setting: statistics.median([a / b for a, b in zip(auto, values, strict=False)])
+        for setting, values in over_plain.items()
+    }
+    ratios = {
+        setting: statistics.median(values) if len(values) == len(auto) else mine / beside[setting]
+        for setting, values in over_plain.items()
+    }
     best = max(shapes, key=ratios.__getitem__)
-    best_ratio = max(ratios[best], 1.0)
     return {
         "figures": {
             "plain tokens/s": statistics.median(rates[PLAIN]),
             "auto over plain": mine,
-            "auto over best": mine / best_ratio,
-            f"best fixed ({best})": best_ratio,
+            "auto over best": min(mine, *(beside[shape] for shape in shapes)),
+            f"best fixed ({best})": max(ratios[best], 1.0),
         },
         "ratios": ratios,
         "intervals": {setting: interval(values) for setting, values in over_plain.items()},
