@@ -33,9 +33,9 @@ from eagle_kit.core.files import cache_folder, replacing, taking_turns
 SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp", "logits.cpp", "rows.cpp")
 HEADERS = ("threads.h", "vectors.h")
 FOLDER = Path(__file__).parent / "csrc"
-COMPARED_ROWS, MANY_ROWS, COMPARED_TERMS = 13, 97, 600
-"""As many rows as any block of the products has and more; as many as have long chunks of terms; and as many
-terms as these have, and more."""
+COMPARED_ROWS, MANY_ROWS, COMPARED_TERMS = 29, 97, 200
+"""As many rows as two blocks of the products have, and more; as many as have blocks that fetch nothing; and
+as many terms as two chunks have, and more."""
 
 
 @cache

@@ -84,8 +84,8 @@ def _replies(sizes: Sizes, batch: int) -> SamplingParams:
 def judged(rates: Mapping[str, Sequence[float]], shapes: Sequence[str]) -> dict[str, Any]:
     """Return what a cell's rates say: tokens per second of each round by setting, of fixed shapes perhaps of
     the first rounds only. Texts and the machine differ by round, so settings are compared within rounds, by
-    medians of these ratios; a shape of the first rounds only has its part of the median of ``auto`` in
-    all."""
+    medians of these ratios: beside the best shape such a median is not the quotient of two beside plain
+    decoding. A shape of the first rounds only has its part of the median of ``auto`` in all."""
     over_plain = _over_plain(rates)
     auto, mine = over_plain[AUTO], statistics.median(over_plain[AUTO])
     beside = {
@@ -101,7 +101,7 @@ def judged(rates: Mapping[str, Sequence[float]], shapes: Sequence[str]) -> dict[
         "figures": {
             "plain tokens/s": statistics.median(rates[PLAIN]),
             "auto over plain": mine,
-            "auto over best": min(mine, *(beside[shape] for shape in shapes)),
+            "auto over best in a round": min(mine, *(beside[shape] for shape in shapes)),
             f"best fixed ({best})": max(ratios[best], 1.0),
         },
         "ratios": ratios,

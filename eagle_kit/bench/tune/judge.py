@@ -28,7 +28,7 @@ def verdicts(shapes: Sequence[str], rows: Rows, counts: bool) -> list[Verdict]:
         for row in rows
         if "course" in row and "ratios" not in row
     ]
-    best = [(row["figures"]["auto over best"], where(row)) for row in cells]
+    best = [(row["figures"]["auto over best in a round"], where(row)) for row in cells]
     choosing = [
         (row["figures"]["share of a cycle"], f"{row['draft']}, batch {row['batch']}")
         for row in rows
