@@ -22,9 +22,10 @@ confidence that this is. The shipped head has 0.03 and 8 % on our prompts with i
 on HumanEval's, and 0.09 and 24 % with its target rounded to 4 bits; to 8 bits costs it nothing."""
 UNTAUGHT = 0.02
 """Probability under the target of the first drafts of weights that were never trained."""
-AS_MUCH = 0.9
-"""Share of what cutting the context restores that another rotation must restore to be the cause: a larger
-base helps any head beyond the length of its training, but not as much."""
+AS_MUCH, MORE = 0.9, 1.15
+"""Times what cutting the context restores that another rotation must restore to be the cause, the target's
+own or one that nothing speaks for: a larger base helps any head beyond the length of its training, at best as
+much as cutting does, and the right one brings the far context back as well."""
 LEAST_COVERAGE = 0.8
 """Share of the replies' tokens that a draft vocabulary should hold."""
 RETRAIN = "Train it longer: `eagle-kit train` with `head.start_from`, on replies that this target wrote."
@@ -121,7 +122,8 @@ def _far_trials(context: ContextReading | None) -> list[Trial]:
     if context is None or not context.near.is_confirmed:
         return []
     rope = context.rope
-    if rope is not None and rope.is_confirmed and rope.gain.mean >= AS_MUCH * context.near.gain.mean:
+    least = (AS_MUCH if context.rope_is_targets else MORE) * context.near.gain.mean
+    if rope is not None and rope.is_confirmed and rope.gain.mean >= least:
         return [rope]
     return [context.near]
 

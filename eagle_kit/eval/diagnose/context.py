@@ -10,6 +10,7 @@ Legend: T packed tokens, R roots.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -52,12 +53,14 @@ class ContextReading:
         parts: in order of position.
         near: the context cut short, at positions far from the beginning.
         rope: the other rotation that was best there; None without one.
+        rope_is_targets: whether that is the target's own, which the head has not.
     """
 
     length: int
     parts: tuple[Part, ...]
     near: Trial
     rope: Trial | None
+    rope_is_targets: bool = False
 
 
 def read_context(
@@ -100,18 +103,24 @@ def read_context(
             shares = [estimate((each.accepted > 0)[mine].float(), row.texts[mine]) for each in (served, near)]
             parts.append(Part(first, min(behind, int(positions.max()) + 1) - 1, *shares))
     trial = compare(cut, served, near, row.texts.where(far, -1))
-    return ContextReading(length, tuple(parts), trial, _best_rope(head, source, served, far, ropes))
+    rope, is_first = _best_rope(head, source, served, far, ropes)
+    is_targets = is_first and _rotation(head.config.layer) != _rotation(target.config)
+    return ContextReading(length, tuple(parts), trial, rope, is_targets)
+
+
+def _rotation(config: Any) -> tuple[float, dict[str, Any] | None]:
+    return config.rope_theta, config.rope_scaling
 
 
 def _best_rope(
     head: DraftHead, source: Source, served: Reading, far: torch.Tensor, ropes: Sequence[Hypothesis]
-) -> Trial | None:
-    """The best other rotation; the first of ``ropes`` where it is nearly as good."""
+) -> tuple[Trial | None, bool]:
+    """The best other rotation, the first of ``ropes`` where it is nearly as good, and whether it is that."""
     texts = source.row.texts
     chosen_on, judged_on = far & (texts % 2 == 0), far & (texts % 2 == 1)
     if not ropes or not chosen_on.any() or not judged_on.any():
-        return None
+        return None, False
     tried = [(each, read(head, source, each)) for each in ropes]
     gains = [float((found.log_truth - served.log_truth)[chosen_on].mean()) for _, found in tried]
     best = 0 if gains[0] >= NEARLY * max(gains) else gains.index(max(gains))
-    return compare(tried[best][0], served, tried[best][1], texts.where(judged_on, -1))
+    return compare(tried[best][0], served, tried[best][1], texts.where(judged_on, -1)), best == 0

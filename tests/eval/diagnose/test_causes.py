@@ -122,9 +122,13 @@ def test_a_small_draft_vocabulary_is_named_by_what_it_costs():
 
 
 def test_far_from_the_beginning_it_is_the_rotation_where_another_one_does_as_well():
+    """The target's own, that is; a larger base, for which nothing else speaks, must do better."""
     near, rope = trial("context", 0.3), trial("RoPE", 0.28)
-    reading = ContextReading(2048, (), near, rope)
+    reading = ContextReading(2048, (), near, rope, rope_is_targets=True)
     assert subjects(Measured(FIT, [], [], reading)) == ["RoPE"]
+    assert subjects(Measured(FIT, [], [], replace(reading, rope_is_targets=False))) == ["context"]
+    better = replace(reading, rope=trial("RoPE", 0.36), rope_is_targets=False)
+    assert subjects(Measured(FIT, [], [], better)) == ["RoPE"]
     assert subjects(Measured(FIT, [], [], replace(reading, rope=None))) == ["context"]
     assert subjects(Measured(FIT, [], [], replace(reading, near=trial("context", 0.3, score=2)))) == []
 
