@@ -110,6 +110,11 @@ class DecoderConfig:
         return AttentionVariant(self.attention_scale, Limits(window=self.sliding_window or 0))
 
     @property
+    def rotation(self) -> tuple[float, dict[str, Any] | None]:
+        """RoPE base and scaling, by which rotations are compared."""
+        return self.rope_theta, self.rope_scaling
+
+    @property
     def rope_dim(self) -> int:
         """Number of rotated elements of a head."""
         return self.mla.qk_rope_head_dim if self.mla else self.rotary_dim or self.head_dim

@@ -10,7 +10,6 @@ Legend: T packed tokens, R roots.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -104,12 +103,8 @@ def read_context(
             parts.append(Part(first, min(behind, int(positions.max()) + 1) - 1, *shares))
     trial = compare(cut, served, near, row.texts.where(far, -1))
     rope, is_first = _best_rope(head, source, served, far, ropes)
-    is_targets = is_first and _rotation(head.config.layer) != _rotation(target.config)
+    is_targets = is_first and head.config.layer.rotation != target.config.rotation
     return ContextReading(length, tuple(parts), trial, rope, is_targets)
-
-
-def _rotation(config: Any) -> tuple[float, dict[str, Any] | None]:
-    return config.rope_theta, config.rope_scaling
 
 
 def _best_rope(

@@ -70,8 +70,8 @@ def _norm_offsets() -> list[Convention]:
 
 def _ropes(head: DraftHead, target: DecoderConfig) -> list[Convention]:
     layer = head.config.layer
-    own = (layer.rope_theta, layer.rope_scaling)
-    others = [(target.rope_theta, target.rope_scaling), (layer.rope_theta, None)]
+    own = layer.rotation
+    others = [target.rotation, (layer.rope_theta, None)]
     others += [(base, None) for base in (target.rope_theta, *ROPE_BASES)]
     others += [(base, layer.rope_scaling) for base in ROPE_BASES if layer.rope_scaling]
     found = []

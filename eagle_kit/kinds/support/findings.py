@@ -129,8 +129,8 @@ def check_context(positions: int, target: TargetConfig) -> Finding:
 
 def check_rope(draft: DecoderConfig, target: TargetConfig) -> Finding:
     """Compare rotations: a draft's RoPE is its own, since it was trained with it."""
-    same = (draft.rope_theta, draft.rope_scaling) == (target.rope_theta, target.rope_scaling)
-    return Finding("ok", "rope", f"base {draft.rope_theta:g}, {'as' if same else 'other than'} the target's.")
+    than = "as" if draft.rotation == target.rotation else "other than"
+    return Finding("ok", "rope", f"base {draft.rope_theta:g}, {than} the target's.")
 
 
 def check_template(draft: HeadArchitecture, target: TargetFolder) -> Finding:

@@ -32,7 +32,7 @@ from eagle_kit.serve.llm import LLM
 pytestmark = [pytest.mark.slow, pytest.mark.real]
 TARGET, HEAD = "smollm2-135m-instruct", Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-eagle3"
 CONFIG = DiagnoseConfig(limit=24, max_tokens=64, context=0)
-LONG = CONFIG.replace(context=1024)
+LONG = CONFIG.replace(context=4096)
 KNOWN = [Finding("ok", "chat template", "the one the draft was trained with.")]
 QUIET = Progress(False)
 
@@ -160,6 +160,8 @@ HEADS = {
     "norm weights without one": (norms_without_one, "norm convention"),
     "RoPE base 100": (rope(100.0), "RoPE"),
     "RoPE base 1,000": (rope(1_000.0), "RoPE"),
+    "RoPE base 10,000": (rope(10_000.0), "RoPE"),
+    "RoPE scaled by 1/4": (rope(100_000.0, {"rope_type": "linear", "factor": 0.25}), "RoPE"),
     "RoPE scaled by 1/16": (rope(100_000.0, {"rope_type": "linear", "factor": 1 / 16}), "RoPE"),
     "RoPE pairs of neighbours": (interleaved, "RoPE"),
     "512 tokens to propose": (few_tokens, "vocabulary coverage"),
