@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo head test test-all test-cuda-fake lint clean
+.PHONY: help install demo head test test-ci test-all durations test-cuda-fake lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -22,7 +22,9 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 # Processes of the tests, one thread each, at most 16; WORKERS=0 runs them in one, for a debugger.
 WORKERS ?= $(shell echo $$(($(CORES) < 16 ? $(CORES) : 16)))
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 15
+# Compiled files are kept even where the environment says otherwise: without them every process compiles all tests again.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+  $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --durations 15
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -75,13 +77,20 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	@$(KIT) export runs/smollm2-135m-head-more --out runs/head --eval runs/head-eval
 	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
 
-test: install ## run the tests but those marked slow, 15 to 30 minutes on two cores
-	@echo "== tests, $(WORKERS) processes"
-	@$(PYTEST) -m "not slow" $(ARGS)
+test: install ## run the quick tests, 2 to 5 minutes on two cores
+	@echo "== quick tests, $(WORKERS) processes"
+	@$(PYTEST) --tier quick $(ARGS)
 
-test-all: install ## run all tests, more than an hour on two cores
+test-ci: install ## run the tests but the nightly ones, as CI does, 6 to 20 minutes on two cores
+	@echo "== tests that are not nightly, $(WORKERS) processes"
+	@$(PYTEST) --tier ci $(ARGS)
+
+test-all: install ## run all tests, some hours on two cores
 	@echo "== all tests, $(WORKERS) processes"
-	@$(PYTEST) $(ARGS)
+	@$(PYTEST) --tier all $(ARGS)
+
+durations: install ## measure what every test costs and write it to tests/durations.json, by which make test chooses
+	@$(PYTEST) --tier ci --record-durations $(ARGS)
 
 test-cuda-fake: $(CUDA_STAMP) ## trace cycles and training on fake CUDA tensors, in an environment of 5.5 GB; no GPU
 	@echo "== traces on fake CUDA tensors"

@@ -4,6 +4,7 @@ import importlib.util
 import os
 
 import pytest
+import tiers
 import torch
 from local_hub import hub as hub  # a fixture
 
@@ -44,6 +45,16 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     place = tmp_path_factory.mktemp("tuning")
     files.folder = lambda: place
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--tier` and `--record-durations`."""
+    tiers.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let the plugin of tiers choose cases and record what they cost."""
+    tiers.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

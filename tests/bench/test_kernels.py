@@ -136,7 +136,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
         suite.measure(KernelCase("wrong", lambda draw: PreparedCase(op)), Machine.here(0, tiny=True))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_whole_benchmark_on_a_cpu(tmp_path, capsys):
     path = tmp_path / "out" / "k.json"
     assert suite.main(["--out", str(path), "--no-progress", "--seed", "3"]) == 0

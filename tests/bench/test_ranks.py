@@ -12,7 +12,7 @@ from eagle_kit.cli.app import main
 from eagle_kit.models.loading.loader import load_target
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cycles_of_ranks_are_timed_beside_those_of_one_process(tmp_path):
     folder = make_target(tmp_path / "target")
     target = load_target(folder)

@@ -51,7 +51,7 @@ def test_others_are_counted_by_the_time_that_they_take(monkeypatch):
         assert others() == pytest.approx(0.75)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_soak_of_a_real_server(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "WATCH_S", 0.3)
     folder, out = str(make_target(tmp_path / "target")), tmp_path / "soak.json"

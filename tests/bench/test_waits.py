@@ -21,7 +21,7 @@ def test_a_trainers_step_and_a_prefill_are_within_their_budgets(triton_device, c
     assert waiting == {"figures": 1, "update": 1}, "a budget that is not needed is lowered"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pageable_copy_of_a_prompt_exceeds_the_budget(triton_device, monkeypatch):
     def to_device(numbers, device, dtype=torch.int64):
         return torch.as_tensor(numbers, dtype=dtype).to(device)

@@ -184,7 +184,7 @@ def test_whole_models_draft_by_name_and_targets_have_revisions_too(hub, target):
     assert llm.generate([[5, 6, 7]], shape="2,1,3")[0].stats.accept_length > 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.real
 def test_a_packaged_target_drafts_by_name():
     assert resolve_draft("smollm2-135m-instruct") == resolve_target("smollm2-135m-instruct")

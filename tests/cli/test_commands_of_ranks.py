@@ -11,7 +11,7 @@ from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
 from eagle_kit.models.loading.loader import load_target
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 RANKS = ("--tensor-parallel", "2")
 COMMON = ("--device", "cpu", "--max-tokens", "10", "--max-context", "96")
 

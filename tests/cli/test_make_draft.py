@@ -92,7 +92,7 @@ def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
     assert "nothing" in calls[0] and "nothing" not in calls[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capfd):
     out, words = tmp_path / "out", [*words, "--processes", str(processes)]

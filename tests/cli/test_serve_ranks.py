@@ -104,7 +104,7 @@ def test_a_server_of_two_ranks_answers_and_ends_with_one_sentence_when_one_is_ki
     assert "Traceback" not in last
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_idle_server_ends_with_a_rank_that_is_killed(folder):
     with server(folder) as (process, _):
         (child,) = children_of(process)
@@ -114,7 +114,7 @@ def test_an_idle_server_ends_with_a_rank_that_is_killed(folder):
     assert f"error: Rank 1 of tensor parallelism (process {child}) was ended by SIGKILL." in last
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_found(folder):
     with server(folder) as (process, address):
         (child,) = children_of(process)
@@ -127,7 +127,7 @@ def test_a_rank_that_hangs_is_found(folder):
         assert not is_there(child)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_that_is_told_to_end_ends_its_ranks(folder):
     with server(folder) as (process, _):
         (child,) = children_of(process)
@@ -137,7 +137,7 @@ def test_a_server_that_is_told_to_end_ends_its_ranks(folder):
         assert not is_there(child)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
     """As one on a machine without network: nothing is asked of it, and no connection is closed."""
     with server(folder, *TORCHRUN) as (process, _):
@@ -148,7 +148,7 @@ def test_a_rank_of_torchrun_that_falls_silent_ends_an_idle_server(folder):
     assert "Process 1 of 2 has not been heard from for 5 seconds." in last
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_of_torchrun_that_is_killed_ends_the_server(folder):
     with server(folder, *TORCHRUN) as (process, address):
         killed = next(pid for pid in children_of(process) if b"RANK=1" in environ_of(pid))
@@ -161,7 +161,7 @@ def test_a_rank_of_torchrun_that_is_killed_ends_the_server(folder):
     assert "(exitcode: -9) local_rank: 1" in last  # which one, torchrun says
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_torchrun_starts_a_server(folder):
     with server(folder, *TORCHRUN) as (process, address):
         assert complete(address) == expected(folder)
@@ -169,7 +169,7 @@ def test_torchrun_starts_a_server(folder):
         process.wait(60)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.real
 def test_torchrun_serves_the_demo_to_a_client_of_openai():
     """Greedy, streamed and whole: the text of one process without speculation. Sampled, which may differ from
@@ -205,7 +205,7 @@ def at_endpoint(count, per_node, node, port):
     return ("-m", "torch.distributed.run", *machines, "--nproc-per-node", str(per_node))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_two_machines_serve_together(folder, is_lost):
     """The first has the server. It ends the other, or ends with one sentence when that is lost."""

@@ -49,7 +49,7 @@ def study(tmp_path, monkeypatch):
     return file
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_study_is_trained_resumed_measured_and_compared(study, tmp_path, capsys):
     words = ["study", str(study), "--stop-after", "1s"]
     script = f"import sys; from eagle_kit.cli.app import main; sys.exit(main({words!r}))"
@@ -121,7 +121,7 @@ def test_seeds_go_round_before_arms_repeat(study):
     assert [one.name for one in runs] == ["first s0", "other s0", "first s3", "other s3"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_arm_chooses_its_rate_with_the_first_seed_by_judgements(study, tmp_path, capsys):
     raw = yaml.safe_load(study.read_text())
     raw["arms"]["other"] = {"choose": {"training.learning_rate": [1.0e-9, 3.0e-3]}}
@@ -217,7 +217,7 @@ def prepared(study, tmp_path):
     return study, replies
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_data_is_made_first_and_once_and_gone_on_with(prepared, tmp_path, capsys):
     study, replies = prepared
     assert main(["study", str(study), "--dry-run"]) == 0
@@ -316,7 +316,7 @@ def test_a_command_that_would_fail_after_hours_is_refused_before_anything_is_mad
     assert cause in capsys.readouterr().err and not replies.parent.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_data_that_cannot_be_made_is_named_with_its_reason(prepared, tmp_path, capsys):
     study, replies = prepared
     raw = yaml.safe_load(study.read_text())
@@ -413,7 +413,7 @@ def test_kinds_are_compared_at_equal_arithmetic(name):
     assert max(costs.values()) < 1.15 * min(costs.values()), costs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_averages_and_curricula_are_compared_over_two_seeds(study, tmp_path, capsys):
     raw = yaml.safe_load(study.read_text())
     chats = str(tmp_path / "chats.jsonl")

@@ -36,7 +36,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]
     return target, root / "head", root / "chat.jsonl"
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_a_draft_from_the_disk_is_measured_and_its_answers_are_plain(
     folders: tuple[Path, Path, Path], tmp_path: Path, batch_size: int
 ) -> None:

@@ -187,7 +187,7 @@ def test_the_first_variant_of_every_kernel_compiles(tmp_path):
     assert [(r["name"], r["faults"]) for r in reports if r["faults"]] == [] and len(reports) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_ships_compiles():
     reports = run("-m", "eagle_kit.kernels.aot")
     assert [(r["name"], r["arch"], r["faults"]) for r in reports if r["faults"]] == []

@@ -19,7 +19,7 @@ def test_every_operation_is_checked_and_right():
     "name",
     [
         "paged_prefill_attention",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("mla_window_attention", "small_linear")),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mla_window_attention", "small_linear")),
     ],
 )
 def test_a_wrong_kernel_is_noticed(name, monkeypatch):
@@ -36,7 +36,7 @@ def test_a_wrong_kernel_is_noticed(name, monkeypatch):
         "linear",
         "window_attention",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.nightly)
             for name in ("prefill_attention", "packed_attention", "ttt_attention")
         ),
     ],

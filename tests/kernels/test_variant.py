@@ -24,7 +24,7 @@ VARIANTS = {
 HEADS, KV_HEADS, SIZE, PAGE = 6, 2, 16, 8
 BACKENDS = ("reference", "triton")
 WHOLE = {"wide window", "wide chunk", "both", "all"}
-"""What has each part of a variant at least once; in Triton the others are slow."""
+"""What has each part of a variant at least once; in Triton the others are nightly."""
 
 
 def dense(q, k, v, positions, key_positions, seen, variant):
@@ -64,7 +64,7 @@ def on_backends(*cases):
     for backend in BACKENDS:
         for name, *form in cases:
             is_slow = backend == "triton" and name not in WHOLE
-            found.append(pytest.param(backend, name, *form, marks=[pytest.mark.slow] * is_slow))
+            found.append(pytest.param(backend, name, *form, marks=[pytest.mark.nightly] * is_slow))
     return found
 
 
@@ -154,7 +154,7 @@ def test_packed_texts(triton_device, backend, name):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in WHOLE)) for name in VARIANTS]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name not in WHOLE)) for name in VARIANTS]
 )
 def test_packed_texts_are_differentiable(triton_device, name):
     variant, spans = on(VARIANTS[name], triton_device), [(0, 3), (3, 40)]
@@ -180,7 +180,7 @@ def test_a_long_text_in_blocks():
     ("step", "backend"),
     [
         (0, "reference"),
-        pytest.param(0, "triton", marks=pytest.mark.slow),
+        pytest.param(0, "triton", marks=pytest.mark.nightly),
         (0, "cpu"),
         *((2, backend) for backend in ("reference", "triton", "cpu")),
     ],

@@ -66,7 +66,7 @@ def test_saved_modules_load_as_they_were(made, tmp_path, dtype):
     assert not errors, errors
 
 
-@pytest.mark.parametrize("shape", [pytest.param("1,1,2", marks=pytest.mark.slow), "3,1,4", "3,2,6"])
+@pytest.mark.parametrize("shape", [pytest.param("1,1,2", marks=pytest.mark.nightly), "3,1,4", "3,2,6"])
 def test_nextn_serves_the_targets_own_module(made, shape):
     folder, target, _ = made
     prompts = [[5, 9, 3, 7], [8] * 17, list(range(3, 30))]

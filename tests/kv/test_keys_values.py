@@ -131,7 +131,7 @@ def replies(backend=None, shape="3,1,4", max_tokens=24, device="cpu", prompts=PR
     return llm, [answer.token_ids for answer in answers]
 
 
-@pytest.mark.parametrize("kv_dtype", [pytest.param("auto", marks=pytest.mark.slow), "fp8_e4m3"])
+@pytest.mark.parametrize("kv_dtype", [pytest.param("auto", marks=pytest.mark.nightly), "fp8_e4m3"])
 def test_an_engine_by_kernels_says_what_the_reference_says(triton_device, kv_dtype):
     """A prompt in chunks beside another, then one that is in the prefix cache, and some cycles."""
     needs_fp8(triton_device)

@@ -112,7 +112,7 @@ def test_traffic_compiles_nothing_while_shapes_change():
     assert any("window_attention" in name for name, _ in keys.keys)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", ["none", "2,1,3 2:3,2,6"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_traffic_compiles_nothing(target, shape):
@@ -121,7 +121,7 @@ def test_traffic_compiles_nothing(target, shape):
         assert new_in_traffic(engine, keys) == ([], [])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("options", [{"sampled_drafts": True}, {"algorithm": "NGRAM"}], ids=str)
 def test_traffic_compiles_nothing_with_other_drafts(options):
     with traced(tiny_target(), has_draft="algorithm" not in options, **options) as (engine, keys):

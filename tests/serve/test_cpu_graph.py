@@ -346,9 +346,9 @@ def test_an_engine_that_replays_says_what_one_in_python_says(shape, sampling):
     ("tree", "sampled", "in_cpp"),
     [
         ("dynamic", False, False),
-        pytest.param("static", True, False, marks=pytest.mark.slow),
-        pytest.param("dynamic", True, True, marks=pytest.mark.slow),
-        pytest.param("static", False, True, marks=pytest.mark.slow),
+        pytest.param("static", True, False, marks=pytest.mark.nightly),
+        pytest.param("dynamic", True, True, marks=pytest.mark.nightly),
+        pytest.param("static", False, True, marks=pytest.mark.nightly),
     ],
 )
 def test_lengths_that_grow_over_columns_change_nothing(tree, sampled, in_cpp, monkeypatch):

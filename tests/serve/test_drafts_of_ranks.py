@@ -25,7 +25,8 @@ def eagle1_head():
 
 
 @pytest.mark.parametrize(
-    "algorithm", ["EAGLE", *(pytest.param(name, marks=pytest.mark.slow) for name in ("STANDALONE", "NGRAM"))]
+    "algorithm",
+    ["EAGLE", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("STANDALONE", "NGRAM"))],
 )
 def test_other_drafts_are_whole_on_every_rank(folder, algorithm):
     """A head without an output layer of its own, a whole model, and the text itself."""
@@ -40,7 +41,7 @@ READY = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("sampled_drafts", [False, True])
 @pytest.mark.parametrize("name", READY)
 def test_drafts_that_are_ready_in_one_pass_are_those_of_all_ranks(folder, name, sampled_drafts):
@@ -57,7 +58,7 @@ def test_the_module_of_a_deepseek_drafts_on_every_rank(tmp_path):
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("data_parallel_attention", [False, True])
 @pytest.mark.parametrize(("modules", "shapes"), [(1, ("3,1,4", "4,4,12")), (3, ("3,1,4", "3,4,14"))])
 def test_modules_of_a_deepseek_draft_on_every_rank(modules, shapes, data_parallel_attention, tmp_path):

@@ -128,7 +128,7 @@ def trained():
     return trained_models()
 
 
-@pytest.fixture(scope="module", params=[4_000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[4_000, pytest.param(20_000, marks=pytest.mark.nightly)])
 def plain_counts(trained, request):
     return pair_counts(trained, request.param, shape=None)
 
@@ -136,16 +136,16 @@ def plain_counts(trained, request):
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"shape": "3,1,4", "seed": 1}, marks=pytest.mark.slow),
+        pytest.param({"shape": "3,1,4", "seed": 1}, marks=pytest.mark.nightly),
         {"shape": "3,3,8", "seed": 2},
         {"shape": "3,1,4", "seed": 3, "sampled_drafts": True},
         pytest.param(
             {"shape": "3,1,4", "seed": 4, "sampled_drafts": True, "verifier": "rejection"},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         {"shape": "3,3,8", "seed": 5, "verifier": "relaxed"},
         {"shape": Restless(6, CHAINS, most_plain=2), "seed": 6, "sampled_drafts": True},
-        pytest.param({"shape": Restless(7, TREES, most_plain=2), "seed": 7}, marks=pytest.mark.slow),
+        pytest.param({"shape": Restless(7, TREES, most_plain=2), "seed": 7}, marks=pytest.mark.nightly),
     ],
 )
 def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, options):
@@ -154,7 +154,7 @@ def test_continuations_have_the_law_of_plain_sampling(trained, plain_counts, opt
     assert distance < freedom + 4 * (2 * freedom) ** 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_lossy_verifier_is_seen_by_the_same_test(trained, plain_counts):
     options = {"shape": "3,3,8", "seed": 6, "accept_threshold_single": 0.1, "accept_threshold_acc": 0.3}
     distance, freedom = chi_square(pair_counts(trained, int(plain_counts.sum()), **options), plain_counts)

@@ -1,4 +1,4 @@
-"""Random events, hundreds of thousands in all with the slow ones: whatever arrives, stops, is aborted or sent
+"""Random events, hundreds of thousands in all in the nightly tier: whatever arrives, stops, is aborted or sent
 back, no page or token is lost. The models are replaced by random results; scheduler, prefix cache, n-gram log
 and engine are the real ones."""
 
@@ -152,20 +152,20 @@ def _prompt(rng: random.Random) -> list[int]:
     return beginning + [rng.randrange(5) for _ in range(rng.choice((1, 2, 5, 20)))]
 
 
-@pytest.mark.parametrize("num_events", [6_000, pytest.param(33_400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_events", [6_000, pytest.param(33_400, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("page_size", "lag", "shape", "with_ngram", "share_of_grammars", "lookback"),
     [
         (1, 0, "5,4,16", False, 0.0, None),
-        pytest.param(4, 1, "4,1,5", False, 0.0, None, marks=pytest.mark.slow),
+        pytest.param(4, 1, "4,1,5", False, 0.0, None, marks=pytest.mark.nightly),
         (16, 1, None, False, 0.0, None),
         (4, 1, "5,4,16", True, 0.0, None),
-        pytest.param(4, 1, "4,1,5", False, 0.2, None, marks=pytest.mark.slow),
+        pytest.param(4, 1, "4,1,5", False, 0.2, None, marks=pytest.mark.nightly),
         (1, 1, "4,1,5", True, 0.2, None),
-        pytest.param(4, 1, "4,1,5", False, 0.0, 0, marks=pytest.mark.slow),
+        pytest.param(4, 1, "4,1,5", False, 0.0, 0, marks=pytest.mark.nightly),
         (1, 0, "5,4,16", False, 0.0, 2),
         (4, 1, "2,1,3", False, 0.1, 2),
-        pytest.param(4, 1, None, False, 0.0, 0, marks=pytest.mark.slow),
+        pytest.param(4, 1, None, False, 0.0, 0, marks=pytest.mark.nightly),
         (1, 1, "4,1,5", True, 0.0, 0),
     ],
 )

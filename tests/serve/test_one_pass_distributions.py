@@ -80,10 +80,10 @@ def excess(counts, plain_counts) -> float:
     ("name", "verifier"),
     [
         # Both verify whole chains of this head in the fast tests below, among windows that are cut or packed.
-        pytest.param("dspark", "block", marks=pytest.mark.slow),
-        pytest.param("dspark", "rejection", marks=pytest.mark.slow),
+        pytest.param("dspark", "block", marks=pytest.mark.nightly),
+        pytest.param("dspark", "rejection", marks=pytest.mark.nightly),
         ("dspark, rnn", "block"),
-        pytest.param("dflash", "block", marks=pytest.mark.slow),
+        pytest.param("dflash", "block", marks=pytest.mark.nightly),
         ("p-eagle", "block"),
     ],
 )
@@ -92,13 +92,13 @@ def test_drawn_chains_have_the_distribution_of_plain_sampling(pairs, plain_count
     assert excess(pair_counts(pairs[name], COUNT, **options), plain_counts) < 4
 
 
-@pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dspark", pytest.param("dflash", marks=pytest.mark.nightly)])
 def test_replies_sampled_over_trees_have_the_distribution_of_plain_sampling(pairs, plain_counts, name):
     """Best-first over the block's candidates, DSpark's corrected by the token before."""
     assert excess(pair_counts(pairs[name], COUNT, shape="3,2,6", seed=4), plain_counts) < 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_q_without_the_correction_is_seen_by_the_same_test(pairs, plain_counts, monkeypatch):
     """As if every token had been drawn from a flatter distribution than it was."""
     exact = sampled_ready.sample
@@ -123,7 +123,7 @@ class Sure(ShapePolicy):
         return SpecShape(steps, 1, steps + 1)
 
 
-@pytest.mark.parametrize("verifier", ["rejection", pytest.param("block", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verifier", ["rejection", pytest.param("block", marks=pytest.mark.nightly)])
 def test_windows_cut_by_confidences_keep_the_distribution(pairs, plain_counts, verifier):
     """The confidences are those of the greedy chain: of the text, and not of what is drawn behind it."""
     policy = Sure()
@@ -149,7 +149,7 @@ class Packed(Sure):
         return SpecShape(3, 1, 4)
 
 
-@pytest.mark.parametrize("verifier", ["block", pytest.param("rejection", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("verifier", ["block", pytest.param("rejection", marks=pytest.mark.nightly)])
 def test_packed_windows_of_drawn_chains_keep_the_distribution(pairs, plain_counts, verifier, monkeypatch):
     policy, cut, packings = Packed(), Packing.cut, []
 
@@ -165,7 +165,7 @@ def test_packed_windows_of_drawn_chains_keep_the_distribution(pairs, plain_count
     assert excess(counts, plain_counts) < 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_q_that_is_left_where_nothing_was_verified_is_seen_by_the_same_test(
     pairs, plain_counts, monkeypatch
 ):

@@ -145,7 +145,7 @@ def compare(folder, size, work, head=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("size", "lag"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, 0), (4, 1)))]
+    ("size", "lag"), [(2, 1), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((2, 0), (4, 1)))]
 )
 def test_replies_are_those_of_one_process(folder, size, lag):
     """Greedy for every shape, then greedy, seeded, penalised, by a grammar and with stop texts in one batch,
@@ -160,7 +160,7 @@ def test_replies_are_those_of_one_process(folder, size, lag):
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10  # drafts were accepted
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_recorded_cycles_contain_the_collectives(folder):
     def work(llm):
         params = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -181,7 +181,7 @@ SHARED = [*itertools.product(MIXTURES, (2, 4), ("whole", "inside"))]
 
 @pytest.mark.parametrize(
     ("name", "size", "experts"),
-    [SHARED[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in SHARED[1:])],
+    [SHARED[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in SHARED[1:])],
 )
 def test_mixtures_and_latents_are_shared(name, size, experts, tmp_path):
     """Experts cut inside, or whole ones of each rank."""
@@ -200,7 +200,7 @@ OWN = [("EAGLE3", 2, "whole"), *itertools.product(("EAGLE3", "NGRAM"), (2, 4), (
 
 @pytest.mark.parametrize(
     ("algorithm", "size", "experts"),
-    [OWN[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in OWN[1:])],
+    [OWN[0], *(pytest.param(*each, marks=pytest.mark.nightly) for each in OWN[1:])],
 )
 def test_requests_have_latents_on_one_rank(algorithm, size, experts, tmp_path):
     """Greedy for every shape, then all kinds of requests in one batch; ranks run out of latents, and have
@@ -233,7 +233,7 @@ RECURRENT = {
     ("name", "size"),
     [
         ("qwen3_5_text", 2),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in itertools.product(RECURRENT, (2, 4))),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in itertools.product(RECURRENT, (2, 4))),
     ],
 )
 def test_states_of_recurrent_layers_are_shared(name, size, tmp_path):
@@ -397,7 +397,7 @@ STORMS = (2, 120), (4, 1200), (2, 20_000)
 
 @pytest.mark.parametrize(
     ("size", "num_events"),
-    [STORMS[0], *(pytest.param(*storm, marks=pytest.mark.slow) for storm in STORMS[1:])],
+    [STORMS[0], *(pytest.param(*storm, marks=pytest.mark.nightly) for storm in STORMS[1:])],
 )
 def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
     work = partial(weather, num_events=num_events)
@@ -407,7 +407,7 @@ def test_all_ranks_take_in_the_same_tokens_in_a_storm(folder, size, num_events):
 
 @pytest.mark.parametrize(
     ("size", "num_events"),
-    [STORMS[0], *(pytest.param(*storm, marks=pytest.mark.slow) for storm in STORMS[1:])],
+    [STORMS[0], *(pytest.param(*storm, marks=pytest.mark.nightly) for storm in STORMS[1:])],
 )
 def test_all_ranks_take_in_the_same_tokens_in_a_storm_of_own_latents(size, num_events, tmp_path):
     randomised(MIXTURES["deepseek-v3"]).save_pretrained(tmp_path)
@@ -442,7 +442,7 @@ def serve_beside_a_slow_rank(ranks, *args):
     return serve(ranks, *args)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_slow_rank_is_waited_for(folder):
     """Shapes are chosen by times, which are others on every rank, and replies are those of one process."""
 
@@ -585,7 +585,7 @@ def test_results_are_waited_for_as_long_as_all_ranks_answer(folder, lost):
     assert second == "A rank has ended."
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_call_names_the_rank_that_was_killed(folder):
     llm = LLM(folder, tensor_parallel=2, **OPTIONS)
     assert llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5))[0].token_ids
@@ -626,7 +626,7 @@ def load_what_one_refuses(ranks, folder):
     return error.value.cause
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_shapes_that_the_first_rank_measures_are_those_of_all(folder):
     def work(llm):
         found = replies(llm, SamplingParams(max_tokens=30, ignore_eos=True), ("auto", "none", "auto"))
@@ -636,7 +636,7 @@ def test_shapes_that_the_first_rank_measures_are_those_of_all(folder):
     compare(folder, 2, work, head_of(folder))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.real
 @pytest.mark.parametrize(("size", "shape"), [(2, "4,1,5"), (3, "5,4,16")])
 def test_the_demo_speaks_the_same_on_several_ranks(size, shape):

@@ -10,7 +10,7 @@ Parameters = type(pytest.param())
 
 
 def crossed(*axes: tuple[str, Iterable[Any]], fixtures: tuple[str, ...] = ()) -> pytest.MarkDecorator:
-    """Parametrize with every combination of the axes' values; all but a diagonal are slow.
+    """Parametrize with every combination of the axes' values; all but a diagonal are nightly.
 
     An axis is the names of its arguments, separated by commas, and their values. On the diagonal the n-th
     value of an axis stands beside the n-th of every other; shorter axes begin again, so each value is there.
@@ -28,7 +28,7 @@ def crossed(*axes: tuple[str, Iterable[Any]], fixtures: tuple[str, ...] = ()) ->
         chosen = [found[place] for found, place in zip(values, places, strict=True)]
         marks = [mark for each in chosen for mark in each.marks]
         if places not in diagonal:
-            marks.append(pytest.mark.slow)
+            marks.append(pytest.mark.nightly)
         together = [value for each in chosen for value in each.values]
         cases.append(pytest.param(*together, marks=marks, id="-".join(each.id for each in chosen)))
     return pytest.mark.parametrize(list(chain(*names)), cases, indirect=fixtures)

@@ -228,7 +228,7 @@ def beside(tmp_path):
     return diagnosed
 
 
-@pytest.mark.parametrize("shape", [pytest.param("3,1,4", marks=pytest.mark.slow), "3,2,6"])
+@pytest.mark.parametrize("shape", [pytest.param("3,1,4", marks=pytest.mark.nightly), "3,2,6"])
 def test_our_own_server_accepts_what_our_engine_does(beside, shape):
     with trained_server(learned_head(), shape) as server:
         found = beside(server)

@@ -163,7 +163,7 @@ def test_some_reading_is_the_right_one_of_a_head_of_blocks_whose_config_is_wrong
     assert wrong.config != head.config
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", MISREAD)
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_what_a_config_says_wrong_of_a_head_of_blocks_is_named_first(kind, fault):
@@ -187,12 +187,12 @@ def test_tokens_that_may_be_a_mask_are_few_and_the_usual_ones():
     assert 160 not in mask_tokens(tokenizer, 160)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tokens_that_came_a_slot_late_in_training_are_named():
     assert diagnosed(learned_head(60, late_tokens=1))[0].subject == "one-slot shift"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_features_that_came_a_slot_early_in_training_are_named():
     assert diagnosed(learned_head(60, late_features=-1))[0].subject == "one-slot shift"
 

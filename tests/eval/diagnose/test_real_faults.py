@@ -29,7 +29,7 @@ from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 
-pytestmark = [pytest.mark.slow, pytest.mark.real]
+pytestmark = [pytest.mark.nightly, pytest.mark.real]
 TARGET, HEAD = "smollm2-135m-instruct", Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-eagle3"
 CONFIG = DiagnoseConfig(limit=24, max_tokens=64, context=0)
 LONG = CONFIG.replace(context=4096)

@@ -136,7 +136,7 @@ def all_verifiers(probs, q, tokens, uniforms, bonus, backend):
     }
 
 
-@pytest.mark.parametrize("b, vocab", [(8, 5), pytest.param(2, 257, marks=pytest.mark.slow), (2, 1271)])
+@pytest.mark.parametrize("b, vocab", [(8, 5), pytest.param(2, 257, marks=pytest.mark.nightly), (2, 1271)])
 def test_every_verifier_equals_the_reference(triton_device, b, vocab):
     """Small vocabularies reject several siblings in a row, repeat siblings and have tokens of q = 0."""
     generator = torch.Generator().manual_seed(vocab)
@@ -293,7 +293,7 @@ def test_siblings_emit_exactly_the_distribution_of_the_target(triton_device):
 @pytest.mark.parametrize(
     "kind",
     [
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("chain", "block", "tree")),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("chain", "block", "tree")),
         "target",
         "relaxed",
     ],

@@ -79,8 +79,8 @@ def filtered(logits: torch.Tensor, params: SamplingParams) -> tuple[set[int], se
     "vocab, dtype",
     [
         (1, torch.float32),
-        pytest.param(7, torch.float16, marks=pytest.mark.slow),
-        pytest.param(256, torch.float32, marks=pytest.mark.slow),
+        pytest.param(7, torch.float16, marks=pytest.mark.nightly),
+        pytest.param(256, torch.float32, marks=pytest.mark.nightly),
         (257, torch.float16),
         (1271, torch.bfloat16),
     ],
@@ -163,7 +163,7 @@ def spread(generator, rows, vocab, zeros=0.5):
     return probs
 
 
-@pytest.mark.parametrize("vocab", [1, pytest.param(255, marks=pytest.mark.slow), 1025])
+@pytest.mark.parametrize("vocab", [1, pytest.param(255, marks=pytest.mark.nightly), 1025])
 def test_samples_are_the_first_tokens_beyond_the_uniform(triton_device, vocab):
     generator = torch.Generator().manual_seed(vocab)
     probs = spread(generator, 12, vocab)
@@ -239,7 +239,7 @@ def hashed(seed: int, position: int, stream: int) -> tuple[int, float]:
     return mix(key % 2**64), (mix(key % 2**64) >> 11) * 2.0**-53
 
 
-@pytest.mark.parametrize("stream", [0, pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stream", [0, pytest.param(1, marks=pytest.mark.nightly), 2])
 def test_uniforms_are_the_reference_s_to_the_bit(triton_device, stream):
     seeds = torch.tensor([0, 5, -1, -(2**63), 2**63 - 1], device=triton_device)
     roots = torch.tensor([0, 7, 131071, 2**40, -3], device=triton_device)

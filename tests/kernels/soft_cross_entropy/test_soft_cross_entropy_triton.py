@@ -56,7 +56,7 @@ def assert_exact_but_for_rounding(z, dz, losses, probs, index, weights):
             (2, 2048),
             (3, 2049),
             (2, 6001),
-            pytest.param(2, 128256, marks=pytest.mark.slow),
+            pytest.param(2, 128256, marks=pytest.mark.nightly),
         ],
     ),
 )
@@ -75,9 +75,9 @@ def test_losses_and_gradient_of_logits(triton_device, dtype, rows, vocab):
     "top",
     [
         -1e5,
-        pytest.param(-300.0, marks=pytest.mark.slow),
+        pytest.param(-300.0, marks=pytest.mark.nightly),
         0.0,
-        pytest.param(300.0, marks=pytest.mark.slow),
+        pytest.param(300.0, marks=pytest.mark.nightly),
         1e5,
     ],
 )
@@ -131,7 +131,7 @@ def fused_case(rows, vocab, size, positions, dtype, device):
     return h, w, probs, index, weights
 
 
-@pytest.mark.parametrize("chunk", [1024, 7, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("chunk", [1024, 7, pytest.param(20, marks=pytest.mark.nightly)])
 def test_the_fused_loss_equals_autograd_on_whole_logits(triton_device, chunk):
     h, w, probs, index, weights = fused_case(41, 1271, 23, 13, torch.float32, triton_device)
     exact_h, exact_w = (x.detach().double().requires_grad_() for x in (h, w))

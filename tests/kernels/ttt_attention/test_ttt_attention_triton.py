@@ -79,7 +79,7 @@ def assert_all_close(inputs, dout, doc_start, rows, scale, tolerance):
         pytest.param((64, 64, 1), 1.0, 3, 3, 2, 24, id="borders at blocks, no group, odd head size"),
         pytest.param((33, 95), 1.0, 2, 1, 1, 16, id="a document begins one behind a border"),
         pytest.param((90, 40, 3), 0.04, 16, 1, 6, 16, id="rare rows, group of 16"),
-        pytest.param((5, 60), 1.0, 5, 1, 2, 80, id="group of 5, head size 80", marks=pytest.mark.slow),
+        pytest.param((5, 60), 1.0, 5, 1, 2, 80, id="group of 5, head size 80", marks=pytest.mark.nightly),
     ],
 )
 def test_out_and_gradients_in_fp32(triton_device, lengths, keep, hq, hkv, own, d):

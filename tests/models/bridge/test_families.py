@@ -14,8 +14,8 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 QUICK = ("gemma2", "gpt_oss", "llama4_text", "qwen3_next", "falcon_h1")
-"""Run without the slow ones: between them they have every variant of attention."""
-SOME = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in FAMILIES]
+"""Run in every tier: between them they have every variant of attention."""
+SOME = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.nightly) for kind in FAMILIES]
 
 
 @pytest.fixture(scope="module", params=SOME)
@@ -111,7 +111,7 @@ def wanted(target):
     return found
 
 
-@pytest.mark.parametrize("shape", ["none", pytest.param("3,1,4", marks=pytest.mark.slow), "3,2,6"])
+@pytest.mark.parametrize("shape", ["none", pytest.param("3,1,4", marks=pytest.mark.nightly), "3,2,6"])
 def test_greedy_text_of_a_batch_is_that_of_transformers(target, wanted, shape, is_quick):
     draft = None if shape == "none" else HeadDraftModel(tiny_head(target, 67), target)
     options = {"max_batch_size": 4, "max_context": 128, "page_size": 4}

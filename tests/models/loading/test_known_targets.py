@@ -23,11 +23,11 @@ ACTIVE = {  # as the model cards round them, in billions
 
 
 def one_of_an_architecture():
-    """Names of known targets; those of an architecture that another before them has are slow."""
+    """Names of known targets; those of an architecture that another before them has are nightly."""
     names, seen = [], set()
     for name, known in KNOWN_TARGETS.items():
         kind = known.config["architectures"][0]
-        names.append(pytest.param(name, marks=[pytest.mark.slow] * (kind in seen)))
+        names.append(pytest.param(name, marks=[pytest.mark.nightly] * (kind in seen)))
         seen.add(kind)
     return names
 

@@ -99,7 +99,7 @@ def wanted(model):
     return found
 
 
-@pytest.mark.parametrize("shape", ["none", pytest.param("3,1,4", marks=pytest.mark.slow), "3,2,6"])
+@pytest.mark.parametrize("shape", ["none", pytest.param("3,1,4", marks=pytest.mark.nightly), "3,2,6"])
 def test_greedy_text_is_that_of_transformers(target, wanted, shape):
     draft = None if shape == "none" else HeadDraftModel(tiny_head(target, 67), target)
     llm = LLM(target, draft, shape=shape, max_batch_size=4, max_context=128, page_size=4)

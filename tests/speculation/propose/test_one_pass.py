@@ -368,7 +368,7 @@ def test_what_they_cannot_draft_is_refused(pairs, name, options, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the models are on a CPU")
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["dflash, sliding", "dspark, gated"])
 def test_kernels_draft_the_same(pairs, triton_device, name):
     """Every proposal and reply of Triton's kernels under the interpreter is that of the references."""

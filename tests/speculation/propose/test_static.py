@@ -64,7 +64,7 @@ def test_the_first_chain_of_the_tree_is_the_greedy_chain(models):
     check_distinct_siblings(tree.tokens, tree.parents)
 
 
-@pytest.mark.parametrize("count", [2_000, pytest.param(6_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [2_000, pytest.param(6_000, marks=pytest.mark.nightly)])
 def test_sampled_siblings_keep_the_distribution(models, count):
     def pairs(**options):
         sizes = {"batch": 500, "max_context": 24, "kv_tokens": 30_000, "page_size": 4}

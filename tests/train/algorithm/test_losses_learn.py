@@ -79,11 +79,13 @@ def language() -> Language:
 @pytest.mark.parametrize(
     ("loss", "optimizer"),
     [(loss, "adamw") for loss in ("ce", "reverse-kl", "lk-hybrid")]
-    + [pytest.param(loss, "adamw", marks=pytest.mark.slow) for loss in ("tv", "lk-alpha")]  # parts of mixes
+    + [
+        pytest.param(loss, "adamw", marks=pytest.mark.nightly) for loss in ("tv", "lk-alpha")
+    ]  # parts of mixes
     + [
         ("ce", "muon"),
-        pytest.param("lk-hybrid", "muon", marks=pytest.mark.slow),
-        pytest.param("kl", "adamw", marks=pytest.mark.slow),  # has the gradient of ce
+        pytest.param("lk-hybrid", "muon", marks=pytest.mark.nightly),
+        pytest.param("kl", "adamw", marks=pytest.mark.nightly),  # has the gradient of ce
         ({"ce": 0.1, "tv": 0.9}, "adamw"),
     ],
 )

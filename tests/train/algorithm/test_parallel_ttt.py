@@ -277,7 +277,9 @@ def learn(target, name: str):
     return head, torch.stack(found[:3]).mean(0), torch.stack(found[-3:]).mean(0)
 
 
-@pytest.mark.parametrize("name", ["dflash", pytest.param("dflash, D-PACE", marks=pytest.mark.slow), "dspark"])
+@pytest.mark.parametrize(
+    "name", ["dflash", pytest.param("dflash, D-PACE", marks=pytest.mark.nightly), "dspark"]
+)
 def test_every_row_of_a_block_learns(target, name):
     _, first, last = learn(target, name)
     assert (last > first + 0.3).all(), (first, last)

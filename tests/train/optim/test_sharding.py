@@ -87,7 +87,7 @@ def strategy(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_train_the_head_of_one_and_resume_to_the_bit(make_run: Callable, strategy: str) -> None:
     run = make_run(training=TRAINING)
     torch.set_num_threads(1)
@@ -130,7 +130,7 @@ def test_two_processes_train_the_head_of_one_and_resume_to_the_bit(make_run: Cal
     check_close(rows(out / "whole")[6:], run.metrics()[6:])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["gradient", "loss"])
 def test_what_is_not_finite_in_one_process_is_skipped_by_all(
     make_run: Callable, strategy: str, kind: str

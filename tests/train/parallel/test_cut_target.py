@@ -59,9 +59,9 @@ def make_hybrid(folder: Path) -> None:
     ("kind", "size"),
     [
         ("llama", 2),
-        pytest.param("llama", 4, marks=pytest.mark.slow),
+        pytest.param("llama", 4, marks=pytest.mark.nightly),
         ("deepseek", 2),
-        pytest.param("hybrid", 2, marks=pytest.mark.slow),  # is judged below
+        pytest.param("hybrid", 2, marks=pytest.mark.nightly),  # is judged below
     ],
 )
 def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(

@@ -27,7 +27,7 @@ def check_close(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("launcher", [torchrun, accelerate], ids=["torchrun", "accelerate"])
 def test_a_run_goes_on_with_another_number_of_machines_or_says_why_not(
     make_run: Callable, launcher: Launcher
@@ -59,7 +59,7 @@ def test_a_run_goes_on_with_another_number_of_machines_or_says_why_not(
         assert mine["accept_length"] == pytest.approx(other["accept_length"], rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_that_is_lost_ends_the_run_on_the_other_one_with_one_sentence(make_run: Callable) -> None:
     run = make_run(training={**TRAINING, "max_steps": 10_000, "save_every": 2, "keep_last": 1})
     nodes = start_nodes(2, 1, "train", str(run.config))
@@ -76,7 +76,7 @@ def test_a_machine_that_is_lost_ends_the_run_on_the_other_one_with_one_sentence(
     assert run("--resume", "--max-steps", str(len(run.metrics()) + 1)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_machine_that_falls_silent_is_missed_by_the_other_one(make_run: Callable) -> None:
     """Its processes are stopped: no connection is closed, and collectives wait."""
     training = {**TRAINING, "max_steps": 10_000, "keep_last": 1, "peer_timeout_s": 8.0}
@@ -97,7 +97,7 @@ def test_a_machine_that_falls_silent_is_missed_by_the_other_one(make_run: Callab
     assert run("--resume", "--max-steps", str(len(run.metrics()) + 1)) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_machines_write_a_store_together_and_learn_from_it(make_run: Callable, tmp_path: Path) -> None:
     """A part of the rows each, computed here or read from another engine's files; all are read by both."""
     run = make_run(training=TRAINING)
@@ -125,7 +125,7 @@ def test_machines_write_a_store_together_and_learn_from_it(make_run: Callable, t
     check_close(run.metrics("two"), run.metrics())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_machines_share_a_target_that_is_cut_over_all_their_processes(make_run: Callable) -> None:
     run = make_run(training=TRAINING, judge={"every": 2, "max_tokens": 6})
     cut = (

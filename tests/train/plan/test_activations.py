@@ -110,11 +110,11 @@ class Row:
 
 
 def kinds_and_numerics():
-    """Every kind in fp32; in half precision three that differ most, the others are slow."""
+    """Every kind in fp32; in half precision three that differ most, the others are nightly."""
     cases = []
     for kind, numerics in product(KINDS, ("fp32", "bf16", "bf16 in Triton")):
         is_slow = numerics != "fp32" and kind not in ("llama", "mtp", "dflash")
-        cases.append(pytest.param(kind, numerics, marks=[pytest.mark.slow] * is_slow))
+        cases.append(pytest.param(kind, numerics, marks=[pytest.mark.nightly] * is_slow))
     return cases
 
 

@@ -92,7 +92,7 @@ def planned(target: TargetConfig, head: DraftHead, placement: str, size: int = S
     [
         ("fsdp", False),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, marks=pytest.mark.nightly)
             for case in (("fsdp", True), ("tensor-parallel", False), ("tensor-parallel", True))
         ),
     ],

@@ -109,7 +109,7 @@ def peak_mib(kind: str) -> float:
     return json.loads(done.stdout)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_of_32k_tokens_has_bounded_memory() -> None:
     scores = 3072 * (32768 - 1536) * 4 / 2**20  # of one head and one step, 366 MiB
     assert peak_mib("ours") < 1.5 * scores  # 177 or 387 MiB, as the allocator likes

@@ -46,12 +46,12 @@ def test_there_are_recipes_for_ten_public_targets() -> None:
 
 
 def one_of_a_kind() -> list[Any]:
-    """Recipes; those for an architecture and a kind of head that another before them has are slow."""
+    """Recipes; those for an architecture and a kind of head that another before them has are nightly."""
     recipes, seen = [], set()
     for path in RECIPES:
         config = load_config(TrainConfig, path)
         kind = KNOWN_TARGETS[config.target].config["architectures"][0], config.head.kind
-        recipes.append(pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (kind in seen)))
+        recipes.append(pytest.param(path, id=path.stem, marks=[pytest.mark.nightly] * (kind in seen)))
         seen.add(kind)
     return recipes
 

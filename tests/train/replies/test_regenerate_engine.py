@@ -29,7 +29,8 @@ SAMPLED = ("--temperature", "0.9", "--top-p", "0.95", "--seed", "5")
 
 
 @pytest.mark.parametrize(
-    "sampling", [pytest.param((), id="greedy", marks=pytest.mark.slow), pytest.param(SAMPLED, id="sampled")]
+    "sampling",
+    [pytest.param((), id="greedy", marks=pytest.mark.nightly), pytest.param(SAMPLED, id="sampled")],
 )
 def test_a_draft_a_batch_and_a_stop_change_no_reply(
     regenerate: Callable, capsys: pytest.CaptureFixture[str], sampling: tuple[str, ...]
@@ -57,8 +58,8 @@ def test_another_seed_draws_other_replies_and_greedy_ones_are_others(regenerate:
     ("change", "shown"),
     [
         (("--temperature", "0.5"), "temperature 0.9, but now it is 0.5"),
-        pytest.param(("--seed", "6"), "seed 5, but now it is 6", marks=pytest.mark.slow),
-        pytest.param(("--max-tokens", "9"), "max_tokens 12, but now it is 9", marks=pytest.mark.slow),
+        pytest.param(("--seed", "6"), "seed 5, but now it is 6", marks=pytest.mark.nightly),
+        pytest.param(("--max-tokens", "9"), "max_tokens 12, but now it is 9", marks=pytest.mark.nightly),
         (("--shard", "1/2"), "shard [0, 1], but now it is [1, 2]"),
     ],
 )

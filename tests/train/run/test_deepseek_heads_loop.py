@@ -27,8 +27,8 @@ STEPS = {"ttt_length": 2, "sequences_per_step": 2, "save_every": 4}
 JUDGE = {"every": 4, "prompts": 2, "max_tokens": 8, "shapes": ["2,1,3"]}
 
 
-def slow(kind):
-    return pytest.param(kind, marks=pytest.mark.slow)
+def nightly(kind):
+    return pytest.param(kind, marks=pytest.mark.nightly)
 
 
 def without_sizes(run) -> None:
@@ -53,7 +53,7 @@ def deepseek_run(make_run, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("kind", [slow("eagle3"), "eagle3-mla", slow("mtp"), "mtp x 2"])
+@pytest.mark.parametrize("kind", [nightly("eagle3"), "eagle3-mla", nightly("mtp"), "mtp x 2"])
 def test_a_head_learns_is_judged_resumed_exported_and_served(deepseek_run, tmp_path, kind):
     run = deepseek_run(head=HEADS[kind], training={**STEPS, "learning_rate": 0.01}, judge=JUDGE)
     assert run("--max-steps", "8") == 0
@@ -199,7 +199,7 @@ def test_the_match_table_of_several_modules_is_what_serving_drafts(tmp_path):
                 assert not table[row, accepted]
 
 
-@pytest.mark.parametrize("kind", [slow("eagle3-mla"), "mtp"])
+@pytest.mark.parametrize("kind", [nightly("eagle3-mla"), "mtp"])
 def test_states_on_disk_teach_the_same(deepseek_run, kind):
     run = deepseek_run(head=HEADS[kind], training=STEPS)
     assert run("--max-steps", "3") == 0

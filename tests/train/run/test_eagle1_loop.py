@@ -52,7 +52,7 @@ def eagle1_run(make_run):
 
 @pytest.mark.parametrize(
     ("recipe", "bias"),
-    [pytest.param(EAGLE, True, id="eagle", marks=pytest.mark.slow), pytest.param(HASS, False, id="hass")],
+    [pytest.param(EAGLE, True, id="eagle", marks=pytest.mark.nightly), pytest.param(HASS, False, id="hass")],
 )
 def test_a_head_learns_is_judged_resumed_exported_and_served(eagle1_run, tmp_path, capsys, recipe, bias):
     run = eagle1_run({"fc_bias": bias, "intermediate_size": 80}, training=recipe, judge=JUDGE)

@@ -73,7 +73,7 @@ MET_ELSEWHERE = ("before-the-first-save", "behind-a-row-of-metrics")
     "moments",
     [
         pytest.param([name for name in MOMENTS if name not in MET_ELSEWHERE], id="inside of a save"),
-        pytest.param(MET_ELSEWHERE, id="beside a save", marks=pytest.mark.slow),
+        pytest.param(MET_ELSEWHERE, id="beside a save", marks=pytest.mark.nightly),
     ],
 )
 def test_a_killed_run_resumes_to_the_bit(make_run: Callable, moments: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("judge_every", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("judge_every", [pytest.param(0, marks=pytest.mark.nightly), 3])
 def test_two_halves_equal_the_whole_to_the_bit(make_run: Callable, judge_every: int) -> None:
     run = make_run(judge={"every": judge_every, "max_tokens": 6})
     halves = str(run.folder / "halves")
@@ -71,7 +71,7 @@ def test_steps_draw_from_no_global_state(make_run: Callable) -> None:
     assert not list(run.folder.rglob("rng.pt"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
     make_run: Callable, number: signal.Signals
 ) -> None:
@@ -130,7 +130,7 @@ def test_two_processes_started_by_torchrun_as_on_two_machines_equal_one(make_run
     assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Callable) -> None:
     run = make_run()
     assert run("--max-steps", "1") == 0
@@ -205,7 +205,7 @@ def test_judging_and_saving_may_change_on_resume(make_run: Callable) -> None:
     "left",
     [
         "no folder",
-        pytest.param("an empty folder", marks=pytest.mark.slow),
+        pytest.param("an empty folder", marks=pytest.mark.nightly),
         "half a run.yaml",
         "no checkpoint",
     ],

@@ -78,20 +78,20 @@ def make_target(root, model):
     return root
 
 
-def slow(*names):
-    return pytest.param(*names, marks=pytest.mark.slow)
+def nightly(*names):
+    return pytest.param(*names, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        slow("deepseek", "mtp"),
-        slow("deepseek", "eagle3"),
-        slow("deepseek", "eagle3-mla"),
-        slow("deepseek", "eagle1"),
+        nightly("deepseek", "mtp"),
+        nightly("deepseek", "eagle3"),
+        nightly("deepseek", "eagle3-mla"),
+        nightly("deepseek", "eagle1"),
         ("hybrid", "eagle3"),
-        slow("hybrid", "mtp"),
-        slow("hybrid", "eagle1"),
+        nightly("hybrid", "mtp"),
+        nightly("hybrid", "eagle1"),
     ],
 )
 def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeypatch):

@@ -113,7 +113,7 @@ def test_a_step_in_triton_is_the_step_in_torch(triton_device, calls):
     assert distance(grads, wanted_grads) < 2e-5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_autocast_it_is_as_near_to_fp32_as_torch_is(triton_device, calls):
     step = Step(triton_device)
     features = step.capture("reference")

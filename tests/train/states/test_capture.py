@@ -129,7 +129,7 @@ def test_training_from_a_store_alone_is_training_online_to_the_bit(
     )
 
 
-@pytest.mark.parametrize("kind", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_a_smaller_store_is_smaller_on_disk_and_teaches_nearly_the_same(
     make_run: Callable, kind: str
 ) -> None:
@@ -396,7 +396,7 @@ def start(run: Callable, out: Path, *prefix: str) -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_capture_that_was_stopped_goes_on_and_gives_the_same(
     make_run: Callable, number: signal.Signals
 ) -> None:
@@ -432,7 +432,7 @@ def test_a_capture_that_was_stopped_goes_on_and_gives_the_same(
     assert a is not None and b is not None and all(a[name].equal(b[name]) for name in a)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_share_the_rows(make_run: Callable) -> None:
     run = make_run()
     alone, both = Store(run), run.folder / "both"
@@ -457,7 +457,7 @@ def test_two_processes_share_the_rows(make_run: Callable) -> None:
     assert a is not None and b is not None and all(a[name].equal(b[name]) for name in a)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sharded_target_is_captured_by_processes_with_unequal_shares(make_run: Callable) -> None:
     """Every row needs both processes, and one of them has a row more to do."""
     run = make_run()
