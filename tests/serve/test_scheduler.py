@@ -94,6 +94,19 @@ def test_a_long_prompt_does_not_starve_behind_short_ones():
     assert long.token_ids
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_long_prompt_gives_way_to_a_first_token_after_its_turn(prefix_cache):
+    """Without a prefix cache it would be computed again from its beginning, so that it keeps its slot."""
+    engine = engine_of(slots=1, prefill_tokens=8, prefix_cache=prefix_cache)
+    (long,) = requests_of([LONG], max_tokens=1)
+    begin(engine, [long], steps=10)
+    waited = steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=1))
+    assert long.num_preemptions == int(prefix_cache)
+    assert waited <= 4 if prefix_cache else waited > 30
+    begin(engine, [], steps=150)
+    assert long.finish_reason == "length"
+
+
 def test_long_replies_give_way_after_their_turn():
     engine = engine_of()
     begin(engine, requests_of([[i, 1] for i in range(SLOTS)], max_tokens=400), steps=10)
@@ -429,9 +442,9 @@ def test_giving_way_changes_no_reply(models, shape, temperature, lag):
     def arrivals():
         params = {"temperature": temperature, "seed": 3}
         return [
-            requests_of([[1, 2, 3]] * 5, together=True, max_tokens=80, **params),
-            requests_of([LONG[:90], LONG[50:120]], first=20, max_tokens=70, **params),
-            requests_of([[4, 5]] * 3, first=30, max_tokens=70, **params),
+            requests_of([[1, 2, 3]] * 3, together=True, max_tokens=60, **params),
+            requests_of([LONG[:50], LONG[30:70]], first=20, max_tokens=45, **params),
+            requests_of([[4, 5]] * 2, first=30, max_tokens=45, **params),
         ]
 
     preempted, crowded = serve(2, arrivals())
