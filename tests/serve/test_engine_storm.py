@@ -48,7 +48,7 @@ def _prompt(rng: random.Random) -> list[int]:
     return beginning + [rng.randrange(5) for _ in range(rng.choice((1, 2, 5, 20)))]
 
 
-@pytest.mark.parametrize("num_events", [6_000, pytest.param(33_400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_events", [3_000, pytest.param(33_400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("page_size", "lag", "shape", "with_ngram", "share_of_grammars", "lookback"),
     [

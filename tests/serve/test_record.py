@@ -16,7 +16,7 @@ from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 WIDE = SpecShape(6, 8, 64)
 
 
-def requests_of(prompts=PROMPTS, max_tokens=60):
+def requests_of(prompts=PROMPTS, max_tokens=30):
     return [Request(i, list(p), SamplingParams(max_tokens=max_tokens)) for i, p in enumerate(prompts)]
 
 
@@ -28,7 +28,7 @@ def recording(models):
 
 def decoded(models, shape):
     stats = SpecStats()
-    for request in decode(models, shape, batch=3, max_tokens=60):
+    for request in decode(models, shape, batch=3, max_tokens=30):
         stats.add(request.stats)
     return stats
 
