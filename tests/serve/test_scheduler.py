@@ -2,6 +2,8 @@
 
 Waiting times are counted in steps of the engine, so they are the same on every machine."""
 
+import itertools
+
 import pytest
 from random_runner import RandomRunner, use_random_runner
 from sweep import sweep
@@ -373,19 +375,20 @@ def test_a_higher_priority_does_not_give_way_to_a_lower():
     assert engine.totals.num_preemptions == 0
 
 
-def test_a_long_prompt_has_its_half_of_each_step_beside_many_short_ones():
+@pytest.mark.parametrize(("num_short", "length"), [(3, 8), (1, 16), (2, 30)])
+def test_a_long_prompt_has_its_half_of_each_step_beside_many_short_ones(num_short, length):
+    """Also where each of the short ones takes more than all of a step's tokens, and is ended even so."""
     engine = engine_of(slots=8, prefill_tokens=64, mixed_prefill_tokens=16)
     engine.scheduler.attention_cost = 0.0
-    (long,) = requests_of([LONG], max_tokens=1)
-    begin(engine, [long], steps=1)
-    steps = 0
-    while long.finish_reason is None and steps < 200:
-        short = requests_of(
-            [[i, steps % 11, *[2] * 6] for i in range(3)], first=100 + 3 * steps, max_tokens=1
-        )
-        begin(engine, short, steps=1)
+    long, reply = requests_of([LONG, [1, 2]], max_tokens=400)
+    begin(engine, [reply, long], steps=1)
+    steps, numbers = 0, itertools.count()
+    while not long.token_ids and steps < 200:
+        digits = [(n % 11, n // 11 % 11, n // 121) for n in itertools.islice(numbers, num_short)]
+        short = [[*each, *[2] * (length - 3)] for each in digits]  # of which none is in the prefix cache
+        begin(engine, requests_of(short, first=100 + 3 * steps, max_tokens=1), steps=1)
         steps += 1
-    assert steps <= len(LONG) / 8 + 2
+    assert steps <= len(LONG) / 8 + 3
 
 
 def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of_it():
