@@ -143,7 +143,7 @@ def test_drafting_stops_early_where_the_draft_is_unsure():
     assert used[0.1].most_common(1)[0][0].steps <= 1 < used[0.9].most_common(1)[0][0].steps
 
 
-def told_speed(see, choose, observe=lambda *_: None, bias=0.0, num_tokens=20000):
+def told_speed(see, choose, observe=lambda *_: None, bias=0.0, num_tokens=8000):
     """Tokens per second of a request whose chains hold up to a depth that the draft knows: it tells each
     depth's confidence, whose log-odds are off by ``bias``. Its first token is as sure everywhere."""
     rng, time, count = random.Random(1), 0.0, 0
