@@ -78,7 +78,9 @@ def test_a_storm_of_events_loses_nothing(
         target.config = HybridConfig(**vars(target.config))
     engine = Engine(target, None, config)
     shape = SpecShape.parse(shape)
-    runner = RandomRunner(page_size, page_size, shape, with_ngram, lookback or 0)
+    runner = RandomRunner(
+        seed=page_size, page_size=page_size, shape=shape, ngram=with_ngram, lookback=lookback or 0
+    )
     use_random_runner(engine, runner, shape)
     assert engine.scheduler.needs_last is (shape.steps > 0 and not with_ngram)
     alive: list[Request] = []

@@ -43,7 +43,10 @@ def test_chains_are_predicted_to_the_verify(models, recording, shape):
 
 @pytest.mark.parametrize(
     "shape",
-    sweep(["2,8,5", "6,8,64", "6,8,20", "1,8,9", "2,8,16", "4,8,30"], fast=["2,8,5", "6,8,20", "1,8,9", "4,8,30"]),
+    sweep(
+        ["2,8,5", "6,8,64", "6,8,20", "1,8,9", "2,8,16", "4,8,30"],
+        fast=["2,8,5", "6,8,20", "1,8,9", "4,8,30"],
+    ),
 )
 def test_trees_of_the_recorded_width_are_predicted_to_the_verify(models, recording, shape):
     stats = decoded(models, shape)

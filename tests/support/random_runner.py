@@ -57,7 +57,8 @@ class RandomRunner:
         if shape.steps and not ngram:
             self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None, lookback=lookback)
         self.models = SimpleNamespace(drafter=self.drafter)
-        self.kv, self.device = SimpleNamespace(numbers_per_token=16), torch.device("cpu")
+        self.kv = SimpleNamespace(numbers_per_token=16)
+        self.device = torch.device("cpu")
 
     def use_shape(self, shapes, *, tells_confidence=False, by_size=None):
         self.steps = max(shape.steps for shape in shapes)
