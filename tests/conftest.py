@@ -40,11 +40,27 @@ def triton_device() -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Keep what engines of tests measure out of the user's cache."""
+    """Engines of tests measure no cycles, and what they save stays out of the user's cache."""
+    from synthetic_costs import remembered_fit, synthetic_timings
+
+    from eagle_kit.serve import timing
     from eagle_kit.tuning import files
+    from eagle_kit.tuning.costs import CostTable
 
     place = tmp_path_factory.mktemp("tuning")
     files.folder = lambda: place
+    timing.time_point = synthetic_timings
+    CostTable.fit = remembered_fit
+
+
+@pytest.fixture
+def measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines measure their cycles, for seconds of wall time."""
+    from synthetic_costs import MEASURED
+
+    from eagle_kit.serve import timing
+
+    monkeypatch.setattr(timing, "time_point", MEASURED)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -196,8 +196,8 @@ class Engine:
         if self.draft is not None and self.runner.drafter is not None:
             self.runner.drafter.check_shape(self.draft, shape)
 
-    def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        """Raise UserError for a prompt that can never be served."""
+    def check_tokens(self, prompt_ids: Sequence[int]) -> None:
+        """Raise UserError for a prompt that can never be served in any shape."""
         config, top = self.config, self.target.config.vocab_size
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one token.")
@@ -211,6 +211,11 @@ class Engine:
             raise UserError(
                 f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
             )
+
+    def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        """Raise UserError for a prompt that can never be served in the present shapes."""
+        self.check_tokens(prompt_ids)
+        config = self.config
         tokens = min(len(prompt_ids) + max_tokens, config.max_context)
         if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.own_pages:
             of_rank = "" if config.num_parts == 1 else f", {config.own_pages * config.page_size} of each rank"

@@ -341,17 +341,22 @@ class LLM:
     def engine(self, shape: str | SpecShape | ShapeTable | None = None) -> Engine:
         """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use.
         ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
+        engine = self._allocated()
+        wanted: ShapeTable | ShapePolicy
+        if shape == "auto" or (shape is None and self._options.shape is None):
+            wanted = self._auto(engine, is_asked=shape == "auto")
+        else:
+            wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
+        if engine.shapes != wanted:
+            engine.use_shape(wanted)
+        return engine
+
+    def _allocated(self) -> Engine:
+        """Return the engine in its present shapes; its memory is allocated on first use."""
         if self._engine is None:
             with self._leading("_make_engine"):
                 self._make_engine()
         assert self._engine is not None
-        wanted: ShapeTable | ShapePolicy
-        if shape == "auto" or (shape is None and self._options.shape is None):
-            wanted = self._auto(self._engine, is_asked=shape == "auto")
-        else:
-            wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
-        if self._engine.shapes != wanted:
-            self._engine.use_shape(wanted)
         return self._engine
 
     @property
@@ -454,15 +459,14 @@ class LLM:
             raise UserError(
                 f"{len(prompts)} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
             )
-        engine = self.engine(shape)
         requests = [self.make_request(*pair) for pair in zip(prompts, given, strict=True)]
-        for i, request in enumerate(requests):
+        for request in requests:
             request.group = requests[0].number
-            try:
-                engine.check_request(request)
-            except UserError as error:
-                which = f"Prompt {i} of {len(requests)}: " if len(requests) > 1 else ""
-                raise UserError(which + error.cause, error.remedy) from None
+        # Refuse bad prompts before cycles are measured. The shapes decide whether a reply fits the pool.
+        engine = self._allocated()
+        _check_each(requests, lambda request: engine.check_tokens(request.prompt_ids))
+        self.engine(shape)
+        _check_each(requests, engine.check_request)
         place = {request: i for i, request in enumerate(requests)}
         bar = _progress_bar(len(requests)) if progress else None
         try:
@@ -518,6 +522,16 @@ class LLM:
         with current_device(device):
             out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
             return self.target.logits(out.hidden)
+
+
+def _check_each(requests: Sequence[Request], check: Callable[[Request], None]) -> None:
+    """Call ``check`` with every request. Its UserError is raised with the number of the prompt."""
+    for i, request in enumerate(requests):
+        try:
+            check(request)
+        except UserError as error:
+            which = f"Prompt {i} of {len(requests)}: " if len(requests) > 1 else ""
+            raise UserError(which + error.cause, error.remedy) from None
 
 
 def _progress_bar(total: int) -> Any:

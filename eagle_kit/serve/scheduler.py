@@ -20,11 +20,11 @@ A step first gives every decoding request the pages it may write in this cycle; 
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
 that decodes, or ends a prompt, beside another group's computes fewer prompt tokens, which count for more the
 more there are before them; half of them belong to the prompt that has waited longest, the rest to those that
-end soonest, and one that two steps' tokens would end is ended. The weights and what is before a part are read
-once for all of it, so a longer prompt saves its share of several steps up until a part is worth that. A reply
-with much before it, or several such of one group, likewise sit out cycles that others share, until their
-share pays for one; in a turn these count like tokens. With recurrent layers a turn is longer: what lies
-behind the last snapshot of a state is computed again.
+end soonest, and one that two steps' tokens would end is ended, in addition to that half. The weights and what
+is before a part are read once for all of it, so a longer prompt saves its share of several steps up until a
+part is worth that. A reply with much before it, or several such of one group, likewise sit out cycles that
+others share, until their share pays for one; in a turn these count like tokens. With recurrent layers a turn
+is longer: what lies behind the last snapshot of a state is computed again.
 A request that does not fit yet keeps those behind it waiting.
 """
 
@@ -457,8 +457,9 @@ class Scheduler:
         reserved = min(_rest(oldest) * self._cost_at(oldest.num_computed), left / 2)
         chunks: list[Chunk] = []
         for request in sorted(begun, key=lambda each: (_rest(each), _rank(each))):
-            reserved = 0 if request is oldest else reserved
             share, rest = left - reserved, min(_rest(request), room)
+            if request is oldest:  # what short ones took beyond their share is not taken from it
+                share, reserved = max(left, reserved), 0.0
             if share <= 0 or not rest:
                 continue
             start, cost, reading = request.num_computed, self._cost_at(request.num_computed), 0.0

@@ -88,7 +88,7 @@ def time_cycles(
                 continue
             shapes = _worth_timing(engine, plan, visit.point, found)
             engine.use_graphs(visit.point)
-            found[visit] = _time_point(engine, dictated, visit.point, plan._replace(shapes=shapes))
+            found[visit] = time_point(engine, dictated, visit.point, plan._replace(shapes=shapes))
             on_visit(visit, found[visit])
     points = [[found[Visit(number, point)] for number in plan.passes] for point in plan.points]
     return [timing for visits in points for timing in _joined(visits)]
@@ -141,7 +141,13 @@ def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator[ToldPoli
         engine.totals = totals
 
 
-def _time_point(engine: Engine, dictated: ToldPolicy, point: Point, plan: Plan) -> list[Timing]:
+def time_point(engine: Engine, dictated: ToldPolicy, point: Point, plan: Plan) -> list[Timing]:
+    """Run cycles at one point -> typical times of plain decoding and of the plan's shapes, in this order.
+
+    Args:
+        dictated: the engine's policy, which is told the shape of each cycle.
+        plan: its points and passes are not read.
+    """
     batch, begun = _Batch(engine, dictated, point), time.perf_counter()
     shapes = (NO_SPECULATION, *plan.shapes)
     rounds: list[list[tuple[float, int]]] = []

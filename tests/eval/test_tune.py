@@ -123,6 +123,7 @@ def test_drafts_that_cannot_change_are_refused(folders, capsys):
     assert "none" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_what_was_recorded_covers_every_shape(folders):
     llm = LLM(
         str(folders / "target"), str(folders / "head"), max_batch_size=2, max_context=128, graph_mode="off"
@@ -132,6 +133,7 @@ def test_what_was_recorded_covers_every_shape(folders):
     plan = Plan([Point(1, 16)], [SpecShape(2, 1, 3)], 1, 2)
     options = measuring.TuneOptions(load_tasks([str(folders / "chat.jsonl")]), 12, plan, show_progress=False)
     tuned = measuring.tune(llm, options)
+    assert all(each.seconds > 0 for each in tuned.costs.timings)
     table = tuned.acceptance.table
     assert {shape.topk for shape in table.shapes} == {1, 2, 3, 4, 8}
     for shape in table.shapes:

@@ -122,8 +122,10 @@ def test_a_prefill_by_kernels_reads_nothing_on_the_host(triton_device, store_dty
         assert attend(0, q, q[:0, :2], q[:0, :2]).shape == q.shape
 
 
-def replies(backend=None, shape="3,1,4", max_tokens=24, device="cpu", prompts=PROMPTS, **options):
-    target = tiny_target(vocab_size=11).to(device)
+def replies(
+    backend=None, shape="3,1,4", max_tokens=24, device="cpu", prompts=PROMPTS, num_layers=4, **options
+):
+    target = tiny_target(vocab_size=11, num_layers=num_layers).to(device)
     head = tiny_head(target, draft_vocab_size=9).to(device)
     llm = LLM(target, head, max_batch_size=2, max_context=96, shape=shape, graph_mode="off", **options)
     with use(backend) if backend else nullcontext():
@@ -137,6 +139,7 @@ def test_an_engine_by_kernels_says_what_the_reference_says(triton_device, kv_dty
     needs_fp8(triton_device)
     prompts = [PROMPTS[1], PROMPTS[0], PROMPTS[1]]
     options = {"max_tokens": 2, "prefill_tokens": 12, "page_size": 4, "shape": "1,1,2", "prompts": prompts}
+    options["num_layers"] = 1
     sizes = {"kv_dtype": kv_dtype, "device": triton_device, **options}
     (llm, ours), (_, theirs) = replies("triton", **sizes), replies("reference", **sizes)
     assert ours == theirs and ours[0] == ours[2]

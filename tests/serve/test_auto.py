@@ -86,6 +86,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch, caplog):
     assert "cannot be kept" in caplog.text
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_a_target_of_nan_is_not_timed_for_ever():
     target = tiny_target(vocab_size=31)
     target.norm.weight.data.fill_(float("nan"))
@@ -96,9 +97,18 @@ def test_a_target_of_nan_is_not_timed_for_ever():
     assert [each.finish_reason for each in llm.generate(PROMPTS[:1])] == ["error"]
 
 
+@pytest.mark.usefixtures("measured_costs")
+def test_an_engine_without_a_shape_runs_cycles_and_times_them(monkeypatch):
+    monkeypatch.setattr(tune, "QUICK_ROUNDS", timing.LEAST_ROUNDS)
+    llm = make(max_batch_size=1)
+    timings = find_timings(llm)
+    assert {each.shape for each in timings} >= {NO_SPECULATION, *tune.QUICK_SHAPES}
+    assert all(0 < each.seconds < math.inf for each in timings)
+    params = SamplingParams(max_tokens=20)
+    assert texts(llm.generate(PROMPTS, params)) == texts(llm.generate(PROMPTS, params, shape="none"))
+
+
 def test_large_windows_are_timed_where_one_request_may_have_them():
-    shapes = {each.shape for each in find_timings(make(max_batch_size=1))}
-    assert shapes >= {NO_SPECULATION, *tune.QUICK_SHAPES}
     shapes = {each.shape for each in find_timings(make(max_batch_size=1, shape="none"), "auto")}
     assert shapes >= {NO_SPECULATION, *tune.QUICK_SHAPES}
 
@@ -179,7 +189,8 @@ def test_sampled_drafts_choose_among_chains():
     assert {shape.topk for shape in llm.engine().shapes.shapes} == {1}
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.usefixtures("measured_costs")
+@pytest.mark.parametrize("lag", sweep([0, 1], fast=[1]))
 def test_timing_leaves_an_engine_as_it_was(lag, monkeypatch):
     monkeypatch.setattr(timing, "_is_too_slow", lambda *_: False)  # as drafts of tiny models may be
     llm = make(lag=lag, shape="3,2,6")
@@ -199,6 +210,7 @@ def test_timing_leaves_an_engine_as_it_was(lag, monkeypatch):
     assert texts(llm.generate(PROMPTS, SamplingParams(max_tokens=20))) == before
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
     llm = make(shape="3,2,6", graph_mode="cycle", max_batch_size=1)
     llm.generate(PROMPTS[:1], SamplingParams(max_tokens=60, ignore_eos=True))
@@ -219,16 +231,22 @@ def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
     assert engine.runner.graphs is graphs and engine.num_graphs == count
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_an_interrupted_measurement_leaves_nothing(monkeypatch):
     llm = make(shape="3,1,4")
     engine = llm.engine()
+    shapes, num_steps, step = engine.shapes, itertools.count(), engine.step
 
-    def stop(point, timings):
-        raise KeyboardInterrupt
+    def interrupted():
+        if next(num_steps) == 5:
+            raise KeyboardInterrupt
+        return step()
 
-    with pytest.raises(KeyboardInterrupt):
-        time_cycles(engine, Plan([Point(2, 20)], SHAPES, 1, 2), on_visit=stop)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(engine, "step", interrupted)
+        time_cycles(engine, Plan([Point(2, 20)], SHAPES, 1, 2))
     assert not engine.has_work
+    assert engine.shapes == shapes
     assert len(llm.generate(PROMPTS, SamplingParams(max_tokens=5, ignore_eos=True))) == 3
 
 

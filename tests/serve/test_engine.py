@@ -16,6 +16,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels import cpp
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
+from eagle_kit.serve import tune
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
@@ -93,6 +94,7 @@ def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
         end = full.token_ids.index(stop) + 1 if stop in full.token_ids else 40
         assert request.token_ids == full.token_ids[:end]
         assert request.finish_reason == ("stop" if stop in full.token_ids else "length")
+        assert request.num_shown == end - (stop in full.token_ids), "the stop token is no part of the text"
         assert request.stats.num_emitted_tokens == end - 1
 
 
@@ -102,7 +104,8 @@ def test_the_context_can_be_filled_to_its_last_token(models):
             assert request.num_tokens == 44 and request.finish_reason == "context"
 
 
-def test_bad_prompts_are_refused_before_any_work(models):
+def test_bad_prompts_are_refused_before_any_work(models, monkeypatch):
+    monkeypatch.setattr(tune, "time_cycles", None)  # the engine would measure its cycles next
     llm = LLM(models[0], models[1], max_context=20)
     for prompt, word in (([], "empty"), ([1] * 20, "20 tokens"), ([11], "outside")):
         with pytest.raises(UserError, match=word):
@@ -111,6 +114,19 @@ def test_bad_prompts_are_refused_before_any_work(models):
         LLM(models[0]).generate([[1, 2]], shape="4,1,5")
     with pytest.raises(UserError, match="vocabulary"):
         LLM(tiny_target(vocab_size=13), models[1])
+
+
+def test_a_reply_that_fits_no_pool_in_one_shape_is_served_in_another(models):
+    """A deep shape needs more room behind a reply. What was used before does not matter."""
+    sizes = {"max_context": 32, "max_batch_size": 1, "kv_tokens": 48, "page_size": 4}
+    llm = LLM(models[0], models[1], graph_mode="off", **sizes)
+    deep = "30,1,31"
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    llm.generate([[1, 2]], SamplingParams(max_tokens=2), shape=deep)
+    (output,) = llm.generate([[1, 2]], params, shape="none")
+    assert len(output.token_ids) == 30
+    with pytest.raises(UserError, match="do not fit"):
+        llm.generate([[1, 2]], params, shape=deep)
 
 
 def test_an_interrupted_call_gives_its_pages_back(models, plain):

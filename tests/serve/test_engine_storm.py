@@ -1,130 +1,26 @@
-"""Random events, hundreds of thousands in all in the nightly tier: whatever arrives, stops, is aborted or sent
-back, no page or token is lost. The models are replaced by random results; scheduler, prefix cache, n-gram log
-and engine are the real ones."""
+"""Random events, in the nightly tier hundreds of thousands: whatever arrives, stops, is aborted or sent back,
+no page or token is lost. The models are replaced by random results; scheduler, prefix cache, n-gram log and
+engine are the real ones."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
-import torch
+from random_runner import STOP, RandomRunner, use_random_runner
 from tiny import tiny_target
-from tiny_engine import resolved
+from tiny_engine import resolved, serve
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
-from eagle_kit.serve.cycle import Emitted
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import HostCopy
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.runner import Results
-
-STOP = 5
 
 
 class HybridConfig(TargetConfig):
     """Of a target with a recurrent layer."""
 
     states = StateSpec((), (RecurrenceSpec(1, 1, 2, 2),))
-
-
-class RandomRunner:
-    """Results of random length. It asserts what the device relies on: pages for all that is written,
-    ``tables`` of them that are up to date, and that a state has the tokens before it, each once. In place of
-    numbers, ``states`` hold those tokens, and ``roots`` the next ones by slot."""
-
-    lookback = 0
-
-    def __init__(self, seed: int, page_size: int, shape: SpecShape, ngram: bool, lookback: int = 0) -> None:
-        self.states, self.roots, self.tables, self.lookback = {}, {}, {}, lookback
-        self.rng, self.page_size = random.Random(seed), page_size
-        self.steps, self.drafter, self.pending = shape.steps, None, ()
-        if shape.steps and not ngram:
-            self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None, lookback=lookback)
-        self.models = SimpleNamespace(drafter=self.drafter)
-        self.kv, self.device = SimpleNamespace(numbers_per_token=16), torch.device("cpu")
-
-    def use_shape(self, shapes, *, tells_confidence=False, by_size=None):
-        self.steps = max(shape.steps for shape in shapes)
-
-    def _token(self):
-        return self.rng.choice((0, 1, 2, 3, 4, STOP if self.rng.random() < 0.1 else 4))
-
-    def _is_finite(self, counts):
-        return torch.tensor([self.rng.random() > 0.005 for _ in counts])
-
-    def set_pages(self, requests):
-        for request in requests:
-            if request.num_pages_written != len(request.allocation):
-                self.tables[request.slot] = request.allocation.table
-                request.num_pages_written = len(request.allocation)
-
-    def prefill(self, chunks):
-        for request, start, stop, _ in chunks:
-            assert self.tables[request.slot] == request.allocation.table
-            assert 0 <= start < stop <= request.num_to_compute and start <= request.num_computed
-            assert len(request.allocation) * self.page_size >= stop
-        requests, _, stops, _ = zip(*chunks, strict=True)
-        ends = [request.num_to_compute == stop for request, _, stop, _ in chunks]
-        counts = torch.tensor([int(ends[i] and not r.token_ids) for i, r in enumerate(requests)])
-        tokens = torch.tensor([[self._token()] for _ in requests])
-        if chunks[0].states is not None:
-            before = dict(self.states)
-            for chunk, (token,) in zip(chunks, tokens.tolist(), strict=True):
-                self._move(chunk, before)
-                known = chunk.request.token_ids
-                self.roots[chunk.request.slot] = known[-1] if known else token
-            written = [number for chunk in chunks for _, number in chunk.states.saves]
-            assert len(set(written)) == len(written), "two prompts save one state"
-        emitted = Emitted(tokens, counts, None, self._is_finite(counts))
-        epochs = [request.epoch for request in requests]
-        return [Results(list(requests), epochs, HostCopy(emitted), None, stops)]
-
-    def _move(self, chunk, before):
-        request, start, _, (source, saves) = chunk
-        first = max(start - self.lookback, 0)
-        held = [] if source is None else before[source]
-        assert held == request.tokens(0, first), "a state has other tokens than those before the part"
-        for count, number in saves:
-            assert 0 <= count <= chunk.stop - first
-            self.states[number] = request.tokens(0, first + count)
-
-    def _decode_states(self, requests, tokens, counts):
-        for request, emitted, count in zip(requests, tokens, counts, strict=True):
-            state, known = self.states[request.slot], request.num_tokens - 1
-            assert state[:known] == request.tokens(0, known) and len(state) >= known
-            self.states[request.slot] = [*state, self.roots[request.slot], *emitted[: count - 1]]
-            self.roots[request.slot] = emitted[count - 1]
-
-    def padded(self, batch_size):
-        return batch_size
-
-    def decode(self, requests, shape, ngram=None, wanted=None):
-        assert wanted is None or len(wanted) == len(requests)
-        width = shape.steps + 1
-        num_drafts = [shape.tokens - 1] * len(requests)
-        if ngram is not None:
-            assert all(request.token_ids for request in requests)
-            contexts = [request.tokens(0, request.num_tokens) for request in requests]
-            draft = ngram.propose(contexts, shape.tokens, shape.steps)
-            assert [row[0] for row in draft.tokens] == [context[-1] for context in contexts]
-            num_drafts = (draft.parents != range(shape.tokens)).sum(1).tolist()
-        assert len({request.slot for request in requests}) == len(requests)
-        for request in requests:
-            assert self.tables[request.slot] == request.allocation.table
-            unseen = sum(
-                results.copy.wait().tokens.shape[1] for results in self.pending if request in results.requests
-            )
-            assert len(request.allocation) * self.page_size >= request.num_tokens - 1 + unseen + width
-        counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
-        tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
-        if self.states:
-            self._decode_states(requests, tokens.tolist(), counts.tolist())
-        epochs = [request.epoch for request in requests]
-        return Results(
-            requests, epochs, HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))), num_drafts
-        )
 
 
 class RandomMatch:
@@ -152,7 +48,7 @@ def _prompt(rng: random.Random) -> list[int]:
     return beginning + [rng.randrange(5) for _ in range(rng.choice((1, 2, 5, 20)))]
 
 
-@pytest.mark.parametrize("num_events", [6_000, pytest.param(33_400, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("num_events", [3_000, pytest.param(33_400, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     ("page_size", "lag", "shape", "with_ngram", "share_of_grammars", "lookback"),
     [
@@ -182,10 +78,10 @@ def test_a_storm_of_events_loses_nothing(
         target.config = HybridConfig(**vars(target.config))
     engine = Engine(target, None, config)
     shape = SpecShape.parse(shape)
-    engine.runner = RandomRunner(page_size, page_size, shape, with_ngram, lookback or 0)
-    engine.runner.pending = engine._pending
-    engine.draft = SimpleNamespace(draft_vocab_size=6) if engine.runner.drafter is not None else None
-    engine.use_shape(shape)
+    runner = RandomRunner(
+        seed=page_size, page_size=page_size, shape=shape, ngram=with_ngram, lookback=lookback or 0
+    )
+    use_random_runner(engine, runner, shape)
     assert engine.scheduler.needs_last is (shape.steps > 0 and not with_ngram)
     alive: list[Request] = []
     finished: list[Request] = []
@@ -226,6 +122,8 @@ def test_a_storm_of_events_loses_nothing(
             assert request.match or (tokens[-1] == STOP and not params.ignore_eos)
         if not params.ignore_eos:
             assert STOP not in tokens[:-1]
+        if request.match is None:
+            assert request.num_shown == len(tokens) - (request.finish_reason == "stop")
     reasons = engine.totals.num_finished
     often = num_events // 700
     assert all(reasons[reason] > often for reason in ("stop", "length", "context", "abort", "error")), reasons
@@ -234,3 +132,22 @@ def test_a_storm_of_events_loses_nothing(
     assert engine.totals.num_cached_prompt_tokens > 5 * often
     if with_ngram:
         assert not engine._num_indexed and engine.totals.num_draft_tokens > 20 * often
+
+
+@pytest.mark.parametrize("shape", [None, "4,1,5"])
+def test_the_end_token_ends_a_reply_and_is_no_part_of_its_text(shape):
+    target = tiny_target(vocab_size=6, num_layers=1, eos_token_ids=(STOP,))
+    engine = Engine(target, None, resolved(4, 300, kv_tokens=1600, page_size=4))
+    shape = SpecShape.parse(shape)
+    runner = RandomRunner(0, page_size=4, shape=shape, ngram=False, failure_share=0.0)
+    use_random_runner(engine, runner, shape)
+    params = SamplingParams(max_tokens=250)
+    *ended, unended = [Request(i, [1, 2, 3], params) for i in range(4)]
+    unended.params = SamplingParams(max_tokens=250, ignore_eos=True)
+    serve(engine, [*ended, unended])
+    for request in ended:
+        assert request.token_ids.index(STOP) == len(request.token_ids) - 1
+        assert request.finish_reason == "stop"
+        assert request.num_shown == len(request.token_ids) - 1
+    assert STOP in unended.token_ids[:-1]
+    assert unended.num_shown == len(unended.token_ids) == 250

@@ -26,7 +26,7 @@ SHAPES = tuple(map(SpecShape.parse, ("1,1,2", "4,1,5", "3,2,6", "5,4,16")))
 def plain(models):
     """Replies of plain decoding by the name of their sampling."""
     return {
-        name: [request.token_ids for request in decode(models, max_tokens=80, **params)]
+        name: [request.token_ids for request in decode(models, max_tokens=40, **params)]
         for name, params in SAMPLING.items()
     }
 
@@ -39,7 +39,7 @@ def plain(models):
     ),
 )
 def test_shapes_that_change_every_cycle_change_no_text(models, plain, batch, sampling, lag):
-    params = SamplingParams(max_tokens=80, **SAMPLING[sampling])
+    params = SamplingParams(max_tokens=40, **SAMPLING[sampling])
     engine = make_engine(models, batch, lag=lag)
     policy = Restless(0, SHAPES)
     engine.use_shape(policy)

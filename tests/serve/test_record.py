@@ -16,7 +16,7 @@ from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 WIDE = SpecShape(6, 8, 64)
 
 
-def requests_of(prompts=PROMPTS, max_tokens=60):
+def requests_of(prompts=PROMPTS, max_tokens=30):
     return [Request(i, list(p), SamplingParams(max_tokens=max_tokens)) for i, p in enumerate(prompts)]
 
 
@@ -28,7 +28,7 @@ def recording(models):
 
 def decoded(models, shape):
     stats = SpecStats()
-    for request in decode(models, shape, batch=3, max_tokens=60):
+    for request in decode(models, shape, batch=3, max_tokens=30):
         stats.add(request.stats)
     return stats
 
@@ -43,7 +43,10 @@ def test_chains_are_predicted_to_the_verify(models, recording, shape):
 
 @pytest.mark.parametrize(
     "shape",
-    sweep(["6,8,64", "6,8,20", "1,8,9", "2,8,16", "4,8,30"], fast=["6,8,20", "1,8,9", "4,8,30"]),
+    sweep(
+        ["2,8,5", "6,8,64", "6,8,20", "1,8,9", "2,8,16", "4,8,30"],
+        fast=["2,8,5", "6,8,20", "1,8,9", "4,8,30"],
+    ),
 )
 def test_trees_of_the_recorded_width_are_predicted_to_the_verify(models, recording, shape):
     stats = decoded(models, shape)

@@ -47,7 +47,7 @@ def recorded(request, pairs):
     return request.param, record_drafts(target, draft, options, requests(), shape=WIDE)
 
 
-def requests(max_tokens=40):
+def requests(max_tokens=24):
     return [Request(i, list(p), SamplingParams(max_tokens=max_tokens)) for i, p in enumerate(PROMPTS)]
 
 

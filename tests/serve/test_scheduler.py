@@ -2,13 +2,18 @@
 
 Waiting times are counted in steps of the engine, so they are the same on every machine."""
 
+import itertools
+
 import pytest
+from random_runner import RandomRunner, use_random_runner
 from sweep import sweep
+from tiny import tiny_target
 from tiny_engine import make_engine, resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kv.page_pool import PagePool
+from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.scheduler import Scheduler
 
@@ -25,10 +30,15 @@ def requests_of(prompts, first=0, together=False, **params) -> list[Request]:
     return requests
 
 
-def engine_of(models, **options):
-    """Make an engine that does not count what parts of prompts read, by far the most of a tiny model."""
-    engine = make_engine(models, SLOTS, page_size=4, max_context=512, **options)
-    engine.scheduler.reading_cost = engine.scheduler.weights_cost = 0.0
+def engine_of(slots=SLOTS, kv_tokens=None, **options) -> Engine:
+    """Make an engine of plain decoding whose tokens are random. Its scheduler counts no time of reading."""
+    sizes = {"page_size": 4, "kv_tokens": kv_tokens or slots * 712}
+    config = resolved(slots, 512, **sizes, **options)
+    engine = Engine(tiny_target(vocab_size=11, num_layers=1), None, config)
+    runner = RandomRunner(0, page_size=4, shape=NO_SPECULATION, ngram=False, failure_share=0.0)
+    use_random_runner(engine, runner, NO_SPECULATION)
+    engine.scheduler.reading_cost = 0.0
+    engine.scheduler.weights_cost = 0.0
     return engine
 
 
@@ -50,16 +60,16 @@ def begin(engine, requests, steps) -> None:
         engine.step()
 
 
-def test_many_choices_of_one_request_hold_nobody_up(models):
-    engine = engine_of(models)
+def test_many_choices_of_one_request_hold_nobody_up():
+    engine = engine_of()
     many = requests_of([[1, 2, 3]] * 32, together=True, max_tokens=300, temperature=1.0, seed=1)
     begin(engine, many, steps=10)
     assert engine.num_running == SLOTS
     assert steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=30)) <= 2
 
 
-def test_choices_that_began_late_share_the_slots_with_those_before(models):
-    engine = engine_of(models)
+def test_choices_that_began_late_share_the_slots_with_those_before():
+    engine = engine_of()
     first = requests_of([[1, 2, 3]] * 16, together=True, max_tokens=20)
     second = requests_of([[5, 6]] * 16, first=100, together=True, max_tokens=20)
     begin(engine, [*first, *second], steps=90)
@@ -67,8 +77,8 @@ def test_choices_that_began_late_share_the_slots_with_those_before(models):
     assert sum(ended) >= 12 and abs(ended[0] - ended[1]) <= SLOTS
 
 
-def test_long_prompts_hold_nobody_up(models):
-    engine = engine_of(models, prefill_tokens=8)
+def test_long_prompts_hold_nobody_up():
+    engine = engine_of(prefill_tokens=8)
     begin(engine, requests_of([[i, *LONG] for i in range(2 * SLOTS)], max_tokens=5), steps=10)
     assert engine.num_running == SLOTS
     waited = [
@@ -77,8 +87,8 @@ def test_long_prompts_hold_nobody_up(models):
     assert max(waited) <= 6
 
 
-def test_a_long_prompt_does_not_starve_behind_short_ones(models):
-    engine = engine_of(models, prefill_tokens=8)
+def test_a_long_prompt_does_not_starve_behind_short_ones():
+    engine = engine_of(prefill_tokens=8)
     (long,) = requests_of([LONG], max_tokens=5)
     begin(engine, [long], steps=1)
     for i in range(6 * len(LONG) // 8):
@@ -86,8 +96,21 @@ def test_a_long_prompt_does_not_starve_behind_short_ones(models):
     assert long.token_ids
 
 
-def test_long_replies_give_way_after_their_turn(models):
-    engine = engine_of(models)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_long_prompt_gives_way_to_a_first_token_after_its_turn(prefix_cache):
+    """Without a prefix cache it would be computed again from its beginning, so that it keeps its slot."""
+    engine = engine_of(slots=1, prefill_tokens=8, prefix_cache=prefix_cache)
+    (long,) = requests_of([LONG], max_tokens=1)
+    begin(engine, [long], steps=10)
+    waited = steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=1))
+    assert long.num_preemptions == int(prefix_cache)
+    assert waited <= 4 if prefix_cache else waited > 30
+    begin(engine, [], steps=150)
+    assert long.finish_reason == "length"
+
+
+def test_long_replies_give_way_after_their_turn():
+    engine = engine_of()
     begin(engine, requests_of([[i, 1] for i in range(SLOTS)], max_tokens=400), steps=10)
     newcomers = requests_of([[5, 6], [7, 8]], first=100, max_tokens=300)
     engine.add_request(newcomers[0])
@@ -95,8 +118,8 @@ def test_long_replies_give_way_after_their_turn(models):
     assert newcomers[0].token_ids
 
 
-def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_reply(models):
-    engine = engine_of(models)
+def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_reply():
+    engine = engine_of()
     begin(engine, requests_of([[i, 1] for i in range(SLOTS + 1)], max_tokens=400), steps=3 * TURN)
     waited = []
     for i in range(12):  # whenever it comes, also just after another took a slot
@@ -105,8 +128,8 @@ def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_reply(models):
     assert max(waited) <= 8 + 2
 
 
-def test_short_prompts_that_come_with_a_long_one_do_not_wait_for_its_first_part(models, monkeypatch):
-    engine, parts = engine_of(models, prefill_tokens=256, mixed_prefill_tokens=16), []
+def test_short_prompts_that_come_with_a_long_one_do_not_wait_for_its_first_part(monkeypatch):
+    engine, parts = engine_of(prefill_tokens=256, mixed_prefill_tokens=16), []
     prefill = engine.runner.prefill
 
     def watched(chunks):
@@ -118,8 +141,8 @@ def test_short_prompts_that_come_with_a_long_one_do_not_wait_for_its_first_part(
     assert parts[0] <= 2 * 16 + 4
 
 
-def test_long_prompts_beside_one_another_hold_no_slots_of_short_ones(models):
-    engine = engine_of(models, prefill_tokens=64, mixed_prefill_tokens=8)
+def test_long_prompts_beside_one_another_hold_no_slots_of_short_ones():
+    engine = engine_of(prefill_tokens=64, mixed_prefill_tokens=8)
     replies = requests_of([[1, 2]], max_tokens=400)
     begin(engine, [*replies, *requests_of([[i, *LONG] for i in range(2 * SLOTS)], first=10)], steps=3)
     assert engine.num_running == SLOTS
@@ -132,8 +155,8 @@ def test_long_prompts_beside_one_another_hold_no_slots_of_short_ones(models):
     assert sum(each.is_prefilling for each in engine.scheduler.running) == 1
 
 
-def test_choices_are_not_begun_again_and_again_for_newcomers(models):
-    engine = engine_of(models)
+def test_choices_are_not_begun_again_and_again_for_newcomers():
+    engine = engine_of()
     many = requests_of([[1, 2, 3]] * 32, together=True, max_tokens=300)
     begin(
         engine, [*many, *requests_of([[i, 1] for i in range(SLOTS - 2)], first=50, max_tokens=300)], steps=9
@@ -160,24 +183,24 @@ def loop(engine, clients, steps, max_tokens) -> int:
 
 
 @pytest.mark.parametrize(("slots", "clients"), [(1, 2), (4, 4)])
-def test_a_long_reply_does_not_starve_behind_short_ones(models, slots, clients):
-    engine = make_engine(models, slots, page_size=4, max_context=512)
+def test_a_long_reply_does_not_starve_behind_short_ones(slots, clients):
+    engine = engine_of(slots)
     (long,) = requests_of([[1, 2]], max_tokens=400)
     begin(engine, [long], steps=70)
     assert loop(engine, clients, steps=700, max_tokens=16) > 15
     assert len(long.token_ids) > 70 + 2 * TURN
 
 
-def test_a_long_prompt_does_not_start_again_and_again_without_a_prefix_cache(models):
-    engine = make_engine(models, 1, page_size=4, max_context=512, prefix_cache=False, prefill_tokens=16)
+def test_a_long_prompt_does_not_start_again_and_again_without_a_prefix_cache():
+    engine = engine_of(1, prefix_cache=False, prefill_tokens=16)
     (long,) = requests_of([LONG], max_tokens=5)
     begin(engine, [long], steps=1)
     loop(engine, clients=2, steps=100, max_tokens=8)
     assert long.token_ids
 
 
-def test_nobody_gives_way_for_what_would_not_fit_even_so(models):
-    engine = make_engine(models, SLOTS, page_size=4, max_context=512, kv_tokens=600)
+def test_nobody_gives_way_for_what_would_not_fit_even_so():
+    engine = engine_of(kv_tokens=600)
     holder, small = requests_of([LONG[:300], [1, 2]], max_tokens=150)
     holder.priority = 1
     begin(engine, [holder, small], steps=100)
@@ -186,14 +209,14 @@ def test_nobody_gives_way_for_what_would_not_fit_even_so(models):
     assert engine.totals.num_preemptions == 0 and large.slot < 0 < len(small.token_ids)
 
 
-def test_replies_shorter_than_a_turn_are_never_interrupted(models):
-    engine = engine_of(models)
+def test_replies_shorter_than_a_turn_are_never_interrupted():
+    engine = engine_of()
     begin(engine, requests_of([[i % 11, 1] for i in range(5 * SLOTS)], max_tokens=TURN), steps=1000)
     assert engine.totals.num_preemptions == 0 and not engine.has_work
 
 
-def test_prompts_of_one_call_run_to_their_ends(models):
-    engine = engine_of(models)
+def test_prompts_of_one_call_run_to_their_ends():
+    engine = engine_of()
     begin(
         engine,
         requests_of([[i % 11, 1] for i in range(3 * SLOTS)], together=True, max_tokens=200),
@@ -202,8 +225,8 @@ def test_prompts_of_one_call_run_to_their_ends(models):
     assert engine.totals.num_preemptions == 0 and not engine.has_work
 
 
-def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(models, monkeypatch):
-    engine, computed = engine_of(models, mixed_prefill_tokens=32), []
+def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(monkeypatch):
+    engine, computed = engine_of(mixed_prefill_tokens=32), []
     prefill = engine.runner.prefill
 
     def counting(chunks):
@@ -217,8 +240,8 @@ def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(models, monkeyp
     assert min(computed[1:-1]) < 16, "tokens with many before them count for more"
 
 
-def test_parts_deep_in_a_prompt_are_worth_what_must_be_read_for_them(models, monkeypatch):
-    engine, parts = engine_of(models, mixed_prefill_tokens=16), []
+def test_parts_deep_in_a_prompt_are_worth_what_must_be_read_for_them(monkeypatch):
+    engine, parts = engine_of(mixed_prefill_tokens=16), []
     engine.scheduler.attention_cost, engine.scheduler.reading_cost = 0.0, 0.1
     engine.scheduler.weights_cost = 12.0
     prefill = engine.runner.prefill
@@ -252,8 +275,8 @@ def decoded_in(engine, request, steps) -> list[int]:
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_replies_behind_long_prompts_sit_out_cycles_of_others(models, num_choices):
-    engine = engine_of(models)
+def test_replies_behind_long_prompts_sit_out_cycles_of_others(num_choices):
+    engine = engine_of()
     engine.scheduler.reading_cost, engine.scheduler.weights_cost = 0.1, 11.0
     long = requests_of([LONG] * num_choices, together=True, max_tokens=100, ignore_eos=True)
     short = requests_of([[1, 2, 3]], first=10, max_tokens=100, ignore_eos=True)[0]
@@ -276,8 +299,8 @@ def test_replies_behind_long_prompts_sit_out_cycles_of_others(models, num_choice
     assert decoded_in(engine, long[0], 3)[-1] >= before + 3
 
 
-def test_replies_that_sit_out_cycles_give_way_after_their_turn_too(models):
-    engine = engine_of(models)
+def test_replies_that_sit_out_cycles_give_way_after_their_turn_too():
+    engine = engine_of()
     engine.scheduler.reading_cost, engine.scheduler.weights_cost = 0.1, 3.0
     long = requests_of([LONG[200 + i :] for i in range(SLOTS - 1)], max_tokens=290, ignore_eos=True)
     short = requests_of([[1], [4, 5]], first=10, max_tokens=400, ignore_eos=True)
@@ -291,8 +314,8 @@ def test_replies_that_sit_out_cycles_give_way_after_their_turn_too(models):
     assert sum(each.slot < 0 for each in long) == 1
 
 
-def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(models, monkeypatch):
-    engine, parts = engine_of(models, mixed_prefill_tokens=16), []
+def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(monkeypatch):
+    engine, parts = engine_of(mixed_prefill_tokens=16), []
     engine.scheduler.attention_cost, engine.scheduler.reading_cost = 0.0, 0.1
     engine.scheduler.weights_cost = 12.0
     prefill = engine.runner.prefill
@@ -318,8 +341,8 @@ def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(mode
     assert steps <= 3 * 7 * cost / 16
 
 
-def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):
-    engine, computed = engine_of(models), []
+def test_a_prompt_with_many_choices_is_computed_once(monkeypatch):
+    engine, computed = engine_of(), []
     prefill = engine.runner.prefill
 
     def counting(chunks):
@@ -332,8 +355,8 @@ def test_a_prompt_with_many_choices_is_computed_once(models, monkeypatch):
     assert sum(computed) <= len(LONG) + 4 * SLOTS
 
 
-def test_many_choices_of_a_higher_priority_leave_others_a_slot(models):
-    engine = engine_of(models)
+def test_many_choices_of_a_higher_priority_leave_others_a_slot():
+    engine = engine_of()
     many = requests_of([[1, 2, 3]] * 8, together=True, max_tokens=300)
     for request in many:
         request.priority = 1
@@ -341,8 +364,8 @@ def test_many_choices_of_a_higher_priority_leave_others_a_slot(models):
     assert steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=3)) <= 2
 
 
-def test_a_higher_priority_does_not_give_way_to_a_lower(models):
-    engine = engine_of(models)
+def test_a_higher_priority_does_not_give_way_to_a_lower():
+    engine = engine_of()
     urgent = requests_of([[i, 1] for i in range(SLOTS)], max_tokens=300)
     for request in urgent:
         request.priority = 1
@@ -350,6 +373,51 @@ def test_a_higher_priority_does_not_give_way_to_a_lower(models):
     steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=3))
     assert all(request.finish_reason is not None for request in urgent[:1])
     assert engine.totals.num_preemptions == 0
+
+
+@pytest.mark.parametrize(("num_short", "length"), [(3, 8), (1, 16), (2, 30)])
+def test_a_long_prompt_has_its_half_of_each_step_beside_many_short_ones(num_short, length):
+    """Also where each of the short ones takes more than all of a step's tokens, and is ended even so."""
+    engine = engine_of(slots=8, prefill_tokens=64, mixed_prefill_tokens=16)
+    engine.scheduler.attention_cost = 0.0
+    long, reply = requests_of([LONG, [1, 2]], max_tokens=400)
+    begin(engine, [reply, long], steps=1)
+    steps, numbers = 0, itertools.count()
+    while not long.token_ids and steps < 200:
+        digits = [(n % 11, n // 11 % 11, n // 121) for n in itertools.islice(numbers, num_short)]
+        short = [[*each, *[2] * (length - 3)] for each in digits]  # of which none is in the prefix cache
+        begin(engine, requests_of(short, first=100 + 3 * steps, max_tokens=1), steps=1)
+        steps += 1
+    assert steps <= len(LONG) / 8 + 3
+
+
+def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of_it():
+    """Of those that run one is a turn ahead of the request that waits, and gives way."""
+    config = resolved(2, 512, page_size=4)
+    scheduler = Scheduler(PagePool(400, 4), config.replace(kv_tokens=1600), room=4, needs_last=False)
+    near, far = requests_of([[1], [2]], max_tokens=400)
+    assert admitted(scheduler, [near, far]) == [0, 0]
+    near.token_ids = [0] * (TURN + 10)
+    far.token_ids = [0] * (5 * TURN)
+    for request in (near, far):
+        request.num_computed = request.num_verified = request.num_to_compute
+    (waiting,) = requests_of([[3]], first=10, max_tokens=400)
+    waiting.token_ids = [0] * TURN
+    scheduler.add(waiting)
+    assert scheduler.plan().preempted == [far]
+    assert waiting.slot >= 0
+
+
+def test_a_request_that_would_take_the_pages_that_others_grow_into_waits():
+    engine = engine_of(kv_tokens=48)
+    running = requests_of([[i, 1, 2] for i in range(3)], max_tokens=8)
+    begin(engine, running, steps=4)
+    (late,) = requests_of([[7, 1, 2]], first=10, max_tokens=8)
+    begin(engine, [late], steps=1)
+    assert late.slot < 0
+    begin(engine, [], steps=10)
+    assert engine.totals.num_preemptions == 0
+    assert late.token_ids
 
 
 @pytest.mark.parametrize(
@@ -377,9 +445,9 @@ def test_giving_way_changes_no_reply(models, shape, temperature, lag):
     def arrivals():
         params = {"temperature": temperature, "seed": 3}
         return [
-            requests_of([[1, 2, 3]] * 5, together=True, max_tokens=80, **params),
-            requests_of([LONG[:90], LONG[50:120]], first=20, max_tokens=70, **params),
-            requests_of([[4, 5]] * 3, first=30, max_tokens=70, **params),
+            requests_of([[1, 2, 3]] * 3, together=True, max_tokens=60, **params),
+            requests_of([LONG[:50], LONG[30:70]], first=20, max_tokens=45, **params),
+            requests_of([[4, 5]] * 2, first=30, max_tokens=45, **params),
         ]
 
     preempted, crowded = serve(2, arrivals())

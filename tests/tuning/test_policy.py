@@ -3,7 +3,7 @@
 import itertools
 import math
 import random
-import time
+import sys
 from collections import Counter
 
 import numpy as np
@@ -143,7 +143,7 @@ def test_drafting_stops_early_where_the_draft_is_unsure():
     assert used[0.1].most_common(1)[0][0].steps <= 1 < used[0.9].most_common(1)[0][0].steps
 
 
-def told_speed(see, choose, observe=lambda *_: None, bias=0.0, num_tokens=20000):
+def told_speed(see, choose, observe=lambda *_: None, bias=0.0, num_tokens=8000):
     """Tokens per second of a request whose chains hold up to a depth that the draft knows: it tells each
     depth's confidence, whose log-odds are off by ``bias``. Its first token is as sure everywhere."""
     rng, time, count = random.Random(1), 0.0, 0
@@ -703,11 +703,22 @@ def batch_speed(batch_size, packs, see_depths=False, num_cycles=1500):
     return count / time, verified
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_choosing_takes_little_time(packs):
-    begun = time.perf_counter()
-    batch_speed(8, packs, num_cycles=500)
-    assert (time.perf_counter() - begun) / 500 < 2e-3
+@pytest.mark.parametrize(("packs", "most"), [(False, 450), (True, 550)])
+def test_a_cycle_costs_the_policy_few_calls(packs, most):
+    """Calls of functions and operations are counted, which on the host take about a microsecond each."""
+    num_calls = 0
+
+    def count(frame, event, argument):
+        nonlocal num_calls
+        if event in ("call", "c_call") and frame.f_globals["__name__"].startswith("eagle_kit.tuning"):
+            num_calls += 1
+
+    sys.setprofile(count)
+    try:
+        batch_speed(8, packs, num_cycles=500)
+    finally:
+        sys.setprofile(None)
+    assert num_calls / 500 < most
 
 
 @crossed(

@@ -3,6 +3,7 @@ the published forwards over dense masks, rows that are dropped, anchors, leaks."
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -305,3 +306,19 @@ def test_matches_of_dropped_rows_are_estimated(target, learned):
     mean = torch.stack(draws).mean(0)
     assert exact.min() >= 4 and mean[0] == exact[0]
     torch.testing.assert_close(mean, exact, rtol=0.3, atol=0)
+
+
+def test_matches_of_each_group_are_estimated_where_rows_are_dropped():
+    """Groups divide the rows, so that their estimates add up to that of all."""
+    target = tiny_target(vocab_size=3)  # of which a random head guesses many
+    head = tiny_p_eagle(target, draft_vocab_size=3, mask_token_id=2)
+    ids, *_ = packed_row()
+    batch = batch_of(target, head, RowDrop(RowSampling(0.8, 0.5), seed=0, step=0), ids=ids % 3)
+    thirds = torch.arange(len(batch.ids)) % 3
+    with torch.no_grad():
+        whole = ttt_forward(head, batch)
+        groups = ttt_forward(head, replace(batch, group=thirds, num_groups=3))
+    assert whole.leading.sum() > whole.leading[0], "matches behind the first step are needed"
+    torch.testing.assert_close(whole.leading_of, whole.leading.sum(0, keepdim=True))
+    torch.testing.assert_close(groups.leading_of.sum(), whole.leading.sum())
+    assert (groups.leading_of > 0).sum() > 1
