@@ -27,7 +27,7 @@ REFRESH = "REFRESH_GOLDEN"
 NUM_STEPS = 20
 RTOL = 1e-4
 """Relative tolerance. One thread or two, and AVX-512, AVX2 or no vector instructions in torch and oneDNN,
-change no figure by more than 2.2e-6 in twenty steps. Other processors and versions may order sums otherwise."""
+change no figure by more than 2.2e-6 in twenty steps. Other processors may order sums in other ways."""
 RTOL_OF_MUON = 1e-3
 """Muon makes its updates in bfloat16: the same choices change its figures by up to 7e-5."""
 
