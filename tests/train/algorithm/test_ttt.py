@@ -35,8 +35,8 @@ def published_mask(reply, doc_start, step):
 
 
 def row_loss(loss, distribution, words, log_q, text):
-    """A loss of the draft's ``log_q [Vd]`` over ``words [Vd]`` against the target's ``distribution [V]``, or the
-    token ``text``."""
+    """A loss of the draft's ``log_q [Vd]`` over ``words [Vd]`` against the target's ``distribution [V]``, or
+    a token of the text."""
     if loss == "hard-ce":
         return -log_q[words.tolist().index(text)]
     p, q = distribution[words] / distribution[words].sum(), log_q.exp()
