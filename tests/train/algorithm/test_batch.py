@@ -27,28 +27,26 @@ def packed(*documents: tuple[int, int]) -> SimpleNamespace:
     return SimpleNamespace(ids=np.abs(arrays[0]), reply=arrays[1], doc_start=arrays[2], group=arrays[3])
 
 
-DATA = PackedRows([packed((3, 9), (5, 4)), packed((2, 6)), packed((4, 11), (1, 3), (6, 5))], ("one", "two"))
-"""Documents whose replies have 9, 4, 6, 11, 3 and 5 tokens."""
+DATA = PackedRows([packed((3, 9), (5, 4)), packed((2, 6)), packed((1, 11), (1, 3), (6, 5))], ("one", "two"))
+"""Documents whose replies have 9, 4, 6, 11, 3 and 5 tokens, two of them behind a prompt of one token."""
 
 
 def batches() -> list[MicroBatch]:
     """The rows of one global batch in two forwards, the first of two packed rows."""
-    return [make_micro_batch(DATA, numbers, 3, CPU) for numbers in ([0, 2], [1])]
+    return [make_micro_batch(DATA, numbers, 3, CPU) for numbers in ([1, 2], [0])]
 
 
 def test_rows_laid_end_to_end_keep_their_replies_and_documents_apart() -> None:
     """Together they carry loss where each does alone."""
-    together = make_micro_batch(DATA, [0, 2], 3, CPU)
-    alone = [make_micro_batch(DATA, [number], 3, CPU) for number in (0, 2)]
-    shift = len(alone[0].ids)
+    together = make_micro_batch(DATA, [1, 2], 3, CPU)
+    first, second = (make_micro_batch(DATA, [number], 3, CPU) for number in (1, 2))
+    shift = len(first.ids)
     for step, rows in enumerate(together.plan.rows):
-        assert (
-            rows.tolist() == alone[0].plan.rows[step].tolist() + (alone[1].plan.rows[step] + shift).tolist()
-        )
-    assert together.num_documents == 5
-    assert together.doc_start.unique().tolist() == [0, 12, 21, 36, 40]
-    # A round starts behind every token of a reply but the last, and at step k none of the last k as well.
-    assert together.plan.counts == [sum(max(0, n - 1 - k) for n in (9, 4, 11, 3, 5)) for k in range(3)]
+        assert rows.tolist() == first.plan.rows[step].tolist() + (second.plan.rows[step] + shift).tolist()
+    assert together.num_documents == 4
+    assert together.doc_start.unique().tolist() == [0, 8, 20, 24]
+    # A round starts behind every token of a reply but the last, and at step k not behind the last k either.
+    assert together.plan.counts == [sum(max(0, n - 1 - k) for n in (6, 11, 3, 5)) for k in range(3)]
 
 
 @pytest.mark.parametrize("normalisation", ["tokens", "sequence", "published"])

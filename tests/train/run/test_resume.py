@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -71,19 +70,17 @@ def test_steps_draw_from_no_global_state(make_run: Callable) -> None:
     assert not list(run.folder.rglob("rng.pt"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
-    make_run: Callable, number: signal.Signals
+    make_run: Callable, signalled: Callable, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     run = make_run(training={"max_steps": 100_000})
-    process = start_trainer(run, rows=3, stdout=subprocess.PIPE)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"Go on with: eagle-kit train {run.config} --resume" in out
+    with signalled(lambda: run.num_steps >= 3, number):
+        assert run() == 130
+    assert f"Go on with: eagle-kit train {run.config} --resume" in capsys.readouterr().out
     done = len(run.metrics())
+    assert done >= 3
     assert (run.output / f"step-{done}" / "trainer" / "optimizer.pt").exists()
-    torch.set_num_threads(1)
     assert run("--resume", "--max-steps", str(done + 3)) == 0
     straight = str(run.folder / "straight")
     assert run("--max-steps", str(done + 3), f"output_dir={straight}") == 0
@@ -91,18 +88,20 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
 
 
 def test_a_second_trainer_is_refused_until_the_first_is_dead(
-    make_run: Callable, capsys: pytest.CaptureFixture[str]
+    make_run: Callable, fork: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run(training={"max_steps": 100_000})
-    process = start_trainer(run, rows=5)
+    run = make_run(training={"max_steps": 100_000, "save_every": 1})
+    first = fork(run)
+    while not (run.output / "step-3").exists():
+        assert not first.has_ended
+        time.sleep(0.005)
     for more in ([], ["--resume"]):
         assert run(*more) == 2
         message = capsys.readouterr().err
         assert f"Another process is writing to {run.output}." in message and "Wait for it" in message
     assert run("--resume", "--dry-run") == 0
-    assert process.poll() is None
-    process.kill()
-    process.wait()
+    first.kill()
+    assert first.wait() == -signal.SIGKILL
     done = len(run.metrics())
     assert (run.output / ".lock").exists()
     assert run("--resume", "--max-steps", str(done + 1)) == 0
@@ -332,28 +331,6 @@ def test_resume_of_a_finished_run_changes_nothing(make_run: Callable) -> None:
     rows = run.metrics()
     assert run("--resume") == 0
     assert run.metrics() == rows
-
-
-def start_trainer(run: Any, *, rows: int, stdout: int = subprocess.DEVNULL) -> "subprocess.Popen[str]":
-    """The run in a process of its own, which has made ``rows`` steps."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
-        stdout=stdout,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    wait_for_rows(run.output / "metrics.jsonl", rows, process)
-    return process
-
-
-def wait_for_rows(path: Path, count: int, process: "subprocess.Popen[str]", seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and len(path.read_text().splitlines()) >= count:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no {count} rows in {path} (exit code {process.poll()})")
 
 
 def test_one_of_several_processes_on_a_cpu_can_load_its_checkpoint(make_run: Callable) -> None:
