@@ -2,16 +2,19 @@
 
 import json
 import os
+import shutil
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import yaml
 from tiny_run import make_config
 
 from eagle_kit.train.__main__ import main
@@ -79,6 +82,43 @@ def signalled_when(condition: Callable[[], bool], number: signal.Signals) -> Ite
 def signalled() -> Callable[..., AbstractContextManager[None]]:
     """:func:`signalled_when`."""
     return signalled_when
+
+
+SESSION_RUNS: dict[str, dict[str, Any]] = {
+    "two steps": {"training": {"save_every": 4}},
+    "judged": {"judge": {"every": 2, "max_tokens": 8}, "training": {"save_every": 2, "keep_last": 2}},
+}
+"""Sections of the configs of runs that are made once a session; the second makes six steps."""
+
+
+@pytest.fixture(scope="session")
+def session_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """``session_run(name)`` -> a run of :data:`SESSION_RUNS` that has ended. It is not to be changed."""
+
+    @cache
+    def make(name: str) -> Run:
+        folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+        run = Run(folder, make_config(folder, **SESSION_RUNS[name]))
+        assert run("--max-steps", "2" if name == "two steps" else "6") == 0
+        return run
+
+    return make
+
+
+@pytest.fixture
+def copy_run(session_run: Callable[[str], Run], tmp_path: Path) -> Callable[[str], Run]:
+    """``copy_run(name)`` -> a copy of :func:`session_run`, with the target and the data of the original."""
+
+    def copy(name: str) -> Run:
+        original = session_run(name)
+        shutil.copytree(original.output, tmp_path / "run")
+        config = yaml.safe_load(original.config.read_text())
+        config["output_dir"] = str(tmp_path / "run")
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        return Run(tmp_path, path)
+
+    return copy
 
 
 class Child:

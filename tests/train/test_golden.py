@@ -236,3 +236,10 @@ def test_every_kind_that_can_be_trained_has_a_golden_curve() -> None:
     trainable = {name for kind in head_kinds() for name in kind.trained_as}
     assert trainable == {recipe.head.get("kind", "eagle3") for recipe in RECIPES.values()}
     assert {path.stem for path in GOLDEN.iterdir()} == set(RECIPES)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name != "eagle3-resumed"])
+def test_the_runs_of_the_golden_files_learn(name: str) -> None:
+    """So that no file is written of a trainer that does not; a curriculum's losses are of ever more steps."""
+    losses = [loss for loss, _ in read_curve(GOLDEN / f"{name}.txt")]
+    assert sum(losses[-5:]) < 0.99 * sum(losses[:5])
