@@ -68,7 +68,7 @@ def make_target(root, model):
         "model": model,
         "output_dir": str(root / "target"),
         "text": {"source": str(root / "chats.jsonl"), "vocab_size": 320},
-        "training": {"length": 64, "rows": 8, "steps": 120, "learning_rate": 5e-3, "warmup_steps": 10},
+        "training": {"length": 64, "rows": 4, "steps": 80, "learning_rate": 1e-2, "warmup_steps": 10},
     }
     (root / "target.yaml").write_text(yaml.safe_dump(config))
     assert main(["pretrain", str(root / "target.yaml")]) == 0
@@ -110,6 +110,8 @@ def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeyp
             "learning_rate": 5e-3,
             "warmup_steps": 5,
             "max_steps": 50,
+            "sequences_per_step": 4,
+            "cache_hidden_states": "disk",
             "epochs": 99,
         },
         "judge": {"every": 0},
