@@ -85,7 +85,7 @@ def test_a_second_trainer_is_refused_until_the_first_is_dead(
         assert not first.has_ended
         time.sleep(0.005)
     for more in ([], ["--resume"]):
-        assert run(*more) == 2
+        assert run(*more, "--max-steps", "9") == 2
         message = capsys.readouterr().err
         assert f"Another process is writing to {run.output}." in message and "Wait for it" in message
     assert run("--resume", "--dry-run") == 0
