@@ -6,6 +6,7 @@ That of Triton 3.6 takes an array of one element for an index, which NumPy refus
 product before it adds to it.
 """
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,20 @@ def repair() -> None:
         total = x.data.astype(np.float64) * y.data + z.data
         return interpreter.TensorHandle(total.astype(z.data.dtype), z.dtype.scalar)
 
+    builtins: dict[Any, list[str]] = {}
+
+    def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
+        # The interpreter's own lists all members of Triton's modules whenever a kernel calls a function. That
+        # is a quarter of a launch. Which of them are builtins does not change.
+        if package not in builtins:
+            members = inspect.getmembers(package)
+            builtins[package] = [name for name, member in members if tl.core.is_builtin(member)]
+        for name in builtins[package]:
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):  # not where the calling function has patched it
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor: Any, scope: Any) -> None:

@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny_run import make_config
 
@@ -20,6 +21,7 @@ from eagle_kit.config.train import LOSSES, FeatureNoise
 from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.train.__main__ import main as train
 from eagle_kit.train.plan.costs import head_flops, make_workload
 
 
@@ -107,7 +109,15 @@ def test_a_wrong_setting_of_an_arm_is_refused_before_any_run(study, tmp_path, ca
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failing_run_is_named_with_its_reason(study, capsys):
+def test_a_failing_run_is_named_with_its_reason(study, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")  # which the run refuses before it loads anything
+    assert main(["study", str(study)]) == 2
+    said = capsys.readouterr().err
+    assert "first s0" in said and "--use_megatron_lm" in said
+
+
+@pytest.mark.nightly
+def test_a_run_whose_data_is_missing_is_named_with_its_reason(study, capsys):
     raw = yaml.safe_load(study.read_text())
     raw["arms"]["first"]["set"] = {"data.source": "nowhere.jsonl"}
     study.write_text(yaml.safe_dump(raw))
@@ -190,10 +200,23 @@ def test_runs_that_would_share_a_folder_are_refused(study, capsys):
     assert "The runs of the arms a and a-1 would share" in capsys.readouterr().err
 
 
+def train_here(one: study_command.StudyRun) -> None:
+    """Train a run of a study in this process, and export its head."""
+    job = one.job()
+    try:
+        assert train(job.words[3:]) == 0
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    job.finish()
+
+
 def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
     raw = yaml.safe_load(study.read_text()) | {"seeds": [0]}
     study.write_text(yaml.safe_dump(raw))
-    assert main(["study", str(study)]) == 0
+    for one in study_command.plan(load_config(StudyConfig, study), study.parent):
+        train_here(one)
+        one.check()
+        assert one.is_done
     raw["arms"]["other"]["set"] = {"training.learning_rate": 1.0e-4}
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study)]) == 2

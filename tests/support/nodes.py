@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
+_reserved: list[socket.socket] = []
 
 
 class Ended(NamedTuple):
@@ -36,13 +37,22 @@ def accelerate(count: int, per_node: int, node: int, port: int) -> Sequence[str]
     return (*launcher, "--num_processes", str(count * per_node), "--machine_rank", str(node), *meet)
 
 
+def reserve_port() -> int:
+    """A free port that no other process is given while this one lives: the socket that holds it stays open.
+    Who listens at it reuses the address, as torch's store does."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    _reserved.append(sock)
+    port: int = sock.getsockname()[1]
+    return port
+
+
 def start_nodes(
     count: int, per_node: int, *command: str, launcher: Launcher = torchrun
 ) -> "list[subprocess.Popen[str]]":
     """Start ``launcher`` as on ``count`` machines, each with ``per_node`` processes of ``command``."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = reserve_port()
     return [
         subprocess.Popen(
             [sys.executable, *launcher(count, per_node, node, port), *command],

@@ -18,7 +18,7 @@ _processes = multiprocessing.get_context("fork")
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 60, **options: Any
+    size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 180, **options: Any
 ) -> list[Any]:
     """What ``work(ranks, *args, **options)`` returns in each of ``size`` processes, which look as those of
     ``torchrun``; None where it exits. Raises AssertionError where one fails, with its traceback."""

@@ -3,11 +3,14 @@
 import json
 import random
 import shutil
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -119,3 +122,29 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
+
+
+@dataclass
+class PackedRows:
+    """Packed rows in memory, as a training step reads them."""
+
+    rows: list[SimpleNamespace]
+    groups: tuple[str, ...] = ("all",)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def row(self, number: int) -> SimpleNamespace:
+        return self.rows[number]
+
+
+def packed_row_of(prompt: list[int], reply: list[int]) -> SimpleNamespace:
+    """A packed row of one document: a prompt and the reply to it."""
+    ids = np.array(prompt + reply, dtype=np.int32)
+    is_reply = np.arange(len(ids)) >= len(prompt)
+    return SimpleNamespace(
+        ids=ids,
+        reply=np.where(is_reply, 0, -1).astype(np.int32),
+        doc_start=np.zeros_like(ids),
+        group=np.zeros_like(ids),
+    )

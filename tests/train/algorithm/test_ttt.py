@@ -34,8 +34,11 @@ def published_mask(reply, doc_start, step):
     return torch.cat(parts)
 
 
-def row_loss(loss, distribution, words, log_q):
-    """A loss between the target's ``distribution [V]`` and the draft's ``log_q [Vd]`` over ``words [Vd]``."""
+def row_loss(loss, distribution, words, log_q, text):
+    """A loss of the draft's ``log_q [Vd]`` over ``words [Vd]`` against the target's ``distribution [V]``, or
+    a token of the text."""
+    if loss == "hard-ce":
+        return -log_q[words.tolist().index(text)]
     p, q = distribution[words] / distribution[words].sum(), log_q.exp()
     accepted, kl = torch.minimum(distribution[words], q).sum(), (p * (p.log() - log_q)).sum()
     share = torch.exp(-ETA * accepted.detach())
@@ -95,8 +98,9 @@ def dense_oracle(
             if (ours if rows == "serving" else theirs[i]) and (kept is None or kept[k, i]):
                 count += 1
                 teacher = full[i + 1 + k]
-                if head.t2d[teacher.argmax()]:
-                    total = total + row_loss(loss, teacher.softmax(-1), head.target_ids, log_q[i])
+                text = int(ids[i + 2 + k])
+                if head.t2d[text if loss == "hard-ce" else teacher.argmax()]:
+                    total = total + row_loss(loss, teacher.softmax(-1), head.target_ids, log_q[i], text)
                     hits += int(head.target_ids[log_q[i].argmax()] == teacher.argmax())
         losses.append((total, count, hits))
     return sum(w * t for w, (t, _, _) in zip(step_weights, losses, strict=True)), losses
@@ -115,6 +119,7 @@ def dense_oracle(
         ({}, "tv", "published", None),
         ({}, "lk-alpha", "serving", None),
         ({}, "lk-hybrid", "serving", None),
+        ({}, "hard-ce", "serving", None),
         ({"norm_output": True}, "ce", "serving", 0.8),
         ({}, "ce", "published", 0.8),
     ],

@@ -3,9 +3,11 @@
 import copy
 import itertools
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from rank_processes import run_ranks
 from tiny import tiny_head, tiny_target
 from torch.testing import assert_close
 
@@ -17,7 +19,7 @@ from eagle_kit.train.algorithm.noise import add_noise
 from eagle_kit.train.optim.ema import Ema
 from eagle_kit.train.optim.optimizer import MuonAdamW, make_optimizer, set_learning_rate
 from eagle_kit.train.optim.strategy import Replicated
-from eagle_kit.train.run.checkpoint import Checkpoint, TrainState
+from eagle_kit.train.run.checkpoint import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 
 MUON = TrainingConfig(
     optimizer="muon", learning_rate=0.02, weight_decay=0.1, muon_learning_rate_ratio=3.0, betas=(0.8, 0.9)
@@ -72,14 +74,25 @@ def test_muon_moves_inner_matrices_and_adamw_the_output_layer_and_norms() -> Non
         assert torch.equal(ours, theirs), name
 
 
-def share(process: int, count: int, folder: str) -> None:
-    """Take steps in one of ``count`` processes, the last two after a checkpoint, and save what it has."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=process, world_size=count
-    )
+class Shared(NamedTuple):
+    """What one of several processes has after its steps.
+
+    Attributes:
+        weights: of the head.
+        state: the whole state of the optimiser after two steps.
+        num_momenta: matrices whose momentum this process kept.
+    """
+
+    weights: dict[str, torch.Tensor]
+    state: dict[str, Any]
+    num_momenta: int
+
+
+def take_shared_steps(ranks: Any) -> Shared:
+    """Take four steps in one of several processes, the last two with an optimiser that was loaded again."""
+    process = (ranks.rank, ranks.size)
     head = make_head()
-    optimizer = make_optimizer(head, MUON, (process, count))
+    optimizer = make_optimizer(head, MUON, process)
     for step in range(4):
         give_gradients(head, step)
         set_learning_rate(optimizer, 0.02)
@@ -87,16 +100,15 @@ def share(process: int, count: int, folder: str) -> None:
         if step == 1:
             state = optimizer.whole_state_dict()
             momenta = [p for p in head.parameters() if "momentum_buffer" in optimizer.state.get(p, {})]
-            optimizer = make_optimizer(head, MUON, (process, count))
+            optimizer = make_optimizer(head, MUON, process)
             optimizer.load_state_dict(copy.deepcopy(state))
     weights = {name: p.detach().clone() for name, p in head.named_parameters()}
-    saved = {"weights": weights, "state": state, "num_momenta": len(momenta)}
-    torch.save(saved, f"{folder}/{process}.pt")
-    torch.distributed.destroy_process_group()
+    return Shared(weights, state, len(momenta))
 
 
 @pytest.mark.parametrize("count", [2, 6])
-def test_processes_share_muon_s_matrices_and_have_what_one_alone_has(tmp_path, count: int) -> None:
+def test_processes_share_muon_s_matrices_and_have_what_one_alone_has(count: int) -> None:
+    # One process alone.
     head = make_head()
     optimizer = make_optimizer(head, MUON)
     for step in range(4):
@@ -105,19 +117,21 @@ def test_processes_share_muon_s_matrices_and_have_what_one_alone_has(tmp_path, c
         optimizer.step()
         if step == 1:
             state = copy.deepcopy(optimizer.state_dict())
-    torch.multiprocessing.spawn(share, (count, str(tmp_path)), nprocs=count)
-    saved = [torch.load(tmp_path / f"{process}.pt", weights_only=True) for process in range(count)]
-    for each in saved:
-        assert all(torch.equal(each["weights"][name], p) for name, p in head.named_parameters())
-        assert each["state"]["param_groups"] == state["param_groups"]
-        assert each["state"]["state"].keys() == state["state"].keys()
+
+    # Every one of several has its weights and, when it is gathered, its state.
+    shared: list[Shared] = run_ranks(count, take_shared_steps)
+    for each in shared:
+        assert all(torch.equal(each.weights[name], p) for name, p in head.named_parameters())
+        assert each.state["param_groups"] == state["param_groups"]
+        assert each.state["state"].keys() == state["state"].keys()
         for number, moments in state["state"].items():
-            assert moments.keys() == each["state"]["state"][number].keys()
-            assert all(
-                torch.equal(value, each["state"]["state"][number][name]) for name, value in moments.items()
-            )
+            theirs = each.state["state"][number]
+            assert moments.keys() == theirs.keys()
+            assert all(torch.equal(value, theirs[name]) for name, value in moments.items())
+
+    # Together they keep each momentum once.
     num_matrices = sum("momentum_buffer" in moments for moments in state["state"].values())
-    shares = [each["num_momenta"] for each in saved]
+    shares = [each.num_momenta for each in shared]
     assert sum(shares) == num_matrices and max(shares) < num_matrices
 
 
@@ -164,6 +178,31 @@ def test_the_state_of_another_optimiser_is_refused_by_name(tmp_path) -> None:
         with pytest.raises(UserError, match=f"is of {saved}; training.optimizer is {wanted}") as caught:
             restore(tmp_path, strategy, state)
         assert f"training.optimizer={saved}" in caught.value.remedy
+
+
+def test_a_checkpoint_with_an_average_goes_on_from_the_raw_weights(tmp_path) -> None:
+    training = TrainingConfig(ema_decay=0.5)
+    strategy = alone(make_head(), training)
+    ema = Ema(strategy.head, 0.5)
+    for step in range(3):
+        give_gradients(strategy.head, step)
+        strategy.update(0.01, None)
+        ema.update(step)
+    raw = {name: p.detach().clone() for name, p in strategy.head.named_parameters()}
+    with ema.applied():
+        average = {name: p.detach().clone() for name, p in strategy.head.named_parameters()}
+        state = strategy.optimizer_state()
+        save_checkpoint(tmp_path / "step-3", strategy.head, state, TrainState(step=3), {}, ema)
+
+    found = load_checkpoint(tmp_path / "step-3", torch.device("cpu"))
+    assert found.state.step == 3
+    assert all(torch.equal(p, average[name]) for name, p in found.head.named_parameters())
+    again = alone(found.head, training)
+    resumed = Ema(found.head, 0.5)
+    found.restore(again, resumed)
+    assert all(torch.equal(p, raw[name]) for name, p in found.head.named_parameters())
+    with resumed.applied():
+        assert all(torch.equal(p, average[name]) for name, p in found.head.named_parameters())
 
 
 def test_muon_s_state_of_another_head_is_refused(tmp_path) -> None:

@@ -116,9 +116,8 @@ def test_damaged_weights_beside_the_average_are_refused(
     assert run("--resume") == 2
 
 
-def test_a_run_of_before_these_settings_goes_on(make_run: Callable) -> None:
-    run = make_run()
-    assert run("--max-steps", "2") == 0
+def test_a_run_of_before_these_settings_goes_on(copy_run: Callable) -> None:
+    run = copy_run("two steps")
     path = run.output / "run.yaml"
     about = yaml.safe_load(path.read_text())
     for name in ("loss", "lk_eta", "loss_rows", "optimizer", "ema_decay", "schedule", "feature_noise"):
@@ -128,9 +127,8 @@ def test_a_run_of_before_these_settings_goes_on(make_run: Callable) -> None:
     assert len(run.metrics()) == 3
 
 
-def test_a_resumed_run_keeps_its_recipe(make_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    run = make_run()
-    assert run("--max-steps", "2") == 0
+def test_a_resumed_run_keeps_its_recipe(copy_run: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copy_run("two steps")
     for change in ("loss=tv", "optimizer=muon", "ema_decay=0.9", "loss_rows=published", "schedule=linear"):
         assert run("--resume", f"training.{change}") == 2
         assert f"training.{change.partition('=')[0]}" in capsys.readouterr().err

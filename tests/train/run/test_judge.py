@@ -1,14 +1,13 @@
 """The trainer's simulated accept length is the engine's decoded one, on a head that was really trained."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from tiny import tiny_head, tiny_target
+from tiny_run import PackedRows, packed_row_of
 
 from eagle_kit.config.train import DataConfig, JudgeConfig, TrainConfig, TrainingConfig
 from eagle_kit.core.sampling_params import SamplingParams
@@ -27,20 +26,6 @@ from eagle_kit.train.run.step import Stepper
 SHAPES = ("1,1,2", "3,1,4", "5,1,6", "3,2,6")
 
 
-@dataclass
-class Rows:
-    """Packed rows in memory, one document each."""
-
-    rows: list[SimpleNamespace]
-    groups: tuple[str, ...] = ("all",)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def row(self, number: int) -> SimpleNamespace:
-        return self.rows[number]
-
-
 def prompts(count: int, seed: int) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 131, size=rng.integers(1, 12)).tolist() for _ in range(count)]
@@ -56,13 +41,8 @@ def trained_head(target: LlamaModel) -> Eagle3Head:
     """A head that learned the target's own greedy replies for a few seconds."""
     asked = prompts(12, seed=1)
     outputs = LLM(target, max_batch_size=8, max_context=80).generate(asked, SamplingParams(max_tokens=32))
-    rows = []
-    for prompt, output in zip(asked, outputs, strict=True):
-        ids = np.array(prompt + output.token_ids, dtype=np.int32)
-        reply = np.where(np.arange(len(ids)) >= len(prompt), 0, -1).astype(np.int32)
-        rows.append(
-            SimpleNamespace(ids=ids, reply=reply, doc_start=np.zeros_like(ids), group=np.zeros_like(ids))
-        )
+    pairs = zip(asked, outputs, strict=True)
+    data = PackedRows([packed_row_of(prompt, output.token_ids) for prompt, output in pairs])
     config = TrainConfig(
         target="tiny",
         output_dir="unused",
@@ -74,7 +54,6 @@ def trained_head(target: LlamaModel) -> Eagle3Head:
     head = tiny_head(target, draft_vocab_size=110)
     with torch.no_grad():
         head.lm_head.weight.copy_(target.head_weight[head.target_ids])
-    data = Rows(rows)
     schedule = Schedule.from_config(config.training, len(data))
     stepper = Stepper(
         config, make_accelerator(config), TrainingComponents(target, Path(), None, data), head, schedule

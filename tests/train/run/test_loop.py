@@ -15,16 +15,6 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 
 
-def test_loss_falls_and_match_rises(make_run: Callable) -> None:
-    run = make_run()
-    assert run("--max-steps", "40") == 0
-    rows = run.metrics()
-    assert [row["step"] for row in rows] == list(range(1, 41))
-    first, last = rows[:5], rows[-5:]
-    assert sum(row["loss"] for row in last) < 0.95 * sum(row["loss"] for row in first)
-    assert sum(row["match_per_step"][0] for row in last) > sum(row["match_per_step"][0] for row in first)
-
-
 def test_bfloat16_learns_judges_and_resumes_as_fp32_does(make_run: Callable) -> None:
     run = make_run()
     assert run("--max-steps", "10") == 0
@@ -59,21 +49,19 @@ def test_loss_per_step_is_the_mean_over_the_rows_that_carry_loss(make_run: Calla
     assert row["loss_per_step"] == pytest.approx([math.log(60)] * 3, rel=0.1)
 
 
-def test_run_folder_holds_config_metrics_checkpoints_and_best(make_run: Callable) -> None:
-    run = make_run(judge={"every": 5})
-    assert run("--max-steps", "10", "training.save_every=3", "training.keep_last=2") == 0
+def test_run_folder_holds_config_metrics_checkpoints_and_best(session_run: Callable) -> None:
+    run = session_run("judged")
     names = {path.name for path in run.output.iterdir()}
-    assert {"run.yaml", "metrics.jsonl", "judge.jsonl", "best", "step-9", "step-10"} <= names
-    assert not {"step-3", "step-6"} & names and not any("partial" in name for name in names)
+    assert {"run.yaml", "metrics.jsonl", "judge.jsonl", "best", "step-4", "step-6"} <= names
+    assert "step-2" not in names and not any("partial" in name for name in names)
     saved = yaml.safe_load((run.output / "run.yaml").read_text())
-    assert saved["config"]["training"]["save_every"] == 3
-    assert "--max-steps 10" in saved["command"] and "torch" in saved["versions"]
+    assert saved["config"]["training"]["save_every"] == 2
+    assert "--max-steps 6" in saved["command"] and "torch" in saved["versions"]
 
 
 @pytest.mark.parametrize("name", ["step-6", "best"])
-def test_every_checkpoint_is_servable_as_saved(make_run: Callable, name: str) -> None:
-    run = make_run(judge={"every": 3})
-    assert run("--max-steps", "6") == 0
+def test_every_checkpoint_is_servable_as_saved(session_run: Callable, name: str) -> None:
+    run = session_run("judged")
     llm = LLM(run.folder / "target", run.output / name, max_context=128)
     plain = llm.generate(["The cat sees the dog."], SamplingParams(max_tokens=8), shape="none")
     drafted = llm.generate(["The cat sees the dog."], SamplingParams(max_tokens=8), shape="3,1,4")
@@ -114,15 +102,6 @@ def test_patience_ends_the_run(make_run: Callable, monkeypatch: pytest.MonkeyPat
     assert len(run.metrics()) == 3
 
 
-def test_judgement_rows_agree_between_engine_and_trainer(make_run: Callable) -> None:
-    run = make_run(judge={"every": 15, "shapes": ["3,1,4", "2,2,5"]})
-    assert run("--max-steps", "30") == 0
-    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
-    for row in rows:
-        assert row["simulated_accept_length"] == {"3,1,4": row["accept_length"]["3,1,4"]}
-        assert row["num_different_replies"] == 0
-
-
 def test_sequence_normalisation_and_several_rows_a_forward_change_the_weights_only(
     make_run: Callable,
 ) -> None:
@@ -144,7 +123,7 @@ def test_sequence_normalisation_and_several_rows_a_forward_change_the_weights_on
 
 
 def test_captured_states_on_disk_train_to_the_bit(make_run: Callable) -> None:
-    run = make_run(training={"max_steps": 12})
+    run = make_run(training={"max_steps": 5})
     assert run() == 0
     assert run("training.cache_hidden_states=disk", "output_dir=" + str(run.folder / "first")) == 0
     assert list((run.folder / "cache").rglob("states-*.safetensors"))
@@ -165,13 +144,12 @@ def test_dry_run_prints_the_estimate_and_writes_nothing(
 
 @pytest.mark.parametrize("resume", [[], ["--resume"]])
 def test_a_dry_run_of_an_existing_run_changes_nothing(
-    make_run: Callable, capsys: pytest.CaptureFixture[str], resume: list[str]
+    copy_run: Callable, capsys: pytest.CaptureFixture[str], resume: list[str]
 ) -> None:
-    run = make_run(judge={"every": 2})
-    assert run("--max-steps", "2") == 0
+    run = copy_run("judged")
     before = {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()}
     assert run("--dry-run", "--max-steps", "9", *resume) == 0
-    assert ("time    7 steps" if resume else "time    9 steps") in capsys.readouterr().out
+    assert ("time    3 steps" if resume else "time    9 steps") in capsys.readouterr().out
     assert {path: path.read_bytes() for path in run.output.rglob("*") if path.is_file()} == before
 
 

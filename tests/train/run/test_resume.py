@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,17 +29,6 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.parametrize("judge_every", [pytest.param(0, marks=pytest.mark.nightly), 3])
-def test_two_halves_equal_the_whole_to_the_bit(make_run: Callable, judge_every: int) -> None:
-    run = make_run(judge={"every": judge_every, "max_tokens": 6})
-    halves = str(run.folder / "halves")
-    assert run("--max-steps", "14") == 0
-    assert run("--max-steps", "7", f"output_dir={halves}") == 0
-    assert run("--resume", "--max-steps", "14", f"output_dir={halves}") == 0
-    assert run.metrics("halves") == run.metrics()
-    assert same(weights(Path(halves) / "step-14"), weights(run.output / "step-14"))
 
 
 def test_resume_repeats_the_steps_after_the_last_checkpoint(make_run: Callable) -> None:
@@ -71,19 +59,17 @@ def test_steps_draw_from_no_global_state(make_run: Callable) -> None:
     assert not list(run.folder.rglob("rng.pt"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
-    make_run: Callable, number: signal.Signals
+    make_run: Callable, signalled: Callable, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     run = make_run(training={"max_steps": 100_000})
-    process = start_trainer(run, rows=3, stdout=subprocess.PIPE)
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"Go on with: eagle-kit train {run.config} --resume" in out
+    with signalled(lambda: run.num_steps >= 3, number):
+        assert run() == 130
+    assert f"Go on with: eagle-kit train {run.config} --resume" in capsys.readouterr().out
     done = len(run.metrics())
+    assert done >= 3
     assert (run.output / f"step-{done}" / "trainer" / "optimizer.pt").exists()
-    torch.set_num_threads(1)
     assert run("--resume", "--max-steps", str(done + 3)) == 0
     straight = str(run.folder / "straight")
     assert run("--max-steps", str(done + 3), f"output_dir={straight}") == 0
@@ -91,18 +77,20 @@ def test_a_signal_finishes_the_step_saves_and_says_how_to_resume(
 
 
 def test_a_second_trainer_is_refused_until_the_first_is_dead(
-    make_run: Callable, capsys: pytest.CaptureFixture[str]
+    make_run: Callable, fork: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run(training={"max_steps": 100_000})
-    process = start_trainer(run, rows=5)
+    run = make_run(training={"max_steps": 100_000, "save_every": 1})
+    first = fork(run)
+    while not (run.output / "step-3").exists():
+        assert not first.has_ended
+        time.sleep(0.005)
     for more in ([], ["--resume"]):
-        assert run(*more) == 2
+        assert run(*more, "--max-steps", "9") == 2
         message = capsys.readouterr().err
         assert f"Another process is writing to {run.output}." in message and "Wait for it" in message
     assert run("--resume", "--dry-run") == 0
-    assert process.poll() is None
-    process.kill()
-    process.wait()
+    first.kill()
+    assert first.wait() == -signal.SIGKILL
     done = len(run.metrics())
     assert (run.output / ".lock").exists()
     assert run("--resume", "--max-steps", str(done + 1)) == 0
@@ -180,10 +168,9 @@ def test_schedule_does_not_depend_on_where_a_run_stops(make_run: Callable) -> No
 
 
 def test_resume_with_another_setting_is_refused_by_name(
-    make_run: Callable, capsys: pytest.CaptureFixture[str]
+    copy_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run()
-    assert run("--max-steps", "2") == 0
+    run = copy_run("two steps")
     before = (run.output / "metrics.jsonl").read_bytes()
     assert run("--resume", "training.learning_rate=1.0e-3", "data.max_length=128", "judge.every=5") == 2
     message = capsys.readouterr().err
@@ -191,9 +178,8 @@ def test_resume_with_another_setting_is_refused_by_name(
     assert (run.output / "metrics.jsonl").read_bytes() == before
 
 
-def test_judging_and_saving_may_change_on_resume(make_run: Callable) -> None:
-    run = make_run()
-    assert run("--max-steps", "2") == 0
+def test_judging_and_saving_may_change_on_resume(copy_run: Callable) -> None:
+    run = copy_run("two steps")
     assert (
         run("--resume", "--max-steps", "4", "judge.every=2", "judge.max_tokens=4", "training.save_every=1")
         == 0
@@ -211,16 +197,15 @@ def test_judging_and_saving_may_change_on_resume(make_run: Callable) -> None:
     ],
 )
 def test_resume_before_the_first_checkpoint_begins_the_run_and_says_so(
-    make_run: Callable, capsys: pytest.CaptureFixture[str], left: str
+    make_run: Callable, copy_run: Callable, capsys: pytest.CaptureFixture[str], left: str
 ) -> None:
-    run = make_run()
-    if left != "no folder":
+    run = copy_run("two steps") if left == "no checkpoint" else make_run()
+    if left in ("an empty folder", "half a run.yaml"):
         run.output.mkdir()
     if left == "half a run.yaml":
         (run.output / ".run.yaml.77.partial").write_text("comm")
     if left == "no checkpoint":
-        assert run("--max-steps", "1") == 0
-        shutil.rmtree(run.output / "step-1")
+        shutil.rmtree(run.output / "step-2")
     assert run("--resume", "--max-steps", "2") == 0
     assert f"{run.output} has no checkpoint yet: from step 0 of 2" in capsys.readouterr().out
     assert [row["step"] for row in run.metrics()] == [1, 2]
@@ -239,30 +224,28 @@ def test_resume_in_a_folder_of_other_files_is_refused(
 
 
 def test_a_judged_run_cannot_go_on_with_another_measure(
-    make_run: Callable, capsys: pytest.CaptureFixture[str]
+    copy_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The kept best accept length is of the first shape, these prompts and this length."""
-    run = make_run(judge={"every": 2})
-    assert run("--max-steps", "2") == 0
+    run = copy_run("judged")
     for change, named in (
         ("judge.shapes=['1,1,2', '3,1,4']", "the first of judge.shapes (3,1,4 -> 1,1,2)"),
         ("judge.prompts=3", "judge.prompts (4 -> 3)"),
-        ("judge.max_tokens=5", "judge.max_tokens (12 -> 5)"),
+        ("judge.max_tokens=5", "judge.max_tokens (8 -> 5)"),
     ):
-        assert run("--resume", "--max-steps", "3", change) == 2
+        assert run("--resume", "--max-steps", "7", change) == 2
         assert named in capsys.readouterr().err
     free = ("judge.shapes=['3,1,4', '1,1,2']", "judge.patience=9", "judge.every=1", "judge.batch_size=1")
-    assert run("--resume", "--max-steps", "3", *free) == 0
+    assert run("--resume", "--max-steps", "7", *free) == 0
     rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
-    assert [(row["step"], len(row["accept_length"])) for row in rows] == [(2, 1), (3, 2)]
+    assert [(row["step"], len(row["accept_length"])) for row in rows] == [(2, 1), (4, 1), (6, 1), (7, 2)]
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "state.json"])
 def test_damaged_trainer_state_is_refused_with_the_folder_to_delete(
-    make_run: Callable, capsys: pytest.CaptureFixture[str], name: str
+    copy_run: Callable, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    run = make_run()
-    assert run("--max-steps", "2") == 0
+    run = copy_run("two steps")
     path = run.output / "step-2" / "trainer" / name
     whole = path.read_bytes()
     for damaged in (b"", whole[: len(whole) // 2], whole[:200] + bytes(300), b"\x80\x02cos\nsystem\n."):
@@ -272,10 +255,9 @@ def test_damaged_trainer_state_is_refused_with_the_folder_to_delete(
 
 
 def test_an_optimiser_s_state_of_another_head_is_refused(
-    make_run: Callable, capsys: pytest.CaptureFixture[str]
+    copy_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run()
-    assert run("--max-steps", "2") == 0
+    run = copy_run("two steps")
     path = run.output / "step-2" / "trainer" / "optimizer.pt"
     wrong = torch.load(path, weights_only=True)
     wrong["state"][0]["exp_avg"] = torch.zeros(3)
@@ -297,17 +279,16 @@ def test_a_damaged_run_yaml_is_refused(
 
 
 def test_resume_says_where_it_goes_on_and_clears_what_a_crash_left(
-    make_run: Callable, capsys: pytest.CaptureFixture[str]
+    copy_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run(judge={"every": 2})
-    assert run("--max-steps", "2") == 0
+    run = copy_run("judged")
     (run.output / "best").rename(run.output / ".best.here.77.old")  # killed while best/ was replaced
     (run.output / ".best.here.77.partial").mkdir()
-    (run.output / ".step-3.partial").mkdir()
+    (run.output / ".step-7.partial").mkdir()
     before = weights(run.output / ".best.here.77.old")
     capsys.readouterr()
-    assert run("--resume", "--max-steps", "2") == 0
-    assert "from step 2 of 2" in capsys.readouterr().out
+    assert run("--resume", "--max-steps", "6") == 0
+    assert "from step 6 of 6" in capsys.readouterr().out
     assert same(weights(run.output / "best"), before)
     assert not [path for path in run.output.iterdir() if path.name.startswith(".")]
 
@@ -334,30 +315,7 @@ def test_resume_of_a_finished_run_changes_nothing(make_run: Callable) -> None:
     assert run.metrics() == rows
 
 
-def start_trainer(run: Any, *, rows: int, stdout: int = subprocess.DEVNULL) -> "subprocess.Popen[str]":
-    """The run in a process of its own, which has made ``rows`` steps."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "eagle_kit.train", str(run.config)],
-        stdout=stdout,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    wait_for_rows(run.output / "metrics.jsonl", rows, process)
-    return process
-
-
-def wait_for_rows(path: Path, count: int, process: "subprocess.Popen[str]", seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and process.poll() is None:
-        if path.exists() and len(path.read_text().splitlines()) >= count:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no {count} rows in {path} (exit code {process.poll()})")
-
-
-def test_one_of_several_processes_on_a_cpu_can_load_its_checkpoint(make_run: Callable) -> None:
-    run = make_run()
-    assert run("--max-steps", "2") == 0
+def test_one_of_several_processes_on_a_cpu_can_load_its_checkpoint(copy_run: Callable) -> None:
+    run = copy_run("two steps")
     found = load_checkpoint(run.output / "step-2", torch.device("cpu", 0))
     assert found.state.step == 2 and found.optimizer_state["state"]

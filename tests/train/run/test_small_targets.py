@@ -48,15 +48,19 @@ HYBRID = {
     "max_position_embeddings": 256,
 }
 MODELS = {"deepseek": DEEPSEEK, "hybrid": HYBRID}
+PRETRAINING = {
+    "deepseek": {"rows": 8, "steps": 120, "learning_rate": 5e-3},
+    "hybrid": {"rows": 4, "steps": 80, "learning_rate": 1e-2},
+}
 
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory):
     """Makes targets that tell of animals, and their replies."""
-    return cache(lambda name: make_target(tmp_path_factory.mktemp(name), MODELS[name]))
+    return cache(lambda name: make_target(tmp_path_factory.mktemp(name), name))
 
 
-def make_target(root, model):
+def make_target(root, name):
     chats = []
     for i in range(120):
         one, other = ANIMALS[i % 6], ANIMALS[i * 7 % 5]
@@ -65,10 +69,10 @@ def make_target(root, model):
         chats.append({"messages": [*turns, {"role": "assistant", "content": told}]})
     (root / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     config = {
-        "model": model,
+        "model": MODELS[name],
         "output_dir": str(root / "target"),
         "text": {"source": str(root / "chats.jsonl"), "vocab_size": 320},
-        "training": {"length": 64, "rows": 8, "steps": 120, "learning_rate": 5e-3, "warmup_steps": 10},
+        "training": {"length": 64, "warmup_steps": 10, **PRETRAINING[name]},
     }
     (root / "target.yaml").write_text(yaml.safe_dump(config))
     assert main(["pretrain", str(root / "target.yaml")]) == 0
@@ -110,6 +114,7 @@ def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeyp
             "learning_rate": 5e-3,
             "warmup_steps": 5,
             "max_steps": 50,
+            "cache_hidden_states": "disk" if name == "hybrid" else "off",
             "epochs": 99,
         },
         "judge": {"every": 0},

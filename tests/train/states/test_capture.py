@@ -1,25 +1,29 @@
 """`eagle-kit data capture`, and training from what it leaves: to the bit, anywhere, or refused by name."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 from eagle_kit.cli.app import main
+from eagle_kit.config.loading.loader import load_config
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.data.states import store as store_module
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.models.loading.loader import target_fingerprint
 from eagle_kit.models.loading.source import target_revision
 from eagle_kit.train.algorithm.align import supervised_rows, teacher_of
 from eagle_kit.train.algorithm.batch import make_micro_batch
+from eagle_kit.train.states.capture import CaptureOptions, capture
 
 REPOSITORY = Path(__file__).parents[3]
 HERE = torch.device("cpu")
@@ -86,8 +90,6 @@ class Store:
         self.run, self.path = run, run.folder / name  # type: ignore[attr-defined]
 
     def capture(self, *arguments: str) -> int:
-        from accelerate.state import AcceleratorState
-
         try:
             command = ["data", "capture", str(self.run.config), "--out", str(self.path)]  # type: ignore[attr-defined]
             return main([*command, *arguments])
@@ -284,8 +286,6 @@ def test_a_store_has_what_the_target_says_of_every_row(make_run: Callable) -> No
     """Against transformers' own forward of each conversation alone."""
     from transformers import AutoModelForCausalLM
 
-    from eagle_kit.config import load_config
-    from eagle_kit.config.train import TrainConfig
     from eagle_kit.data.packed_data import load_packed_data
     from eagle_kit.models.loading.source import load_tokenizer
 
@@ -375,61 +375,61 @@ def test_a_store_is_described_and_checked(make_run: Callable, capsys: pytest.Cap
 def many_rows(run: Callable) -> None:
     from tiny_run import make_conversations
 
-    make_conversations(run.folder / "chats.jsonl", count=150)  # type: ignore[attr-defined]
+    make_conversations(run.folder / "chats.jsonl", count=50)  # type: ignore[attr-defined]
 
 
-def start(run: Callable, out: Path, *prefix: str) -> "subprocess.Popen[str]":
-    """A capture in a process of its own, with shards of three rows."""
-    code = (
-        "import sys; from pathlib import Path; from eagle_kit.config import load_config; "
-        "from eagle_kit.config.train import TrainConfig; "
-        "from eagle_kit.train.states.capture import CaptureOptions, capture; "
-        f"sys.exit(capture(load_config(TrainConfig, {str(run.config)!r}), "  # type: ignore[attr-defined]
-        f"CaptureOptions(Path({str(out)!r}), shard_bytes=500_000, arguments=('c.yaml',))))"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def capture_in_small_shards(run: Callable, out: Path) -> int:
+    """Capture into ``out`` with shards of three rows."""
+    config = load_config(TrainConfig, run.config)  # type: ignore[attr-defined]
+    try:
+        return capture(config, CaptureOptions(out, shard_bytes=500_000, arguments=("c.yaml",)))
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
-def test_a_capture_that_was_stopped_goes_on_and_gives_the_same(
-    make_run: Callable, number: signal.Signals
-) -> None:
-    run = make_run()
-    many_rows(run)
-    out = run.folder / "store"
-    process = start(run, out)
-    deadline = time.monotonic() + 60
-    while len(list(out.glob("states-*"))) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.002)
-    process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+def check_that_it_goes_on(run: Callable, out: Path) -> None:
+    """Finish the store in ``out``, which has some of its rows, and compare it with one made in one go."""
+    # What was done is not redone.
     total = json.loads((out / "manifest.json").read_text())["data"]["rows"]
-    done = StateStore(out).rows()
-    assert 0 < len(done) < total
-    if number != signal.SIGKILL:
-        assert process.returncode == 130
-        assert f"{len(done)} of {total} rows" in said and "Go on with: eagle-kit data capture c.yaml" in said
+    assert 0 < len(StateStore(out).rows()) < total
     before = {path: path.stat().st_mtime_ns for path in out.glob("states-*")}
-    store = Store(run)
+    store = Store(run, out.name)
     assert store.capture("--verify") == 0
-    assert all(path.stat().st_mtime_ns == when for path, when in before.items()), (
-        "what was done is not redone"
-    )
-    if number != signal.SIGKILL:
-        return
+    assert all(path.stat().st_mtime_ns == when for path, when in before.items())
+
+    # The rows are those of a capture without a stop.
     straight = Store(run, "straight")
     assert straight.capture() == 0
     one, two = StateStore(store.path), StateStore(straight.path)
     assert one.rows() == two.rows() == set(range(total))
     a, b = one.read(list(range(total))), two.read(list(range(total)))
     assert a is not None and b is not None and all(a[name].equal(b[name]) for name in a)
+
+
+@pytest.mark.parametrize("is_after", [False, True])
+def test_a_capture_that_was_killed_goes_on_and_gives_the_same(
+    make_run: Callable, run_until_killed: Callable, is_after: bool
+) -> None:
+    run = make_run()
+    many_rows(run)
+    out = run.folder / "store"
+    run_until_killed(partial(capture_in_small_shards, run, out), store_module, "write_shard", 3, is_after)
+    check_that_it_goes_on(run, out)
+
+
+def test_a_capture_that_got_a_signal_finishes_its_row_and_says_how_to_go_on(
+    make_run: Callable, signalled: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    many_rows(run)
+    out = run.folder / "store"
+    with signalled(lambda: len(list(out.glob("states-*"))) >= 2, signal.SIGINT):
+        assert capture_in_small_shards(run, out) == 130
+    said = capsys.readouterr().out
+    total = json.loads((out / "manifest.json").read_text())["data"]["rows"]
+    assert f"{len(StateStore(out).rows())} of {total} rows" in said
+    assert "Go on with: eagle-kit data capture c.yaml" in said
+    check_that_it_goes_on(run, out)
 
 
 @pytest.mark.nightly
