@@ -27,7 +27,7 @@ from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.optim.strategy import Replicated
 
-LENGTH, TTT_LENGTH, DRAFT_VOCAB_SIZE = 40, 2, 101
+LENGTH, TTT_LENGTH, DRAFT_VOCAB_SIZE = 24, 2, 101
 PROMPTS, SHAPE, PAGES = (5, 12, 9), SpecShape(1, 1, 2), 4
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "trainer's step": {"rows": 0, "capture": 0, "forward": 0, "backward": 0, "figures": 1, "update": 1},
@@ -45,8 +45,8 @@ class PackedRow:
         """Row ``number``, from a generator of this seed."""
         generator = np.random.default_rng(number)
         doc_start, reply = np.zeros(LENGTH, np.int64), np.full(LENGTH, -1)
-        group = (np.arange(LENGTH) >= 13).astype(np.int32)
-        for which, (start, stop) in enumerate(((0, 13), (13, 30), (30, LENGTH))):
+        group = (np.arange(LENGTH) >= 8).astype(np.int32)
+        for which, (start, stop) in enumerate(((0, 8), (8, 17), (17, LENGTH))):
             doc_start[start:stop], reply[start + 4 : stop] = start, which
         ids = generator.integers(0, DRAFT_VOCAB_SIZE, LENGTH)
         return SimpleNamespace(ids=ids, reply=reply, doc_start=doc_start, group=group)

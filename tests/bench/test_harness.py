@@ -1,7 +1,5 @@
-"""The harness: failures stop nothing, a record is whole after every case and can be gone on with, and lines
-and targets say what was measured."""
+"""The harness: failures stop nothing, a record is whole after every case and can be gone on with."""
 
-import argparse
 import json
 from dataclasses import replace
 
@@ -10,10 +8,9 @@ import torch
 
 from eagle_kit.bench.case import Case, Cost, Form, Machine
 from eagle_kit.bench.ceilings import Ceilings
-from eagle_kit.bench.options import Options, add_arguments
+from eagle_kit.bench.options import Options
 from eagle_kit.bench.record import Record
 from eagle_kit.bench.runner import Benchmark, conduct
-from eagle_kit.bench.table import format_row, heading
 from eagle_kit.bench.verdict import at_least, at_most
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.timing import Timer, Timing, matmul_rates
@@ -106,14 +103,11 @@ def test_the_record_says_when_where_and_with_what(tmp_path):
     assert row == {"group": "group", "case": "ok", "status": "ok", "figures": {"seed": 3}}
 
 
-def test_a_failure_is_recorded_and_stops_nothing(tmp_path, capsys):
+def test_a_failure_is_recorded_and_stops_nothing(tmp_path):
     code, data = run(tmp_path / "r.json", refuse, leave_out, ok)
     rows = data["cases"].values()
     assert code == 1 and [row["status"] for row in rows] == ["failed", "left out", "ok"]
     assert data["cases"]["group: refuse"]["error"] == "RuntimeError: the kernel is broken"
-    out = capsys.readouterr().out
-    assert "FAILED: RuntimeError: the kernel is broken" in out and "left out: The pool is too small." in out
-    assert "failed: group: refuse" in out
 
 
 def test_cases_are_saved_one_by_one_and_taken_up(tmp_path):
@@ -140,12 +134,12 @@ def test_what_finds_no_time_is_left_out_and_done_later(tmp_path):
 def test_a_file_of_other_settings_is_not_mixed_in(tmp_path):
     path = tmp_path / "r.json"
     Record(path, {}, {"sizes": "full"})
-    with pytest.raises(UserError, match="sizes full then, tiny now"):
+    with pytest.raises(UserError, match="sizes"):
         Record(path, {}, {"sizes": "tiny"}, resume=True)
     path.write_text("[]", encoding="utf-8")
-    with pytest.raises(UserError, match="is not a result of this benchmark"):
+    with pytest.raises(UserError, match=path.name):
         Record(path, {}, {"sizes": "tiny"}, resume=True)
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="below.json"):
         Record(path / "below.json", {}, {})
 
 
@@ -154,59 +148,16 @@ def test_a_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, monk
     drawn = []
     benchmark = Benchmark("test", [Case("g", "ok", ok)], {}, plot=lambda data, path: drawn.append(path))
     options = Options(out=tmp_path / "r.json", no_progress=True)
-    with pytest.raises(UserError, match="matplotlib is not installed"):
+    with pytest.raises(UserError, match="matplotlib"):
         conduct(benchmark, MACHINE, options)
     assert conduct(benchmark, MACHINE, replace(options, no_plot=True)) == 0 and not drawn
-
-
-def parse(*words):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, grid=True)
-    return Options.of(parser.parse_args(words), "eagle-kit bench")
-
-
-def test_options_have_their_defaults_in_one_place():
-    options = parse()
-    assert (options.minutes, options.resume, options.tiny, options.command) == (
-        8.0,
-        False,
-        False,
-        "eagle-kit bench",
-    )
-    assert parse("--seed", "7").seed == 7 and parse("--output", "a.json").out.name == "a.json"
-    path = options.path("engine", "NVIDIA H100 80GB", full=True)
-    assert path.parts[:2] == ("kernels", "results") and path.name.endswith("-nvidia-h100-80gb.json")
-    assert options.path("engine", "CPU", full=False).parent.name == "results"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"), [(["--minutes", "0"], "--minutes is 0"), (["--resume"], "--resume needs")]
-)
-def test_options_that_cannot_be_are_a_sentence(words, said):
-    with pytest.raises(UserError, match=said):
-        parse(*words)
 
 
 def test_a_target_takes_the_worst():
     found = [(0.9, "here"), (0.8, "there")]
     low, high = at_least("share", 0.85, found), at_most("ratio", 0.85, found)
-    assert (low.measured, low.at, low.met) == (0.8, "there", False) and "MISSED" in str(low)
+    assert (low.measured, low.at, low.met) == (0.8, "there", False)
     assert (high.measured, high.at, high.met) == (0.9, "here", False)
     assert at_least("x", 0.8, found).met and at_most("x", 0.9, found).met, "the bound itself is met"
     assert at_least("x", 1.0, found, counts=False).met is None
-    assert "not measured" in str(at_most("x", 1.0, []))
-
-
-def test_a_line_shows_time_floor_other_forms_and_figures():
-    times = {
-        "triton": {"median": 20.0, "low": 19.0, "high": 2500.0},
-        "torch": {"median": 50.0},
-        "sdpa": {"error": "x"},
-    }
-    row = {"case": "decode", "status": "ok", "times_us": times, "figures": {"tokens/s": 1234.5, "same": True}}
-    line = format_row(row)
-    assert "20" in line and "19..2,500" in line and "torch 2.50, sdpa failed" in line
-    assert line.endswith("\n      tokens/s 1,234, same yes")
-    floor = {"floor_us": 5.0, "share": 0.25, "gb_per_s": 12.0, "tflop_per_s": 0.5}
-    assert "0.25" in format_row({**row, **floor}) and "GB/s" in heading("window", {**row, **floor})
-    assert heading("host", {}) == "host"
+    assert at_most("x", 1.0, []).met is None

@@ -45,7 +45,7 @@ def test_tokens_come_back_as_if_they_had_been_computed():
         assert all(request.read().startswith(" w") for request in requests)
 
 
-def test_the_table_of_the_host(tmp_path, capsys):
+def test_the_benchmark_of_the_host_runs(tmp_path):
     path = tmp_path / "h.json"
     code = app.main(["bench", "engine", "--host", "--tiny", "--out", str(path), "--no-progress"])
     rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
@@ -53,12 +53,4 @@ def test_the_table_of_the_host(tmp_path, capsys):
     for row in rows.values():
         figures = row["figures"]
         assert 0 < figures["step us, least"] <= figures["median"] and figures["from the host"] == 1
-    assert "step us, least" in capsys.readouterr().out
     assert app.main(["bench", "engine", "--host", "--model", "tiny"]) == 2
-
-
-def test_marks_are_of_the_least_time():
-    row = {"status": "ok", "case": "c", "batch": 64, "figures": {"step us, least": 400.0}}
-    slow = {**row, "batch": 256, "figures": {"step us, least": 1501.0}}
-    failed = {"status": "failed", "case": "f", "batch": 64}
-    assert [each.met for each in host.host_targets([row, slow, failed], True)] == [True, False]

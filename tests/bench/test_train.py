@@ -7,7 +7,7 @@ import torch
 from tiny_run import make_target
 
 from eagle_kit.bench.train.ratios import RatioOptions, made_up_row, measure_ratios, peak_bytes
-from eagle_kit.bench.train.step import measure_rate, training_targets
+from eagle_kit.bench.train.step import measure_rate
 from eagle_kit.cli import app
 from eagle_kit.models.loading.loader import load_target
 
@@ -64,7 +64,7 @@ def test_peak_is_that_of_what_lives_together():
     assert 10e6 <= peak_bytes(run, torch.device("cpu")) < 11e6
 
 
-def test_the_command_writes_ratios_and_targets(tmp_path, capsys):
+def test_the_command_writes_ratios_and_targets(tmp_path):
     path = tmp_path / "t.json"
     words = ["--model", "tiny", "--length", "90", "--ttt-length", "2", "--out", str(path), "--no-progress"]
     assert app.main(["bench", "train", *words]) == 0
@@ -74,10 +74,3 @@ def test_the_command_writes_ratios_and_targets(tmp_path, capsys):
     time, memory = result["targets"]
     assert time["measured"] == row["figures"]["time ours/published"]
     assert memory["met"] == (row["figures"]["memory ours/kept logits"] <= 0.5)
-    assert "half the time of the published step" in capsys.readouterr().out
-
-
-def test_targets_are_half_of_the_plain_ways():
-    figures = {"time ours/published": 0.46, "memory ours/kept logits": 0.6}
-    verdicts = training_targets([{"group": "training step", "case": "row", "figures": figures}], True)
-    assert [verdict.met for verdict in verdicts] == [True, False]

@@ -1,4 +1,5 @@
-"""Skips what needs a GPU where there is none; new memory holds NaN, so that an unwritten output is seen."""
+"""Skips what needs a GPU where there is none, or rehearses it; new memory holds NaN, so that an unwritten
+output shows."""
 
 import os
 from pathlib import Path
@@ -18,7 +19,9 @@ def pytest_report_header() -> str:
     return f"gpu tests: {where}, EAGLE_KIT_GPU_SEED={place.SEED}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if place.REHEARSED:
+        _leave_out_repetitions(config, items)
     reason = f"no CUDA device: run `pytest {HERE.parent.name}/{HERE.name}` on a machine with one"
     for item in items:
         if not item.path.is_relative_to(HERE):
@@ -30,6 +33,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         elif not place.REHEARSED:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _leave_out_repetitions(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Reduce each test of this folder to cases in which every value of every parameter occurs."""
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    left_out = {id(item) for cases in tests.values() for item in _repetitions(cases)}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
+    items[:] = [item for item in items if id(item) not in left_out]
+
+
+def _repetitions(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of one test that are not needed for every value of its parameters, chosen greedily."""
+    values = [set() for _ in cases]
+    for case, found in zip(cases, values, strict=True):
+        if hasattr(case, "callspec"):
+            found.update((name, id(value)) for name, value in case.callspec.params.items())
+    missing = set().union(*values)
+    kept = {0}
+    missing -= values[0]
+    while missing:
+        most = max(range(len(cases)), key=lambda number: len(values[number] & missing))
+        kept.add(most)
+        missing -= values[most]
+    return [case for number, case in enumerate(cases) if number not in kept]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, trained
 from tests.gpu.place import pick
 
-TOKENS = pick(2000, 40)
+TOKENS = pick(2000, 12)
 MARGIN = 0.03
 """Of the largest logit. Sums of halves are taken in another order for a window than for one token: each logit
 is off by some 2^-8 of itself, after layers that were off by as much, so two within 3 % may change places."""

@@ -478,13 +478,13 @@ def test_what_does_not_fit_is_refused():
 
 def test_without_them_the_engine_says_the_same(monkeypatch):
     """With packed weights, as ``LLM`` has them."""
-    target, head = trained_models()
+    target, head = trained_models(steps=30)
     prompts = [prompt[:40] for prompt in PROMPTS]
     said = []
     for is_there in (cpp.available(), False):
         monkeypatch.setattr(cpp, "available", lambda is_there=is_there: is_there)
         llm = LLM(target, head, shape="4,1,5", max_batch_size=3, max_context=256)
-        said.append([reply.token_ids for reply in llm.generate(prompts, SamplingParams(max_tokens=30))])
+        said.append([reply.token_ids for reply in llm.generate(prompts, SamplingParams(max_tokens=16))])
     assert said[0] == said[1]
 
 

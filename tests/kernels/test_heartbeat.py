@@ -3,16 +3,19 @@
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
 from functools import partial
+from queue import Queue
 
 import pytest
 import torch.distributed as dist
 
 from eagle_kit.kernels.heartbeat import Heartbeat
 
-TIMEOUT_S, SIZE = 2.0, 3
+TIMEOUT_S = 4.0
+"""Much more than a machine that is busy with other tests keeps a process waiting."""
 _processes = multiprocessing.get_context("fork")
 
 
@@ -20,9 +23,9 @@ def connect(port: int, timeout: timedelta) -> dist.Store:
     return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
-def live(rank: int, port: int, ends_after: float, pipe, *, fails: bool = False) -> None:
+def live(rank: int, size: int, port: int, ends_after: float, pipe, *, fails: bool = False) -> None:
     """Send what is missed, and end, or leave before."""
-    heartbeat = Heartbeat(partial(connect, port), rank, SIZE, TIMEOUT_S, pipe.send)
+    heartbeat = Heartbeat(partial(connect, port), rank, size, TIMEOUT_S, pipe.send)
     time.sleep(ends_after)
     (heartbeat.close if fails else heartbeat.leave)()
     pipe.send("ended")
@@ -42,7 +45,7 @@ def start(store):
         pipes = []
         for rank, seconds in enumerate(ends):
             receiver, sender = _processes.Pipe(duplex=False)
-            task = partial(live, rank, store.port, seconds, sender, fails=rank == failing)
+            task = partial(live, rank, len(ends), store.port, seconds, sender, fails=rank == failing)
             children.append(_processes.Process(target=task))
             children[-1].start()
             pipes.append(receiver)
@@ -54,38 +57,40 @@ def start(store):
         child.join()
 
 
-def test_a_stopped_process_is_missed_by_the_others_and_not_before(start):
-    pids, pipes = start(*[60.0] * SIZE)
-    time.sleep(2 * TIMEOUT_S)
-    assert not any(pipe.poll() for pipe in pipes)
-    os.kill(pids[1], signal.SIGSTOP)
-    for rank in (0, 2):
-        assert pipes[rank].poll(10 * TIMEOUT_S)
-        assert pipes[rank].recv() == f"Process 1 of {SIZE} has not been heard from for 2 seconds."
+def assert_missed(pipe, rank: int, size: int) -> None:
+    assert pipe.poll(10 * TIMEOUT_S)
+    assert f"Process {rank} of {size} " in pipe.recv()
 
 
-def test_a_process_that_leaves_is_not_missed(start):
-    _, pipes = start(3 * TIMEOUT_S, 0.5, 3 * TIMEOUT_S)
-    for pipe in pipes:
-        assert pipe.poll(10 * TIMEOUT_S) and pipe.recv() == "ended"
+def test_a_stopped_process_is_missed_and_neither_one_that_leaves_nor_one_that_lives(start):
+    pids, pipes = start(60.0, 0.5, 60.0, 60.0)
+    assert pipes[1].poll(10 * TIMEOUT_S)
+    assert pipes[1].recv() == "ended"
+    time.sleep(1.5 * TIMEOUT_S)
+    assert not any(pipes[rank].poll() for rank in (0, 2, 3))
+    os.kill(pids[3], signal.SIGSTOP)
+    assert_missed(pipes[0], 3, 4)
+    assert_missed(pipes[2], 3, 4)
 
 
 def test_a_process_that_ends_with_an_error_is_missed(start):
     _, (first, failed, third) = start(60.0, 0.5, 60.0, failing=1)
-    assert failed.poll(10 * TIMEOUT_S) and failed.recv() == "ended"
-    for pipe in (first, third):
-        assert pipe.poll(10 * TIMEOUT_S)
-        assert pipe.recv() == f"Process 1 of {SIZE} has not been heard from for 2 seconds."
+    assert failed.poll(10 * TIMEOUT_S)
+    assert failed.recv() == "ended"
+    assert_missed(first, 1, 3)
+    assert_missed(third, 1, 3)
 
 
-def test_a_store_that_does_not_answer_is_missed(start, store):
+def test_a_store_that_does_not_answer_is_missed():
     """As that of a machine which is gone; connections are refused here."""
-    port = store.port
-    with pytest.raises(RuntimeError):
-        connect(port + 1, timedelta(seconds=0.2))
-    heard = []
-    heartbeat = Heartbeat(partial(connect, port + 1), 0, SIZE, TIMEOUT_S, heard.append)
-    time.sleep(2 * TIMEOUT_S)
-    heartbeat.close()
-    assert heard == ["The store of the first machine has not answered for 2 seconds."]
+    missed = Queue()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and does not listen, so that the port is nobody else's either
+        port = nobody.getsockname()[1]
+        with pytest.raises(RuntimeError):
+            connect(port, timedelta(seconds=0.2))
+        heartbeat = Heartbeat(partial(connect, port), 0, 3, TIMEOUT_S, missed.put)
+        assert "store of the first machine" in missed.get(timeout=10 * TIMEOUT_S)
+        heartbeat.close()
+    assert missed.empty()
     assert not any(thread.is_alive() for thread in heartbeat._threads)

@@ -121,23 +121,29 @@ def drawn_from(q, parents, generator):
     return torch.cat((torch.zeros_like(sampled[:, :1]), sampled), 1)
 
 
-def all_verifiers(probs, q, tokens, uniforms, bonus, backend):
-    """Results of every verifier on windows of 8 nodes; ``uniforms [B, 8]``."""
+VERIFIERS = ("tree", "chain", "block", "target", "relaxed")
+
+
+def verify(name, probs, q, tokens, uniforms, bonus, backend):
+    """Result of a verifier on windows of 8 nodes; ``uniforms [B, 8]``."""
     b, device = len(tokens), tokens.device
     parents, depths = (torch.tensor(x, device=device).expand(b, 8) for x in (PARENTS, DEPTHS))
     chain, q_chain = (probs[:, : S + 1], tokens[:, : S + 1]), q[:, :S]
     tree, half = (tokens, parents), {"backend": backend}
-    return {
-        "tree": accept_rejection_tree(probs, q[:, :7], *tree, uniforms, bonus, S, **half),
-        "chain": accept_rejection_chain(chain[0], q_chain, chain[1], uniforms[:, 1 : S + 1], bonus, **half),
-        "block": accept_block(chain[0], q_chain, chain[1], uniforms[:, 1 : S + 1], bonus, **half),
-        "target": accept_target_only(probs, *tree, depths, uniforms[:, : S + 1], S, **half),
-        "relaxed": accept_relaxed(probs, *tree, uniforms[:, : S + 1], bonus, S, 0.4, 0.7, **half),
-    }
+    if name == "tree":
+        return accept_rejection_tree(probs, q[:, :7], *tree, uniforms, bonus, S, **half)
+    if name == "chain":
+        return accept_rejection_chain(chain[0], q_chain, chain[1], uniforms[:, 1 : S + 1], bonus, **half)
+    if name == "block":
+        return accept_block(chain[0], q_chain, chain[1], uniforms[:, 1 : S + 1], bonus, **half)
+    if name == "target":
+        return accept_target_only(probs, *tree, depths, uniforms[:, : S + 1], S, **half)
+    return accept_relaxed(probs, *tree, uniforms[:, : S + 1], bonus, S, 0.4, 0.7, **half)
 
 
 @pytest.mark.parametrize("b, vocab", [(8, 5), pytest.param(2, 257, marks=pytest.mark.nightly), (2, 1271)])
-def test_every_verifier_equals_the_reference(triton_device, b, vocab):
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_every_verifier_equals_the_reference(triton_device, name, b, vocab):
     """Small vocabularies reject several siblings in a row, repeat siblings and have tokens of q = 0."""
     generator = torch.Generator().manual_seed(vocab)
     probs, q = (
@@ -153,27 +159,26 @@ def test_every_verifier_equals_the_reference(triton_device, b, vocab):
     inputs = probs, q, tokens, uniforms, bonus
     chain = tokens[:, : S + 1]
     chain[:, 1:] = drawn_from(q[:, : S + 1], [0, 0, 1, 2, 3], generator)[:, 1:]
-    theirs = all_verifiers(*inputs, "reference")
-    for name, ours in all_verifiers(*(x.to(triton_device) for x in inputs), "triton").items():
-        assert_same(ours, theirs[name])
+    theirs = verify(name, *inputs, "reference")
+    assert_same(verify(name, *(x.to(triton_device) for x in inputs), "triton"), theirs)
     if vocab == 5:
-        assert all(set(accepted.num_accepted.tolist()) != {0} for accepted in theirs.values())
-        assert (theirs["tree"].num_accepted < S).any()
+        assert set(theirs.num_accepted.tolist()) != {0}
+        assert name != "tree" or (theirs.num_accepted < S).any()
 
 
 @pytest.mark.parametrize("uniform", [0.0, JUST_BELOW_ONE])
-def test_a_token_of_probability_zero_is_never_emitted(triton_device, uniform):
+@pytest.mark.parametrize("name", VERIFIERS)
+def test_a_token_of_probability_zero_is_never_emitted(triton_device, name, uniform):
     generator = torch.Generator().manual_seed(1)
     probs = distributions(generator, 3, 8, vocab=300, zeros=0.7)
     q = probs + 1e-7 * torch.rand(3, 8, 300, generator=generator)
     tokens = drawn_from(q, PARENTS, generator)
     uniforms = torch.full((3, 8), uniform, dtype=torch.float64)
     inputs = [x.to(triton_device) for x in (probs, q, tokens, uniforms, uniforms[:, 0])]
-    for name, accepted in all_verifiers(*inputs, "triton").items():
-        path, emitted, count = (x.cpu() for x in accepted)
-        for b in range(3):
-            for i in range(int(count[b]) + 1):
-                assert probs[b, path[b, i], emitted[b, i]] > 0, name
+    path, emitted, count = (x.cpu() for x in verify(name, *inputs, "triton"))
+    for b in range(3):
+        for i in range(int(count[b]) + 1):
+            assert probs[b, path[b, i], emitted[b, i]] > 0
 
 
 def draft_of(verifier, q, generator):
@@ -189,8 +194,15 @@ def draft_of(verifier, q, generator):
     return Tree(tokens, *shared, torch.ones_like(tokens)), proposal, max(depths)
 
 
-def test_filtered_logits_are_verified_as_their_probabilities_are(triton_device):
-    """From logits to accepted tokens, for requests with different filters, by every verifier."""
+def type_name(value: object) -> str:
+    return type(value).__name__
+
+
+@pytest.mark.parametrize(
+    "verifier", [TargetOnly(), RejectionSampling(), BlockVerification(), Relaxed(0.4, 0.8)], ids=type_name
+)
+def test_filtered_logits_are_verified_as_their_probabilities_are(triton_device, verifier):
+    """From logits to accepted tokens, for requests with different filters."""
     generator = torch.Generator().manual_seed(7)
     params = [
         SamplingParams(temperature=0.8, min_p=0.05),
@@ -206,24 +218,22 @@ def test_filtered_logits_are_verified_as_their_probabilities_are(triton_device):
     probs = target_probs(logits, batch_on("cpu"))
     q = target_probs(logits + torch.randn(logits.shape, generator=generator) / 3, batch_on("cpu"))
     roots = torch.tensor([11, 0, 131071])
-    for verifier in (TargetOnly(), RejectionSampling(), BlockVerification(), Relaxed(0.4, 0.8)):
-        tree, proposal, steps = draft_of(verifier, q, generator)
-        seeds = batch_on("cpu").seeds
-        theirs = accept(
-            probs, DraftOutput(tree, proposal), verifier, seeds, roots, steps, backend="reference"
-        )
-        assert theirs.num_accepted.sum() > 0
-        there = [x.to(triton_device) for x in (seeds, roots)]
-        tree = Tree(*(x.to(triton_device) for x in tree))
-        if not isinstance(proposal, Deterministic):
-            proposal = type(proposal)(proposal.q.to(triton_device))
-        for backend in ("triton", "reference"):
-            window = DraftOutput(tree, proposal)
-            ours = accept(distribution, window, verifier, *there, steps, backend=backend)
-            assert_same(ours, theirs, backend == "triton")
+    tree, proposal, steps = draft_of(verifier, q, generator)
+    seeds = batch_on("cpu").seeds
+    theirs = accept(probs, DraftOutput(tree, proposal), verifier, seeds, roots, steps, backend="reference")
+    assert theirs.num_accepted.sum() > 0
+    there = [x.to(triton_device) for x in (seeds, roots)]
+    tree = Tree(*(x.to(triton_device) for x in tree))
+    if not isinstance(proposal, Deterministic):
+        proposal = type(proposal)(proposal.q.to(triton_device))
+    for backend in ("triton", "reference"):
+        window = DraftOutput(tree, proposal)
+        ours = accept(distribution, window, verifier, *there, steps, backend=backend)
+        assert_same(ours, theirs, backend == "triton")
 
 
-def test_equal_distributions_keep_every_draft(triton_device):
+@pytest.mark.parametrize("verifier", [accept_rejection_chain, accept_block])
+def test_equal_distributions_keep_every_draft(triton_device, verifier):
     """p of a ``FilteredLogits`` and q from ``probabilities`` are bit-identical."""
     generator = torch.Generator().manual_seed(2)
     params = [SamplingParams(temperature=0.7)] * 2
@@ -235,11 +245,10 @@ def test_equal_distributions_keep_every_draft(triton_device):
     q = probs[:, :S]
     tokens = drawn_from(probs.cpu(), [0, 0, 1, 2, 3], generator).to(triton_device)
     uniforms = torch.full((2, S), JUST_BELOW_ONE, dtype=torch.float64, device=triton_device)
-    for verifier in (accept_rejection_chain, accept_block):
-        for target in (distribution, probs):
-            accepted = verifier(target, q, tokens, uniforms, uniforms[:, 0], backend="triton")
-            assert accepted.num_accepted.tolist() == [S] * 2
-            assert torch.equal(accepted.tokens[:, :S], tokens[:, 1:])
+    for target in (distribution, probs):
+        accepted = verifier(target, q, tokens, uniforms, uniforms[:, 0], backend="triton")
+        assert accepted.num_accepted.tolist() == [S] * 2
+        assert torch.equal(accepted.tokens[:, :S], tokens[:, 1:])
 
 
 def test_distributions_that_differ_by_rounding_leave_the_target_s(triton_device):
@@ -363,7 +372,8 @@ def test_fake_tensors_pass():
     with FakeTensorMode():
         probs, tokens = torch.ones(3, 8, 300), torch.zeros(3, 8, dtype=torch.int64)
         uniforms = torch.ones(3, 8, dtype=torch.float64)
-        for accepted in all_verifiers(probs, probs, tokens, uniforms, uniforms[:, 0], "triton").values():
+        for name in VERIFIERS:
+            accepted = verify(name, probs, probs, tokens, uniforms, uniforms[:, 0], "triton")
             assert accepted.tokens.shape == accepted.path.shape == (3, S + 1)
             assert accepted.num_accepted.shape == (3,) and accepted.tokens.dtype == torch.int64
         assert accept_most_likely(probs.bfloat16(), tokens, tokens, 2, backend="triton").path.shape == (3, 3)

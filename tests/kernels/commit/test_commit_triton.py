@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from eagle_kit.kernels.commit import commit_path
@@ -40,7 +42,7 @@ def copied(store, pairs):
     return held
 
 
-@crossed(
+@diagonal(
     ("dtype", DTYPES), ("shape", [(1, 1, 5, 1), (3, 2, 7, 5), (2, 3, 9, 80), (5, 2, 8, 64), (3, 8, 288)])
 )
 def test_rows_are_copied_in_all_planes_and_nothing_else_changes(triton_device, dtype, shape):
@@ -88,7 +90,7 @@ WINDOW = 9
 def path_inputs(page_size, device, b=3, n=5):
     """Shuffled pages of ``b`` requests, then a scratch; nodes that are not committed are poisoned."""
     generator = torch.Generator().manual_seed(page_size)
-    pages = 20 // page_size + 1
+    pages = 28 // page_size + 1
     table = torch.randperm(b * pages, generator=generator).view(b, pages)
     nodes = torch.stack([torch.randperm(WINDOW, generator=generator)[:n] for _ in range(b)])
     count = torch.tensor([n, 0, 2, 1, 3])[:b]
@@ -111,13 +113,30 @@ def path_inputs(page_size, device, b=3, n=5):
     return scratch_start + b * WINDOW + 2, pairs, (*rest, scratch_start, WINDOW)
 
 
-@crossed(("dtype", DTYPES), ("page_size", [1, 3, 16, 64]))
-def test_a_path_lands_in_its_pages_and_what_is_rejected_is_not_even_read(triton_device, dtype, page_size):
-    num_rows, pairs, path = path_inputs(page_size, triton_device)
-    k, v = stores((2, 2, num_rows, 20), dtype, triton_device)
+def assert_committed(planes, size, page_size, dtype, device, **path_sizes):
+    num_rows, pairs, path = path_inputs(page_size, device, **path_sizes)
+    k, v = stores((*planes, num_rows, size), dtype, device)
     expected = [copied(store, pairs) for store in (k, v)]
     commit_path(k, v, *path, backend="triton")
     assert torch.equal(as_bytes(k), expected[0]) and torch.equal(as_bytes(v), expected[1])
+
+
+@diagonal(("dtype", DTYPES), ("page_size", [1, 3, 16, 64]))
+def test_a_path_lands_in_its_pages_and_what_is_rejected_is_not_even_read(triton_device, dtype, page_size):
+    assert_committed((2, 2), 20, page_size, dtype, triton_device)
+
+
+@SWEEP
+@given(
+    planes=st.sampled_from(((1,), (3,), (1, 1), (2, 3), (5, 2))),
+    size=st.integers(1, 90),
+    page_size=st.integers(1, 65),
+    dtype=st.sampled_from(DTYPES),
+    batch=st.integers(1, 5),
+    nodes=st.integers(3, WINDOW),
+)
+def test_paths_of_any_sizes_land_in_their_pages(triton_device, planes, size, page_size, dtype, batch, nodes):
+    assert_committed(planes, size, page_size, dtype, triton_device, b=batch, n=nodes)
 
 
 def test_a_latent_path_of_expanded_nodes_and_a_sliced_table_equals_the_reference(triton_device):

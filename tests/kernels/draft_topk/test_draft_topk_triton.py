@@ -3,6 +3,9 @@
 import pytest
 import torch
 from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.draft_topk import draft_topk
@@ -54,12 +57,29 @@ SHAPES = [
 ]
 
 
-@crossed(("dtype", DTYPES), ("rows, vocab, size, topk", SHAPES))
-def test_the_best_and_their_log_probabilities(triton_device, rows, vocab, size, topk, dtype):
-    x, weight = make(rows, vocab, size, dtype, triton_device)
+def assert_best(rows, vocab, size, topk, dtype, device):
+    x, weight = make(rows, vocab, size, dtype, device)
     ids, scores = draft_topk(x, weight, topk, backend="triton")
     assert ids.dtype == torch.int64 and scores.dtype == torch.float32 and ids.shape == (rows, topk)
     assert_right(x, weight, topk, ids, scores)
+
+
+@diagonal(("dtype", DTYPES), ("rows, vocab, size, topk", SHAPES))
+def test_the_best_and_their_log_probabilities(triton_device, rows, vocab, size, topk, dtype):
+    assert_best(rows, vocab, size, topk, dtype, triton_device)
+
+
+@pytest.mark.nightly
+@SWEEP
+@given(
+    rows=st.integers(1, 70),
+    vocab=st.integers(16, 300),
+    size=st.integers(1, 150),
+    topk=st.integers(1, 16),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_the_best_of_any_sizes(triton_device, rows, vocab, size, topk, dtype):
+    assert_best(rows, vocab, size, topk, dtype, triton_device)
 
 
 @pytest.mark.parametrize("topk", [1, 4])

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from tiny_experts import ROUNDINGS, SHAPES, expected, make
 from torch._subclasses import FakeTensorMode
 
@@ -18,13 +20,31 @@ def poisoned(triton_device):
     torch.use_deterministic_algorithms(False)
 
 
-@crossed(("dtype", ROUNDINGS), ("tokens, count, chosen, hidden, size", SHAPES))
-def test_the_sum_over_experts(triton_device, tokens, count, chosen, hidden, size, dtype):
-    given = make(tokens, count, chosen, hidden, size, dtype, triton_device)
+def assert_summed(tokens, count, chosen, hidden, size, dtype, device):
+    given = make(tokens, count, chosen, hidden, size, dtype, device)
     out = experts(*given, backend="triton")
     wanted, sizes = expected(*given)
     assert out.dtype == dtype and out.shape == (tokens, hidden)
     assert ((out.double() - wanted).abs() <= 2 * ROUNDINGS[dtype] * sizes + 1e-7).all()
+
+
+@diagonal(("dtype", ROUNDINGS), ("tokens, count, chosen, hidden, size", SHAPES))
+def test_the_sum_over_experts(triton_device, tokens, count, chosen, hidden, size, dtype):
+    assert_summed(tokens, count, chosen, hidden, size, dtype, triton_device)
+
+
+@pytest.mark.nightly
+@SWEEP
+@given(
+    tokens=st.integers(1, 70),
+    counts=st.tuples(st.integers(1, 9), st.integers(1, 4)),
+    hidden=st.integers(1, 140),
+    size=st.integers(1, 70),
+    dtype=st.sampled_from(list(ROUNDINGS)),
+)
+def test_the_sum_over_any_experts(triton_device, tokens, counts, hidden, size, dtype):
+    count, chosen = counts
+    assert_summed(tokens, count, min(chosen, count), hidden, size, dtype, triton_device)
 
 
 @pytest.mark.parametrize("routing", ["one", "few"])

@@ -3,6 +3,9 @@
 import pytest
 import torch
 from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from tiny_experts import ROUNDINGS, SHAPES, expected, make
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -56,19 +59,35 @@ def check(out, wide, dtype):
     assert wanted.abs().max() > 0
 
 
-@crossed(("dtype", ROUNDINGS), ("block", BLOCKS))
+@diagonal(("dtype", ROUNDINGS), ("block", BLOCKS))
 def test_the_sum_over_experts(triton_device, poisoned, block, dtype):
     given, wide = case((6, 4, 2, 300, 140), dtype, triton_device, block)
     check(fp8_experts(*given, backend="triton"), wide, dtype)
 
 
-@crossed(("block", BLOCKS[:2]), ("tokens, count, chosen, hidden, size", SHAPES[1:4]))
+@diagonal(("block", BLOCKS[:2]), ("tokens, count, chosen, hidden, size", SHAPES[1:4]))
 def test_sizes_beside_those_of_tiles(triton_device, poisoned, tokens, count, chosen, hidden, size, block):
     given, wide = case((tokens, count, chosen, hidden, size), torch.bfloat16, triton_device, block)
     check(fp8_experts(*given, backend="triton"), wide, torch.bfloat16)
 
 
-@crossed(("block", BLOCKS[:2]), ("tokens", [40, 200]))
+@pytest.mark.nightly
+@SWEEP
+@given(
+    tokens=st.integers(1, 70),
+    counts=st.tuples(st.integers(1, 9), st.integers(1, 4)),
+    hidden=st.integers(1, 300),
+    size=st.integers(1, 140),
+    block=st.sampled_from((None, (128, 128), (1, 128), (24, 256))),
+    dtype=st.sampled_from(list(ROUNDINGS)),
+)
+def test_any_sizes(triton_device, poisoned, tokens, counts, hidden, size, block, dtype):
+    count, chosen = counts
+    given, wide = case((tokens, count, min(chosen, count), hidden, size), dtype, triton_device, block)
+    check(fp8_experts(*given, backend="triton"), wide, dtype)
+
+
+@diagonal(("block", BLOCKS[:2]), ("tokens", [40, 200]))
 def test_many_rows_of_few_experts(triton_device, poisoned, tokens, block):
     """Blocks of 32 and of 64 rows."""
     given, wide = case((tokens, 2, 1, 140, 70), torch.bfloat16, triton_device, block)

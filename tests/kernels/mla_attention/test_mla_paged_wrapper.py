@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from crossed import crossed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kit
@@ -34,26 +33,20 @@ def pages_of(lens, pages=64):
     return [b * pages + i for b, length in enumerate(lens) for i in range(length)]
 
 
-# What the plan of a phase takes: queries and keys of each request, for pages of one token.
-EXTEND = [
-    pytest.param([1, 1], [10, 8], [0, 1, 2], [0, 10, 18], id="one token a request"),
-    pytest.param([1, 1], [11, 9], [0, 1, 2], [0, 11, 20], id="accept_length + 1"),
-    pytest.param([4, 2], [14, 10], [0, 4, 6], [0, 14, 24], id="accepted runs of unequal length"),
-    pytest.param([10, 8], [10, 8], [0, 10, 18], [0, 10, 18], id="whole prompts"),
-]
+def test_plans_of_draft_extend_have_the_accepted_tokens_as_queries():
+    accepted, lens = tensors([4, 2], [14, 10])
+    arrays = draft_extend_arrays(accepted, lens, table(2), 1)
+    assert arrays.qo_indptr.tolist() == [0, 4, 6]
+    assert arrays.kv_indptr.tolist() == [0, 14, 24]
+    assert arrays.kv_indices.tolist() == pages_of([14, 10])
+    assert arrays.kv_len_arr.tolist() == [14, 10]
+    assert arrays.causal
+    assert all(part.dtype == torch.int32 for part in arrays[:4])
 
 
-@pytest.mark.parametrize(("accepted", "lens", "qo", "kv"), EXTEND)
-def test_draft_extend(accepted, lens, qo, kv):
-    arrays = draft_extend_arrays(*tensors(accepted, lens), table(2), 1)
-    assert arrays.qo_indptr.tolist() == qo and arrays.kv_indptr.tolist() == kv
-    assert arrays.kv_indices.tolist() == pages_of(lens) and arrays.kv_len_arr.tolist() == lens
-    assert arrays.causal and all(part.dtype == torch.int32 for part in arrays[:4])
-
-
-@pytest.mark.parametrize(("steps", "topk"), [(4, 1), (3, 4), (5, 4), (3, 1)])
-def test_draft_steps(steps, topk):
-    """num_steps - 1 decodes: batch * topk queries each, and one key more from one to the next."""
+@pytest.mark.parametrize(("steps", "topk"), [(4, 1), (5, 4)])
+def test_plans_of_draft_steps_have_one_key_more_from_one_to_the_next(steps, topk):
+    """num_steps - 1 decodes of batch * topk queries each."""
     seq_lens = torch.tensor([10, 8])
     for step in range(steps - 1):
         arrays = draft_arrays(seq_lens, step, table(2 * topk), 1, topk)
@@ -61,34 +54,19 @@ def test_draft_steps(steps, topk):
         assert arrays.qo_indptr.tolist() == list(range(2 * topk + 1))
         assert arrays.kv_len_arr.tolist() == lens
         assert arrays.kv_indptr.tolist() == list(itertools.accumulate(lens, initial=0))
-        assert arrays.kv_indices.tolist() == pages_of(lens) and not arrays.causal
+        assert arrays.kv_indices.tolist() == pages_of(lens)
+        assert not arrays.causal
 
 
-VERIFY = [
-    pytest.param(4, [10, 8], [0, 4, 8], [0, 14, 26], id="steps 3, topk 1"),
-    pytest.param(8, [10, 8], [0, 8, 16], [0, 18, 34], id="Llama: 5, 4, 8"),
-    pytest.param(5, [10, 8, 3], [0, 5, 10, 15], [0, 15, 28, 36], id="manual: 4, 1, 5, three requests"),
-    pytest.param(12, [0, 8], [0, 12, 24], [0, 12, 32], id="3, 4, 12 and an empty prefix"),
-]
-
-
-@pytest.mark.parametrize(("num_draft_tokens", "seq_lens", "qo", "kv"), VERIFY)
-def test_verify(num_draft_tokens, seq_lens, qo, kv):
-    arrays = verify_arrays(num_draft_tokens, torch.tensor(seq_lens), table(len(seq_lens)), 1)
-    batch = len(seq_lens)
-    assert arrays.qo_indptr.tolist() == qo == list(range(0, (1 + batch) * num_draft_tokens, num_draft_tokens))
-    assert arrays.kv_len_arr.tolist() == [length + num_draft_tokens for length in seq_lens]
-    assert arrays.kv_indptr.tolist() == kv and arrays.causal
-    assert len(arrays.kv_indices) == kv[-1]
-
-
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_pages_are_counted_not_keys(page_size):
-    arrays = verify_arrays(4, torch.tensor([28, 60, 13]), table(3), page_size)
-    assert arrays.kv_len_arr.tolist() == [32, 64, 17]
-    counts = [-(-length // page_size) for length in (32, 64, 17)]
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+def test_plans_of_verification_count_pages_and_not_keys(page_size):
+    arrays = verify_arrays(4, torch.tensor([28, 60, 0]), table(3), page_size)
+    counts = [-(-length // page_size) for length in (32, 64, 4)]
+    assert arrays.qo_indptr.tolist() == [0, 4, 8, 12]
+    assert arrays.kv_len_arr.tolist() == [32, 64, 4]
     assert arrays.kv_indptr.diff().tolist() == counts
     assert arrays.kv_indices.tolist() == pages_of(counts)
+    assert arrays.causal
 
 
 class Case:
@@ -143,62 +121,37 @@ class Case:
 
 
 CASES = [
-    pytest.param(([1, 1], [10, 8]), False, id="draft"),
-    pytest.param(([4, 4], [14, 12]), True, id="verify"),
-    pytest.param(([4, 3], [14, 7]), True, id="verify, a window that is not full"),
-    pytest.param(([3, 1, 2], [20, 1, 9]), True, id="draft-extend"),
-    pytest.param(([5, 2], [5, 40]), True, id="a prompt beside a window"),
-    pytest.param(([0, 2, 0], [4, 6, 0]), True, id="requests without queries"),
-    pytest.param(([3, 1], [3, 2]), False, id="not causal, no prefix"),
+    pytest.param(([4, 4], [14, 12]), False, id="not causal"),
+    pytest.param(([5, 0, 2, 1], [5, 4, 40, 1]), True, id="a prompt, no queries, windows that are not full"),
     pytest.param(([64], [64]), True, id="the sign bit"),
+    pytest.param(([150, 65], [170, 65]), True, id="long", marks=pytest.mark.nightly),
 ]
 
 
-@crossed(
-    ("page_size", [1, 3, 16]),
-    ("sizes, causal", [*CASES, pytest.param(([150, 65], [170, 65]), True, id="long")]),
-)
-def test_equals_a_dense_softmax(sizes, causal, page_size):
-    case = Case(*sizes, page_size)
-    wrapper = case.plan(causal)
-    expected = case.expected(causal)
-    out = wrapper.run(*case.operands)
-    torch.testing.assert_close(out.double(), expected, atol=3e-6, rtol=3e-6)
-    apart = wrapper.run(*[part.clone() for part in case.operands])
-    torch.testing.assert_close(apart.double(), expected, atol=3e-6, rtol=3e-6)
-    given = torch.full_like(out, float("nan"))
-    assert wrapper.run(*case.operands, out=given) is given and torch.equal(given, out)
-
-
+@pytest.mark.parametrize("backend", ["reference", "triton"])
 @pytest.mark.parametrize(("sizes", "causal"), CASES)
-def test_the_kernel_equals_a_dense_softmax(triton_device, sizes, causal):
+def test_equals_a_dense_softmax(triton_device, sizes, causal, backend):
     case = Case(*sizes, 3, device=triton_device)
-    wrapper = case.plan(causal, "triton")
+    wrapper = case.plan(causal, backend)
     out = wrapper.run(*case.operands)
     torch.testing.assert_close(out.double().cpu(), case.expected(causal), atol=3e-6, rtol=3e-6)
     apart = wrapper.run(*[part.clone() for part in case.operands])
-    assert torch.equal(apart, out)
+    torch.testing.assert_close(apart, out, atol=3e-6, rtol=3e-6)
+    given = torch.full_like(out, float("nan"))
+    assert wrapper.run(*case.operands, out=given) is given
+    assert torch.equal(given, out)
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_runs_of_keys_in_pages(triton_device, monkeypatch, splits):
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_half_types_and_fp8_caches_in_runs_of_keys(triton_device, monkeypatch, stored):
     from eagle_kit.kernels.mla_attention import triton
 
-    monkeypatch.setattr(triton, "choose_splits", lambda *_: splits)
-    case = Case([4, 1, 2], [150, 1, 70], 16, device=triton_device)
-    out = case.plan(True, "triton").run(*case.operands)
-    torch.testing.assert_close(out.double().cpu(), case.expected(), atol=3e-6, rtol=3e-6)
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-def test_half_types_and_fp8_caches(triton_device, backend, stored):
-    case = Case([4, 2], [33, 12], 16, 5, torch.bfloat16, stored, triton_device)
-    out = case.plan(True, backend).run(*case.operands)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double().cpu(), case.expected(), atol=3e-2, rtol=2e-2)
-    apart = case.plan(True, backend).run(*[part.clone() for part in case.operands])
-    assert torch.equal(apart, out)
+    monkeypatch.setattr(triton, "choose_splits", lambda *_: 3)
+    case = Case([4, 2], [70, 12], 16, 5, torch.bfloat16, stored, triton_device)
+    for backend in ("reference", "triton"):
+        out = case.plan(True, backend).run(*case.operands)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double().cpu(), case.expected(), atol=3e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
@@ -256,21 +209,20 @@ def test_no_request_and_no_query():
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("place", "values"),
     [
-        ({0: [1, 3]}, "begins with 1"),
-        ({0: [0, 2]}, "1, 2 and 2 requests"),
-        ({0: [0, 6, 7]}, "6 queries, 5 pages of 1 and 5 keys"),
-        ({3: [5, 12]}, "12 keys"),
-        ({0: [0, 3, 2]}, "-1 queries"),
-        ({1: [0, 5, 20]}, "ends at 20"),
+        pytest.param(0, [1, 3], id="begins with 1"),
+        pytest.param(0, [0, 2], id="fewer requests"),
+        pytest.param(0, [0, 6, 7], id="more queries than keys"),
+        pytest.param(0, [0, 3, 2], id="falls"),
+        pytest.param(1, [0, 5, 20], id="ends behind the pages"),
+        pytest.param(3, [5, 12], id="more keys than pages"),
     ],
 )
-def test_arrays_that_contradict_each_other_are_refused(change, words):
+def test_arrays_that_contradict_each_other_are_refused(place, values):
     case = Case([1, 2], [5, 6])
-    for place, values in change.items():
-        case.arrays[place] = torch.tensor(values, dtype=torch.int32)
-    with pytest.raises(UserError, match=words):
+    case.arrays[place] = torch.tensor(values, dtype=torch.int32)
+    with pytest.raises(UserError):
         case.plan()
 
 
@@ -302,7 +254,7 @@ def test_the_example_of_the_documentation_runs():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize(("sizes", "causal"), CASES[:5])
+@pytest.mark.parametrize(("sizes", "causal"), CASES[:2])
 def test_a_run_can_be_captured(sizes, causal):
     case = Case(*sizes, 16, 16, torch.bfloat16, device="cuda")
     wrapper = case.plan(causal, "triton")

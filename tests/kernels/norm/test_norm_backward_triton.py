@@ -4,13 +4,15 @@ from itertools import product
 
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-SHAPES = [(1, 1), (3, 5), (2, 3, 64), (401, 96), (7, 577)]
+SHAPES = [(1, 1), (3, 5), (2, 3, 64), (41, 96), (7, 577)]
 
 
 def expected(x, residual, weight, eps):
@@ -31,9 +33,8 @@ def make(shape, dtype, weight_dtype, device):
     return [t.requires_grad_() for t in (x, residual, weight)], (dy, dt)
 
 
-@crossed(("shape", SHAPES), ("dtype, weight_dtype", product(TOLERANCE, [None, torch.float32])))
-def test_gradients(triton_device, shape, dtype, weight_dtype):
-    inputs, ups = make(shape, dtype, weight_dtype or dtype, triton_device)
+def assert_gradients(shape, dtype, weight_dtype, device):
+    inputs, ups = make(shape, dtype, weight_dtype or dtype, device)
     exact = [t.detach().double().requires_grad_() for t in inputs]
     outs, wanted_outs = add_rms_norm(*inputs, 1e-5, backend="triton"), expected(*exact, 1e-5)
     got = torch.autograd.grad(outs, inputs, ups)
@@ -47,6 +48,23 @@ def test_gradients(triton_device, shape, dtype, weight_dtype):
     wanted = torch.autograd.grad(alone, (exact[0], exact[2]), ups[0].double())
     for name, ours, theirs in zip(("dx", "dw"), got, wanted, strict=True):
         close(name, ours, theirs, TOLERANCE[dtype] * (4 if dtype != torch.float32 else 1))
+
+
+@diagonal(("shape", SHAPES), ("dtype, weight_dtype", product(TOLERANCE, [None, torch.float32])))
+def test_gradients(triton_device, shape, dtype, weight_dtype):
+    assert_gradients(shape, dtype, weight_dtype, triton_device)
+
+
+@pytest.mark.nightly
+@SWEEP
+@given(
+    rows=st.integers(1, 140),
+    size=st.integers(1, 130),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    weight_dtype=st.sampled_from((None, torch.float32)),
+)
+def test_gradients_of_any_size(triton_device, rows, size, dtype, weight_dtype):
+    assert_gradients((rows, size), dtype, weight_dtype, triton_device)
 
 
 def test_rows_of_one_program_add_up_and_the_bits_are_the_same_every_time(triton_device, monkeypatch):

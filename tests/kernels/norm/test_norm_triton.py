@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm
@@ -15,11 +17,10 @@ def expected(x, weight, eps):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-@crossed(("dtype", TOLERANCE), ("shape", [(1, 1), (3, 5), (2, 3, 64), (7, 576), (2, 1025)]))
-def test_the_kernel_computes_the_norm(triton_device, dtype, shape):
+def assert_normed(shape, dtype, device):
     generator = torch.Generator().manual_seed(1)
-    x, residual = (torch.randn(shape, generator=generator).to(dtype).to(triton_device) for _ in range(2))
-    weight = torch.randn(shape[-1], generator=generator).to(dtype).to(triton_device)
+    x, residual = (torch.randn(shape, generator=generator).to(dtype).to(device) for _ in range(2))
+    weight = torch.randn(shape[-1], generator=generator).to(dtype).to(device)
     out = rms_norm(x, weight, 1e-5, backend="triton")
     assert out.dtype == dtype and out.shape == x.shape
     rtol = TOLERANCE[dtype]
@@ -27,6 +28,17 @@ def test_the_kernel_computes_the_norm(triton_device, dtype, shape):
     out, total = add_rms_norm(x, residual, weight, 1e-5, backend="triton")
     assert torch.equal(total, x + residual)
     torch.testing.assert_close(out.double(), expected(total, weight, 1e-5), rtol=rtol, atol=rtol)
+
+
+@diagonal(("dtype", TOLERANCE), ("shape", [(1, 1), (3, 5), (2, 3, 64), (7, 576), (2, 1025)]))
+def test_the_kernel_computes_the_norm(triton_device, dtype, shape):
+    assert_normed(shape, dtype, triton_device)
+
+
+@SWEEP
+@given(rows=st.integers(1, 9), size=st.integers(1, 1100), dtype=st.sampled_from(list(TOLERANCE)))
+def test_the_norm_of_any_size(triton_device, rows, size, dtype):
+    assert_normed((rows, size), dtype, triton_device)
 
 
 @pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=str)

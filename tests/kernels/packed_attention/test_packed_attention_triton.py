@@ -1,8 +1,12 @@
 """Packed attention by the flash kernel against fp64, document by document."""
 
+from itertools import accumulate
+
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.packed_attention import packed_attention
@@ -28,7 +32,16 @@ def make(tokens, hq, hkv, d, dtype, device):
     return [torch.randn(shape, generator=generator).to(dtype).to(device) for shape in shapes]
 
 
-@crossed(
+def assert_equals_softmax(stops, hq, hkv, d, dtype, device):
+    spans = list(zip((0, *stops), stops, strict=False))
+    q, k, v = make(stops[-1], hq, hkv, d, dtype, device)
+    out = packed_attention(q, k, v, spans, d**-0.5, backend="triton")
+    exact = dense(q.double(), k.double(), v.double(), spans, d**-0.5)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@diagonal(
     ("dtype", TOLERANCE),
     (
         "stops, hq, hkv, d",
@@ -43,12 +56,20 @@ def make(tokens, hq, hkv, d, dtype, device):
     ),
 )
 def test_out_equals_the_softmax_of_each_document(triton_device, dtype, stops, hq, hkv, d):
-    spans = list(zip((0, *stops), stops, strict=False))
-    q, k, v = make(stops[-1], hq, hkv, d, dtype, triton_device)
-    out = packed_attention(q, k, v, spans, d**-0.5, backend="triton")
-    exact = dense(q.double(), k.double(), v.double(), spans, d**-0.5)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert_equals_softmax(stops, hq, hkv, d, dtype, triton_device)
+
+
+@pytest.mark.nightly
+@SWEEP
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=1, max_size=5),
+    group=st.integers(1, 5),
+    hkv=st.integers(1, 3),
+    d=st.sampled_from((16, 24, 64, 80, 128)),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_out_equals_the_softmax_of_any_documents(triton_device, lengths, group, hkv, d, dtype):
+    assert_equals_softmax(tuple(accumulate(lengths)), group * hkv, hkv, d, dtype, triton_device)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

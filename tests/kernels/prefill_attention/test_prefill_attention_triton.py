@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
@@ -81,6 +84,18 @@ class Case:
         return out
 
 
+def assert_equals_fp64(case, dtype, device):
+    case = replace(case, slots=[])
+    q, k, v, plan = case.make(dtype, device)
+    scale = case.size**-0.5
+    out = paged_prefill_attention(q, k, v, plan, scale, backend="triton")
+    exact = case.expected(q, k, v, scale)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    theirs = paged_prefill_attention(q, k, v, plan, scale, backend="reference")
+    torch.testing.assert_close(theirs.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Fill new memory with NaN."""
@@ -90,7 +105,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(was)
 
 
-@crossed(
+@diagonal(
     ("dtype", TOLERANCE),
     (
         "case",
@@ -114,15 +129,28 @@ def poisoned_memory():
     ),
 )
 def test_the_kernel_equals_fp64(triton_device, dtype, case):
-    case = replace(case, slots=[])
-    q, k, v, plan = case.make(dtype, triton_device)
-    scale = case.size**-0.5
-    out = paged_prefill_attention(q, k, v, plan, scale, backend="triton")
-    exact = case.expected(q, k, v, scale)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    theirs = paged_prefill_attention(q, k, v, plan, scale, backend="reference")
-    torch.testing.assert_close(theirs.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert_equals_fp64(case, dtype, triton_device)
+
+
+@st.composite
+def cases(draw) -> Case:
+    kv_heads = draw(st.integers(1, 2))
+    chunk = st.tuples(st.integers(0, 150), st.integers(0, 80))
+    chunks = draw(st.lists(chunk, min_size=1, max_size=3).filter(lambda found: any(n for _, n in found)))
+    return Case(
+        chunks=tuple(chunks),
+        heads=(kv_heads * draw(st.integers(1, 3)), kv_heads),
+        size=draw(st.sampled_from((16, 24, 64, 80))),
+        page=draw(st.sampled_from((1, 3, 16, 64))),
+        first_slot=draw(st.integers(0, 1)),
+        slack=draw(st.sampled_from((0, 40))),
+    )
+
+
+@SWEEP
+@given(case=cases(), dtype=st.sampled_from(list(TOLERANCE)))
+def test_the_kernel_equals_fp64_for_any_case(triton_device, case, dtype):
+    assert_equals_fp64(case, dtype, triton_device)
 
 
 @crossed(("dtype", TOLERANCE), ("rows", [pytest.param(5, id="few rows"), pytest.param(45, id="a full tile")]))

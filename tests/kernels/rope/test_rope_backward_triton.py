@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.rope import Rotation, rope_store
@@ -38,13 +40,12 @@ def exact(qkv, rotation, num_heads, interleaved, norms, eps):
     return parts
 
 
-@crossed(("dtype", TOLERANCE), ("tokens, hq, hkv, d, rotated, interleaved, normed", CASES))
-def test_values_and_gradients(triton_device, tokens, hq, hkv, d, rotated, interleaved, normed, dtype):
+def assert_values_and_gradients(tokens, hq, hkv, d, rotated, interleaved, normed, dtype, device):
     by = torch.Generator().manual_seed(6)
-    qkv = torch.randn(tokens, hq + 2 * hkv, d, generator=by).to(dtype).to(triton_device).requires_grad_()
-    positions = torch.randint(0, 4096, (tokens,), generator=by).to(triton_device)
-    rotation = Rotation(positions, torch.rand(rotated // 2, generator=by).to(triton_device), 1.25)
-    norms = [(1 + torch.randn(d, generator=by)).to(triton_device).requires_grad_() for _ in range(2 * normed)]
+    qkv = torch.randn(tokens, hq + 2 * hkv, d, generator=by).to(dtype).to(device).requires_grad_()
+    positions = torch.randint(0, 4096, (tokens,), generator=by).to(device)
+    rotation = Rotation(positions, torch.rand(rotated // 2, generator=by).to(device), 1.25)
+    norms = [(1 + torch.randn(d, generator=by)).to(device).requires_grad_() for _ in range(2 * normed)]
     names = dict(zip(("q_norm", "k_norm"), norms, strict=False))
     outs = rope_store(
         qkv, rotation, num_heads=hq, eps=1e-5, interleaved=interleaved, backend="triton", **names
@@ -52,7 +53,7 @@ def test_values_and_gradients(triton_device, tokens, hq, hkv, d, rotated, interl
     inputs = [qkv, *norms]
     wide = [x.detach().double().requires_grad_() for x in inputs]
     wanted_outs = exact(wide[0], rotation, hq, interleaved, wide[1:], 1e-5)
-    ups = [torch.randn(out.shape, generator=by).to(dtype).to(triton_device) for out in outs]
+    ups = [torch.randn(out.shape, generator=by).to(dtype).to(device) for out in outs]
     got = torch.autograd.grad(outs, inputs, ups)
     wanted = torch.autograd.grad(wanted_outs, wide, [up.double() for up in ups])
     for ours, theirs in zip((*outs, *got), (*wanted_outs, *wanted), strict=True):
@@ -60,6 +61,30 @@ def test_values_and_gradients(triton_device, tokens, hq, hkv, d, rotated, interl
         assert ((ours.double() - theirs).abs().max() / size).item() <= TOLERANCE[dtype]
         assert ours.shape == theirs.shape
     assert got[0].dtype == dtype
+
+
+@diagonal(("dtype", TOLERANCE), ("tokens, hq, hkv, d, rotated, interleaved, normed", CASES))
+def test_values_and_gradients(triton_device, tokens, hq, hkv, d, rotated, interleaved, normed, dtype):
+    assert_values_and_gradients(tokens, hq, hkv, d, rotated, interleaved, normed, dtype, triton_device)
+
+
+@SWEEP
+@given(
+    tokens=st.integers(1, 9),
+    group=st.integers(1, 5),
+    hkv=st.integers(1, 3),
+    halves=st.tuples(st.integers(1, 48), st.integers(1, 48)),
+    interleaved=st.booleans(),
+    normed=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_values_and_gradients_of_any_heads(
+    triton_device, tokens, group, hkv, halves, interleaved, normed, dtype
+):
+    rotated, d = (2 * half for half in sorted(halves))
+    assert_values_and_gradients(
+        tokens, group * hkv, hkv, d, rotated, interleaved, normed, dtype, triton_device
+    )
 
 
 def test_the_inverse_undoes_the_rotation(triton_device):

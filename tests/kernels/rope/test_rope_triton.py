@@ -6,6 +6,9 @@ from itertools import product
 import pytest
 import torch
 from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.rope import Rotation, WindowRows, rope_store
@@ -58,7 +61,21 @@ def assert_near(ours, theirs, dtype):
         torch.testing.assert_close(mine.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
-@crossed(
+def assert_normed_and_turned(dtype, interleaved, shape, rotated, device):
+    qkv, rotation, norms = inputs(shape, dtype, device, rotated)
+    wide = {name: norm.float() if name != "eps" else norm for name, norm in norms.items()}
+    for chosen in ({}, norms, wide):
+        options = {"num_heads": shape[1], "interleaved": interleaved, **chosen}
+        ours = rope_store(qkv, rotation, **options, backend="triton")
+        assert_near(ours, expected(qkv, rotation, shape[1], chosen, interleaved), dtype)
+        assert torch.equal(ours[2], qkv[:, -shape[2] :])
+        theirs = rope_store(qkv, rotation, **options, backend="reference")
+        if dtype != torch.float32:  # rounded where the reference rounds
+            wrong = torch.cat([(a != b).flatten() for a, b in zip(ours, theirs, strict=True)])
+            assert wrong.float().mean() < 0.02
+
+
+@diagonal(
     (
         "shape, rotated",
         [
@@ -73,17 +90,23 @@ def assert_near(ours, theirs, dtype):
     ("dtype, interleaved", product(TOLERANCE, [False, True])),
 )
 def test_heads_are_normed_and_turned(triton_device, dtype, interleaved, shape, rotated):
-    qkv, rotation, norms = inputs(shape, dtype, triton_device, rotated)
-    wide = {name: norm.float() if name != "eps" else norm for name, norm in norms.items()}
-    for chosen in ({}, norms, wide):
-        options = {"num_heads": shape[1], "interleaved": interleaved, **chosen}
-        ours = rope_store(qkv, rotation, **options, backend="triton")
-        assert_near(ours, expected(qkv, rotation, shape[1], chosen, interleaved), dtype)
-        assert torch.equal(ours[2], qkv[:, -shape[2] :])
-        theirs = rope_store(qkv, rotation, **options, backend="reference")
-        if dtype != torch.float32:  # rounded where the reference rounds
-            wrong = torch.cat([(a != b).flatten() for a, b in zip(ours, theirs, strict=True)])
-            assert wrong.float().mean() < 0.02
+    assert_normed_and_turned(dtype, interleaved, shape, rotated, triton_device)
+
+
+@pytest.mark.nightly
+@SWEEP
+@given(
+    tokens=st.integers(1, 7),
+    heads=st.tuples(st.integers(1, 5), st.integers(1, 3)),
+    halves=st.tuples(st.integers(1, 48), st.integers(1, 48)),
+    interleaved=st.booleans(),
+    dtype=st.sampled_from(list(TOLERANCE)),
+)
+def test_any_heads_are_normed_and_turned(triton_device, tokens, heads, halves, interleaved, dtype):
+    group, kv_heads = heads
+    rotated, size = (2 * half for half in sorted(halves))
+    shape = (tokens, group * kv_heads, kv_heads, size)
+    assert_normed_and_turned(dtype, interleaved, shape, rotated, triton_device)
 
 
 @crossed(("dtype", TOLERANCE), ("returns_kv", [False, True]))
@@ -140,9 +163,9 @@ def test_rows_of_a_window_are_counted_by_the_kernel(triton_device, batch, nodes,
     assert rows.tensor.tolist() == [first + b * stride + j for b in range(batch) for j in range(nodes)]
     qkv, rotation, _ = inputs((batch * nodes, 4, 2, 8), torch.float32, triton_device)
     made = []
-    for given in (rows, rows.tensor):
+    for place in (rows, rows.tensor):
         stores = torch.full((2, 2, first + batch * stride, 8), torch.nan, device=triton_device)
-        options = {"k_rows": stores[0], "v_rows": stores[1], "rows": given, "returns_kv": False}
+        options = {"k_rows": stores[0], "v_rows": stores[1], "rows": place, "returns_kv": False}
         q, _, _ = rope_store(qkv, rotation, num_heads=4, **options, backend="triton")
         made.append((q, stores.nan_to_num(777.0)))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*made, strict=True))

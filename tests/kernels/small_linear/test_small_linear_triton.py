@@ -5,6 +5,9 @@ from itertools import product
 import pytest
 import torch
 from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,7 +67,7 @@ SHAPES = [
 ]
 
 
-@crossed(("dtype", EPSILON), ("m, n, k", SHAPES))
+@diagonal(("dtype", EPSILON), ("m, n, k", SHAPES))
 def test_the_product_and_the_bias(triton_device, kernels, m, n, k, dtype):
     x, weight, bias = make(m, n, k, dtype, triton_device)
     for b in (None, bias):
@@ -94,10 +97,26 @@ BLOCKS = [
 ]
 
 
-@crossed(("m, n, k", ROWS_AND_SIZES), ("dtype", EPSILON), ("block", BLOCKS))
+@diagonal(("m, n, k", ROWS_AND_SIZES), ("dtype", EPSILON), ("block", BLOCKS))
 def test_fp8_weights(triton_device, kernels, m, n, k, block, dtype):
     x, weight, bias = make(m, n, k, dtype, triton_device)
     held, exact = in_fp8(weight, block)
+    bias = bias if m % 2 else None
+    check(small_linear(x, held, bias, backend="triton"), x, exact, bias, dtype)
+
+
+@SWEEP
+@given(
+    m=st.integers(1, 64),
+    n=st.integers(1, 150),
+    k=st.integers(1, 700),
+    block=st.sampled_from(("none", None, (128, 128), (1, 128), (48, 256))),
+    dtype=st.sampled_from(list(EPSILON)),
+)
+def test_products_of_any_size(triton_device, kernels, m, n, k, block, dtype):
+    """With weights of ``dtype``, where the block is "none", and of fp8."""
+    x, weight, bias = make(m, n, k, dtype, triton_device)
+    held, exact = (weight, weight.double()) if block == "none" else in_fp8(weight, block)
     bias = bias if m % 2 else None
     check(small_linear(x, held, bias, backend="triton"), x, exact, bias, dtype)
 

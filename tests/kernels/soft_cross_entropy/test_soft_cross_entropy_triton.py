@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
@@ -44,7 +46,18 @@ def assert_exact_but_for_rounding(z, dz, losses, probs, index, weights):
     assert ((dz - gradient).abs() <= bound * 1.01).all()
 
 
-@crossed(
+def assert_losses_and_gradient(dtype, rows, vocab, device):
+    from eagle_kit.kernels.soft_cross_entropy.triton import soft_cross_entropy_
+
+    z, probs, index, weights = logits_case(rows, vocab, dtype, device)
+    most = z.float().max(-1, keepdim=True).values
+    dz = z.clone()
+    losses, best = soft_cross_entropy_(dz, probs, index, weights)
+    assert_exact_but_for_rounding(z, dz, losses, probs, index, weights)
+    assert torch.equal(z.float().gather(1, best[:, None]), most)
+
+
+@diagonal(
     ("dtype", DTYPES),
     (
         "rows, vocab",
@@ -61,14 +74,13 @@ def assert_exact_but_for_rounding(z, dz, losses, probs, index, weights):
     ),
 )
 def test_losses_and_gradient_of_logits(triton_device, dtype, rows, vocab):
-    from eagle_kit.kernels.soft_cross_entropy.triton import soft_cross_entropy_
+    assert_losses_and_gradient(dtype, rows, vocab, triton_device)
 
-    z, probs, index, weights = logits_case(rows, vocab, dtype, triton_device)
-    most = z.float().max(-1, keepdim=True).values
-    dz = z.clone()
-    losses, best = soft_cross_entropy_(dz, probs, index, weights)
-    assert_exact_but_for_rounding(z, dz, losses, probs, index, weights)
-    assert torch.equal(z.float().gather(1, best[:, None]), most)
+
+@SWEEP
+@given(rows=st.integers(1, 6), vocab=st.integers(1, 4200), dtype=st.sampled_from(DTYPES))
+def test_losses_and_gradient_of_any_logits(triton_device, rows, vocab, dtype):
+    assert_losses_and_gradient(dtype, rows, vocab, triton_device)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.swiglu import swiglu
@@ -39,9 +41,8 @@ def forward_and_backward(gate_up, d_out, backend):
     return out.detach(), gradient
 
 
-@crossed(("dtype", TOLERANCE), ("shape", [(1, 1), (3, 7), (2, 3, 64), (2, 1024), (2, 1271), (1, 2049)]))
-def test_the_kernels_compute_output_and_gradient(triton_device, dtype, shape):
-    gate_up, d_out = inputs(shape, dtype, triton_device)
+def assert_computed(shape, dtype, device):
+    gate_up, d_out = inputs(shape, dtype, device)
     ours = forward_and_backward(gate_up, d_out, "triton")
     theirs = forward_and_backward(gate_up, d_out, "reference")
     for mine, reference, right in zip(ours, theirs, expected(gate_up, d_out), strict=True):
@@ -49,6 +50,17 @@ def test_the_kernels_compute_output_and_gradient(triton_device, dtype, shape):
         torch.testing.assert_close(mine.double(), right, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         if dtype != torch.float32:  # rounded where the reference rounds
             assert (mine != reference).float().mean() < 0.01
+
+
+@diagonal(("dtype", TOLERANCE), ("shape", [(1, 1), (3, 7), (2, 3, 64), (2, 1024), (2, 1271), (1, 2049)]))
+def test_the_kernels_compute_output_and_gradient(triton_device, dtype, shape):
+    assert_computed(shape, dtype, triton_device)
+
+
+@SWEEP
+@given(rows=st.integers(1, 5), size=st.integers(1, 2100), dtype=st.sampled_from(list(TOLERANCE)))
+def test_output_and_gradient_of_any_size(triton_device, rows, size, dtype):
+    assert_computed((rows, size), dtype, triton_device)
 
 
 @pytest.mark.filterwarnings("ignore:overflow")

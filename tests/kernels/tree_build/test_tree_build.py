@@ -63,3 +63,17 @@ def test_keeps_the_best_paths_with_their_parents():
 def test_probabilities_of_one_do_not_select_a_child_without_its_parent():
     for shape in (SpecShape(4, 1, 5), SpecShape(5, 4, 16), SpecShape(6, 8, 60)):
         check(shape, certain=True)
+
+
+def test_a_candidate_counts_no_more_than_its_ancestors_however_far_above():
+    """Scores that are no sums of log-probabilities, as rounding or a broken draft leaves them."""
+    for shape in (SpecShape(2, 3, 5), SpecShape(5, 2, 9), SpecShape(9, 2, 20)):
+        tokens, _, parents = candidates(shape, 3, seed=shape.steps)
+        scores = torch.randn(tokens.shape, generator=torch.Generator().manual_seed(shape.tokens))
+        tree = tree_build(torch.tensor([7, 8, 9]), tokens, scores, parents, shape)
+        for b in range(3):
+            least = scores[b].tolist()
+            for number, parent in enumerate(parents[b].tolist()):
+                least[number] = min(least[number], least[parent]) if parent >= 0 else least[number]
+            best = sorted(range(len(least)), key=lambda i: (-least[i], i))[: shape.tokens - 1]
+            assert [int(token) - 1000 * b for token in tree.tokens[b, 1:]] == sorted(best)

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from crossed import crossed
+from hypothesis import given
+from hypothesis import strategies as st
+from properties import SWEEP, diagonal
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.capability import facts_of
@@ -100,6 +103,14 @@ def assert_close(ours, exact, dtype):
     torch.testing.assert_close(ours.double().cpu(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+def assert_equals_fp64(case, dtype, device):
+    case = replace(case, rows=[])
+    q, k, v, plan = case.make(dtype, device)
+    scale = case.size**-0.5
+    out = window_attention(q, k, v, plan, scale, backend="triton")
+    assert_close(out, case.expected(q, k, v, plan, scale), dtype)
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Fill new memory with NaN."""
@@ -109,7 +120,7 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(was)
 
 
-@crossed(
+@diagonal(
     ("dtype", TOLERANCE),
     (
         "case",
@@ -133,11 +144,30 @@ def poisoned_memory():
     ),
 )
 def test_the_kernel_equals_fp64(triton_device, dtype, case):
-    case = replace(case, rows=[])
-    q, k, v, plan = case.make(dtype, triton_device)
-    scale = case.size**-0.5
-    out = window_attention(q, k, v, plan, scale, backend="triton")
-    assert_close(out, case.expected(q, k, v, plan, scale), dtype)
+    assert_equals_fp64(case, dtype, triton_device)
+
+
+@st.composite
+def cases(draw) -> Case:
+    keys = draw(st.integers(1, 64))
+    kv_heads = draw(st.integers(1, 2))
+    return Case(
+        prefixes=tuple(draw(st.lists(st.integers(0, 200), min_size=1, max_size=3))),
+        nodes=draw(st.integers(1, keys)),
+        keys=keys,
+        heads=(kv_heads * draw(st.integers(1, 4)), kv_heads),
+        size=draw(st.sampled_from((16, 24, 64, 80))),
+        page=draw(st.sampled_from((1, 3, 16, 64))),
+        first_slot=draw(st.integers(0, 1)),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+@pytest.mark.nightly
+@SWEEP
+@given(case=cases(), dtype=st.sampled_from(list(TOLERANCE)))
+def test_the_kernel_equals_fp64_for_any_case(triton_device, case, dtype):
+    assert_equals_fp64(case, dtype, triton_device)
 
 
 @crossed(
