@@ -41,8 +41,8 @@ def start_nodes(
 ) -> "list[subprocess.Popen[str]]":
     """Start ``launcher`` as on ``count`` machines, each with ``per_node`` processes of ``command``.
 
-    The launchers inherit a socket that is bound to their port and never listens: as long as they run, no other
-    process is given that port, and with ``SO_REUSEADDR`` the rendezvous may listen at it.
+    The launchers inherit a socket that is bound to their port and never listens: as long as they run, no
+    other process is given that port, and with ``SO_REUSEADDR`` the rendezvous may listen at it.
     """
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -22,13 +22,15 @@ from eagle_kit.eval.diagnose import run as module
 from eagle_kit.eval.diagnose.causes import Cause
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.report import as_record, as_text
-from eagle_kit.eval.diagnose.run import Diagnosis, diagnose_models
+from eagle_kit.eval.diagnose.run import Diagnosis, diagnose, diagnose_models
 from eagle_kit.eval.diagnose.server import Server
 from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import serving
 
+NUM_TEXTS = 8
+"""Replies of a head that has learned a rule: enough to tell its misreading from chance."""
 WORDS = ["--limit", "12", "--max-tokens", "40", "--context", "0"]
 
 
@@ -75,7 +77,16 @@ def forget_map(draft):
     path.write_text(json.dumps(config))
 
 
-def test_a_random_head_is_a_fault_in_text_and_in_json(folders, draft, capsys):
+@pytest.fixture(scope="module")
+def of_a_random_head(folders):
+    """The diagnosis of the random head."""
+    task = str(folders / "chats.jsonl")
+    config = DiagnoseConfig(task=task, limit=12, max_tokens=40, context=512)
+    return diagnose(folders / "head", folders / "target", config, is_quiet=True)
+
+
+def test_a_random_head_is_a_fault_in_text_and_in_json(folders, draft, capsys, monkeypatch, of_a_random_head):
+    monkeypatch.setattr(module, "diagnose", lambda *_, **__: of_a_random_head)
     assert run(folders, draft, "--context", "512") == 1
     text = capsys.readouterr().out
     assert "likely causes of low acceptance" in text and "\n  1. " in text and "\n     -> " in text
@@ -216,9 +227,9 @@ def trained_server(head, shape):
 @pytest.fixture
 def beside(tmp_path):
     """Diagnose a head that has learned a rule beside a server -> the diagnosis."""
-    lines = [json.dumps({"prompt": " ".join(f"w{i}" for i in text.prompt)}) for text in texts(16)]
+    lines = [json.dumps({"prompt": " ".join(f"w{i}" for i in text.prompt)}) for text in texts(NUM_TEXTS)]
     (tmp_path / "rule.jsonl").write_text("\n".join(lines))
-    config = DiagnoseConfig(task=str(tmp_path / "rule.jsonl"), limit=16, max_tokens=40, context=0)
+    config = DiagnoseConfig(task=str(tmp_path / "rule.jsonl"), limit=NUM_TEXTS, max_tokens=40, context=0)
     known = [Finding("ok", "chat template", "the one the draft was trained with.")]
 
     def diagnosed(server: Server):
@@ -235,7 +246,7 @@ def test_our_own_server_accepts_what_our_engine_does(beside, shape):
     record = as_record(found)["server"]
     assert record["verdict"] == "eagle-kit accepts what our engine does." and found.is_healthy
     ours = record["ours"]
-    assert ours["shape"] == shape and ours["accept_length"] > 1.5 and record["num_verifies"] > 100
+    assert ours["shape"] == shape and ours["accept_length"] > 1.5 and record["num_verifies"] > 50
     there, here = record["acceptance_per_position"], ours["acceptance_per_position"]
     assert there[: len(here)] == pytest.approx(here) and record["other_traffic"] == 0
     assert record["accept_length"] == pytest.approx(ours["accept_length"], abs=0.1)
