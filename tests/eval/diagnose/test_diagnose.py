@@ -29,7 +29,7 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import serving
 
-NUM_TEXTS = 8
+NUM_TEXTS = 16
 """Replies of a head that has learned a rule: enough to tell its misreading from chance."""
 WORDS = ["--limit", "12", "--max-tokens", "40", "--context", "0"]
 
@@ -246,7 +246,7 @@ def test_our_own_server_accepts_what_our_engine_does(beside, shape):
     record = as_record(found)["server"]
     assert record["verdict"] == "eagle-kit accepts what our engine does." and found.is_healthy
     ours = record["ours"]
-    assert ours["shape"] == shape and ours["accept_length"] > 1.5 and record["num_verifies"] > 50
+    assert ours["shape"] == shape and ours["accept_length"] > 1.5 and record["num_verifies"] > 100
     there, here = record["acceptance_per_position"], ours["acceptance_per_position"]
     assert there[: len(here)] == pytest.approx(here) and record["other_traffic"] == 0
     assert record["accept_length"] == pytest.approx(ours["accept_length"], abs=0.1)
