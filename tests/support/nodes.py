@@ -51,19 +51,27 @@ def reserve_port() -> int:
 def start_nodes(
     count: int, per_node: int, *command: str, launcher: Launcher = torchrun
 ) -> "list[subprocess.Popen[str]]":
-    """Start ``launcher`` as on ``count`` machines, each with ``per_node`` processes of ``command``."""
-    port = reserve_port()
-    return [
-        subprocess.Popen(
-            [sys.executable, *launcher(count, per_node, node, port), *command],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in range(count)
-    ]
+    """Start ``launcher`` as on ``count`` machines, each with ``per_node`` processes of ``command``.
+
+    The launchers inherit a socket that is bound to their port and never listens: as long as they run, no
+    other process is given that port, and with ``SO_REUSEADDR`` the rendezvous may listen at it.
+    """
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+        return [
+            subprocess.Popen(
+                [sys.executable, *launcher(count, per_node, node, port), *command],
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                pass_fds=(sock.fileno(),),
+            )
+            for node in range(count)
+        ]
 
 
 def finish(nodes: "Sequence[subprocess.Popen[str]]", timeout_s: float = 300) -> list[Ended]:

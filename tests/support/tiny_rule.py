@@ -2,9 +2,12 @@
 one follows from it, of an odd one from the token before. So both the embedding and the feature matter to a
 head, and so does their place. Every fourth token of a text is random, or texts would soon run in circles."""
 
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
+from filelock import FileLock
 from tiny import tiny_head, tiny_target
 from torch.nn import functional as F
 
@@ -14,6 +17,8 @@ from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward
 
+shared_folder: Path | None = None
+"""Where the processes of a test session keep what one of them has trained; None without any."""
 VOCABULARY, LENGTH, ROWS, JUMPS, STEPS = 41, 96, 8, 0.25, 3
 
 
@@ -45,7 +50,7 @@ def learned_target(steps: int = 140):
         out = target(ids[:, :-1].reshape(-1), _positions(), _causal)
         return F.cross_entropy(target.logits(out.hidden), ids[:, 1:].reshape(-1))
 
-    _learn(target, loss, steps)
+    _learn_once(f"target-{steps}", target, loss, steps)
     return target
 
 
@@ -76,7 +81,9 @@ def learned_head(
         batch = TTTBatch(ids.roll(late_tokens), plan, weights, features, embed, rows, late)
         return ttt_forward(head, batch).loss
 
-    _learn(head, loss, steps)
+    options = [str(value) for _, value in sorted(changes.items())]
+    name = "-".join([make.__name__, str(steps), str(late_features), str(late_tokens), *options])
+    _learn_once(f"head-{name}", head, loss, steps)
     return head
 
 
@@ -86,7 +93,22 @@ def texts(count: int = 32, prompt: int = 6) -> list[Text]:
     return [Text(row[:prompt], row[prompt:]) for row in ids]
 
 
-def _learn(model, loss, steps: int) -> None:
+def _learn_once(name: str, model, loss: Callable[[torch.Tensor], torch.Tensor], steps: int) -> None:
+    """Train ``model``, or load what another process of this session has trained under the same name."""
+    if shared_folder is None:
+        _learn(model, loss, steps)
+        return
+    path = shared_folder / f"tiny-rule-{name}.pt"
+    with FileLock(f"{path}.lock"):
+        if path.exists():
+            model.load_state_dict(torch.load(path))
+            model.eval().requires_grad_(False)
+        else:
+            _learn(model, loss, steps)
+            torch.save(model.state_dict(), path)
+
+
+def _learn(model, loss: Callable[[torch.Tensor], torch.Tensor], steps: int) -> None:
     generator = torch.Generator().manual_seed(0)
     model.requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)

@@ -19,6 +19,8 @@ TEMPLATE = (
     "{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+END_TOKEN = 2
+"""``<|im_end|>``, which ends the replies of :func:`make_target`."""
 NOUNS = ("cat", "dog", "house", "river", "stone", "cloud")
 VERBS = ("sees", "likes", "finds", "makes")
 
@@ -66,6 +68,13 @@ def _saved_target(seed: int) -> "TemporaryDirectory[str]":
     )
     LlamaForCausalLM(config).save_pretrained(saved.name)
     return saved
+
+
+def tokens_of(text: str) -> list[int]:
+    """Tokens of a text in the vocabulary of :func:`make_target`: one a byte."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(f"{_saved_target(0).name}/tokenizer.json").encode(text).ids
 
 
 def make_conversations(path: Path, *, count: int = 40, seed: int = 0) -> Path:

@@ -1,5 +1,7 @@
 """Chains without decoding: they accept what the engine accepts, to the verify, for every kind of head."""
 
+from functools import cache
+
 import pytest
 import torch
 from tiny import randomise, tiny_head, tiny_target
@@ -47,8 +49,10 @@ def models(tmp_path_factory):
     }
 
 
-def replayed(models, steps):
-    """Statistics of the engine, and the source of the same replies."""
+@cache
+def replayed(target, head, steps):
+    """Statistics of the engine, and the source of the same replies, which tests do not change."""
+    models = target, head
     stats, texts = SpecStats(), []
     for request in decode(models, f"{steps},1,{steps + 1}", batch=3):
         stats.add(request.stats)
@@ -60,7 +64,7 @@ def replayed(models, steps):
 @pytest.mark.parametrize("kind", ["trained", "eagle3", "eagle1", "eagle3-mla", "mtp x 3"])
 def test_the_chain_accepts_what_the_engine_accepts(models, kind):
     steps = 3 if kind.startswith("mtp") else 4
-    stats, source = replayed(models[kind], steps)
+    stats, source = replayed(*models[kind], steps)
     predicted = decoded(read_chain(models[kind][1], source, steps), source.row)
     assert predicted.num_accepted_at == stats.num_accepted_at and sum(stats.num_accepted_at) > 5
     assert (predicted.num_verifies, predicted.num_emitted_tokens) == (
@@ -79,7 +83,7 @@ def test_roots_are_the_tokens_of_replies_but_the_last(models):
 
 def test_the_targets_probabilities_are_those_of_its_logits(models):
     target, head = models["eagle3"]
-    source = replayed((target, head), 2)[1]
+    source = replayed(target, head, 2)[1]
     found = log_probs(target, source.row, source.states, source.states.greedy)
     row = source.row
     logits = target.logits(source.states.hidden[row.roots])
@@ -89,7 +93,7 @@ def test_the_targets_probabilities_are_those_of_its_logits(models):
 
 def test_a_view_undoes_what_was_done_to_the_states(models):
     target, head = models["trained"]
-    source = replayed((target, head), 4)[1]
+    source = replayed(target, head, 4)[1]
     whole = read_chain(head, source)
     rolled = {layer: state.roll(1, 0) for layer, state in source.states.inputs.items()}
     shifted = source._replace(states=source.states._replace(inputs=rolled))
@@ -100,15 +104,15 @@ def test_a_view_undoes_what_was_done_to_the_states(models):
 
 def test_what_is_not_in_the_draft_vocabulary_is_not_covered(models):
     target, head = models["eagle3"]
-    source = replayed((target, head), 2)[1]
+    source = replayed(target, head, 2)[1]
     reading = read_chain(head, source, 2)
     assert torch.equal(reading.covered, torch.isin(source.states.greedy, head.target_ids))
     assert not reading.covered.all() and not (reading.accepted[~reading.covered] > 0).any()
 
 
 def test_a_nan_in_a_weight_is_seen(models):
-    target, _ = models["eagle3"]
-    source = replayed((target, eagle3(target)), 2)[1]
+    target, head = models["eagle3"]
+    source = replayed(target, head, 2)[1]
     head = eagle3(target)
     assert read_chain(head, source).is_finite
     head.fc.weight.data[3, 4] = float("nan")

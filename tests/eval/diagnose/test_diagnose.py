@@ -22,14 +22,18 @@ from eagle_kit.eval.diagnose import run as module
 from eagle_kit.eval.diagnose.causes import Cause
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.report import as_record, as_text
-from eagle_kit.eval.diagnose.run import Diagnosis, diagnose_models
+from eagle_kit.eval.diagnose.run import Diagnosis, diagnose, diagnose_models
 from eagle_kit.eval.diagnose.server import Server
 from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import serving
 
+NUM_TEXTS = 16
+"""Replies of a head that has learned a rule: enough to tell its misreading from chance."""
 WORDS = ["--limit", "12", "--max-tokens", "40", "--context", "0"]
+FEW = ["--limit", "8", "--max-tokens", "36"]
+"""Where figures need not be sure."""
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +79,16 @@ def forget_map(draft):
     path.write_text(json.dumps(config))
 
 
-def test_a_random_head_is_a_fault_in_text_and_in_json(folders, draft, capsys):
+@pytest.fixture(scope="module")
+def of_a_random_head(folders):
+    """The diagnosis of the random head."""
+    task = str(folders / "chats.jsonl")
+    config = DiagnoseConfig(task=task, limit=12, max_tokens=40, context=512)
+    return diagnose(folders / "head", folders / "target", config, is_quiet=True)
+
+
+def test_a_random_head_is_a_fault_in_text_and_in_json(folders, draft, capsys, monkeypatch, of_a_random_head):
+    monkeypatch.setattr(module, "diagnose", lambda *_, **__: of_a_random_head)
     assert run(folders, draft, "--context", "512") == 1
     text = capsys.readouterr().out
     assert "likely causes of low acceptance" in text and "\n  1. " in text and "\n     -> " in text
@@ -95,7 +108,7 @@ def test_a_random_head_is_a_fault_in_text_and_in_json(folders, draft, capsys):
 
 
 def test_half_types_are_read_again_in_float32_and_too_short_texts_are_said(folders, draft, capsys):
-    assert run(folders, draft, "--dtype", "bfloat16", "--context", "256", "--json") == 1
+    assert run(folders, draft, *FEW, "--dtype", "bfloat16", "--context", "256", "--json") == 1
     found = json.loads(capsys.readouterr().out)
     assert found["dtype"] == "bfloat16" and "dtype" in {trial["subject"] for trial in found["trials"]}
     assert found["skipped"].startswith("Acceptance by position was left out: texts of 256 tokens")
@@ -149,7 +162,7 @@ def test_another_template_is_said_and_measured(folders, draft, tmp_path, capsys)
     config = json.loads((draft / "config.json").read_text())
     config["eagle_kit"]["template_hash"] = "0123456789abcdef"
     (draft / "config.json").write_text(json.dumps(config))
-    assert run(tmp_path, draft, "--task", str(folders / "chats.jsonl"), "--json") == 1
+    assert run(tmp_path, draft, *FEW, "--task", str(folders / "chats.jsonl"), "--json") == 1
     found = json.loads(capsys.readouterr().out)
     (cause,) = [cause for cause in found["causes"] if cause["subject"] == "chat template"]
     assert "trained with another template" in cause["evidence"] and "behind" in cause["evidence"]
@@ -216,9 +229,9 @@ def trained_server(head, shape):
 @pytest.fixture
 def beside(tmp_path):
     """Diagnose a head that has learned a rule beside a server -> the diagnosis."""
-    lines = [json.dumps({"prompt": " ".join(f"w{i}" for i in text.prompt)}) for text in texts(16)]
+    lines = [json.dumps({"prompt": " ".join(f"w{i}" for i in text.prompt)}) for text in texts(NUM_TEXTS)]
     (tmp_path / "rule.jsonl").write_text("\n".join(lines))
-    config = DiagnoseConfig(task=str(tmp_path / "rule.jsonl"), limit=16, max_tokens=40, context=0)
+    config = DiagnoseConfig(task=str(tmp_path / "rule.jsonl"), limit=NUM_TEXTS, max_tokens=40, context=0)
     known = [Finding("ok", "chat template", "the one the draft was trained with.")]
 
     def diagnosed(server: Server):

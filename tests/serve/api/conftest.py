@@ -7,7 +7,8 @@ from tiny import tiny_head
 from tiny_run import make_target
 
 from eagle_kit.models.loading.source import load_tokenizer
-from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from eagle_kit.serve.llm import LLM
+from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving, wait_until
 
 
@@ -23,16 +24,14 @@ def tokenizer(target_folder):
 
 @pytest.fixture
 def scripted(tokenizer):
-    """``scripted(text or script, ...)`` makes (llm, engine) of a reply that is always the same text."""
+    """``scripted(text, ...)`` makes (llm, engine) whose reply to every request is that text."""
 
-    def make(reply: Any, *, max_context: int = 400, **options: Any) -> tuple[ScriptedLLM, ScriptedEngine]:
-        if isinstance(reply, str):
-            ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-            script = lambda request: ids  # noqa: E731
-        else:
-            script = reply
-        engine = ScriptedEngine(script, **options)
-        return ScriptedLLM(tokenizer, max_batch_size=engine.slots, max_context=max_context), engine
+    def make(
+        reply: str, *, slots: int = 4, max_context: int = 400, **options: Any
+    ) -> tuple[LLM, ScriptedEngine]:
+        ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+        llm = scripted_llm(tokenizer, max_batch_size=slots, max_context=max_context)
+        return llm, ScriptedEngine(llm, lambda request: ids, **options)
 
     return make
 
@@ -41,8 +40,6 @@ def scripted(tokenizer):
 def real_server(target_folder):
     """A random target with a random head, whose drafts are sometimes right; the pool is small enough to run
     full."""
-    from eagle_kit.serve.llm import LLM
-
     plain = LLM(str(target_folder), max_context=128)
     head = tiny_head(plain.target, draft_vocab_size=67)
     sizes = {"max_batch_size": 4, "max_context": 128, "kv_tokens": 512, "page_size": 4}

@@ -1,171 +1,181 @@
-"""An engine that emits given tokens, for what no real model can be made to say on command.
+"""The real engine over a device that emits given tokens, for replies that no model can be made to give.
 
-It keeps the contract of ``Engine`` and counts slots as a real one counts pages.
+Queues, pages, the ends of replies, stop texts and counts are the engine's own. Replaced are the two calls of
+its runner that compute.
 """
 
-import itertools
 import time
-from collections import Counter
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from eagle_kit.core.errors import UserError
-from eagle_kit.core.output import TokenLogprobs
-from eagle_kit.core.sampling_params import SamplingParams
+import torch
+from tiny import tiny_head, tiny_target
+
+from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.core.stats import SpecStats
-from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.template import end_tokens
+from eagle_kit.serve.cycle import Emitted, Logprobs
+from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.graph import HostCopy
+from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.text_stream import TextStream
+from eagle_kit.serve.runner import Results
+from eagle_kit.serve.scheduler import Chunk
 
 Script = Callable[[Request], list[int]]
 
+SHAPE = SpecShape(3, 1, 4)
+VOCAB_SIZE = 300
+NO_LIMIT = 10**9
+IDLE_S = 0.001
+"""Pause of a cycle that emits nothing, so that a reply that is held does not keep a core busy."""
 
-class ScriptedEngine:
-    """Emits ``per_step`` tokens of ``script(request)`` a step, then ends with ``"stop"``.
 
-    ``fail_at`` is the step that raises; ``step_s`` makes steps slow.
+class AnyText:
+    """State of a grammar that takes every token."""
+
+    is_complete = is_stuck = False
+
+    def advance(self, tokens: Sequence[int]) -> int:
+        return len(tokens)
+
+
+class UnfollowedGrammars:
+    """Grammars of the engine; ``compile`` is called with each and may be replaced."""
+
+    num_compiled = 0
+
+    def __init__(self) -> None:
+        self.compile: Callable[[Grammar], Any] = lambda grammar: None
+
+    def start(self, grammar: Grammar) -> Any:
+        self.compile(grammar)
+        return AnyText()
+
+
+class ScriptedEngine(Engine):
+    """Engine whose device emits the tokens of ``script(request)``, then one that ends the reply.
+
+    Args:
+        llm: made by :func:`scripted_llm`.
+        script: the tokens of the reply to a request.
+        per_step: tokens of a cycle, at most four. The first token of a reply comes from its prompt, alone.
+        step_s: pause before each step, in seconds.
+        hold_at: see ``most_tokens``.
+        fail_at: number of steps after which a step raises; it can be set later.
+
+    Attributes:
+        seen: requests that were added.
+        grammars: are compiled as ever, and are not followed.
+        most_tokens: tokens that a reply gets. Steps go on then, and emit no more of it: it is being decoded
+            until it is aborted or :meth:`release` is called.
     """
 
     def __init__(
-        self, script: Script, *, slots: int = 4, per_step: int = 3, step_s: float = 0.0, fail_at: int = -1
+        self,
+        llm: LLM,
+        script: Script,
+        *,
+        per_step: int = 3,
+        step_s: float = 0.0,
+        hold_at: int = NO_LIMIT,
+        fail_at: int = NO_LIMIT,
     ) -> None:
-        self.script, self.slots, self.per_step = script, slots, per_step
-        self.step_s, self.fail_at = step_s, fail_at
-        self.shape = SpecShape(3, 1, 4)
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
+        self.grammars = UnfollowedGrammars()
+        super().__init__(llm.target, llm.draft, llm.config, lambda: self.grammars)
+        self.use_shape(SHAPE)
+        self.script, self.per_step, self.step_s = script, per_step, step_s
+        self.most_tokens, self.fail_at = hold_at, fail_at
         self.seen: list[Request] = []
-        self.totals = SimpleNamespace(
-            num_steps=0,
-            num_prompt_tokens=0,
-            num_cached_prompt_tokens=0,
-            num_generated_tokens=0,
-            num_preemptions=0,
-            num_finished={},
-            num_drafts=0,
-            num_draft_tokens=0,
-            spec=SpecStats(),
-            shapes=Counter(),
-        )
-
-    def choices(self) -> list:
-        return []
-
-    def reasons(self) -> list[str]:
-        return []
+        self._end_token: int = llm.tokenizer.eos_token_id
+        self.runner.prefill = self._prefill_scripted  # type: ignore[method-assign]
+        self.runner.decode = self._decode_scripted  # type: ignore[method-assign]
 
     @property
-    def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+    def running(self) -> list[Request]:
+        """The requests of the batch."""
+        return self.scheduler.running
 
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def kv_usage(self) -> float:
-        return len(self.running) / self.slots
-
-    num_graphs = num_grammars = 0
-    ends: tuple[list[int], ...] = ()
-    """Tokens that end a reply and are no text, each in a list."""
+    def release(self) -> None:
+        """Let the replies that are held go on."""
+        self.most_tokens = NO_LIMIT
 
     def add_request(self, request: Request) -> None:
-        if not request.prompt_ids:
-            raise UserError("The prompt is empty.", "Give at least one token.")
-        if request.prompt_ids == [7, 7, 7]:
-            raise ZeroDivisionError("a defect while a request is taken")
+        super().add_request(request)
         self.seen.append(request)
-        self.waiting.append(request)
-
-    def prepare(self, request: Request) -> None:
-        """Grammars are not followed."""
-
-    def abort(self, request: Request) -> None:
-        if request.finish_reason is None:
-            self._finish(request, "abort")
-
-    def stop(self, request: Request) -> None:
-        """It has looked for stop texts itself."""
 
     def step(self) -> list[Request]:
-        if self.totals.num_steps == self.fail_at:
+        if self.totals.num_steps >= self.fail_at:
             raise RuntimeError("the engine breaks on purpose")
         time.sleep(self.step_s)
-        self.totals.num_steps += 1
-        while self.waiting and len(self.running) < self.slots:
-            request = self.waiting.pop(0)
-            self.running.append(request)
-            request.admitted_at = time.perf_counter()
-            self.totals.num_prompt_tokens += len(request.prompt_ids)
-        news = list(self.running)
-        for request in news:
-            self._advance(request)
-        return news
+        return super().step()
 
-    def _advance(self, request: Request) -> None:
-        done, params = len(request.token_ids), request.params
-        script = self.script(request)
-        tokens = script[done : done + self.per_step][: params.max_tokens - done]
-        assert request.stream is not None
-        request.token_ids += tokens
-        request.num_shown = len(request.token_ids) - (request.token_ids[-1:] in self.ends)
-        if request.has_stops:
-            request.read()
-        kept = request.stream.num_kept
-        if kept is not None:
-            tokens = tokens[: kept - done]
-            del request.token_ids[kept:]
-            request.num_shown = kept
-        if params.logprobs is not None:
-            top = tuple((i, -1.5 - i) for i in range(params.logprobs))
-            request.logprobs += [TokenLogprobs(-0.5, top)] * len(tokens)
-        now = time.perf_counter()
-        request.first_token_at, request.last_token_at = request.first_token_at or now, now
-        self.totals.num_generated_tokens += len(tokens)
-        if tokens:
-            for stats in (request.stats, self.totals.spec):
-                stats.observe(len(tokens), len(tokens) - 1)
-            self.totals.num_drafts += 1
-            self.totals.num_draft_tokens += self.shape.tokens - 1
-        if kept is not None or len(request.token_ids) >= len(script):
-            self._finish(request, "stop")
-        elif len(request.token_ids) >= params.max_tokens:
-            self._finish(request, "length")
+    def _prefill_scripted(self, chunks: Sequence[Chunk]) -> list[Results]:
+        """Emit the first token of each reply whose prompt ends here."""
+        requests = [chunk.request for chunk in chunks]
+        counts = []
+        for chunk in chunks:
+            is_last = chunk.stop == chunk.request.num_to_compute
+            is_first = is_last and not chunk.request.token_ids
+            counts.append(1 if is_first else 0)
+        emitted = self._emit(requests, counts, 1)
+        epochs = [request.epoch for request in requests]
+        return [Results(requests, epochs, emitted, None, [chunk.stop for chunk in chunks])]
 
-    def _finish(self, request: Request, reason: Any) -> None:
-        request.finish_reason = reason
-        for queue in (self.running, self.waiting):
-            if request in queue:
-                queue.remove(request)
-        self.totals.num_finished[reason] = self.totals.num_finished.get(reason, 0) + 1
+    def _decode_scripted(
+        self, requests: list[Request], shape: SpecShape, ngram: Any = None, wanted: Any = None
+    ) -> Results:
+        """Emit the next tokens of each reply."""
+        emitted = self._emit(requests, [self.per_step] * len(requests), shape.steps + 1)
+        epochs = [request.epoch for request in requests]
+        return Results(requests, epochs, emitted, [shape.tokens - 1] * len(requests), shape=shape)
+
+    def _emit(self, requests: Sequence[Request], counts: Sequence[int], width: int) -> HostCopy:
+        """The next tokens of each reply, at most as many as ``counts``, in rows of ``width``."""
+        # The tokens.
+        rows, emitted_counts = [], []
+        for request, count in zip(requests, counts, strict=True):
+            begun = len(request.token_ids)
+            known = self.script(request)[begun : begun + width]
+            rows.append(known + [self._end_token] * (width - len(known)))
+            emitted_counts.append(max(0, min(count, self.most_tokens - begun)))
+        if not any(emitted_counts):
+            time.sleep(IDLE_S)
+
+        # Their log-probabilities, where somebody asks for them.
+        logprobs = None
+        asked = [request.params.logprobs for request in requests if request.params.logprobs is not None]
+        if asked:
+            top = torch.arange(max(asked))
+            place = len(requests), width, max(asked)
+            logprobs = Logprobs(torch.full(place[:2], -0.5), top.expand(place), (-1.5 - top).expand(place))
+
+        is_finite = torch.ones(len(requests), dtype=torch.bool)
+        return HostCopy(Emitted(torch.tensor(rows), torch.tensor(emitted_counts), logprobs, is_finite))
 
 
-class ScriptedLLM:
-    """The part of ``LLM`` that the server uses."""
+def scripted_llm(tokenizer: Any, *, max_batch_size: int = 4, max_context: int = 400) -> LLM:
+    """Make a tiny model with ``tokenizer``, whose pool holds a full batch, or two of its longest requests."""
+    ends = tuple(sorted({tokenizer.eos_token_id, *end_tokens(tokenizer)}))
+    target, head = _models(max(VOCAB_SIZE, len(tokenizer)), ends, max(512, max_context))
+    is_long = max_context > 10_000
+    num_requests = 2 if is_long else max_batch_size
+    return LLM(
+        target,
+        head,
+        tokenizer=tokenizer,
+        shape=SHAPE,
+        max_batch_size=max_batch_size,
+        max_context=max_context,
+        page_size=1024 if is_long else 16,
+        prefill_tokens=max_context,
+        kv_tokens=num_requests * (max_context + 1024),
+        graph_mode="off",
+    )
 
-    def __init__(self, tokenizer: Any, *, max_batch_size: int = 4, max_context: int = 400) -> None:
-        self.tokenizer, self.max_batch_size, self.max_context = tokenizer, max_batch_size, max_context
-        self.target = SimpleNamespace(config=SimpleNamespace(vocab_size=300))
-        self._numbers = itertools.count()
 
-    def tokenize(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
-            return prompt_token_ids(self.tokenizer, prompt)
-        return list(prompt)
-
-    def make_request(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        priority: int = 0,
-        shown_tokens: frozenset[int] = frozenset(),
-    ) -> Request:
-        stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens)
-        return Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
+@cache
+def _models(vocab_size: int, ends: tuple[int, ...], max_positions: int) -> tuple[Any, Any]:
+    target = tiny_target(vocab_size, 1, eos_token_ids=ends, max_position_embeddings=max_positions)
+    return target, tiny_head(target)

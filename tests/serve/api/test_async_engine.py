@@ -30,7 +30,7 @@ def run(scripted, coroutine, *, reply="abcdefghijklmnopqrstuvwxyz" * 2, capacity
         finally:
             await engine.shutdown()
             assert engine.num_live == 0 and not engine._progress and not engine._thread.is_alive()
-            assert inner.fail_at >= 0 or not inner.has_work
+            assert engine.failure is not None or not inner.has_work
 
     return asyncio.run(main())
 
@@ -38,15 +38,17 @@ def run(scripted, coroutine, *, reply="abcdefghijklmnopqrstuvwxyz" * 2, capacity
 def test_deltas_join_to_text_and_tokens(scripted):
     async def check(llm, inner, engine):
         request = llm.make_request([5], GREEDY)
-        deltas = [delta async for delta in engine.stream(request)]
-        assert (
-            "".join(delta.text for delta in deltas) == request.stream.text == "abcdefghijklmnopqrstuvwxyz" * 2
-        )
+        deltas = []
+        async for delta in engine.stream(request):
+            deltas.append(delta)
+            inner.most_tokens += 10
+        text = "".join(delta.text for delta in deltas)
+        assert text == request.stream.text == "abcdefghijklmnopqrstuvwxyz" * 2
         assert [token for delta in deltas for token in delta.token_ids] == request.token_ids
         assert [delta.finish_reason for delta in deltas if delta.finish_reason] == ["stop"]
         assert len(deltas) > 3
 
-    run(scripted, check, step_s=0.005)
+    run(scripted, check, hold_at=10)
 
 
 def test_a_slow_reader_gets_what_it_missed_as_one_delta(scripted):
@@ -55,9 +57,19 @@ def test_a_slow_reader_gets_what_it_missed_as_one_delta(scripted):
         while reply.finish_reason is None:
             await asyncio.sleep(0.01)
         deltas = [delta async for delta in reply]
-        assert len(deltas) == 1 and len(deltas[0].token_ids) == 52 and deltas[0].finish_reason == "stop"
+        assert len(deltas) == 1 and len(deltas[0].token_ids) == 53 and deltas[0].finish_reason == "stop"
 
     run(scripted, check)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [1, 17])
+def test_a_reply_ends_where_the_context_does(scripted, num_prompt_tokens):
+    async def check(llm, inner, engine):
+        (reply,) = await engine.add([llm.make_request([5] * num_prompt_tokens, GREEDY)])
+        delta = await reply.collect()
+        assert (delta.finish_reason, num_prompt_tokens + len(delta.token_ids)) == ("context", 32)
+
+    run(scripted, check, max_context=32)
 
 
 def test_requests_are_taken_all_or_none(scripted):
@@ -67,11 +79,11 @@ def test_requests_are_taken_all_or_none(scripted):
         while engine.num_live:
             await asyncio.sleep(0.01)
         assert inner.totals.num_finished == {"abort": 2}
-        assert (
-            await (await engine.add([llm.make_request([5], GREEDY)]))[0].collect()
-        ).finish_reason == "stop"
+        inner.release()
+        (reply,) = await engine.add([llm.make_request([5], GREEDY)])
+        assert (await reply.collect()).finish_reason == "stop"
 
-    run(scripted, check, step_s=0.02)
+    run(scripted, check, hold_at=6)
 
 
 def test_cancelling_at_any_moment_leaves_nothing_behind(scripted):
@@ -110,10 +122,11 @@ def test_capacity_counts_everything_on_its_way(scripted):
         with pytest.raises(UserError, match="at most 4"):
             await engine.add([llm.make_request([5], GREEDY) for _ in range(5)])
         (last,) = await engine.add([llm.make_request([5], GREEDY)])
+        inner.release()
         await asyncio.gather(*(reply.collect() for reply in (*first, last)))
         await engine.add([llm.make_request([5], GREEDY) for _ in range(4)])
 
-    run(scripted, check, capacity=4, step_s=0.005)
+    run(scripted, check, capacity=4, hold_at=6)
 
 
 def test_a_failure_reaches_readers_waiting_ones_and_late_ones(scripted):
@@ -134,12 +147,15 @@ def test_a_shutdown_with_and_without_grace(scripted):
     async def check(llm, inner, engine):
         (reply,) = await engine.add([llm.make_request([5], GREEDY)])
         await anext(reply)
-        await engine.shutdown(grace_s=20)
+        shutdown = asyncio.create_task(engine.shutdown(grace_s=20))
+        await asyncio.sleep(0)  # it has begun
+        inner.release()
+        await shutdown
         assert (await reply.collect()).finish_reason == "stop"
         with pytest.raises(Overloaded, match="shutting down"):
             await engine.add([llm.make_request([5], GREEDY)])
 
-    run(scripted, check, step_s=0.01)
+    run(scripted, check, hold_at=6)
 
     async def check_abort(llm, inner, engine):
         (reply,) = await engine.add([llm.make_request([5], GREEDY)])
@@ -150,35 +166,37 @@ def test_a_shutdown_with_and_without_grace(scripted):
         whole.add(await reply.collect())
         assert whole.finish_reason == "abort" and whole.text == reply.request.stream.text != ""
 
-    run(scripted, check_abort, step_s=0.05)
+    run(scripted, check_abort, hold_at=6)
 
 
 def test_requests_with_a_grammar_count_while_it_is_compiled_and_hold_nothing_up(scripted):
     async def check(llm, inner, engine):
         gate = threading.Event()
-        inner.prepare = lambda request: gate.wait(20)
+        inner.grammars.compile = lambda grammar: gate.wait(20)
         grammar = SamplingParams(max_tokens=200, grammar=Grammar("regex", "a"))
         bound = [asyncio.create_task(engine.add([llm.make_request([5], grammar)])) for _ in range(2)]
         await asyncio.sleep(0.05)
         (free,) = await engine.add([llm.make_request([5], GREEDY)])
         assert (await free.collect()).finish_reason == "stop"
+        inner.most_tokens = 6
         await engine.add([llm.make_request([5], GREEDY)])
         with pytest.raises(Overloaded, match="holds 3 of at most 3"):
             await engine.add([llm.make_request([5], GREEDY)])
         assert threading.active_count() < 100
         gate.set()
+        inner.release()
         for (reply,) in await asyncio.gather(*bound):
             assert (await reply.collect()).finish_reason == "stop"
         assert engine._num_reserved == 0
 
-    run(scripted, check, capacity=3, step_s=0.005)
+    run(scripted, check, capacity=3)
 
 
 def test_a_shutdown_does_not_wait_for_a_grammar(scripted):
     gate = threading.Event()
 
     async def check(llm, inner, engine):
-        inner.prepare = lambda request: gate.wait(20)
+        inner.grammars.compile = lambda grammar: gate.wait(20)
         grammar = SamplingParams(max_tokens=200, grammar=Grammar("regex", "a"))
         requests = [llm.make_request([5], grammar) for _ in range(2)]
         adding = asyncio.ensure_future(engine.add(requests))
@@ -196,22 +214,24 @@ def test_short_grammars_go_before_long_ones_and_those_of_clients_that_left_are_n
     gate, begun = threading.Event(), []
 
     async def check(llm, inner, engine):
-        def prepare(request):
-            begun.append(request.params.grammar.text)
+        def compile_slowly(grammar):
+            begun.append(grammar.text)
             gate.wait(20)
 
-        inner.prepare = prepare
+        inner.grammars.compile = compile_slowly
 
         def add(text):
             params = SamplingParams(max_tokens=200, grammar=Grammar("regex", text))
             return asyncio.create_task(engine.add([llm.make_request([5], params)]))
 
-        adding = []
-        for text in ("first", "the longest of all", "a client that left", "longer", "", "b", "a"):
+        adding = [add("first")]
+        while not begun:
+            await asyncio.sleep(0.005)
+        for text in ("the longest of all", "a client that left", "longer", "", "b", "a"):
             adding.append(add(text))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0)  # it is in the queue now
         adding[2].cancel()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0)
         gate.set()
         for (reply,) in await asyncio.gather(*adding[:2], *adding[3:]):
             assert (await reply.collect()).finish_reason == "stop"
@@ -242,25 +262,37 @@ asyncio.run(main())
 
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_readers_hear_of_a_lost_rank_while_a_step_waits_for_it(scripted, monkeypatch, is_stuck):
-    monkeypatch.setattr(async_engine, "STUCK_S", 0.1)
+    monkeypatch.setattr(async_engine, "STUCK_S", 0.1 if is_stuck else 20.0)
     monkeypatch.setattr(async_engine, "TELLING_S", 0.1)
     error, told = RankLost("Rank 1 has ended."), []
+    in_a_step, may_end, others = threading.Event(), threading.Event(), set(threading.enumerate())
 
     async def check(llm, inner, engine):
+        plain = inner.step
+
+        def step():
+            in_a_step.set()
+            assert not is_stuck or may_end.wait(20)
+            return plain()
+
+        inner.step = step
         engine.on_stuck = told.append
         (reply,) = await engine.add([llm.make_request([5], GREEDY)])
-        while not inner.seen:
-            await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(in_a_step.wait, 20)
         engine.fail(error)
         with pytest.raises(EngineFailed, match="RankLost"):
             await reply.collect()
-        await asyncio.sleep(0.5)
-        assert told == [error] * is_stuck and engine.failure is error
-        assert engine._thread.is_alive() == is_stuck
-        inner.running.clear()  # nobody goes on with them
-        inner.waiting.clear()
+        while is_stuck and not told:
+            await asyncio.sleep(0.01)
+        assert engine.failure is error
+        may_end.set()
+        for request in list(inner.running):
+            inner.abort(request)  # nobody goes on with them
 
-    run(scripted, check, step_s=1.5 if is_stuck else 0.01)
+    run(scripted, check, hold_at=6)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(20)
+    assert told == [error] * is_stuck
 
 
 def test_a_rank_that_is_lost_behind_an_error_of_the_device_is_told(scripted):

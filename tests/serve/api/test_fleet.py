@@ -1,11 +1,7 @@
 """Two servers behind a balancer: a rolling restart under load loses no reply."""
 
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -14,39 +10,41 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 from balancer import balancing
+from server_process import ServerProcess
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import wait_until
 
 NUM_TOKENS = 200
-PAUSE_S = 1.0
+PAUSE_S = 0.3
 PROMPTS = ("The cat sees", "A dog likes the river", "the house and the stone", "12 birds")
 OPTIONS = ("--max-context", "512", "--max-running-requests", "4", "--served-model-name", "tiny")
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Replica:
-    """A server's process at a fixed port, which can be started again."""
+    """A server's process at a fixed port, which can be started again. The port is kept by a socket that never
+    listens, so that no other process is given it meanwhile."""
 
-    def __init__(self, folder):
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            self.port = sock.getsockname()[1]
-        self.url, self.folder, self.process = f"http://127.0.0.1:{self.port}", folder, None
+    def __init__(self, folder, log):
+        self.socket = socket.socket()
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(("127.0.0.1", 0))
+        self.port = self.socket.getsockname()[1]
+        self.url, self.folder, self.log = f"http://127.0.0.1:{self.port}", folder, log
+        self.process = None
 
     def start(self):
-        command = [sys.executable, "-m", "eagle_kit.cli", "serve", str(self.folder), "--port", str(self.port)]
-        self.process = subprocess.Popen([*command, *OPTIONS], env=ENV, stderr=subprocess.DEVNULL)
+        self.process = ServerProcess(self.folder, "--port", self.port, *OPTIONS, log=self.log)
 
     def terminate(self):
         """Send SIGTERM -> when it was sent."""
-        self.process.send_signal(signal.SIGTERM)
+        self.process.terminate()
         return time.monotonic()
 
-    def kill(self):
+    def end(self):
         self.process.kill()
-        self.process.wait()
+        self.socket.close()
 
 
 class Load:
@@ -115,12 +113,12 @@ def expected(target_folder):
     return [out.text for out in llm.generate(ids, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))]
 
 
-def test_a_rolling_restart_under_load_loses_no_reply(target_folder, expected):
-    first, second = replicas = [Replica(target_folder) for _ in range(2)]
+def test_a_rolling_restart_under_load_loses_no_reply(target_folder, expected, tmp_path):
+    first, second = replicas = [Replica(target_folder, tmp_path / f"replica-{i}.log") for i in range(2)]
     with ExitStack() as stack:
         for replica in replicas:
             replica.start()
-            stack.callback(replica.kill)
+            stack.callback(replica.end)
         url, balancer = stack.enter_context(balancing([replica.url for replica in replicas]))
         wait_until(lambda: len(balancer.ready) == 2, 120)
         with load(url, expected) as clients:

@@ -10,7 +10,7 @@ import pytest
 from eagle_kit.serve.api.body import parse
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
-from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving
 
 N = 700_000
@@ -28,13 +28,21 @@ BOMBS = {
 }
 
 
+@pytest.fixture(scope="module")
+def reading_s():
+    """Time of this thread that it takes to read a million numbers."""
+    started = time.thread_time()
+    json.loads(BOMBS["many numbers"])
+    return time.thread_time() - started
+
+
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_body_of_a_million_mistakes_is_refused_at_once(name):
+def test_a_body_of_a_million_mistakes_is_refused_at_once(name, reading_s):
     started = time.thread_time()
     with pytest.raises(ApiError) as refusal:
         parse(ChatRequest if name == "messages" else CompletionRequest, BOMBS[name])
     assert refusal.value.status == 400 and len(refusal.value.message) < 300
-    assert time.thread_time() - started < 2, "it was 5 s"
+    assert time.thread_time() - started < 25 * reading_s, "it was a hundred times as much"
 
 
 def test_large_bodies_that_are_right_pass():
@@ -46,8 +54,8 @@ def test_large_bodies_that_are_right_pass():
 
 @pytest.fixture
 def server(tokenizer):
-    engine = ScriptedEngine(lambda request: [70, 71, 72])
-    with serving(ScriptedLLM(tokenizer), engine) as running:
+    llm = scripted_llm(tokenizer)
+    with serving(llm, ScriptedEngine(llm, lambda request: [70, 71, 72])) as running:
         yield running
 
 
@@ -97,13 +105,13 @@ def test_a_request_arrives_when_it_enters_not_when_it_is_tokenised(server, monke
     plain = server.service._requests
 
     def slowly(*args):
-        time.sleep(0.3)
+        time.sleep(0.1)
         return plain(*args)
 
     monkeypatch.setattr(server.service, "_requests", slowly)
     assert server.http.post("/v1/completions", json={"prompt": "ab"}).status_code == 200
     (request,) = server.engine.seen
-    assert request.first_token_at - request.arrived_at > 0.29
+    assert request.first_token_at - request.arrived_at > 0.099
 
 
 def chat(server, **more):
@@ -115,20 +123,24 @@ def wanted(schema):
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
 
 
+def burst(server, schema):
+    """Ask for a schema four times at once, and for a reply of another kind meanwhile -> CPU seconds."""
+    before = time.process_time()
+    with ThreadPoolExecutor(5) as pool:
+        bad = [pool.submit(chat, server, response_format=wanted(schema)) for _ in range(4)]
+        good = pool.submit(chat, server, response_format={"type": "json_object"})
+        assert good.result().status_code == 200, good.result().text
+        assert [answer.result().status_code for answer in bad] == [400] * 4
+    return time.process_time() - before
+
+
 def test_hostile_schemas_at_once_are_refused_hold_nobody_up_and_leave_nothing_running(real_server):
     """Branches were compared pair by pair, in threads that went on for minutes."""
-    schema = {"oneOf": [{"enum": [f"{j} {i}" for i in range(4000)]} for j in range(64)]}
-    with ThreadPoolExecutor(4) as pool:
-        bad = [pool.submit(chat, real_server, response_format=wanted(schema)) for _ in range(4)]
-        time.sleep(0.5)
-        started = time.perf_counter()
-        good = chat(real_server, response_format={"type": "json_object"})
-        assert good.status_code == 200, good.text
-        assert time.perf_counter() - started < 10
-        assert [answer.result().status_code for answer in bad] == [400] * 4
+    branches = [{"enum": [f"{j} {i}" for i in range(4000)]} for j in range(64)]
+    assert burst(real_server, {"oneOf": branches}) < 10 * burst(real_server, {"anyOf": branches})
     before, started = time.process_time(), time.perf_counter()
-    time.sleep(1)
-    assert time.process_time() - before < 0.3 * (time.perf_counter() - started)
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.5 * (time.perf_counter() - started)
 
 
 def test_a_pattern_that_ends_in_a_backslash_is_refused(real_server):

@@ -15,10 +15,12 @@ from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.serve.api.logprobs import TokenNames, chat_logprobs, off_loop_if_long
 from eagle_kit.serve.reply import Delta
-from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving
 
 TEXT = "Grüße, 世界! \U0001f600 The end of it."
+NUM_TOKENS = len(TEXT.encode()) + 1
+"""Tokens of the reply: one a byte, and the one that ends it."""
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
@@ -27,8 +29,9 @@ def one_byte_a_step(tokenizer):
     """Emits TEXT one byte a step, so that every character is cut; slowly, so that pieces come one by one."""
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert len(ids) == len(TEXT.encode())
-    engine = ScriptedEngine(lambda request: ids, per_step=1, step_s=0.005)
-    with serving(ScriptedLLM(tokenizer), engine) as server:
+    llm = scripted_llm(tokenizer)
+    engine = ScriptedEngine(llm, lambda request: ids, per_step=1, step_s=0.005)
+    with serving(llm, engine) as server:
         yield server
 
 
@@ -56,14 +59,16 @@ def test_a_stream_shows_whole_characters_only_and_joins_to_the_whole_reply(one_b
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-2:] == [None, "stop"]
     usage = chunks[-1].usage
-    assert chunks[-1].choices == [] and usage.completion_tokens == len(TEXT.encode())
+    assert chunks[-1].choices == [] and usage.completion_tokens == NUM_TOKENS
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert len({chunk.id for chunk in chunks}) == 1
     whole = client.chat.completions.create(model="tiny", messages=MESSAGES)
     assert whole.choices[0].message.content == TEXT and whole.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize("stop", ["世界", ["The", "世"], ["end of", "zzz"], ["\U0001f600 T"]])
+@pytest.mark.parametrize(
+    "stop", ["世界", ["The", "世"], ["end of", "zzz"], ["zzz", "end of"], ["\U0001f600 T"]]
+)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_stop_text_across_tokens_never_shows_and_ends_the_reply(one_byte_a_step, stop, stream):
     first = min(TEXT.find(text) for text in ([stop] if isinstance(stop, str) else stop) if text in TEXT)
@@ -76,6 +81,24 @@ def test_a_stop_text_across_tokens_never_shows_and_ends_the_reply(one_byte_a_ste
         assert chunks[-1].choices[0].finish_reason == "stop"
     else:
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (TEXT[:first], "stop")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_token_that_ends_the_reply_is_counted_and_is_no_text(one_byte_a_step, tokenizer, stream):
+    """``T`` is a token like any other, unlike the special ones, which no text shows anyway."""
+    (token,) = tokenizer("T", add_special_tokens=False)["input_ids"]
+    shown = TEXT[: TEXT.index("T")]
+    body = {"stop_token_ids": [token], "prompt": "ab", "max_tokens": 200, "stream_options": None}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+        *chunks, last = events(one_byte_a_step, "/v1/completions", body)
+        choices = [chunk["choices"][0] for chunk in chunks]
+    else:
+        last = complete(one_byte_a_step, **body).json()
+        choices = last["choices"]
+    assert "".join(choice["text"] for choice in choices) == shown
+    assert choices[-1]["finish_reason"] == "stop"
+    assert last["usage"]["completion_tokens"] == len(shown.encode()) + 1
 
 
 def test_max_tokens_ends_a_reply_with_length_and_releases_what_was_held(one_byte_a_step):
@@ -200,7 +223,8 @@ def test_streamed_logprobs_are_those_of_the_whole_reply(one_byte_a_step):
             parts[name] += values
     assert parts == whole
     # Each of a character's bytes begins where the character does.
-    assert whole["text_offset"] == [i for i, letter in enumerate(TEXT) for _ in letter.encode()]
+    assert whole["text_offset"][:-1] == [i for i, letter in enumerate(TEXT) for _ in letter.encode()]
+    assert whole["text_offset"][-1] == len(TEXT)
 
 
 def test_names_of_tokens_are_found_once_and_long_replies_are_written_beside_the_loop(tokenizer, monkeypatch):
@@ -232,7 +256,7 @@ def test_usage_in_every_chunk_counts_the_tokens_of_the_chunks(scripted, path):
         streamed = events(server, path, {**body, "n": 2, "stream_options": options})
         plain = events(server, path, {**body, "stream_options": {"include_usage": True}})
     counts = [data["usage"]["completion_tokens"] for data in streamed]
-    assert counts == sorted(counts) and counts[-1] == 2 * len(TEXT.encode())
+    assert counts == sorted(counts) and counts[-1] == 2 * NUM_TOKENS
     assert streamed[-1]["choices"] == [] and len(set(counts)) > 5
     assert all(data["usage"] is None for data in plain[:-1])
 
@@ -250,7 +274,7 @@ def events(server, path, body):
 def test_speculation_details_come_on_request_only(one_byte_a_step):
     assert "speculation" not in chat(one_byte_a_step).json()
     details = chat(one_byte_a_step, return_speculation=True, max_tokens=5).json()["speculation"]
-    assert (details["accept_length"], details["num_verifies"], details["histogram"]) == (1.0, 5, [0, 5])
+    assert (details["accept_length"], details["num_verifies"], details["histogram"]) == (1.0, 4, [0, 4])
     body = {"messages": MESSAGES, "return_speculation": True, "max_tokens": 5}
     streamed = events(one_byte_a_step, "/v1/chat/completions", body)
     assert streamed[-1]["speculation"] == details and streamed[-1]["choices"] == []
@@ -382,17 +406,17 @@ def test_metrics_count_what_the_engine_did(scripted):
 
     assert value("spec_decode_num_drafts_total") == 3
     assert value("spec_decode_num_draft_tokens_total") == 9
-    assert value("spec_decode_num_accepted_tokens_total") == 4
+    assert value("spec_decode_num_accepted_tokens_total") == 5
     positions = [
         value("spec_decode_num_accepted_tokens_per_pos_total", f'model_name="tiny",position="{i}"')
         for i in (0, 1)
     ]
-    assert positions == [2, 2]
-    assert value("prompt_tokens_total") == 4 and value("generation_tokens_total") == 7
+    assert positions == [3, 2], "the last cycle emits the token that ends the reply, which was drafted"
+    assert value("prompt_tokens_total") == 4 and value("generation_tokens_total") == 8
     assert value("request_success_total", 'finished_reason="stop",model_name="tiny"') == 1
     assert float(samples["process_resident_memory_bytes"]) > 1e8
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
-    for name, count in (("time_to_first_token", 1), ("inter_token_latency", 4), ("e2e_request_latency", 1)):
+    for name, count in (("time_to_first_token", 1), ("inter_token_latency", 7), ("e2e_request_latency", 1)):
         assert value(f"{name}_seconds_count") == count
 
 

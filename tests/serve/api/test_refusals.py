@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving, wait_until
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -16,8 +16,9 @@ LIMIT = 20_000
 
 @pytest.fixture(scope="module")
 def server(tokenizer):
-    engine = ScriptedEngine(lambda request: [70, 71, 72])
-    with serving(ScriptedLLM(tokenizer), engine, max_body_bytes=LIMIT) as running:
+    llm = scripted_llm(tokenizer)
+    engine = ScriptedEngine(llm, lambda request: [70, 71, 72])
+    with serving(llm, engine, max_body_bytes=LIMIT) as running:
         yield running
 
 
@@ -230,8 +231,13 @@ def test_the_other_endpoints_are_as_strict(server, path, body):
     refused(server, path, server.http.post(path, json=body), 400)
 
 
-def test_a_defect_in_one_request_is_a_500_of_that_request_alone(server):
-    answer = server.http.post(COMPLETE, json={"prompt": [7, 7, 7]})
+def test_a_defect_in_one_request_is_a_500_of_that_request_alone(server, monkeypatch):
+    def broken(request):
+        raise ZeroDivisionError("a defect while a request is taken")
+
+    monkeypatch.setattr(server.engine, "add_request", broken)
+    answer = server.http.post(COMPLETE, json=COMPLETE_BODY)
+    monkeypatch.undo()
     assert answer.status_code == 500 and answer.json()["error"]["type"] == "internal_error"
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.post(COMPLETE, json=COMPLETE_BODY).json()["choices"][0]["text"] == "def"

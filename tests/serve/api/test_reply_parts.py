@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from chat_templates import tokenizer_for
 
-from eagle_kit.data.chat.template import end_tokens
-from tests.serve.api.scripted import ScriptedEngine, ScriptedLLM
+from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving
 
 QUESTION = {"role": "user", "content": "Rain?"}
@@ -42,8 +41,8 @@ def served():
         def make(name: str, text: str, **settings: Any) -> Any:
             key = name, tuple(settings.items())
             if key not in kept:
-                llm = ScriptedLLM(tokenizer_for(name), max_context=4000)
-                engine = ScriptedEngine(lambda request: [], step_s=0.001)
+                llm = scripted_llm(tokenizer_for(name), max_context=4000)
+                engine = ScriptedEngine(llm, lambda request: [])
                 kept[key] = stack.enter_context(serving(llm, engine, **settings))
             server = kept[key]
             ids = server.llm.tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -118,7 +117,7 @@ def test_reasoning_content_and_calls_whole_and_streamed(
     assert both(server) == {**expected, "reason": "tool_calls", "tokens": 0}
     tokens = len(server.llm.tokenizer(text, add_special_tokens=False)["input_ids"])
     found = both(server, logprobs=True)
-    assert found == {**expected, "reason": "tool_calls", "tokens": tokens}
+    assert found == {**expected, "reason": "tool_calls", "tokens": tokens + 1}, "and the one that ends it"
 
 
 def test_the_message_can_be_sent_back_and_is_rendered_as_it_was_written(served: Any) -> None:
@@ -170,7 +169,7 @@ def test_what_is_no_call_stays_in_the_content(served: Any) -> None:
     broken = HARMONY[:-1]
     found = both(served("harmony", broken))
     text = broken[broken.rfind("<|start|>") :].removeprefix("<|start|>assistant")
-    assert (found["content"], found["reason"]) == (f"One <moment.\n{text}", "stop")
+    assert (found["content"], found["reason"]) == (f"One <moment.\n{text}<|return|>", "stop")
 
 
 @pytest.mark.parametrize(
@@ -235,27 +234,25 @@ def test_without_parallel_calls_later_ones_are_dropped(served: Any) -> None:
 
 def test_a_call_without_arguments_that_ends_a_reply_of_harmony_is_one(served: Any) -> None:
     header = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-    server = served("harmony", f"{header}<|call|>")
-    server.engine.ends = tuple([token] for token in end_tokens(server.llm.tokenizer))
-    try:
-        found = both(server)
-        assert (found["calls"], found["content"], found["reason"]) == ([("weather", {})], "", "tool_calls")
-        found = both(served("harmony", header))
-        assert (found["calls"], found["content"]) == ([], header)
-    finally:
-        del server.engine.ends
+    found = both(served("harmony", f"{header}<|call|>"))
+    assert (found["calls"], found["content"], found["reason"]) == ([("weather", {})], "", "tool_calls")
+    server = served("harmony", header)
+    found = both(server, max_tokens=len(server.llm.tokenizer(header, add_special_tokens=False)["input_ids"]))
+    assert (found["calls"], found["content"], found["reason"]) == ([], header, "length")
 
 
 def test_an_aborted_reply_keeps_what_was_written(served: Any) -> None:
-    server = served("qwen3", "<think>\n" + "hm " * 3000)
-    found = {}
-    for chunk in ask(server, stream=True, tools=None, max_tokens=3900):
-        found[len(found)] = chunk
-        if len(found) == 5:
+    server = served("qwen3", "<think>\n" + "hm " * 30)
+    server.engine.most_tokens = 30
+    found = []
+    for chunk in ask(server, stream=True, tools=None):
+        found.append(chunk)
+        if getattr(chunk.choices[0].delta, "reasoning_content", None) and len(server.engine.running):
             assert server.http.post("/abort", json={"abort_all": True}).status_code == 200
-    said = streamed(found.values())
+    server.engine.release()
+    said = streamed(found)
     assert said["reason"] == "abort" and said["content"] == ""
-    assert 0 < len(said["reasoning"]) < 3900 and ("hm " * 3000).startswith(said["reasoning"])
+    assert said["reasoning"] and ("hm " * 30).startswith(said["reasoning"])
 
 
 def test_with_a_grammar_all_behind_the_reasoning_is_content(served: Any) -> None:

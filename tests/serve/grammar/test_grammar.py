@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_head, tiny_target
-from tiny_run import make_target
+from tiny_run import END_TOKEN, make_target, tokens_of
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
@@ -101,9 +101,7 @@ def compiler(llm):
 def accepts(compiler, grammar, text):
     """Whether the reply may be ``text``, a byte a token, and end there."""
     match = compiler.start(grammar)
-    tokens = compiler._tokenizer.tokenize_str(text)
-    stop = next(iter(match._stop_token_ids))
-    match.advance([*tokens, stop])
+    match.advance([*tokens_of(text), END_TOKEN])
     return match.is_complete
 
 
@@ -154,10 +152,9 @@ def test_a_grammar_that_leads_nowhere_ends_its_reply_and_no_other(llm, shape):
 def test_masks_of_a_tree_are_those_of_its_paths(compiler):
     """Nodes that break the grammar, lie behind its end, or are not used, leave their rows alone."""
     match = compiler.start(Grammar("regex", "a(b|cd)"))
-    token = {text: compiler._tokenizer.tokenize_str(text)[0] for text in "abcdx"}
-    stop = min(match._stop_token_ids)
+    token = {text: tokens_of(text)[0] for text in "abcdx"}
     parents = np.array([0, 0, 0, 1, 1, 3, 6, 4, 2])
-    tokens = torch.tensor([7, *(token[t] for t in "axbc"), stop, 0, token["d"], token["a"]])
+    tokens = torch.tensor([7, *(token[t] for t in "axbc"), END_TOKEN, 0, token["d"], token["a"]])
     bitmask = torch.full((9, -(-300 // 32)), -1, dtype=torch.int32)
     match.fill(parents, tokens, bitmask)
     rows = [{i for i in range(300) if int(row[i // 32]) >> (i % 32) & 1} for row in bitmask]
@@ -166,23 +163,24 @@ def test_masks_of_a_tree_are_those_of_its_paths(compiler):
         {token["a"]},
         {token["b"], token["c"]},
         everything,
-        match._stop_token_ids,
+        {END_TOKEN},
         {token["d"]},
     ]
-    assert rows[5:] == [everything, everything, match._stop_token_ids, everything]
+    assert rows[5:] == [everything, everything, {END_TOKEN}, everything]
     again = torch.zeros_like(bitmask)
     match.fill(parents, tokens, again)
     assert again[0].equal(bitmask[0]) and not match.is_stuck, "the match stays where it is"
 
 
-def test_an_automaton_that_has_grown_to_its_limit_is_made_anew(compiler, monkeypatch):
-    monkeypatch.setattr(compiler, "_limits", compiler._library.LLParserLimits(max_lexer_states=60))
+def test_an_automaton_that_has_grown_to_its_limit_is_made_anew(llm, monkeypatch):
+    monkeypatch.setitem(grammar_module.LIMITS, "max_lexer_states", 60)
+    compiler = GrammarCompiler(llm.tokenizer, 300, [END_TOKEN])
     grammar = Grammar("regex", "y|x(a|b)*a(a|b){40}")
     match = compiler.start(grammar)
-    draft = [7, *compiler._tokenizer.tokenize_str("x" + "ab" * 30)]
+    draft = [7, *tokens_of("x" + "ab" * 30)]
     bitmask = torch.full((len(draft), -(-300 // 32)), -1, dtype=torch.int32)
     match.fill(np.maximum(np.arange(len(draft)) - 1, 0), torch.tensor(draft), bitmask)
-    (letter,) = compiler._tokenizer.tokenize_str("y")
+    (letter,) = tokens_of("y")
     assert bitmask[-1].eq(-1).all() and match.advance([letter]) == 0 and match.is_stuck
     for _ in range(NUM_STARTS):
         match = compiler.start(grammar)
@@ -246,7 +244,7 @@ def test_a_reply_whose_grammar_takes_too_long_is_ended_and_the_next_is_served(ll
 
 @pytest.mark.parametrize("grammar", [Grammar("json_object"), json_schema(SCHEMA)])
 def test_whitespace_in_json_has_an_end(compiler, grammar):
-    tokens = compiler._tokenizer.tokenize_str("{ \n ")
+    tokens = tokens_of("{ \n ")
     assert compiler.start(grammar).advance(tokens) == 3
 
 
@@ -255,11 +253,11 @@ def test_compiled_grammars_are_remembered_and_their_number_is_bounded(llm):
     texts = [f"[ab]{{3}}{i}" for i in range(NUM_COMPILED + 1)]
     for text in texts:
         compiler.start(Grammar("regex", text))
-    assert compiler._compiled.cache_info().currsize == NUM_COMPILED
+    assert compiler.num_compiled == NUM_COMPILED
     misses = compiler._compiled.cache_info().misses
     first, second = (compiler.start(Grammar("regex", texts[-1])) for _ in range(2))
     assert compiler._compiled.cache_info().misses == misses
-    a, b = compiler._tokenizer.tokenize_str("ab")
+    a, b = tokens_of("ab")
     assert first.advance([a, a, a, a]) == 3 and second.advance([b, b, b]) == 3, "they share no state"
 
 
@@ -323,7 +321,7 @@ def test_several_threads_may_compile_and_copy_at_once(compiler):
         try:
             for i in range(20):
                 match = compiler.start(Grammar("regex", f"a{{{i % 3 + 1}}}b"))
-                assert match.advance(compiler._tokenizer.tokenize_str("aaa")) == i % 3 + 1
+                assert match.advance(tokens_of("aaa")) == i % 3 + 1
         except BaseException as error:
             errors.append(error)
 

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from tiny_run import make_target
+from tiny_run import make_target, tokens_of
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar
@@ -227,20 +227,29 @@ HOSTILE = {
 }
 
 
+@pytest.fixture(scope="module")
+def ordinary_s(compiler):
+    """Time of this thread in which an object of a thousand properties is compiled."""
+    start(compiler, {"type": "object", "properties": {f"first{i}": TEXT for i in range(9)}})
+    started = time.thread_time()
+    start(compiler, {"type": "object", "properties": {f"q{i}": TEXT for i in range(1000)}})
+    return time.thread_time() - started
+
+
 @pytest.mark.parametrize("name", HOSTILE)
-def test_every_schema_is_compiled_or_refused_in_bounded_time_and_space(compiler, name):
+def test_every_schema_is_compiled_or_refused_in_bounded_time_and_space(compiler, name, ordinary_s):
     started = time.thread_time()
     try:
         start(compiler, HOSTILE[name])
     except UserError as refusal:
         assert len(refusal.cause) < 600
-    assert time.thread_time() - started < 2.5
+    assert time.thread_time() - started < 15 * ordinary_s
 
 
-def test_thousands_of_bars_in_a_pattern_compile_at_once(compiler):
+def test_thousands_of_bars_in_a_pattern_compile_at_once(compiler, ordinary_s):
     started = time.thread_time()
-    start(compiler, HOSTILE["bars"])
-    assert time.thread_time() - started < 0.15, "it took 0.4 s with these 300 tokens, 7 s with 49,152"
+    start(compiler, {**TEXT, "pattern": "|" * 3980})
+    assert time.thread_time() - started < ordinary_s, "it was four times as much with 300 tokens"
 
 
 HOSTILE_REGEXES = ["|" * 3990, "(a?){4000}", "a?" * 2000, ".{0,120}" * 30, "((a{1,1000}){1,1000}){1,1000}"]
@@ -255,18 +264,18 @@ HOSTILE_REGEXES += ["(?i)" + "éàüß" * 900, "a*b*c*d*e*f*g*h*" * 200, "[^a]{1
 
 
 @pytest.mark.parametrize("regex", HOSTILE_REGEXES, ids=lambda regex: regex[:30])
-def test_every_regex_is_compiled_or_refused_and_followed_in_bounded_time(compiler, regex):
+def test_every_regex_is_compiled_or_refused_and_followed_in_bounded_time(compiler, regex, ordinary_s):
     started = time.thread_time()
     try:
         match = compiler.start(Grammar("regex", regex))
     except UserError:
-        assert time.thread_time() - started < 1
+        assert time.thread_time() - started < 10 * ordinary_s
         return
-    assert time.thread_time() - started < 1
+    assert time.thread_time() - started < 10 * ordinary_s
     for text in ("xab", "aaaa", "abcdabcdabcdabcd", "a b c d"):
         copy = compiler.start(Grammar("regex", regex))
-        copy.advance(compiler._tokenizer.tokenize_str(text))
-    assert time.thread_time() - started < 2 and not match.is_complete
+        copy.advance(tokens_of(text))
+    assert time.thread_time() - started < 20 * ordinary_s and not match.is_complete
 
 
 def test_annotations_and_free_formats_do_not_reach_the_compiler_as_keywords():

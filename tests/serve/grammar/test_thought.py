@@ -9,7 +9,7 @@ import pytest
 import torch
 from sweep import sweep
 from tiny import tiny_head
-from tiny_run import make_target
+from tiny_run import END_TOKEN, make_target, tokens_of
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams, Thought
@@ -58,7 +58,7 @@ def set_of(row):
 
 def expected(compiler, thought, path):
     """What may follow a whole reply ``path``, found by searching it."""
-    stops, everything = set(compiler._stop_token_ids), set(range(V))
+    stops, everything = {END_TOKEN}, set(range(V))
     if thought.opener is not None:
         if not path:
             return allowed_in_grammar(compiler, []) | {thought.opener}
@@ -78,7 +78,7 @@ def expected(compiler, thought, path):
 @pytest.mark.parametrize("thought", [OPENED, OPTIONAL, SEQUENCE], ids=["opened", "optional", "sequence"])
 def test_masks_of_every_window_are_those_of_its_paths(compiler, thought):
     """All windows of four nodes, in all forms of a tree, behind several beginnings of a reply."""
-    a, b = (compiler._tokenizer.tokenize_str(text)[0] for text in "ab")
+    a, b = (tokens_of(text)[0] for text in "ab")
     tokens = dict.fromkeys((a, b, END, BEGIN, OTHER))
     beginnings = [[], [BEGIN], [a], [BEGIN, OTHER], [BEGIN, END], [BEGIN, OTHER, END, a]]
     shapes = [(0, 0, *rest) for rest in itertools.product(range(3), range(3))]  # 2 at 2 is not used
@@ -107,9 +107,8 @@ def test_masks_of_every_window_are_those_of_its_paths(compiler, thought):
 
 @pytest.mark.parametrize("thought", [OPENED, OPTIONAL, SEQUENCE], ids=["opened", "optional", "sequence"])
 def test_replies_taken_in_pieces_end_where_whole_ones_do(compiler, thought):
-    a, b = (compiler._tokenizer.tokenize_str(text)[0] for text in "ab")
-    stop = min(compiler._stop_token_ids)
-    reply = [BEGIN, a, *(() if thought is not SEQUENCE else (BEGIN, OTHER)), END, *[a, b] * 3, stop, a]
+    a, b = (tokens_of(text)[0] for text in "ab")
+    reply = [BEGIN, a, *(() if thought is not SEQUENCE else (BEGIN, OTHER)), END, *[a, b] * 3, END_TOKEN, a]
     for size in range(1, len(reply) + 1):
         match, taken = compiler.start(Grammar("regex", REGEX, thought)), 0
         for start in range(0, len(reply), size):
