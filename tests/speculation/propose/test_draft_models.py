@@ -1,13 +1,11 @@
-"""EAGLE-1 heads and whole small models as drafts: forwards restated, slots of the store, the same text."""
+"""EAGLE-1 heads and whole small models as drafts: forwards restated, slots of the store, token maps."""
 
-import itertools
 import json
 
 import pytest
 import torch
 from kinds_of import algorithm_of
 from safetensors.torch import save_file
-from sweep import sweep
 from tiny import randomise, tiny_target
 from tiny_engine import PROMPTS, record_proposals, resolved, serve
 
@@ -107,19 +105,10 @@ def plain(target):
     return [r.token_ids for r in decode(target, None, None)]
 
 
-KINDS = "eagle1", "small model", "eagle1 with a map", "small model with a map"
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    sweep(
-        itertools.product(KINDS, ("3,1,4", "5,4,16")),
-        fast=[*zip(KINDS, ("3,1,4", "5,4,16", "5,4,16", "3,1,4"), strict=True)],
-    ),
-)
-def test_no_draft_changes_greedy_output(target, plain, kind, shape):
-    hot = torch.tensor([4, 2, 9, 0, 7]) if "map" in kind else None
-    if "eagle1" in kind:
+@pytest.mark.parametrize(("kind", "shape"), [("eagle1", "5,4,16"), ("small model", "3,1,4")])
+def test_a_token_map_changes_no_text(target, plain, kind, shape):
+    hot = torch.tensor([4, 2, 9, 0, 7])
+    if kind == "eagle1":
         draft = HeadDraftModel(eagle1(target), target, hot)
     else:
         draft = StandaloneDraftModel(tiny_target(vocab_size=11, num_layers=2, seed=5), hot)
