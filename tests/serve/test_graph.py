@@ -75,7 +75,7 @@ def test_replays_say_what_an_eager_engine_says_with_a_graph_for_each_size(shape,
 def test_a_change_of_shape_keeps_graphs_and_is_right():
     target = tiny_target(vocab_size=64)
     head = tiny_head(target, 50)
-    options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "lag": 1}
+    options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "lag": 1, "shape": "none"}
     llm = with_graphs(LLM(target, head, **options), "cycle")
     shapes = [SpecShape.parse(shape) for shape in ("4,1,5", "none", "5,4,16", "3,1,4")]
     expected = replies(LLM(target, head, **options), shapes[0])
@@ -154,7 +154,7 @@ def test_warm_up_captures_the_largest_batches_first_and_changes_nothing():
 def test_nothing_is_captured_behind_the_warm_up_while_shapes_change():
     target = tiny_target(vocab_size=64)
     head, shapes = tiny_head(target, 50), [*map(SpecShape.parse, ("1,1,2", "3,2,6", "4,1,5"))]
-    options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "lag": 1}
+    options = {"max_batch_size": 4, "max_context": 64, "batch_sizes": (1, 2, 4), "lag": 1, "shape": "none"}
     expected = replies(LLM(target, head, **options), "none")
     llm = with_graphs(LLM(target, head, **options), "cycle")
     engine, policy = llm.engine("none"), Restless(0, shapes, most_plain=5)

@@ -221,7 +221,7 @@ def check_cut_chains(name, backend, rng):
     count, num_accepted = len(num_drafts), 0
     probs = torch.rand(count, steps + 1, vocabulary, generator=rng).pow(60)
     probs /= probs.sum(-1, keepdim=True)
-    q = 0.7 * probs[:, :-1] + 0.3 / vocabulary
+    q = 0.85 * probs[:, :-1] + 0.15 / vocabulary
     drawn = torch.multinomial(q.view(-1, vocabulary), 1, generator=rng).view(count, steps)
     if not is_sampled:
         drawn = probs[:, :-1].argmax(-1)
