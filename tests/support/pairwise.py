@@ -57,12 +57,23 @@ def _best(name: str, axes: Mapping[str, Sequence[Any]], chosen: Case, missing: M
     return max(axes[name], key=worth)
 
 
-def diagonal(cases: Sequence[Case], axes: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """Choose of ``cases`` a few that hold every value of every axis at least once."""
+def diagonal(
+    cases: Sequence[Case], axes: Mapping[str, Sequence[Any]], costs: Mapping[Any, float]
+) -> list[Case]:
+    """Choose of ``cases`` a few that hold every value of every axis at least once.
+
+    Args:
+        costs: of values, in new values that a case must hold to be worth it; 0 where there is none.
+    """
     missing = {(name, value) for name, values in axes.items() for value in values}
+
+    def worth(case: Case) -> float:
+        new = len(missing & set(case.items()))
+        return new - sum(costs.get(value, 0.0) for value in case.values()) if new else float("-inf")
+
     chosen = []
     while missing:
-        best = max(cases, key=lambda case: len(missing & set(case.items())))
+        best = max(cases, key=worth)
         missing -= set(best.items())
         chosen.append(best)
     return chosen
