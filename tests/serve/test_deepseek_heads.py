@@ -209,14 +209,6 @@ def facade(folder, algorithm="NEXTN", **options) -> LLM:
     return llm
 
 
-def test_seeded_replies_of_a_tree_of_modules_are_those_of_plain_decoding(models):
-    params = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
-    llm = facade(models.folders[3], "nextn")
-    tree, chain, none = (llm.generate(PROMPTS, params, shape=shape) for shape in ("3,4,14", "3,1,4", "none"))
-    assert [o.token_ids for o in tree] == [o.token_ids for o in chain] == [o.token_ids for o in none]
-    assert accept_length(tree) > accept_length(chain), "a tree holds the chain and more"
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_targets_own_modules_need_no_draft(models, plain, count):
     llm = facade(models.folders[count], "nextn")
@@ -262,9 +254,7 @@ def test_a_token_map_limits_what_a_module_proposes(models, plain):
 
 
 @pytest.mark.parametrize("kind", ["eagle3-mla", "mtp"])
-def test_static_trees_and_sampled_chains_work_with_these_heads_too(models, plain, kind):
-    static = models.decode(kind, "5,4,26", batch=4, tree="static")
-    assert [r.token_ids for r in static] == plain and accept_length(static) > 1.02
+def test_sampled_chains_work_with_these_heads_too(models, kind):
     llm = LLM(models.target, models.draft(kind), sampled_drafts=True, max_context=128, shape="3,1,4")
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=5)
     first, second = (llm.generate([[1, 2, 3], [4]], params) for _ in range(2))

@@ -12,7 +12,7 @@ import torch
 from published_dflash import PublishedDFlash, PublishedDSpark
 from published_p_eagle import PublishedPEagle
 from tiny import tiny_dflash, tiny_dspark, tiny_p_eagle, tiny_target
-from tiny_engine import PROMPTS, check_next_turn, decode, make_engine, record_proposals, serve
+from tiny_engine import PROMPTS, decode, make_engine, record_proposals, serve
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import write_draft
@@ -233,11 +233,6 @@ def test_confidences_are_computed_where_they_are_read(pairs, monkeypatch, lag, i
     engine.use_shape(ToldPolicy({1: [shape]}, shape) if is_chosen else shape)
     serve(engine, [Request(0, PROMPTS[0], SamplingParams(max_tokens=20))])
     assert bool(told) == (is_chosen and not lag)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_cached_prefix_has_the_drafts_entries(pairs, name):
-    check_next_turn(pairs[name])
 
 
 @pytest.mark.parametrize(
