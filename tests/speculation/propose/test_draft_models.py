@@ -18,6 +18,7 @@ from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel, StandaloneDraftModel
+from eagle_kit.speculation.propose.static import StaticDrafter
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,39 @@ def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
             drafted.append(int(target.logits(states[-1:]).argmax()))
             hidden, tokens = torch.cat((hidden, states[-1:])), torch.cat((tokens, torch.tensor(drafted[-1:])))
         assert draft.tree.tokens[0, 1:].tolist() == drafted
+
+
+@torch.no_grad()
+def test_every_node_of_a_static_tree_is_that_of_the_published_forward(target):
+    """The children of every inner node are the most likely tokens behind its own path."""
+    head = eagle1(target)
+    options = resolved(1, 128, kv_tokens=300, page_size=4, tree="static")
+    engine = Engine(target, HeadDraftModel(head, target), options)
+    engine.use_shape(StaticDrafter.topology.shape)
+    proposals = record_proposals(engine)
+    request = Request(0, list(PROMPTS[1]), SamplingParams(max_tokens=20))
+    serve(engine, [request])
+    text = torch.tensor(request.prompt_ids + request.token_ids)
+    states = target(text, torch.arange(len(text)), target.causal()).hidden
+    topology = StaticDrafter.topology
+
+    for length, draft in proposals:
+        drafted = draft.tree.tokens[0]
+        behind = {0: (states[:length], text[1 : length + 1])}
+        for node in range(len(topology.parents)):
+            if node:
+                hidden, tokens = behind[topology.parents[node]]
+                behind[node] = hidden, torch.cat((tokens, drafted[node : node + 1]))
+            children = topology.children(node)
+            if not children:
+                continue
+            hidden, tokens = behind[node]
+            out = restated_layer(head, hidden, target.embed(tokens))
+            ranked = target.logits(out[-1:])[0].argsort(descending=True)
+            for child in children:
+                assert drafted[child] == ranked[topology.ranks[child]]
+            behind[node] = torch.cat((hidden, out[-1:])), tokens
+    assert len(proposals) > 2
 
 
 @pytest.fixture(scope="module")
