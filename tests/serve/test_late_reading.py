@@ -28,7 +28,9 @@ AT_ONCE = {
 """By kind of head, tokens that a window has room for, beside a block of masks where there is one. Others are
 stored before."""
 PROMPTS = [[(3 * i + j) % 11 for j in range(5)] for i in range(3)]
-LENGTHS = (180, 95, 110)
+NUM_PLAIN = 70
+"""Plain cycles in a row: more than the 64 tokens that wait for a draft."""
+LENGTHS = (150, 90, 100)
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +90,9 @@ def watch(monkeypatch, noted):
         ],
         fast=[
             ("eagle3", "4,1,5", 1, False),
-            ("eagle3", "3,2,6", 0, False),
             ("whole model", "4,1,5", 0, False),
-            ("whole model, latents", "3,2,6", 1, False),
-            ("p-eagle", "4,1,5", 1, False),
-            ("dflash", "3,2,6", 0, False),
-            ("dflash, causal", "4,1,5", 0, True),
-            ("dspark", "3,2,6", 1, False),
-            ("dspark", "4,1,5", 0, True),
+            ("p-eagle", "3,2,6", 0, False),
+            ("dspark", "4,1,5", 1, True),
         ],
     ),
 )
@@ -116,7 +113,8 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
         ]
         for request in requests:
             engine.add_request(request)
-        for policy.shape in map(SpecShape.parse, (*["none"] * 70, shape, *["none", shape, shape] * 300)):
+        turns = ["none"] * NUM_PLAIN + [shape] + ["none", shape, shape] * 100
+        for policy.shape in map(SpecShape.parse, turns):
             if engine.has_work:
                 engine.step()
         assert not engine.has_work
@@ -134,7 +132,7 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
         assert [tokens for tokens, _ in later] == plain
 
 
-@pytest.mark.parametrize("name", sweep(AT_ONCE, fast=["eagle3", "p-eagle", "dflash"]))
+@pytest.mark.parametrize("name", sweep(AT_ONCE, fast=["eagle3", "dflash"]))
 def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, name):
     """In the sizes of graphs: three requests as four, and what is prepared before there is any."""
 
@@ -150,7 +148,7 @@ def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, 
         ]
         for request in requests:
             engine.add_request(request)
-        for policy.shape in map(SpecShape.parse, (*["none"] * 67, *["4,1,5", "none"] * 300)):
+        for policy.shape in map(SpecShape.parse, ["none"] * NUM_PLAIN + ["4,1,5", "none"] * 100):
             if engine.has_work:
                 engine.step()
         return [(request.token_ids, request.stats) for request in requests]

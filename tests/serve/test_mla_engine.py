@@ -1,11 +1,7 @@
 """The engine with DeepSeek targets: a pool of latents, absorbed windows, prompts with and without prefix."""
 
-import itertools
-
 import pytest
 import torch
-from restless import Restless
-from sweep import sweep
 from tiny import randomise, tiny_head
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 from tiny_mixtures import LITE_YARN, YARN, randomised, v2, v3
@@ -20,7 +16,6 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.cycle import CycleSettings, cycle
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.memory import plan_memory
 from eagle_kit.serve.request import Request
@@ -53,15 +48,6 @@ def plain(models):
     return [r.token_ids for r in decode(models, max_tokens=20)]
 
 
-def test_packed_windows_of_latents_change_no_text(models, plain):
-    engine = make_engine(models, 3)
-    engine.use_shape(Restless(0, tuple(map(SpecShape.parse, ("3,1,4", "3,2,6"))), most_plain=2))
-    requests = [Request(i, list(prompt), SamplingParams(max_tokens=20)) for i, prompt in enumerate(PROMPTS)]
-    serve(engine, requests)
-    assert [request.token_ids for request in requests] == plain
-    assert engine.totals.spec.num_accepted_at[0] > 0
-
-
 def test_plain_decoding_says_what_transformers_generates(theirs, plain):
     for prompt, reply in zip(PROMPTS, plain, strict=True):
         ids = torch.tensor([prompt])
@@ -75,51 +61,6 @@ def test_plain_decoding_says_what_transformers_generates(theirs, plain):
         )
         assert reply == out[0, len(prompt) :].tolist()
     assert max(map(len, plain)) == 20
-
-
-@pytest.mark.parametrize(
-    ("batch", "page_size", "shape"),
-    sweep(
-        itertools.product((1, 5), (1, 16, 64), ("4,1,5", "4,4,16")),
-        fast=[(5, 1, "4,1,5"), (1, 16, "4,4,16"), (5, 64, "4,4,16"), (1, 64, "4,1,5")],
-    ),
-)
-def test_speculation_does_not_change_greedy_output(models, plain, shape, batch, page_size):
-    speculated = decode(models, shape, batch, page_size, max_tokens=20)
-    assert [r.token_ids for r in speculated] == plain
-    stats = SpecStats()
-    for request in speculated:
-        stats.add(request.stats)
-    assert stats.accept_length > 1.02, "nothing was accepted, so nothing was tested"
-
-
-def test_accept_length_does_not_depend_on_batch_or_page(models):
-    one = [r.stats for r in decode(models, "4,4,16", batch=1, page_size=16, max_tokens=16)]
-    many = [r.stats for r in decode(models, "4,4,16", batch=5, page_size=1, max_tokens=16)]
-    assert one == many
-
-
-LONG = [[(i * i) % 11 for i in range(150)], [3, 1, 4]]
-
-
-@pytest.mark.parametrize("chunk", [5, 37])
-def test_a_prompt_in_chunks_decodes_as_in_one(models, chunk):
-    whole = decode(models, "4,1,5", batch=2, prompts=LONG, max_tokens=12)
-    chunked = decode(models, "4,1,5", batch=2, prompts=LONG, max_tokens=12, options={"prefill_tokens": chunk})
-    assert [r.token_ids for r in chunked] == [r.token_ids for r in whole]
-    assert [r.stats for r in chunked] == [r.stats for r in whole]
-
-
-def test_a_cached_beginning_decodes_as_if_it_were_computed(models):
-    prompts = [LONG[0], LONG[0][:100] + [7, 7, 2]]
-    apart = decode(models, "4,1,5", prompts=prompts, max_tokens=12, options={"prefix_cache": False})
-    engine = make_engine(models)
-    engine.use_shape(SpecShape(4, 1, 5))
-    requests = [Request(i, list(p), SamplingParams(max_tokens=12)) for i, p in enumerate(prompts)]
-    serve(engine, requests)
-    assert engine.totals.num_cached_prompt_tokens == 96
-    assert [r.token_ids for r in requests] == [r.token_ids for r in apart]
-    assert [r.stats for r in requests] == [r.stats for r in apart]
 
 
 def test_what_a_rejected_token_left_behind_is_never_read(models):
@@ -158,16 +99,6 @@ def test_the_cycle_needs_no_host(models, shape):
     assert out.emitted.tokens.shape == (3, shape.steps + 1)
 
 
-def test_a_cycle_replayed_from_buffers_says_the_same(models, plain):
-    engine = make_engine(models, batch=5, batch_sizes=(1, 2, 4, 5))
-    engine.runner.graphs = GraphRunner("cycle", EagerGraph)
-    engine.use_shape(SpecShape(4, 4, 16))
-    requests = [Request(i, list(p), SamplingParams(max_tokens=20)) for i, p in enumerate(PROMPTS)]
-    serve(engine, requests)
-    assert [r.token_ids for r in requests] == plain
-    assert engine.runner.graphs.num_graphs
-
-
 def test_the_pool_holds_latents_and_the_drafts_keys(models):
     target, head = models
     draft = HeadDraftModel(head, target)
@@ -189,7 +120,7 @@ def test_the_facade_serves_a_folder_and_its_logits_agree(models):
     target, head = models
     llm = LLM(target, head, max_batch_size=2, max_context=128)
     assert llm.default_shape == SpecShape(3, 1, 4)
-    output = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=8))[0]
+    output = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=8), shape=llm.default_shape)[0]
     ids = PROMPTS[1] + output.token_ids
     best = llm.logits(ids).argmax(-1).tolist()
     assert best[len(PROMPTS[1]) - 1 : -1] == output.token_ids

@@ -127,7 +127,7 @@ class Sure(ShapePolicy):
 def test_windows_cut_by_confidences_keep_the_distribution(pairs, plain_counts, verifier):
     """The confidences are those of the greedy chain: of the text, and not of what is drawn behind it."""
     policy = Sure()
-    options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 20}
+    options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 40}
     counts = pair_counts(pairs["dspark"], COUNT, **options)
     assert len(policy.used) == 3 and min(policy.used.values()) > 20, policy.used
     assert excess(counts, plain_counts) < 4
@@ -158,7 +158,7 @@ def test_packed_windows_of_drawn_chains_keep_the_distribution(pairs, plain_count
         return cut(self, window)
 
     monkeypatch.setattr(Packing, "cut", watched)
-    options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 20}
+    options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 80}
     counts = pair_counts(pairs["dspark"], COUNT, **options)
     assert set(policy.verified) == {0, 1, 2, 3} and min(policy.verified.values()) > 20, policy.verified
     assert len(packings) > 50
@@ -183,14 +183,15 @@ def test_a_q_that_is_left_where_nothing_was_verified_is_seen_by_the_same_test(
 @pytest.fixture(scope="module")
 def greedy(target):
     """Replies of plain greedy decoding."""
-    return [r.token_ids for r in decode((target, None))]
+    return [r.token_ids for r in decode((target, None), prompts=PROMPTS[:3], max_tokens=25)]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", HEADS)
 def test_sampled_drafts_leave_greedy_requests_alone(greedy, pairs, name):
-    sampled = decode(pairs[name], "4,1,5", batch=3, options={"sampled_drafts": True})
-    deterministic = decode(pairs[name], "4,1,5", batch=3)
+    params = {"prompts": PROMPTS[:3], "max_tokens": 25}
+    sampled = decode(pairs[name], "4,1,5", batch=3, options={"sampled_drafts": True}, **params)
+    deterministic = decode(pairs[name], "4,1,5", batch=3, **params)
     assert [r.token_ids for r in sampled] == greedy
     assert [r.stats for r in sampled] == [r.stats for r in deterministic]
 

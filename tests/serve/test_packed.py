@@ -1,11 +1,9 @@
 """Windows of different sizes in one forward: the same text, from fewer rows of the target."""
 
-import itertools
 import math
 
 import pytest
 import torch
-from sweep import sweep
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -81,7 +79,6 @@ def requests_of(**params):
     return [Request(i, list(PROMPTS[i]), params) for i in range(4)]
 
 
-SAMPLING = {"greedy": {}, "seeded": {"temperature": 1.0, "seed": 3}}
 WINDOWS = [
     ("4,1,5", [4, 0, 1, 2]),
     ("3,2,6", [5, 0, 2, 1]),
@@ -93,25 +90,16 @@ WINDOWS = [
 
 @pytest.fixture(scope="module")
 def plain(models):
-    """Replies of plain decoding by the name of their sampling."""
-    return {
-        name: [request.token_ids for request in decode(models, max_tokens=40, **params)][:4]
-        for name, params in SAMPLING.items()
-    }
+    """Replies of plain decoding."""
+    return [request.token_ids for request in decode(models, prompts=PROMPTS[:4], max_tokens=40)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "drafts", "sampling"),
-    sweep(
-        [(*each, name) for each, name in itertools.product(WINDOWS, SAMPLING)],
-        fast=[*((*each, "greedy") for each in WINDOWS), *((*each, "seeded") for each in WINDOWS[:2])],
-    ),
-)
-def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape, drafts, sampling):
-    engine, requests = make_engine(models, 4), requests_of(**SAMPLING[sampling])
+@pytest.mark.parametrize(("shape", "drafts"), WINDOWS)
+def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape, drafts):
+    engine, requests = make_engine(models, 4), requests_of()
     engine.use_shape(Fixed(SpecShape.parse(shape), drafts))
     rows = serve_watched(engine, requests)
-    assert [request.token_ids for request in requests] == plain[sampling]
+    assert [request.token_ids for request in requests] == plain
     nodes = SpecShape.parse(shape).tokens
     expected = packed_rows(4, nodes - 1, sum((4 * drafts)[:4]))
     assert max(rows) == (expected or 4 * nodes) and (expected is None) == (drafts == [4])
@@ -122,15 +110,9 @@ def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape,
     assert (engine.totals.num_draft_tokens == 0) == (drafts == [0])
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"repetition_penalty": 1.3, "temperature": 0.7, "seed": 1},
-        {"logprobs": 2},
-        {"presence_penalty": 1.0, "logit_bias": {3: 1.5}},
-    ],
-)
-def test_penalties_and_log_probabilities_are_those_of_whole_windows(models, params):
+def test_penalties_and_log_probabilities_are_those_of_whole_windows(models):
+    penalties = {"repetition_penalty": 1.3, "presence_penalty": 1.0, "logit_bias": {3: 1.5}}
+    params = {"temperature": 0.7, "seed": 1, "logprobs": 2, "max_tokens": 25, **penalties}
     replies = []
     for drafts in ([4, 0, 1, 2], [4]):
         engine, requests = make_engine(models, 4), requests_of(**params)
@@ -141,11 +123,10 @@ def test_penalties_and_log_probabilities_are_those_of_whole_windows(models, para
 
 
 @pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
-def test_recorded_cycles_say_the_same(models):
+def test_recorded_cycles_say_the_same(models, plain):
     """On a CPU cycles are replayed without Python once they have run often; which drafts are verified changes
     from cycle to cycle."""
-    plain = [request.token_ids for request in decode(models, max_tokens=80)][:4]
-    engine, requests = make_engine(models, 4), requests_of(max_tokens=80)
+    engine, requests = make_engine(models, 4), requests_of()
     engine.runner.graphs = CpuGraphs(1)
     engine.use_shape(Turning(SpecShape.parse("4,1,5"), [4, 0, 1, 2]))
     serve(engine, requests)
@@ -228,13 +209,13 @@ def test_what_is_left_of_a_chain_is_verified_as_a_shorter_one(triton_device, nam
 
 
 def check_cut_chains(name, backend, rng):
-    steps, vocabulary = 3, 50
+    steps, vocabulary = 3, 37
     is_sampled = name in ("rejection", "block")
-    num_drafts = torch.arange(steps + 1).repeat(16)
+    num_drafts = torch.arange(steps + 1).repeat(16 if backend == "reference" else 4)
     count, num_accepted = len(num_drafts), 0
     probs = torch.rand(count, steps + 1, vocabulary, generator=rng).pow(60)
     probs /= probs.sum(-1, keepdim=True)
-    q = 0.7 * probs[:, :-1] + 0.3 / vocabulary
+    q = 0.85 * probs[:, :-1] + 0.15 / vocabulary
     drawn = torch.multinomial(q.view(-1, vocabulary), 1, generator=rng).view(count, steps)
     if not is_sampled:
         drawn = probs[:, :-1].argmax(-1)
@@ -261,4 +242,4 @@ def check_cut_chains(name, backend, rng):
         assert torch.equal(cut.tokens[rows, : length + 1][is_given], expected.tokens[is_given])
         num_accepted += int(expected.num_accepted.sum())
         assert (expected.num_accepted == length).any(), "no chain ends where it is cut"
-    assert num_accepted > 20
+    assert num_accepted > count / 4

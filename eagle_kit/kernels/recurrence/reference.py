@@ -215,7 +215,8 @@ def _weighted(
     columns: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Sum of W ``columns [..., C]`` by ``weight [C, W]``, one after another, in fp32 or wider."""
-    dtype, wide = columns[0].dtype, torch.promote_types(columns[0].dtype, torch.float32)
+    dtype = columns[0].dtype
+    wide = torch.float64 if dtype == torch.float64 else torch.float32  # promote_types cannot be recorded
     factors = weight.to(wide)
     out = columns[0] * factors[:, 0]
     for i in range(1, weight.shape[1]):
