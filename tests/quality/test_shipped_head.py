@@ -97,8 +97,8 @@ def test_more_candidates_accept_more(pins):
         assert figure["num_accepted_at"] == sorted(figure["num_accepted_at"], reverse=True)
 
 
-# Faults that leave text as it is. A neighbouring layer in place of the middle one is none of them: it costs no
-# tokens here (1 % more are accepted), as neighbouring layers are much alike.
+# Faults that leave text as it is. A neighbouring layer in place of the middle one is none of them: it costs
+# no tokens here (1 % more are accepted), as neighbouring layers are much alike.
 
 
 def another_last_layer(head: Eagle3Head) -> None:
