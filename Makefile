@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo head test test-all test-cuda-fake test-peers lint clean
+.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-peers lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda

@@ -14,6 +14,7 @@ from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.kernels import cpp
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
+from eagle_kit.serve import tune
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.proposal import DraftOutput

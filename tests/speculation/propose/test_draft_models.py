@@ -160,33 +160,6 @@ def test_a_draft_that_is_the_target_is_always_right(target, shape):
         assert request.stats.histogram[-1] >= full and request.stats.num_verifies <= full + 1
 
 
-def draft_state_of_last(target, draft, prompts) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates of the last of prompts that are computed in one forward, and their log-probabilities."""
-    engine = Engine(target, draft, resolved(len(prompts), 64, kv_tokens=400, page_size=4))
-    engine.use_shape(SpecShape(2, 4, 8))
-    requests = [Request(i, list(prompt), SamplingParams(max_tokens=9)) for i, prompt in enumerate(prompts)]
-    for request in requests:
-        engine.add_request(request)
-    engine.step()
-    assert all(len(request.token_ids) == 1 for request in requests)
-    state, slot = engine.runner.slots.draft, requests[-1].slot
-    return state.tokens[slot], state.scores[slot]
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "small model"])
-def test_a_prompt_of_one_token_behind_another_drafts_as_alone(target, kind):
-    """A whole model has a row more than the target for the beginning of every prompt."""
-    if kind == "eagle1":
-        draft = HeadDraftModel(eagle1(target), target)
-    else:
-        draft = StandaloneDraftModel(tiny_target(vocab_size=11, num_layers=2, seed=5))
-    tokens, scores = draft_state_of_last(target, draft, [[4]])
-    for before in ([[1, 2, 3]], [[7], [1, 2, 3, 4]]):
-        found, theirs = draft_state_of_last(target, draft, [*before, [4]])
-        assert found.tolist() == tokens.tolist()
-        torch.testing.assert_close(theirs, scores)
-
-
 def save(folder, config, tensors):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
