@@ -14,19 +14,33 @@ import torch
 
 from eagle_kit.kernels.collectives import connect
 
-_processes = multiprocessing.get_context("fork")
+FORKED = multiprocessing.get_context("fork")
+"""Ranks have the memory of the test's process, so ``work`` may be a closure. A lock that a thread of that
+process holds at the fork stays locked in them."""
+
+FRESH = multiprocessing.get_context("forkserver")
+"""Ranks are forked from a process that has made imports and nothing else, so ``work`` must be a function of a
+module. For ranks that train: autograd, accelerate and trackers of earlier tests have threads."""
+FRESH.set_forkserver_preload(
+    ["accelerate", "pytest", "eagle_kit.train.run.step", "eagle_kit.train.run.setup"]
+)
 
 
 def run_ranks(
-    size: int, work: Callable[..., Any], *args: Any, timeout_s: float = 180, **options: Any
+    size: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 180,
+    processes: multiprocessing.context.BaseContext = FORKED,
+    **options: Any,
 ) -> list[Any]:
     """What ``work(ranks, *args, **options)`` returns in each of ``size`` processes, which look as those of
     ``torchrun``; None where it exits. Raises AssertionError where one fails, with its traceback."""
     task = partial(work, **options)
     with tempfile.TemporaryDirectory() as folder:
-        pipes = [_processes.Pipe(duplex=False) for _ in range(size)]
+        pipes = [processes.Pipe(duplex=False) for _ in range(size)]
         children = [
-            _processes.Process(target=_child, args=(rank, size, folder, pipes[rank][1], task, args))
+            processes.Process(target=_child, args=(rank, size, folder, pipes[rank][1], task, args))
             for rank in range(size)
         ]
         for child in children:
