@@ -93,6 +93,7 @@ test-all: install ## run all tests, some hours on two cores
 
 durations: install ## measure what every test costs and write it to tests/durations.json, by which make test chooses
 	@$(REHEARSAL) $(PYTEST) --tier ci --record-durations $(ARGS)
+	@$(PYTEST) --tier quick --record-durations $(ARGS)
 
 test-cuda-fake: $(CUDA_STAMP) ## trace cycles and training on fake CUDA tensors, in an environment of 5.5 GB; no GPU
 	@echo "== traces on fake CUDA tensors"

@@ -134,3 +134,16 @@ def test_a_run_of_one_file_keeps_the_other_entries_and_the_limit(tmp_path: Path,
     after = json.loads(tiers.DURATIONS_FILE.read_text())
     assert after["quick_limit_s"] == 0.35
     assert after["seconds"] == {"test_a.py": {"test_x": 1.0}, "test_b.py": {"test_z": 3.0}}
+
+
+def test_a_quick_run_raises_recorded_costs_and_lowers_none(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(tiers, "DURATIONS_FILE", tmp_path / "durations.json")
+    before = {"quick_limit_s": 0.2, "seconds": {"test_a.py": {"test_x": 0.15}, "test_b.py": {"test_y": 2.0}}}
+    tiers.DURATIONS_FILE.write_text(json.dumps(before))
+    costs = {"test_a.py::test_x": 3.0, "test_b.py::test_y": 0.1, "test_b.py::test_new": 0.05}
+    cases = [{"id": node_id, "cpu_s": cost, "fixtures": []} for node_id, cost in costs.items()]
+
+    tiers.raise_durations(cases, [])
+
+    after = json.loads(tiers.DURATIONS_FILE.read_text())
+    assert after == before | {"seconds": {"test_a.py": {"test_x": 3.0}, "test_b.py": {"test_y": 2.0}}}
