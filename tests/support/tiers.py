@@ -222,9 +222,9 @@ def quick_limit(costs: list[float], essential_s: float) -> float:
 def raise_durations(measured: list[dict[str, Any]], shared_setups: list[dict[str, Any]]) -> None:
     """Write the costs of a run of the quick tier where they are larger than the recorded ones.
 
-    What a case costs depends on the cases before it in its process: imports and models that are made once are
-    paid by the first that needs them. So the quick tier is measured once more, by itself, and cases that pay for
-    others there are not quick from then on.
+    What a case costs depends on the cases before it in its process: imports and models that are made once
+    are paid by the first that needs them. So the quick tier is measured once more, by itself, and cases that
+    pay for others there are not quick from then on.
     """
     content = json.loads(DURATIONS_FILE.read_text(encoding="utf-8"))
     for node_id, cost in cost_of_cases(measured, shared_setups).items():
