@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 DURATIONS_FILE = Path(__file__).parents[1] / "durations.json"
-QUICK_BUDGET_S = 150.0
+QUICK_BUDGET_S = 125.0
 """CPU seconds of all quick cases together, without collection, on the machine that recorded them.
 
 That machine is up to three times faster than the slow ones on which `make test` may take ten CPU minutes.
