@@ -323,6 +323,13 @@ def test_what_is_written_is_read_back(tmp_path):
     assert read_mapping(_write(tmp_path, dump_mapping(value))) == value
 
 
+@pytest.mark.parametrize(
+    ("text", "number"), [("010", 10), ("0o17", 15), ("0x1F", 31), ("-07", -7), ("+12", 12), ("0", 0)]
+)
+def test_integers_are_those_of_yaml_1_2(tmp_path, text, number):
+    assert read_mapping(_write(tmp_path, f"epochs: {text}")) == {"epochs": number}
+
+
 def test_config_is_read_without_torch():
     code = "import sys, eagle_kit.config, eagle_kit.config.train; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

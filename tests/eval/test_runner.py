@@ -195,6 +195,7 @@ def test_a_line_cut_off_by_a_crash_is_decoded_again(prompts: Path, tmp_path: Pat
         ({"max_tokens": 12}, "max_tokens"),
         ({"shapes": ["2,1,3"]}, "shapes"),
         ({"drafts": ["head2"]}, "drafts"),
+        ({"max_context": 96}, "max_context"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused(

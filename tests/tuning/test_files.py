@@ -101,6 +101,13 @@ def test_costs_of_several_machines_are_shipped_together(place):
     assert files.find_acceptance("abc", place) is not None
 
 
+def test_costs_that_are_shipped_again_take_the_place_of_those_before(place):
+    files.ship(place, None, make_costs())
+    later = replace(make_costs(), date="2026-02-03T04:05:06")
+    files.ship(place, None, later)
+    assert files.find_costs(KEY, place).date == later.date
+
+
 def test_shipped_costs_that_are_no_list_are_told_and_replaced(place):
     (place / files.SHIPPED).write_text(json.dumps({"format": 1, "costs": 5}), encoding="utf-8")
     with pytest.warns(UserWarning, match="no list of costs"):

@@ -915,6 +915,22 @@ def test_what_drafting_lost_is_owed(has_lost):
     assert not pays(0.9 * owed / PROBE_LOSS) and pays(0.2 * owed / PROBE_LOSS)
 
 
+def test_what_a_probe_paid_is_credited_once():
+    """Drafting loses nothing in the probe, and something after a second change: all of that is owed."""
+    probes = Probes()
+    assert probes.pay(0.99, 0.5, lost=0.1, plain=1.0, since=0.0)
+    probes._may_lose = 0.0
+    probes.begin_other()
+    probes.begin_other()
+    probes.lost += 0.3
+    probes.begin_other()
+    needed = 0.3 + 0.1  # what is owed, and what the next probe is expected to lose
+    probes.save(0.9 * needed / PROBE_LOSS)
+    assert not probes.pay(0.99, 0.5, lost=0.1, plain=1.0, since=0.0)
+    probes.save(0.2 * needed / PROBE_LOSS)
+    assert probes.pay(0.99, 0.5, lost=0.1, plain=1.0, since=0.0)
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_what_drafting_loses_is_reckoned_by_cycles_and_requests(lag):
     """Nothing is accepted, at two batch sizes; with a lag a cycle's tokens come behind the next choice, and

@@ -258,3 +258,13 @@ def test_template_arguments_are_read_and_unknown_keys_of_messages_are_named() ->
 def test_records_with_broken_calls_say_why(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable, match=reason):
         to_conversation(record, "x")
+
+
+def test_results_of_several_calls_have_the_ids_of_the_calls_in_their_order() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("first", "second")]
+    asked = read_message({"role": "assistant", "content": "", "tool_calls": calls})
+    results = [read_message({"role": "tool", "content": text}) for text in ("of first", "of second")]
+    sent, *answers = on_the_wire([asked, *results])
+    ids = [call["id"] for call in sent["tool_calls"]]
+    assert len(set(ids)) == 2
+    assert [answer["tool_call_id"] for answer in answers] == ids

@@ -115,8 +115,10 @@ def test_a_head_that_reads_fewer_layers_reads_those_alone(tmp_path: Path, data: 
     whole = StateStore(tmp_path / "states").load([0, 1], HERE)
     chosen = StateStore(tmp_path / "states", layer_ids=[3, 1]).load([0, 1], HERE)
     assert whole is not None and chosen is not None
-    first, _, third = whole["aux"].split(H, 1)
+    first, second, third = whole["aux"].split(H, 1)
     assert chosen["aux"].equal(torch.cat((third, first), 1))
+    reordered = StateStore(tmp_path / "states", layer_ids=[2, 3, 1]).load([0, 1], HERE)
+    assert reordered is not None and reordered["aux"].equal(torch.cat((second, third, first), 1))
     assert all(chosen[name].equal(whole[name]) for name in ("hidden", "argmax"))
     with pytest.raises(UserError, match=r"inputs of layers \[1, 2, 3\], but not that of 4"):
         StateStore(tmp_path / "states", layer_ids=[1, 4])
