@@ -46,6 +46,19 @@ def test_the_longest_unused_page_gives_way_first_and_children_before_parents():
     assert [len(pool.match(tokens)) for tokens in ([1, 2, 3], [7, 8])] == [1, 1]
 
 
+def test_pages_that_were_evicted_since_they_were_found_are_not_found_again():
+    pool = PagePool(6, 1)
+    tokens = [1, 2, 3]
+    _serve(pool, tokens)
+    found = pool.match(tokens)
+    assert len(found) == 3
+    taken = pool.allocate([], 5)
+    assert taken is not None
+    assert pool.match(tokens, known=found) == pool.match(tokens) == found[:1]
+    assert pool.allocate([], 1) is not None
+    assert pool.match(tokens, known=found) == []
+
+
 def test_an_allocation_that_does_not_fit_changes_nothing():
     pool = PagePool(4, 1)
     _serve(pool, [1, 2])

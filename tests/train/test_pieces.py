@@ -60,6 +60,15 @@ def test_learning_rate_warms_up_peaks_and_ends_at_its_floor() -> None:
     assert rates[20] == rates[24] == pytest.approx(0.1)
 
 
+def test_a_decay_longer_than_what_warm_up_leaves_begins_at_the_peak() -> None:
+    training = TrainingConfig(
+        learning_rate=1.0, schedule="wsd", warmup_steps=50, decay_ratio=0.8, max_steps=100
+    )
+    schedule = Schedule.from_config(training, num_rows=999)
+    assert [schedule.learning_rate(step) for step in (49, 50)] == [1.0, 1.0]
+    assert 0.9 < schedule.learning_rate(52) < 1.0
+
+
 def test_schedule_spans_the_epochs() -> None:
     assert (
         Schedule.from_config(TrainingConfig(epochs=1.5, sequences_per_step=4), num_rows=10).total_steps == 4

@@ -43,6 +43,14 @@ def paths(draft, row=0) -> list[list[int]]:
     return out
 
 
+@pytest.mark.parametrize("branch_length", [1, 2, 5])
+def test_no_continuation_is_longer_than_the_branch_length(branch_length):
+    index = NgramIndex(NgramConfig(branch_length=branch_length))
+    index.insert(0, [1, 2, 3, 4, 5, 6, 7, 8])
+    draft = index.propose([[1, 2]], num_tokens=8, depth=4)
+    assert max(map(len, paths(draft))) == min(branch_length, 4)
+
+
 @pytest.mark.parametrize("match_type", ["BFS", "PROB"])
 def test_windows_are_trees_of_what_followed_the_longest_match(match_type):
     rng = random.Random(7)

@@ -1,7 +1,7 @@
 """Prompts that one forward computes are drafted for as each would be alone."""
 
 import pytest
-from tiny import randomise, tiny_head, tiny_target
+from tiny import randomise, tiny_head, tiny_p_eagle, tiny_target
 from tiny_engine import resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -31,6 +31,7 @@ def eagle1(target) -> HeadDraftModel:
 DRAFTS = {
     "eagle-3": lambda target: HeadDraftModel(tiny_head(target), target),
     "eagle-1": eagle1,
+    "p-eagle": lambda target: HeadDraftModel(tiny_p_eagle(target), target),
     "small model": lambda target: StandaloneDraftModel(tiny_target(num_layers=2, seed=5)),
 }
 
