@@ -115,6 +115,7 @@ def test_distributions_are_those_of_sorting(triton_device, vocab, dtype):
         ({"top_k": 300}, 300),
         ({"top_p": 0.5001}, 513),
         ({"top_k": 700, "top_p": 0.5}, 350),
+        ({"top_k": 300, "top_p": 0.9999}, 300),
         ({"min_p": 1.0}, 1024),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from tiny import randomise, tiny_head, tiny_target
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.kinds.standalone import STANDALONE
@@ -25,6 +26,7 @@ from eagle_kit.speculation.propose.draft_model import (
     StandaloneDraftModel,
     StepRows,
 )
+from eagle_kit.speculation.propose.drafter import Drafter
 
 LENGTH, VOCAB = 17, 131
 KINDS = ["eagle3", "eagle1", "eagle1 with a map", "small model", "small model with a map"]
@@ -241,3 +243,9 @@ def test_a_broken_or_missing_model_is_named(target, tmp_path):
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match="corrupt or truncated"):
         STANDALONE.draft_model(open_draft(folder), target)
+
+
+def test_a_chain_keeps_a_second_candidate_only_where_confidences_are_read():
+    shapes = [SpecShape(4, 1, 5), SpecShape(2, 1, 3)]
+    assert Drafter.kept(shapes).topk == 1
+    assert Drafter.kept(shapes, tells_confidence=True).topk == 2

@@ -176,6 +176,17 @@ def test_conversations_of_one_id_are_each_answered_when_a_broken_run_goes_on(tmp
     assert turns == [f"turn {n}" for n in range(4)]
 
 
+def test_conversations_of_one_id_that_begin_alike_are_each_answered_when_a_broken_run_goes_on(tmp_path):
+    source, out = _source(tmp_path, [["hello", "first"], ["hello", "second"]]), tmp_path / "out.jsonl"
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(chats.read_text().replace('"c1"', '"c0"'))
+    _run(Parrot(), source, out, limit=1)
+    assert len(_records(out)) == 1
+    _run(Parrot(), source, out)
+    turns = [record["messages"][2]["content"] for record in _records(out)]
+    assert turns == ["first", "second"]
+
+
 def test_a_broken_run_goes_on_and_ends_with_the_same_file(tmp_path):
     source = _source(tmp_path, [[f"turn {n}", f"more {n}"] for n in range(40)])
     straight, broken = tmp_path / "straight.jsonl", tmp_path / "broken.jsonl"

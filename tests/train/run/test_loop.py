@@ -59,6 +59,13 @@ def test_run_folder_holds_config_metrics_checkpoints_and_best(session_run: Calla
     assert "--max-steps 6" in saved["command"] and "torch" in saved["versions"]
 
 
+def test_a_session_that_max_steps_ends_judges_when_the_run_in_one_go_would(make_run: Callable) -> None:
+    run = make_run(judge={"every": 4, "prompts": 1, "max_tokens": 4})
+    assert run("--max-steps", "5") == 0
+    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [4]
+
+
 @pytest.mark.parametrize("name", ["step-6", "best"])
 def test_every_checkpoint_is_servable_as_saved(session_run: Callable, name: str) -> None:
     run = session_run("judged")
