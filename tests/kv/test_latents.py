@@ -62,3 +62,17 @@ def test_prompts_together_attend_as_each_alone(triton_device, monkeypatch, most,
     assert len(calls) == launches and out.shape == (len(out), HEADS, VALUE)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(rows.cpu(), held)
+
+
+def test_rows_are_returned_as_a_pool_of_fp8_holds_them():
+    """So a prompt in one chunk attends to what a prompt in several chunks reads from the pool."""
+    store = PagedLatents(
+        LatentSpec(1, LATENT, ROPE, 0.3),
+        PoolLayout(8, 8, 2, window=8, dtype=torch.float8_e4m3fn),
+        device="cpu",
+    )
+    rows = torch.randn(5, LATENT + ROPE, generator=torch.Generator().manual_seed(0))
+    at = torch.arange(3, 8)
+    taken = store.taken_in(0, at, rows)
+    assert taken.equal(store.rows[0][at].to(rows.dtype).view_as(rows))
+    assert not taken.equal(rows)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from pair_counts import chi_square, pair_counts
 from restless import Restless
+from tiny import tiny_target
 from tiny_engine import PROMPTS, decode, make_engine, serve
 from tiny_trained import trained_models
 
@@ -45,6 +46,16 @@ def test_requests_without_a_seed_draw_differently_and_repeat_with_the_engines_se
 
     assert len(set(map(tuple, texts(0)))) == 4
     assert texts(0) == texts(0) != texts(1)
+
+
+def test_the_first_two_tokens_of_a_reply_are_drawn_independently():
+    """Over equal logits a token is its uniform number, so one number for both would give the same token."""
+    target = tiny_target(vocab_size=11, num_layers=1, std=0.0)
+    prompts = [[1 + i % 9, 2, i % 7] for i in range(40)]
+    requests = decode((target, None), None, prompts=prompts, temperature=1.0, max_tokens=2, batch=4)
+    num_equal = sum(request.token_ids[0] == request.token_ids[1] for request in requests)
+    assert num_equal < 15  # 40 / 11 are expected
+    assert len({request.token_ids[0] for request in requests}) > 5
 
 
 @pytest.mark.parametrize("shape", [None, "4,1,5", "5,4,16"])

@@ -18,7 +18,7 @@ from eagle_kit.kernels.recurrence import (
     window_convolution,
 )
 from eagle_kit.kernels.tree_build.masks import tree_mask
-from eagle_kit.kernels.window_attention import ancestor_bits
+from eagle_kit.kernels.window_attention import ancestor_bits, chain_bits
 
 B, N, H, K, V, C, W = 3, 13, 4, 8, 6, 10, 4
 SLOTS = torch.tensor([4, 0, 2])
@@ -208,6 +208,20 @@ def test_convolutions_follow_the_paths_of_a_tree():
                 wanted = torch.cat((tail, x[b, path[:count]]))[-(W - 1) :]
                 assert kept[SLOTS[b]].equal(wanted)
                 assert kept[[1, 3, 5]].equal(pool[[1, 3, 5]])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_convolutions_in_half_precision_round_once(dtype):
+    generator = torch.Generator().manual_seed(3)
+    columns = torch.randn(2, 3 + 5, 37, generator=generator).to(dtype)
+    weight = torch.randn(37, 4, generator=generator).to(dtype)
+    chain = chain_bits(5, torch.device("cpu")).expand(2, 5)
+    x = columns[:, 3:]
+    tails = columns[:, :3]
+    out = window_convolution(x, weight, None, tails, torch.arange(2), path_columns(chain, 4))
+    exact = (columns.double().unfold(1, 4, 1) * weight.double()).sum(-1)
+    assert out.dtype == dtype
+    assert out.equal(exact.to(dtype))
 
 
 def test_convolutions_of_texts():
