@@ -79,11 +79,11 @@ head: install ## the shipped head from packages alone, in some hours on two core
 	@$(KIT) export runs/smollm2-135m-head-more --out runs/head --eval runs/head-eval
 	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
 
-test: install ## run the quick tests, 2 to 5 minutes on two cores
+test: install ## run the quick tests, 2 to 6 minutes on two cores
 	@echo "== quick tests, $(WORKERS) processes"
 	@$(PYTEST) --tier quick $(ARGS)
 
-test-ci: install ## run the tests but the nightly ones, as CI does, 6 to 20 minutes on two cores
+test-ci: install ## run the tests but the nightly ones, as CI does, 10 to 30 minutes on two cores
 	@echo "== tests that are not nightly, $(WORKERS) processes"
 	@$(REHEARSAL) $(PYTEST) --tier ci $(ARGS)
 
