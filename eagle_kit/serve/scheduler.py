@@ -459,7 +459,8 @@ class Scheduler:
         for request in sorted(begun, key=lambda each: (_rest(each), _rank(each))):
             share, rest = left - reserved, min(_rest(request), room)
             if request is oldest:  # what short ones took beyond their share is not taken from it
-                share, reserved = max(left, reserved), 0.0
+                share = max(left, reserved)
+                reserved = 0.0
             if share <= 0 or not rest:
                 continue
             start, cost, reading = request.num_computed, self._cost_at(request.num_computed), 0.0

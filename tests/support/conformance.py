@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 from families import family_config
-from pairwise import Case, diagonal, pairwise
+from pairwise import Case, covering_values, pairwise
 from restless import Restless
 from tiny import randomise, tiny_dflash, tiny_dspark, tiny_head, tiny_hybrid, tiny_p_eagle, tiny_target
-from tiny_engine import resolved
+from tiny_engine import resolved, serve
 from tiny_mixtures import GROUPED, YARN, untrained, v3
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
@@ -92,7 +92,7 @@ AXES = {
 
 PAIRWISE = pairwise(AXES)
 COSTS = {"latents": 2.0, "sliding windows": 1.5, "recorded": 1.0, "shapes and windows that change": 1.0}
-DIAGONAL = diagonal(PAIRWISE, AXES, COSTS)
+DIAGONAL = covering_values(PAIRWISE, AXES, COSTS)
 
 FIRST = [(3 * i * i + i) % VOCABULARY for i in range(22)]
 PROMPTS = [
@@ -119,16 +119,6 @@ def sampling_of(text: str, number: int) -> SamplingParams:
 def make_requests(text: str, prompts: list[list[int]], first: int = 0) -> list[Request]:
     """Requests for ``prompts``, numbered from ``first`` on."""
     return [Request(i, list(prompt), sampling_of(text, i)) for i, prompt in enumerate(prompts, first)]
-
-
-def serve(engine: Engine, requests: list[Request]) -> None:
-    """Serve requests to their ends; the pool is checked after every step."""
-    for request in requests:
-        engine.add_request(request)
-    while engine.has_work:
-        engine.step()
-        engine.check()
-    assert engine.page_pool.num_available == engine.page_pool.num_pages, "pages were not given back"
 
 
 def tokens_of(requests: list[Request]) -> list[list[int]]:

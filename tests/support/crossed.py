@@ -1,7 +1,7 @@
-"""Parametrization over all combinations of several axes, of which `make test` runs a diagonal."""
+"""Parametrization over several axes: all combinations, most of them nightly, or a diagonal alone."""
 
-from collections.abc import Iterable
-from itertools import chain, product
+from collections.abc import Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,22 +16,45 @@ def crossed(*axes: tuple[str, Iterable[Any]], fixtures: tuple[str, ...] = ()) ->
     value of an axis stands beside the n-th of every other; shorter axes begin again, so each value is there.
     Those of ``fixtures`` are parameters of fixtures.
     """
-    names = [[name.strip() for name in axis.split(",")] for axis, _ in axes]
-    values = [
-        [as_parameters(each, argument, place) for place, each in enumerate(found)]
-        for argument, (_, found) in zip(names, axes, strict=True)
-    ]
+    names, values = read_axes(axes)
     sizes = [len(found) for found in values]
     diagonal = {tuple(n % size for size in sizes) for n in range(max(sizes))}
     cases = []
     for places in product(*map(range, sizes)):
         chosen = [found[place] for found, place in zip(values, places, strict=True)]
-        marks = [mark for each in chosen for mark in each.marks]
-        if places not in diagonal:
-            marks.append(pytest.mark.nightly)
-        together = [value for each in chosen for value in each.values]
-        cases.append(pytest.param(*together, marks=marks, id="-".join(each.id for each in chosen)))
-    return pytest.mark.parametrize(list(chain(*names)), cases, indirect=fixtures)
+        cases.append(joined(chosen, () if places in diagonal else (pytest.mark.nightly,)))
+    return pytest.mark.parametrize(names, cases, indirect=fixtures)
+
+
+def diagonal(*axes: tuple[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """Parametrize so that every value of every axis occurs.
+
+    The n-th values of all axes stand together; shorter axes begin again. An axis is the names of its
+    arguments, separated by commas, and their values.
+    """
+    names, values = read_axes(axes)
+    count = max(len(found) for found in values)
+    cases = [joined([found[number % len(found)] for found in values]) for number in range(count)]
+    return pytest.mark.parametrize(names, cases)
+
+
+def read_axes(axes: Sequence[tuple[str, Iterable[Any]]]) -> tuple[list[str], list[list[Any]]]:
+    """The names of all arguments, and for each axis its values as `pytest.param` with a name."""
+    names: list[str] = []
+    values = []
+    for axis, found in axes:
+        arguments = [name.strip() for name in axis.split(",")]
+        names += arguments
+        values.append([as_parameters(each, arguments, place) for place, each in enumerate(found)])
+    return names, values
+
+
+def joined(chosen: Sequence[Any], marks: Iterable[Any] = ()) -> Any:
+    """One case of a value of each axis, with the marks of all and these."""
+    together = [value for each in chosen for value in each.values]
+    all_marks = [mark for each in chosen for mark in each.marks]
+    all_marks += marks
+    return pytest.param(*together, marks=all_marks, id="-".join(each.id for each in chosen))
 
 
 def as_parameters(value: Any, names: list[str], place: int) -> Any:

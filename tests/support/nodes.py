@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
-_reserved: list[socket.socket] = []
 
 
 class Ended(NamedTuple):
@@ -37,15 +36,12 @@ def accelerate(count: int, per_node: int, node: int, port: int) -> Sequence[str]
     return (*launcher, "--num_processes", str(count * per_node), "--machine_rank", str(node), *meet)
 
 
-def reserve_port() -> int:
-    """A free port that no other process is given while this one lives: the socket that holds it stays open.
-    Who listens at it reuses the address, as torch's store does."""
+def bound_socket() -> socket.socket:
+    """A socket at a free port, at which somebody else may listen who reuses addresses."""
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(("127.0.0.1", 0))
-    _reserved.append(sock)
-    port: int = sock.getsockname()[1]
-    return port
+    return sock
 
 
 def start_nodes(
@@ -56,9 +52,7 @@ def start_nodes(
     The launchers inherit a socket that is bound to their port and never listens: as long as they run, no
     other process is given that port, and with ``SO_REUSEADDR`` the rendezvous may listen at it.
     """
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(("127.0.0.1", 0))
+    with bound_socket() as sock:
         port = sock.getsockname()[1]
         return [
             subprocess.Popen(

@@ -57,7 +57,7 @@ def _best(name: str, axes: Mapping[str, Sequence[Any]], chosen: Case, missing: M
     return max(axes[name], key=worth)
 
 
-def diagonal(
+def covering_values(
     cases: Sequence[Case], axes: Mapping[str, Sequence[Any]], costs: Mapping[Any, float]
 ) -> list[Case]:
     """Choose of ``cases`` a few that hold every value of every axis at least once.

@@ -16,14 +16,8 @@ from eagle_kit.kernels.collectives import connect
 
 FORKED = multiprocessing.get_context("fork")
 """Ranks have the memory of the test's process, so ``work`` may be a closure. A lock that a thread of that
-process holds at the fork stays locked in them."""
-
-FRESH = multiprocessing.get_context("forkserver")
-"""Ranks are forked from a process that has made imports and nothing else, so ``work`` must be a function of a
-module. For ranks that train: autograd, accelerate and trackers of earlier tests have threads."""
-FRESH.set_forkserver_preload(
-    ["accelerate", "pytest", "eagle_kit.train.run.step", "eagle_kit.train.run.setup"]
-)
+process holds at the fork stays locked in them: ranks that train come from :data:`fork_server.FORK_SERVER`,
+since autograd, accelerate and trackers of earlier tests have threads."""
 
 
 def run_ranks(

@@ -1,17 +1,12 @@
 """Servers in processes of their own that cost no imports: they are forked from one that has made them."""
 
-import multiprocessing
 import os
 import signal
 import sys
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["eagle_kit.cli.serve", "eagle_kit.serve.llm", "eagle_kit.serve.api.app", "uvicorn", "llguidance.hf"]
-    + ["transformers.models.auto.modeling_auto", "transformers.tokenization_utils_fast"]
-)
+from fork_server import FORK_SERVER
 
 
 class ServerProcess:
@@ -20,7 +15,7 @@ class ServerProcess:
     def __init__(self, *words: object, log: Path) -> None:
         self.log = log
         log.touch()
-        self._process: BaseProcess = _CONTEXT.Process(
+        self._process: BaseProcess = FORK_SERVER.Process(
             target=_serve, args=([str(word) for word in words], log), daemon=True
         )
         self._process.start()

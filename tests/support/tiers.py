@@ -78,11 +78,16 @@ class TierSelection:
 
 
 class Durations:
-    """The recorded CPU seconds of cases, by file and name, and the limit up to which a case is quick."""
+    """The recorded CPU seconds of cases, by file and name, and the limit up to which a case is quick.
 
-    def __init__(self, limit_s: float, seconds: dict[str, dict[str, float]]) -> None:
+    Attributes:
+        recorded: when the limit was chosen, and from how many cases; empty if that is unknown.
+    """
+
+    def __init__(self, limit_s: float, seconds: dict[str, dict[str, float]], recorded: str = "") -> None:
         self.limit_s = limit_s
         self.seconds = seconds
+        self.recorded = recorded
 
     @classmethod
     def read(cls) -> "Durations":
@@ -90,7 +95,16 @@ class Durations:
         if not DURATIONS_FILE.exists():
             return cls(QUICK_BUDGET_S, {})
         content = json.loads(DURATIONS_FILE.read_text(encoding="utf-8"))
-        return cls(content["quick_limit_s"], content["seconds"])
+        return cls(content["quick_limit_s"], content["seconds"], content.get("recorded", ""))
+
+    def write(self) -> None:
+        """Write the file, with files and cases in the order of their names."""
+        content: dict[str, Any] = {"recorded": self.recorded} if self.recorded else {}
+        content["quick_limit_s"] = round(self.limit_s, 2)
+        content["seconds"] = {
+            file: dict(sorted(found.items())) for file, found in sorted(self.seconds.items()) if found
+        }
+        DURATIONS_FILE.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
 
     def is_quick(self, item: pytest.Item) -> bool:
         """True for cases of at most `limit_s` CPU seconds and for those marked essential."""
@@ -226,15 +240,13 @@ def raise_durations(measured: list[dict[str, Any]], shared_setups: list[dict[str
     are paid by the first that needs them. So the quick tier is measured once more, by itself, and cases that
     pay for others there are not quick from then on.
     """
-    content = json.loads(DURATIONS_FILE.read_text(encoding="utf-8"))
+    durations = Durations.read()
     for node_id, cost in cost_of_cases(measured, shared_setups).items():
         file, name = split_node_id(node_id)
-        of_file = content["seconds"].setdefault(file, {})
+        of_file = durations.seconds.setdefault(file, {})
         if cost >= LEAST_RECORDED_S and cost > of_file.get(name, 0.0):
             of_file[name] = round(cost, 2)
-    kept = {file: dict(sorted(found.items())) for file, found in sorted(content["seconds"].items()) if found}
-    content["seconds"] = kept
-    DURATIONS_FILE.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
+    durations.write()
 
 
 def save_durations(
@@ -249,30 +261,29 @@ def save_durations(
             chosen again, and the entries of files that are gone are dropped.
     """
     costs = cost_of_cases(measured, shared_setups)
-    before = Durations.read()
-    seconds = {} if is_whole_run else before.seconds
+    durations = Durations.read()
+    if is_whole_run:
+        durations.seconds = {}
     costs_by_file: dict[str, dict[str, float]] = defaultdict(dict)
     for node_id, cost in costs.items():
         file, name = split_node_id(node_id)
         costs_by_file[file][name] = cost
     for file, found in costs_by_file.items():
-        seconds[file] = {name: round(cost, 2) for name, cost in found.items() if cost >= LEAST_RECORDED_S}
+        durations.seconds[file] = {
+            name: round(cost, 2) for name, cost in found.items() if cost >= LEAST_RECORDED_S
+        }
 
     not_nightly = [case for case in measured if not case["is_nightly"]]
     essential = [case for case in not_nightly if case["is_essential"]]
     others = [case for case in not_nightly if not case["is_essential"]]
     essential_s = sum(costs[case["id"]] for case in essential)
-    limit_s = before.limit_s
     if is_whole_run:
-        limit_s = quick_limit([costs[case["id"]] for case in others], essential_s)
-    cheap = [case for case in others if costs[case["id"]] <= limit_s]
+        durations.limit_s = quick_limit([costs[case["id"]] for case in others], essential_s)
+        durations.recorded = f"{date.today()}, {len(measured)} cases"
+    durations.write()
 
-    content = {
-        "recorded": f"{date.today()}, {len(measured)} cases",
-        "quick_limit_s": round(limit_s, 2),
-        "seconds": {file: dict(sorted(seconds[file].items())) for file in sorted(seconds) if seconds[file]},
-    }
-    DURATIONS_FILE.write_text(json.dumps(content, indent=0) + "\n", encoding="utf-8")
+    limit_s = durations.limit_s
+    cheap = [case for case in others if costs[case["id"]] <= limit_s]
     all_s = sum(costs[case["id"]] for case in not_nightly)
     cheap_s = sum(costs[case["id"]] for case in cheap)
     print(f"\nNot nightly: {len(not_nightly)} cases, {all_s:.0f} CPU s.")

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, diagonal
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import SWEEP, diagonal
+from properties import SWEEP
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.draft_topk import draft_topk

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from crossed import crossed
+from crossed import crossed, diagonal
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import SWEEP, diagonal
+from properties import SWEEP
 from tiny_experts import ROUNDINGS, SHAPES, expected, make
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

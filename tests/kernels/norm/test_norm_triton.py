@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from crossed import diagonal
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import SWEEP, diagonal
+from properties import SWEEP
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.norm import add_rms_norm, rms_norm

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from crossed import diagonal
 from hypothesis import given
 from hypothesis import strategies as st
-from properties import SWEEP, diagonal
+from properties import SWEEP
 from torch._subclasses import FakeTensorMode
 
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy

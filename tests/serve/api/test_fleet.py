@@ -1,7 +1,6 @@
 """Two servers behind a balancer: a rolling restart under load loses no reply."""
 
 import json
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 from balancer import balancing
+from nodes import bound_socket
 from server_process import ServerProcess
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -27,9 +27,7 @@ class Replica:
     listens, so that no other process is given it meanwhile."""
 
     def __init__(self, folder, log):
-        self.socket = socket.socket()
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(("127.0.0.1", 0))
+        self.socket = bound_socket()
         self.port = self.socket.getsockname()[1]
         self.url, self.folder, self.log = f"http://127.0.0.1:{self.port}", folder, log
         self.process = None

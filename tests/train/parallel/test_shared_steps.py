@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from rank_processes import FRESH, run_ranks
+from fork_server import FORK_SERVER
+from rank_processes import run_ranks
 from tiny import tiny_head, tiny_target
 from tiny_run import PackedRows, packed_row_of
 
@@ -76,7 +77,7 @@ def train_tiny(ranks: Any, normalisation: str) -> Trained:
 @pytest.mark.parametrize("normalisation", ["tokens", "sequence"])
 def test_two_processes_take_the_steps_of_one(normalisation: str) -> None:
     alone = train_tiny(None, normalisation)
-    both: list[Trained] = run_ranks(2, train_tiny, normalisation, processes=FRESH)
+    both: list[Trained] = run_ranks(2, train_tiny, normalisation, processes=FORK_SERVER)
 
     for mine in both:
         for ours, theirs in zip(mine.results, alone.results, strict=True):
