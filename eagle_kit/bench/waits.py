@@ -27,7 +27,9 @@ from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.optim.strategy import Replicated
 
-LENGTH, TTT_LENGTH, DRAFT_VOCAB_SIZE = 24, 2, 101
+LENGTH = 24
+TTT_LENGTH = 2
+DRAFT_VOCAB_SIZE = 101
 PROMPTS, SHAPE, PAGES = (5, 12, 9), SpecShape(1, 1, 2), 4
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "trainer's step": {"rows": 0, "capture": 0, "forward": 0, "backward": 0, "figures": 1, "update": 1},

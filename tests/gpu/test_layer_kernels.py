@@ -141,7 +141,8 @@ def test_rope_and_store(name, tokens, dtype, stored):
 
 def test_cosines_and_sines_of_late_positions_and_rows_of_windows():
     """Pairs (1, 0) and (0, 1) show the cosine and the sine themselves; rows are counted in the kernel."""
-    batch, nodes = pick(40, 4), 8
+    batch = pick(40, 4)
+    nodes = 8
     half = batch * nodes // 2
     positions = torch.cat((torch.arange(half), torch.arange(131072 - half, 131072))).to(DEVICE)
     rotation = Rope(128, 5e5, None).to(DEVICE).at(positions)

@@ -34,7 +34,8 @@ RUNS = ROOT / "runs" / "peers"
 REPORT = ROOT / "docs" / "results" / "peers.md"
 TARGET = "smollm2-135m-instruct"
 HEAD = ROOT / "checkpoints" / "smollm2-135m-eagle3"
-DRAFTS, NUM_TOKENS = 4, 64
+DRAFTS = 4
+NUM_TOKENS = 64
 PROMPTS = ("writing-01", "writing-05", "reasoning-05", "math-05", "code-01", "code-08")
 
 # torch first: what depends on it is then installed for it. vLLM's wheel brings parts of torch for images and
@@ -76,7 +77,8 @@ def call(command: list[str], log: Path, environment: dict[str, str] | None = Non
 def python_of(peer: str) -> str:
     """The interpreter of a peer's environment, which is made where it is missing."""
     folder = ENVIRONMENTS / peer
-    python, done = folder / "bin" / "python", folder / ".installed"
+    python = folder / "bin" / "python"
+    done = folder / ".installed"
     if done.exists():
         say(f"{peer}: environment is there")
         return str(python)
@@ -222,7 +224,8 @@ def rows_of_vllm(key: str, *, fresh: bool) -> tuple[list[str], bool]:
     """Lines of the report, and whether vLLM does what our engine does."""
     given = once("prompts", key, lambda: {"ids": prompts()}, fresh=fresh)["ids"]
     ours = once("here", key, lambda: decode_here(given), fresh=fresh)
-    lines, is_same = [], True
+    lines = []
+    is_same = True
     try:
         python = python_of("vllm")
         for format in ("vllm", "speculators"):
@@ -253,7 +256,8 @@ def rows_of_speculators(key: str, *, fresh: bool) -> tuple[list[str], bool]:
     bad = theirs["failures"] + theirs["errors"]
     verdict = f"{bad} failed" if bad else "equal logits, and bit for bit back"
     counts = f"{theirs['tests']} tests, {theirs['skipped']} skipped"
-    what, versions = "`test_speculators_*.py`", in_words(theirs["versions"])
+    what = "`test_speculators_*.py`"
+    versions = in_words(theirs["versions"])
     return [row("speculators", versions, what, counts, verdict, theirs["date"])], bad == 0
 
 

@@ -88,7 +88,8 @@ def eagle3_equal_to(target: LlamaModel) -> Eagle3Head:
 @pytest.fixture(scope="module")
 def pairs() -> dict:
     """A target and a draft that computes the same, by kind of draft."""
-    deep, flat = tiny_target(VOCAB), target_of_one_token()
+    deep = tiny_target(VOCAB)
+    flat = target_of_one_token()
     return {
         "small model": (deep, StandaloneDraftModel(tiny_target(VOCAB))),
         "eagle1": (flat, eagle1_equal_to(flat)),

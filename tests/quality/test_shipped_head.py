@@ -82,7 +82,8 @@ def test_sixteen_prompts_are_accepted_as_pinned(llm, pins, shape):
     # Text first: without it the counts mean nothing.
     assert {name: output.token_ids for name, output in zip(prompts, outputs, strict=True)} == pins.tokens
 
-    stats, want = pinned.sum_of(outputs), pins.shapes[shape]
+    stats = pinned.sum_of(outputs)
+    want = pins.shapes[shape]
     assert stats.num_emitted_tokens == want["num_emitted_tokens"]
     assert stats.accept_length == pytest.approx(want["accept_length"], rel=RATIO)
     shares = [count / want["num_verifies"] for count in want["num_accepted_at"]]
@@ -157,7 +158,9 @@ def test_the_card_has_figures_of_the_tasks_in_the_package():
 @pytest.mark.nightly
 def test_all_prompts_of_the_package_are_accepted_as_the_card_says(tmp_path):
     """The two tasks that need no file besides: 230 of the card's 293 prompts, about ten minutes."""
-    settings, tasks, shapes = card_settings(), ("human_eval", "ours"), ("4,1,5", "5,4,16")
+    settings = card_settings()
+    tasks = ("human_eval", "ours")
+    shapes = ("4,1,5", "5,4,16")
     config = EvalConfig(
         tasks=tasks,
         shapes=shapes,

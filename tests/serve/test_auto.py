@@ -235,7 +235,9 @@ def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
 def test_an_interrupted_measurement_leaves_nothing(monkeypatch):
     llm = make(shape="3,1,4")
     engine = llm.engine()
-    shapes, num_steps, step = engine.shapes, itertools.count(), engine.step
+    shapes = engine.shapes
+    num_steps = itertools.count()
+    step = engine.step
 
     def interrupted():
         if next(num_steps) == 5:

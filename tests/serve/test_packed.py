@@ -96,7 +96,8 @@ def plain(models):
 
 @pytest.mark.parametrize(("shape", "drafts"), WINDOWS)
 def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape, drafts):
-    engine, requests = make_engine(models, 4), requests_of()
+    engine = make_engine(models, 4)
+    requests = requests_of()
     engine.use_shape(Fixed(SpecShape.parse(shape), drafts))
     rows = serve_watched(engine, requests)
     assert [request.token_ids for request in requests] == plain
@@ -126,7 +127,8 @@ def test_penalties_and_log_probabilities_are_those_of_whole_windows(models):
 def test_recorded_cycles_say_the_same(models, plain):
     """On a CPU cycles are replayed without Python once they have run often; which drafts are verified changes
     from cycle to cycle."""
-    engine, requests = make_engine(models, 4), requests_of()
+    engine = make_engine(models, 4)
+    requests = requests_of()
     engine.runner.graphs = CpuGraphs(1)
     engine.use_shape(Turning(SpecShape.parse("4,1,5"), [4, 0, 1, 2]))
     serve(engine, requests)
@@ -209,7 +211,8 @@ def test_what_is_left_of_a_chain_is_verified_as_a_shorter_one(triton_device, nam
 
 
 def check_cut_chains(name, backend, rng):
-    steps, vocabulary = 3, 37
+    steps = 3
+    vocabulary = 37
     is_sampled = name in ("rejection", "block")
     num_drafts = torch.arange(steps + 1).repeat(16 if backend == "reference" else 4)
     count, num_accepted = len(num_drafts), 0

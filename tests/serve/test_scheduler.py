@@ -129,7 +129,8 @@ def test_a_first_token_does_not_wait_for_the_whole_turn_of_a_long_reply():
 
 
 def test_short_prompts_that_come_with_a_long_one_do_not_wait_for_its_first_part(monkeypatch):
-    engine, parts = engine_of(prefill_tokens=256, mixed_prefill_tokens=16), []
+    engine = engine_of(prefill_tokens=256, mixed_prefill_tokens=16)
+    parts = []
     prefill = engine.runner.prefill
 
     def watched(chunks):
@@ -226,7 +227,8 @@ def test_prompts_of_one_call_run_to_their_ends():
 
 
 def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(monkeypatch):
-    engine, computed = engine_of(mixed_prefill_tokens=32), []
+    engine = engine_of(mixed_prefill_tokens=32)
+    computed = []
     prefill = engine.runner.prefill
 
     def counting(chunks):
@@ -241,7 +243,8 @@ def test_long_prompts_take_a_bounded_part_of_a_step_that_decodes(monkeypatch):
 
 
 def test_parts_deep_in_a_prompt_are_worth_what_must_be_read_for_them(monkeypatch):
-    engine, parts = engine_of(mixed_prefill_tokens=16), []
+    engine = engine_of(mixed_prefill_tokens=16)
+    parts = []
     engine.scheduler.attention_cost, engine.scheduler.reading_cost = 0.0, 0.1
     engine.scheduler.weights_cost = 12.0
     prefill = engine.runner.prefill
@@ -315,7 +318,8 @@ def test_replies_that_sit_out_cycles_give_way_after_their_turn_too():
 
 
 def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(monkeypatch):
-    engine, parts = engine_of(mixed_prefill_tokens=16), []
+    engine = engine_of(mixed_prefill_tokens=16)
+    parts = []
     engine.scheduler.attention_cost, engine.scheduler.reading_cost = 0.0, 0.1
     engine.scheduler.weights_cost = 12.0
     prefill = engine.runner.prefill
@@ -342,7 +346,8 @@ def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(monk
 
 
 def test_a_prompt_with_many_choices_is_computed_once(monkeypatch):
-    engine, computed = engine_of(), []
+    engine = engine_of()
+    computed = []
     prefill = engine.runner.prefill
 
     def counting(chunks):
@@ -382,7 +387,8 @@ def test_a_long_prompt_has_its_half_of_each_step_beside_many_short_ones(num_shor
     engine.scheduler.attention_cost = 0.0
     long, reply = requests_of([LONG, [1, 2]], max_tokens=400)
     begin(engine, [reply, long], steps=1)
-    steps, numbers = 0, itertools.count()
+    steps = 0
+    numbers = itertools.count()
     while not long.token_ids and steps < 200:
         digits = [(n % 11, n // 11 % 11, n // 121) for n in itertools.islice(numbers, num_short)]
         short = [[*each, *[2] * (length - 3)] for each in digits]  # of which none is in the prefix cache

@@ -40,7 +40,9 @@ from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 
-VOCABULARY, MAX_TOKENS, MAX_CONTEXT = 11, 16, 96
+VOCABULARY = 11
+MAX_TOKENS = 16
+MAX_CONTEXT = 96
 
 SHAPES = {
     "eagle3": ("1,1,2", "4,1,5", "5,4,16", "6,8,60"),
@@ -276,7 +278,8 @@ class Conformance:
         """A draft that has learned the target's replies; None where there is no model."""
         if kind in ("none", "n-grams"):
             return None
-        texts, model = self.texts(target), self.target(target)
+        texts = self.texts(target)
+        model = self.target(target)
         if kind == "whole model":
             small = tiny_target(VOCABULARY, num_layers=2, seed=5, std=0.1)
             return StandaloneDraftModel(texts.teach_model(small))
@@ -286,7 +289,10 @@ class Conformance:
 
     def engine(self, case: Case) -> Engine:
         """The engine of a case."""
-        batch, page_size, graphs, draft = case["batch"], case["page_size"], case["graphs"], case["draft"]
+        batch = case["batch"]
+        page_size = case["page_size"]
+        graphs = case["graphs"]
+        draft = case["draft"]
         options = {name: case[name] for name in ("page_size", "lag", "prefill_tokens", "prefix_cache")}
         if draft == "n-grams":
             options["algorithm"] = "NGRAM"
@@ -329,7 +335,9 @@ class Conformance:
 
     def check(self, case: Case) -> None:
         """Check the texts of a case, and that its options did what they are for."""
-        target, draft, text = case["target"], case["draft"], case["text"]
+        target = case["target"]
+        draft = case["draft"]
+        text = case["text"]
         engine, requests = self.run(case)
         assert tokens_of(requests) == self.plain(target, text).replies
         check_drafts(case, engine)
@@ -365,7 +373,9 @@ def shape_of(case: Case) -> SpecShape:
 def shapes_of(case: Case) -> SpecShape | ShapeTable | Restless:
     """What the engine of a case speculates with. A static tree has one shape or none, and plain decoding has
     no other."""
-    shape, policy, draft = shape_of(case), case["policy"], case["draft"]
+    shape = shape_of(case)
+    policy = case["policy"]
+    draft = case["draft"]
     if draft == "none" or policy == "one shape":
         return shape
     if draft == "static tree":

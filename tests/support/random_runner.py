@@ -107,7 +107,8 @@ class RandomRunner:
 
     def _decode_states(self, requests, tokens, counts):
         for request, emitted, count in zip(requests, tokens, counts, strict=True):
-            state, known = self.states[request.slot], request.num_tokens - 1
+            state = self.states[request.slot]
+            known = request.num_tokens - 1
             assert state[:known] == request.tokens(0, known) and len(state) >= known
             self.states[request.slot] = [*state, self.roots[request.slot], *emitted[: count - 1]]
             self.roots[request.slot] = emitted[count - 1]

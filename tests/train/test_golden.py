@@ -208,7 +208,8 @@ def largest_change(before: list[tuple[float, float]], now: list[tuple[float, flo
     """The largest relative change of a loss or a gradient norm."""
     if len(before) != len(now):
         return float("inf")
-    old, new = torch.tensor(before, dtype=torch.float64), torch.tensor(now, dtype=torch.float64)
+    old = torch.tensor(before, dtype=torch.float64)
+    new = torch.tensor(now, dtype=torch.float64)
     return float(((new - old) / old).abs().max())
 
 
@@ -219,7 +220,8 @@ def largest_change(before: list[tuple[float, float]], now: list[tuple[float, flo
 def test_twenty_steps_have_the_losses_and_gradient_norms_of_the_golden_file(
     curve_of: Callable[[Recipe], list[tuple[float, float]]], name: str
 ) -> None:
-    curve, path = curve_of(RECIPES[name]), GOLDEN / f"{name}.txt"
+    curve = curve_of(RECIPES[name])
+    path = GOLDEN / f"{name}.txt"
     if os.environ.get(REFRESH):
         before = read_curve(path) if path.exists() else []
         write_curve(path, name, curve)

@@ -117,7 +117,8 @@ def test_nan_reads_as_zero(triton_device, kind, backend):
 def test_kernels_sample_the_target_after_a_spoiled_row(triton_device, kind):
     """The first draft is certain, the second row is spoiled, the bonus uniforms are a grid: the counts of the
     second token differ from the target's by the grid alone."""
-    count, verify = 12, windows(kind, 1)[-1]
+    count = 12
+    verify = windows(kind, 1)[-1]
     shape = SHAPES[kind]
     tokens = torch.tensor([[0, 0, 1, 2, 3][: len(shape)]] * count)
     probs = rows(P, tokens, shape)

@@ -142,7 +142,8 @@ def test_columns_cut_out_of_a_matrix_have_the_same_gradients_as_quickly(one_thre
         x = x.detach().requires_grad_()
         return torch.autograd.grad(linear(x, weight), (x, weight), grad)
 
-    whole, cut = rows[:, :128].clone(), rows[:, :128]
+    whole = rows[:, :128].clone()
+    cut = rows[:, :128]
     torch.testing.assert_close(gradients(whole), gradients(cut), rtol=0, atol=0)
     assert least_seconds(lambda: gradients(cut)) < 20 * least_seconds(lambda: gradients(whole))
 
@@ -152,6 +153,7 @@ def test_weights_cut_out_of_a_matrix_are_multiplied_as_quickly(is_transposed, on
     """Gradients of a loss with a Markov head are products with a part of each row."""
     matrix = torch.randn(300, 640) if is_transposed else torch.randn(512, 364)
     cut = matrix[:, :512].t() if is_transposed else matrix[:, :300]
-    x, whole = torch.randn(256, 300), cut.contiguous()
+    x = torch.randn(256, 300)
+    whole = cut.contiguous()
     torch.testing.assert_close(linear(x, whole), linear(x, cut), rtol=0, atol=0)
     assert least_seconds(lambda: linear(x, cut)) < 20 * least_seconds(lambda: linear(x, whole))

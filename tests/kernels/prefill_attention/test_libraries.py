@@ -75,7 +75,8 @@ def test_a_library_computes_what_the_reference_does_over_the_pool_itself(name):
 
 
 def test_a_slot_of_a_page_is_the_row_of_its_number():
-    page, rows = 7, torch.arange(3 * 30 * 2).view(3, 30, 2)
+    page = 7
+    rows = torch.arange(3 * 30 * 2).view(3, 30, 2)
     nhd, hnd = pages_nhd(rows, page), pages_hnd(rows, page)
     assert nhd.shape == (30 // page, page, 3, 2)
     assert torch.equal(nhd.transpose(1, 2), hnd)
@@ -146,7 +147,8 @@ def test_what_no_library_computes_is_not_given_to_one():
 
 def test_what_a_single_library_does_not_compute_is_not_given_to_it():
     v3, v2, infer = (adapter(name)[0] for name in NAMES)
-    of_16, of_96 = STORE._replace(page_size=16), STORE._replace(head_dim=96)
+    of_16 = STORE._replace(page_size=16)
+    of_96 = STORE._replace(head_dim=96)
     of_many = STORE._replace(num_values=1 << 32)
     assert [bool(each.reason_against(of_16, PLAIN)) for each in (v3, v2, infer)] == [False, True, False]
     assert [bool(each.reason_against(of_96, PLAIN)) for each in (v3, v2, infer)] == [False, False, True]

@@ -85,8 +85,11 @@ class ScriptedEngine(Engine):
         self.grammars = UnfollowedGrammars()
         super().__init__(llm.target, llm.draft, llm.config, lambda: self.grammars)
         self.use_shape(SHAPE)
-        self.script, self.per_step, self.step_s = script, per_step, step_s
-        self.most_tokens, self.fail_at = hold_at, fail_at
+        self.script = script
+        self.per_step = per_step
+        self.step_s = step_s
+        self.most_tokens = hold_at
+        self.fail_at = fail_at
         self.seen: list[Request] = []
         self._end_token: int = llm.tokenizer.eos_token_id
         self.runner.prefill = self._prefill_scripted  # type: ignore[method-assign]
@@ -134,7 +137,8 @@ class ScriptedEngine(Engine):
     def _emit(self, requests: Sequence[Request], counts: Sequence[int], width: int) -> HostCopy:
         """The next tokens of each reply, at most as many as ``counts``, in rows of ``width``."""
         # The tokens.
-        rows, emitted_counts = [], []
+        rows = []
+        emitted_counts = []
         for request, count in zip(requests, counts, strict=True):
             begun = len(request.token_ids)
             known = self.script(request)[begun : begun + width]

@@ -265,7 +265,9 @@ def test_readers_hear_of_a_lost_rank_while_a_step_waits_for_it(scripted, monkeyp
     monkeypatch.setattr(async_engine, "STUCK_S", 0.1 if is_stuck else 20.0)
     monkeypatch.setattr(async_engine, "TELLING_S", 0.1)
     error, told = RankLost("Rank 1 has ended."), []
-    in_a_step, may_end, others = threading.Event(), threading.Event(), set(threading.enumerate())
+    in_a_step = threading.Event()
+    may_end = threading.Event()
+    others = set(threading.enumerate())
 
     async def check(llm, inner, engine):
         plain = inner.step

@@ -29,7 +29,9 @@ class Replica:
     def __init__(self, folder, log):
         self.socket = bound_socket()
         self.port = self.socket.getsockname()[1]
-        self.url, self.folder, self.log = f"http://127.0.0.1:{self.port}", folder, log
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.log = log
         self.process = None
 
     def start(self):

@@ -215,7 +215,9 @@ def test_a_probe_sees_an_engine_that_emits_nothing(scripted, monkeypatch):
 def test_a_probe_ends_in_time_when_a_step_does_not(scripted, monkeypatch):
     llm, engine = scripted(LONG, slots=1)
     monkeypatch.setattr(service, "PROBE_S", 0.1)
-    has_begun_step, may_end, plain = threading.Event(), threading.Event(), engine.step
+    has_begun_step = threading.Event()
+    may_end = threading.Event()
+    plain = engine.step
 
     def step():
         has_begun_step.set()

@@ -58,7 +58,8 @@ def set_of(row):
 
 def expected(compiler, thought, path):
     """What may follow a whole reply ``path``, found by searching it."""
-    stops, everything = {END_TOKEN}, set(range(V))
+    stops = {END_TOKEN}
+    everything = set(range(V))
     if thought.opener is not None:
         if not path:
             return allowed_in_grammar(compiler, []) | {thought.opener}

@@ -40,7 +40,8 @@ def first_drafts(target, draft, prompts) -> list[list[int]]:
     """Draft tokens of the first cycle of each prompt, all of which are computed in one forward."""
     engine = Engine(target, draft, resolved(len(prompts), 64, kv_tokens=1000, page_size=4))
     engine.use_shape(SpecShape(4, 1, 5))
-    drafts, propose = [], engine.runner.drafter.propose
+    drafts = []
+    propose = engine.runner.drafter.propose
 
     def recorded(*args):
         drafts.append(propose(*args))

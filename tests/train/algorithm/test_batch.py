@@ -17,7 +17,9 @@ CPU = torch.device("cpu")
 
 def packed(*documents: tuple[int, int]) -> SimpleNamespace:
     """A packed row of documents, each of so many tokens of a prompt and of a reply."""
-    reply, doc_start, group = [], [], []
+    reply = []
+    doc_start = []
+    group = []
     for number, (num_prompt, num_reply) in enumerate(documents):
         start = len(reply)
         reply += [-1] * num_prompt + [number] * num_reply

@@ -177,7 +177,8 @@ def test_conversations_of_one_id_are_each_answered_when_a_broken_run_goes_on(tmp
 
 
 def test_conversations_of_one_id_that_begin_alike_are_each_answered_when_a_broken_run_goes_on(tmp_path):
-    source, out = _source(tmp_path, [["hello", "first"], ["hello", "second"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["hello", "first"], ["hello", "second"]])
+    out = tmp_path / "out.jsonl"
     chats = tmp_path / "chats.jsonl"
     chats.write_text(chats.read_text().replace('"c1"', '"c0"'))
     _run(Parrot(), source, out, limit=1)
