@@ -16,16 +16,17 @@ from typing import Any
 import torch
 
 HEADS = Path(__file__).parents[1] / "checkpoints" / "peers" / "heads"
-BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "BOOL": 1}
+BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "U8": 1, "BOOL": 1}
 DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "F8_E4M3": torch.float8_e4m3fn,
     "I64": torch.int64,
+    "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NUMBERS = re.compile(r"\{(\d+)\.\.(\d+)\}")
+NUMBERS = re.compile(r"\{([\d.,]+)\}")
 
 Header = dict[str, tuple[str, tuple[int, ...]]]
 """Dtype, as safetensors names it, and shape, by name of the tensor."""
@@ -61,22 +62,33 @@ def peer_names() -> list[str]:
 
 
 def read_peer(name: str) -> PeerHead:
-    """Read a fixture. ``{0..255}`` in the name of a tensor means one tensor for each of these numbers."""
+    """Read a fixture."""
     raw = json.loads((HEADS / f"{name}.json").read_text(encoding="utf-8"))
+    return PeerHead(name=name, header=read_header(raw.pop("tensors")), **raw)
+
+
+def read_header(tensors: dict[str, Any]) -> Header:
+    """The table of a fixture's tensors. ``{0..255}`` in a name means one tensor for each of these numbers,
+    ``{0..8..4,1..9..4}`` one for each of 0, 4, 8, 1, 5, 9."""
     header: Header = {}
-    for pattern, (dtype, shape) in raw.pop("tensors").items():
+    for pattern, (dtype, shape) in tensors.items():
         for tensor in _numbered(pattern):
             assert tensor not in header, tensor
             header[tensor] = (dtype, tuple(shape))
-    return PeerHead(name=name, header=header, **raw)
+    return header
 
 
 def _numbered(pattern: str) -> list[str]:
     found = NUMBERS.search(pattern)
     if found is None:
         return [pattern]
-    numbers = range(int(found[1]), int(found[2]) + 1)
-    return [pattern[: found.start()] + str(number) + pattern[found.end() :] for number in numbers]
+    names = []
+    for part in found[1].split(","):
+        first, last, *step = (int(number) for number in part.split(".."))
+        for number in range(first, last + 1, *step):
+            name = pattern[: found.start()] + str(number) + pattern[found.end() :]
+            names += _numbered(name)
+    return names
 
 
 def write_peer(head: PeerHead, folder: Path) -> Path:

@@ -337,6 +337,7 @@ KNOWN_TARGETS: dict[str, KnownTarget] = {
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "partial_rotary_factor": 0.5,
+            "num_nextn_predict_layers": 1,
             "use_qk_norm": False,
             "vocab_size": 151552,
             "rms_norm_eps": 1e-5,

@@ -186,21 +186,64 @@ def load_target(
         if with_layers:
             return load_bridged(folder, config, dtype, device)
         return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
-    layout, arrangement = read_fp8_layout(read_raw_config(folder), str(folder)), arrangement_of(config)
+    published = read_published(folder, None if with_layers else _is_outside_layers)
+    layout = read_fp8_layout(read_raw_config(folder), str(folder))
+    return assemble(
+        config,
+        layout,
+        published,
+        str(folder),
+        dtype,
+        device,
+        with_layers=with_layers,
+        quantization=quantization,
+    )
+
+
+def assemble(
+    config: TargetConfig,
+    layout: FP8Layout | None,
+    tensors: dict[str, torch.Tensor],
+    where: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    with_layers: bool = True,
+    quantization: Quantization = "none",
+) -> LlamaModel:
+    """Make a target of our own layers from published tensors.
+
+    Args:
+        layout: of fp8 weights; None where none are expected.
+        tensors: by published name without ``model.``; emptied, since they are removed as they are used.
+        where: of the weights, for errors.
+        dtype, device, with_layers, quantization: see :func:`load_target`.
+
+    Raises:
+        UserError: every missing, unexpected or misshapen tensor by name.
+    """
+    # The parameters that are to be filled.
     with torch.device("meta"):
         model = LlamaModel(config)
-    wanted = None
     if not with_layers:
-        model.layers, wanted = torch.nn.ModuleList(), _is_outside_layers
-    tensors = arrangement.renamed(read_published(folder, wanted))
-    published = {name: value for name, value in tensors.items() if not is_mtp(name, config)}
-    del tensors  # which are removed as they are used
+        model.layers = torch.nn.ModuleList()
+
+    # The published tensors by our names and in our layout.
+    arrangement = arrangement_of(config)
+    renamed = arrangement.renamed(tensors)
+    tensors.clear()
+    published = {name: value for name, value in renamed.items() if not is_mtp(name, config)}
+    renamed.clear()
     arrangement.arrange(published, config, layout)
     if config.tie_word_embeddings:
         published.pop("lm_head.weight", None)
+
+    # Their names and shapes must be exactly the expected ones.
     parts = published_parts(model.named_parameters(), config, published)
     expected = expected_shapes((part for group in parts.values() for part in group), published, layout)
-    check_tensors(published, expected, str(folder))
+    check_tensors(published, expected, where)
+
+    # The values.
     model.rope = Rope(config.rope_dim, config.rope_theta, config.rope_scaling).to(device)
     if quantization != "none":
         fill_fp8(model, parts, published, layout, dtype, device, casts=quantization == "fp8")
