@@ -1,7 +1,7 @@
 """The targets in ``configs/`` by the tensors that their repositories publish: all are taken, none is missing.
 
-A fixture (``tests/models/loading/targets/*.json``) has names, shapes and dtypes, and no weights. Its sum is the
-published one. Tensors are on the meta device, so that a model of 671 B needs no memory.
+A fixture (``tests/models/loading/targets/*.json``) has names, shapes and dtypes, and no weights. Its sum is
+the published one. Tensors are on the meta device, so that a model of 671 B needs no memory.
 """
 
 import json
