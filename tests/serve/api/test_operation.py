@@ -93,7 +93,9 @@ def test_one_client_has_its_limits(scripted):
         wait_until(lambda: server.service.engine.num_live == 1)
         answer = server.http.post(CHAT, json=body(n=2))
         assert answer.status_code == 429 and answer.json()["error"]["type"] == "rate_limit_error"
-        assert answer.json()["error"]["code"] == "too_many_parallel_requests" and answer.headers["retry-after"]
+        assert (
+            answer.json()["error"]["code"] == "too_many_parallel_requests" and answer.headers["retry-after"]
+        )
         with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=30) as other:
             second = pool.submit(other.post, server.url + CHAT, json=body(n=2))
             wait_until(lambda: server.service.engine.num_live == 3)

@@ -366,7 +366,11 @@ def test_speculation_details_come_on_request_only(one_byte_a_step):
 def test_speculation_details_are_those_of_all_choices(scripted):
     with serving(*scripted("abcdefg")) as server:
         alone = complete(server, return_speculation=True).json()["speculation"]
-        assert (alone["num_verifies"], alone["num_accepted_tokens"], alone["num_accepted_at"]) == (3, 5, [3, 2])
+        assert (alone["num_verifies"], alone["num_accepted_tokens"], alone["num_accepted_at"]) == (
+            3,
+            5,
+            [3, 2],
+        )
         assert (alone["histogram"], alone["shapes"], alone["reasons"]) == ([0, 1, 0, 2], {"3,1,4": 3}, [])
         assert alone["accept_length"] == round(7 / 3, 4)
         three = complete(server, return_speculation=True, n=3).json()["speculation"]
@@ -550,7 +554,13 @@ def test_every_metric_is_a_number_of_its_own(scripted):
         engine.step()
     totals, names = engine.totals, {}
     for i, name in enumerate(
-        ("num_steps", "num_prompt_tokens", "num_cached_prompt_tokens", "num_generated_tokens", "num_preemptions")
+        (
+            "num_steps",
+            "num_prompt_tokens",
+            "num_cached_prompt_tokens",
+            "num_generated_tokens",
+            "num_preemptions",
+        )
     ):
         names[name] = 100 + i
     names |= {"num_drafts": 110, "num_draft_tokens": 111}
