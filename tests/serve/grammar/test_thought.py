@@ -168,5 +168,14 @@ def test_a_reply_cannot_end_within_its_reasoning_and_is_not_held_there(llm):
 
 
 def test_tokens_that_the_target_does_not_know_are_refused(compiler):
-    with pytest.raises(UserError, match="outside the target's vocabulary"):
-        compiler.start(Grammar("regex", "a", Thought((V,))))
+    for thought in (Thought((V,)), Thought((END,), opener=V), Thought((END,), others=(V,))):
+        with pytest.raises(UserError, match="outside the target's vocabulary"):
+            compiler.start(Grammar("regex", "a", thought))
+    compiler.start(Grammar("regex", "a", Thought((V - 1,), opener=V - 2)))
+
+
+def test_replies_with_reasoning_and_without_share_a_compiled_grammar(llm):
+    compiler = GrammarCompiler(llm.tokenizer, V, llm.target.config.eos_token_ids)
+    for thought in (None, OPENED, OPTIONAL):
+        compiler.start(Grammar("regex", REGEX, thought))
+    assert compiler.num_compiled == 1
