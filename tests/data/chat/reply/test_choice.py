@@ -118,6 +118,44 @@ def test_forms_by_the_names_of_vllm_and_sglang_and_none() -> None:
         choose_forms(tokenizer, "gpt-oss", "auto")
 
 
+NAMES = {
+    "reasoning": {
+        "think": ("think", "deepseek_v3", "deepseek-v3", "qwen3"),
+        "deepseek_r1": ("deepseek_r1", "deepseek-r1"),
+        "harmony": ("harmony", "openai_gptoss", "gpt-oss"),
+        "none": ("none",),
+    },
+    "tool calls": {
+        "hermes": ("hermes", "qwen", "qwen25", "qwen3_coder", "qwen3_xml"),
+        "llama3": ("llama3", "llama3_json"),
+        "deepseek": ("deepseek", "deepseek_v3", "deepseekv3", "deepseek_v31", "deepseekv31"),
+        "mistral": ("mistral",),
+        "harmony": ("harmony", "openai", "gpt-oss"),
+        "none": ("none",),
+    },
+}
+
+
+def test_every_documented_name_of_a_form_is_known() -> None:
+    tokenizer = tokenizer_for("chatml")
+    for form, names in NAMES["reasoning"].items():
+        for name in names:
+            assert str(choose_forms(tokenizer, name, "none")) == f"reasoning {form}, tool calls none"
+    for form, names in NAMES["tool calls"].items():
+        for name in names:
+            assert str(choose_forms(tokenizer, "none", name)) == f"reasoning none, tool calls {form}"
+
+
+def test_with_the_parser_deepseek_r1_a_grammar_begins_behind_the_first_thought() -> None:
+    tokenizer = tokenizer_for("qwen3")
+    forms = choose_forms(tokenizer, "deepseek_r1", "none")
+    thought = forms.bound(tokenizer("Hi\n")["input_ids"]).thought
+    assert thought is not None and thought.opener is None
+    plain = choose_forms(tokenizer, "think", "none").bound(tokenizer("Hi\n")["input_ids"]).thought
+    assert plain is not None and tokenizer.decode([plain.opener]) == "<think>"
+    assert forms.bound(tokenizer("<think>\n\n</think>\n\n")["input_ids"]).thought is None
+
+
 def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_opens() -> None:
     tokenizer = tokenizer_for("qwen3")
     open_prompt, closed = (tokenizer(text)["input_ids"] for text in ("Hi\n", "<think>\n\n</think>\n\n"))
@@ -186,6 +224,25 @@ def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tu
             assert parts == ReplyParts(*expected)
     finally:
         tokenizer.response_template = None
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "calls", "expected"),
+    [
+        ("auto", "none", ("hm", f"A {WRITTEN}", [])),
+        ("none", "auto", ("", "<think>hm</think>A", [CITY])),
+    ],
+)
+def test_parts_that_a_response_template_is_not_asked_for_stay_in_the_content(
+    reasoning: str, calls: str, expected: tuple
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
+    tokenizer.response_template = OWN
+    forms = choose_forms(tokenizer, reasoning, calls)
+    prompt = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    reader = forms.reader(prompt, [WEATHER])
+    assert reader is not None
+    assert read_reply(reader, f"<think>hm</think>A {WRITTEN}") == ReplyParts(*expected)
 
 
 def test_with_a_response_template_a_grammar_begins_behind_the_marker_that_the_chat_template_writes() -> None:

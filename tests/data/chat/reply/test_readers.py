@@ -84,6 +84,13 @@ CASES: list[tuple[str, Any, str, tuple[str, str, list[Call]]]] = [
         "<tool_call>{'name': 'weather', 'arguments': {'wet': True}}</tool_call>",
         ("", "", [Call("weather", {"wet": True})]),
     ),
+    (
+        "call as openai writes it",
+        {},
+        f'<tool_call>{{"type": "function", "function": {JSON}}}</tool_call>',
+        ("", "", [OSLO]),
+    ),
+    ("name in spaces", {}, ONE.replace('"weather"', '" weather "'), ("", "", [OSLO])),
     ("end tag in a string", {}, QUOTED, ("", "", [Call("weather", {"city": 'a </tool_call> " b'})])),
     ("no end tag", {}, f"<tool_call>\n{JSON}", ("", "", [OSLO])),
     ("cut in the call", {}, f"a\n<tool_call>\n{JSON[:-3]}", ("", f"a\n<tool_call>\n{JSON[:-3]}", [])),
