@@ -505,6 +505,27 @@ def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):
         wait_until(lambda: not server.server.server_state.tasks)
 
 
+def test_a_client_that_has_read_again_is_not_cut_off(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 0.3)
+    with serving(*scripted("abc", max_context=30_000), max_queued=200) as server:
+        text = json.dumps({"prompt": [70] * 29_000, "n": 100, "max_tokens": 3, "echo": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(10)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{text}".encode())
+            answer = connection.recv(100_000)
+            time.sleep(0.1)  # its buffer is full meanwhile
+            size = int(answer.lower().partition(b"content-length: ")[2].split()[0])
+            left = size - len(answer.partition(b"\r\n\r\n")[2])
+            while left > 0:
+                left -= len(connection.recv(200_000))
+            time.sleep(1.0)  # longer than it may leave anything unread
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in connection.recv(2000)
+
+
 def test_a_client_that_reads_slowly_gets_its_whole_response_from_a_server_that_is_stopped_too(
     scripted, monkeypatch
 ):

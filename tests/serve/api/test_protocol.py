@@ -334,9 +334,19 @@ def test_usage_in_every_chunk_counts_the_tokens_of_the_chunks(scripted, path):
     llm, engine = scripted(TEXT, per_step=3, step_s=0.005)
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": MESSAGES} if "chat" in path else {"prompt": "ab", "max_tokens": 200}
+    logprobs = {"logprobs": True} if "chat" in path else {"logprobs": 0}
     with serving(llm, engine) as server:
         streamed = events(server, path, {**body, "n": 2, "stream_options": options})
         plain = events(server, path, {**body, "stream_options": {"include_usage": True}})
+        exact = events(server, path, {**body, "n": 2, "stream_options": options, **logprobs})
+    num_sent = 0
+    for data in exact:
+        for choice in data["choices"]:
+            entries = choice["logprobs"] or {}
+            num_sent += len(entries.get("content") or entries.get("tokens") or ())
+        if any(choice["logprobs"] for choice in data["choices"]):
+            assert data["usage"]["completion_tokens"] == num_sent
+    assert num_sent == 2 * NUM_TOKENS
     counts = [data["usage"]["completion_tokens"] for data in streamed]
     assert counts == sorted(counts) and counts[-1] == 2 * NUM_TOKENS
     assert streamed[-1]["choices"] == [] and len(set(counts)) > 5
@@ -348,6 +358,8 @@ def events(server, path, body):
     with server.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache", "no proxy may keep it"
+        assert response.headers["x-accel-buffering"] == "no", "nor collect it"
         lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
     return [json.loads(line[6:]) for line in lines[:-1]]

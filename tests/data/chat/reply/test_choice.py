@@ -3,17 +3,20 @@
 import copy
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_templates import tokenizer_for
+from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.data.chat.reply.parts import Call, ReplyParts, read_reply
 from eagle_kit.data.chat.rows import tokenize_chat
+from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.text_stream import TextStream
 
 FORMS = {
@@ -304,6 +307,14 @@ def test_a_response_template_that_is_none_is_refused() -> None:
     assert str(choose_forms(tokenizer, "none", "none")) == "reasoning none, tool calls none"
 
 
+@pytest.mark.parametrize("names", [("think", "auto"), ("auto", "hermes")])
+def test_a_response_template_beside_another_form_is_refused(names: tuple[str, str]) -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
+    tokenizer.response_template = OWN
+    with pytest.raises(UserError, match="another one was given"):
+        choose_forms(tokenizer, *names)
+
+
 def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
     """By template and prompt; what the template renders has those tokens, and is read as it is held."""
     for name in FORMS:
@@ -332,3 +343,15 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
     assert choose_forms(tokenizer_for("qwen3"), "none", "none").bound([1]).thought is None
     begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>final<|message|>")["input_ids"]
     assert choose_forms(tokenizer_for("harmony")).bound(begun).thought is None
+    begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>analysis<|message|>I")["input_ids"]
+    bound = choose_forms(tokenizer_for("harmony")).bound(begun)
+    assert bound.thought is not None and bound.make_reader is not None
+    text = " add.<|end|><|start|>assistant<|channel|>final<|message|>4"
+    assert read_reply(bound.make_reader(), text) == ReplyParts(" add.", "4")
+
+
+def test_a_grammar_begins_at_once_where_the_marks_of_reasoning_are_several_tokens(tmp_path: Path) -> None:
+    bare = load_tokenizer(make_target(tmp_path / "target"))
+    for added, is_found in (([], False), (["</think>"], False), (["<think>"], True)):
+        bare.add_tokens(added)
+        assert (choose_forms(bare, "think", "none").bound([5]).thought is not None) is is_found

@@ -299,6 +299,12 @@ HARMONY_CASES: list[tuple[str, dict, str, tuple[str, str, list[Call]]]] = [
     ),
     ("begun", {"begun": "<|start|>assistant<|channel|>final<|message|>Fo"}, "ur.", ("", "ur.", [])),
     ("begun header", {"begun": "<|start|>assistant<|channel|>"}, "final<|message|>Four.", ("", "Four.", [])),
+    (
+        "begun thought",
+        {"begun": "<|start|>assistant<|channel|>analysis<|message|>I"},
+        f" look.<|end|>{FINAL}",
+        (" look.", "Four.", []),
+    ),
     ("not begun", {"begun": ""}, FINAL, ("", "Four.", [])),
 ]
 
