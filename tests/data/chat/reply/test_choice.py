@@ -351,7 +351,9 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
 
 
 def test_a_grammar_begins_at_once_where_the_marks_of_reasoning_are_several_tokens(tmp_path: Path) -> None:
-    bare = load_tokenizer(make_target(tmp_path / "target"))
-    for added, is_found in (([], False), (["</think>"], False), (["<think>"], True)):
-        bare.add_tokens(added)
-        assert (choose_forms(bare, "think", "none").bound([5]).thought is not None) is is_found
+    folder = make_target(tmp_path / "target")
+    for first, second in (("<think>", "</think>"), ("</think>", "<think>")):
+        bare = load_tokenizer(folder)
+        for added, is_found in (([], False), ([first], False), ([second], True)):
+            bare.add_tokens(added)
+            assert (choose_forms(bare, "think", "none").bound([5]).thought is not None) is is_found
