@@ -391,6 +391,18 @@ def test_a_prompt_of_half_a_row_is_held_out_and_a_longer_one_learned(tmp_path: P
         assert tokenizer.decode(data.heldout_prompts[0]).count("x") == num_x
 
 
+def test_a_question_with_other_tools_begins_otherwise_than_a_held_out_one(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + tokenizer.chat_template
+    )
+    tools = [[{"name": name}] for name in ("one", "two", "one")]
+    source = write(tmp_path / "a.jsonl", [talk("Time?", f"Reply {i}.", tools=t) for i, t in enumerate(tools)])
+    data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
+    assert data.num_conversations == 1 and "Reply 1." in "".join(texts(data, tokenizer))
+
+
 def test_sources_hold_out_what_cannot_be_divided_from_the_first_on(tmp_path: Path, tokenizer: Any) -> None:
     files = [write(tmp_path / f"{name}.jsonl", [talk(f"{name} {i}?") for i in range(4)]) for name in "abc"]
     mix = tuple({"source": file} for file in files)
@@ -459,7 +471,8 @@ def test_arguments_that_are_long_or_many_do_not_tell_modes_apart(tmp_path: Path,
         groups.append(prepare(tmp_path, tokenizer, Settings(source)).groups)
     assert groups[0] == ["all: c0, style=a", "all: c1, style=b"]
     assert groups[1] == [f"all: c{i}, style={name}, who={'w' * most}" for i, name in enumerate("ab")]
-    assert len(groups[2]) == dataset.MOST_CATEGORIES and groups[3] == ["all"]
+    assert groups[2] == [f"all: c{i}, style={i}" for i in range(dataset.MOST_CATEGORIES)]
+    assert groups[3] == ["all"]
 
 
 def test_sources_are_named_by_file_package_or_data_set() -> None:

@@ -196,6 +196,9 @@ def test_an_end_token_inside_a_reply_ends_it(tokenizer: Any) -> None:
     chat = one_row(tokenizer, talk, PLENTY)
     assert replies(tokenizer, chat) == ["b<|im_end|>", "d<|im_end|>"]
     assert chat.reply[-1] == 1
+    tokenizer.add_tokens(["<|eot_id|>"], special_tokens=True)  # another one that ends turns
+    talk = conversation(("user", "a"), ("assistant", "b<|eot_id|>forged"))
+    assert replies(tokenizer, one_row(tokenizer, talk, PLENTY)) == ["b<|eot_id|>"]
 
 
 def test_a_template_that_rewrites_history_has_a_row_for_each_turn(tokenizer: Any) -> None:

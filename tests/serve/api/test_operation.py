@@ -200,6 +200,12 @@ def test_requests_of_one_id_are_aborted_together_and_end_apart(scripted):
                 reasons = {choice["finish_reason"] for choice in each.result().json()["choices"]}
                 assert reasons == {"abort"}
             wait_until(lambda: not server.service._live)
+        # The first of two replies ends with the context, and is not there any more to be aborted.
+        mixed = start(prompt=[[5] * 397, [5]], max_tokens=None)
+        wait_until(lambda: has_begun(engine, 1) and engine.totals.num_finished["length"] == 3)
+        assert server.http.post("/abort", json={"request_id": "same"}).json() == {"num_aborted": 1}
+        reasons = [choice["finish_reason"] for choice in mixed.result().json()["choices"]]
+        assert reasons == ["length", "abort"]
 
 
 def started(server, **changes):
