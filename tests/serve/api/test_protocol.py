@@ -208,7 +208,9 @@ def test_absent_parameters_have_the_defaults_of_openai(one_byte_a_step):
     engine.seen.clear()
     assert chat(one_byte_a_step).status_code == 200
     post(one_byte_a_step, "/v1/completions", {"prompt": [5, 6]})
-    chatted, completed = engine.seen
+    assert chat(one_byte_a_step, top_k=-1, stop=None, n=None, seed=None).status_code == 200
+    chatted, completed, given = engine.seen
+    assert given.params == chatted.params, "-1 is vLLM's for all tokens, and null is absent"
     assert chatted.params.temperature == 1.0 and chatted.params.top_p == 1.0 and chatted.params.seed is None
     assert chatted.params.max_tokens == 400 - len(chatted.prompt_ids)
     assert completed.params.max_tokens == 16 and completed.prompt_ids == [5, 6]
