@@ -340,6 +340,7 @@ def test_probes_share_one_generation_and_its_answer_for_a_while(scripted, monkey
             return server.http.get("/health_generate").status_code
 
         assert set(pool.map(probe, range(100))) == {200} and len(engine.seen) == 1, "whoever asks"
+        assert engine.seen[0].priority > 2**31 - 1, "it goes before all that others may ask for"
         monkeypatch.setattr(service, "PROBE_LASTS_S", 0.0)
         assert probe(None) == 200 and len(engine.seen) == 2
 
