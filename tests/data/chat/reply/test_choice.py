@@ -348,6 +348,8 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
     assert bound.thought is not None and bound.make_reader is not None
     text = " add.<|end|><|start|>assistant<|channel|>final<|message|>4"
     assert read_reply(bound.make_reader(), text) == ReplyParts(" add.", "4")
+    reader = choose_forms(tokenizer_for("harmony")).reader(begun)
+    assert reader is not None and read_reply(reader, text) == ReplyParts(" add.", "4")
 
 
 def test_a_grammar_begins_at_once_where_the_marks_of_reasoning_are_several_tokens(tmp_path: Path) -> None:
