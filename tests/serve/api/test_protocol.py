@@ -562,8 +562,8 @@ def test_every_metric_is_a_number_of_its_own(scripted):
     """Each of the engine's numbers is another one here, so that none can stand for another."""
     llm, engine = scripted("abcdefg", slots=1, hold_at=2)
     metrics = Metrics(engine, "tiny")
-    for prompt in ([97] * 40, [98], [99]):
-        engine.add_request(llm.make_request(prompt, SamplingParams()))
+    for prompt, grammar in (([97] * 40, None), ([98], Grammar("regex", "a")), ([99], None)):
+        engine.add_request(llm.make_request(prompt, SamplingParams(grammar=grammar)))
     for _ in range(3):
         engine.step()
     totals, names = engine.totals, {}
@@ -583,7 +583,6 @@ def test_every_metric_is_a_number_of_its_own(scripted):
     totals.num_finished.update({"stop": 120, "length": 121, "error": 122})
     totals.spec.num_accepted_at[:] = [60, 30, 5]
     engine.grammars.num_compiled = 130
-    engine._grammars = engine.grammars
     found = samples_of(metrics.text().decode())
     label = 'model_name="tiny"'
     expected = {
