@@ -96,6 +96,8 @@ def test_one_client_has_its_limits(scripted):
         assert (
             answer.json()["error"]["code"] == "too_many_parallel_requests" and answer.headers["retry-after"]
         )
+        several = {"prompt": ["a", "b"], "max_tokens": 3}
+        assert server.http.post("/v1/completions", json=several).status_code == 429
         with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=30) as other:
             second = pool.submit(other.post, server.url + CHAT, json=body(n=2))
             wait_until(lambda: server.service.engine.num_live == 3)

@@ -286,6 +286,8 @@ def test_streamed_logprobs_are_those_of_the_whole_reply(one_byte_a_step):
     # Each of a character's bytes begins where the character does.
     assert whole["text_offset"][:-1] == [i for i, letter in enumerate(TEXT) for _ in letter.encode()]
     assert whole["text_offset"][-1] == len(TEXT)
+    both = complete(one_byte_a_step, logprobs=0, n=2).json()["choices"]
+    assert [choice["logprobs"] for choice in both] == [whole, whole]
 
 
 def test_names_of_tokens_are_found_once_and_long_replies_are_written_beside_the_loop(tokenizer, monkeypatch):
