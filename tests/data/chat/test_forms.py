@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eagle_kit.data.chat.forms import to_conversation
-from eagle_kit.data.chat.messages import Unusable, on_the_wire, read_message
+from eagle_kit.data.chat.messages import Unusable, on_the_wire, read_message, read_tools
 from eagle_kit.data.chat.records import SkipLog, read_conversations
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -244,6 +244,7 @@ def test_template_arguments_are_read_and_unknown_keys_of_messages_are_named() ->
         ({"messages": "oops"}, "turns that are not JSON"),
         *((OPENAI | {name: "\ud83d"}, "half a character") for name in ("id", "category")),
         (OPENAI | {"chat_template_kwargs": {"\ud83d": 1}}, "half a character"),
+        (OPENAI | {"tools": [TOOL, {"name": "\ud83d"}]}, "half a character"),
         (
             OPENAI | {"tools": [{"name": "f", "parameters": [1]}]},
             "parameters of a tool that are not an object",
@@ -258,6 +259,146 @@ def test_template_arguments_are_read_and_unknown_keys_of_messages_are_named() ->
 def test_records_with_broken_calls_say_why(record: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable, match=reason):
         to_conversation(record, "x")
+
+
+ROLES = {
+    "system": ("system",),
+    "developer": ("developer",),
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "bing", "bard", "model"),
+    "tool": ("tool", "function", "function_response", "tool_response", "observation", "ipython"),
+}
+
+
+@pytest.mark.parametrize(
+    ("role", "name"), [(role, name) for role, names in ROLES.items() for name in (*names, names[-1].upper())]
+)
+def test_every_name_of_a_role_is_understood(role: str, name: str) -> None:
+    assert read_message({"role": name, "content": "a"}) == {"role": role, "content": "a"}
+
+
+@pytest.mark.parametrize("name", ["function_call", "tool_call"])
+def test_roles_whose_content_is_a_call(name: str) -> None:
+    call = {"name": "weather", "arguments": {"city": "Oslo"}}
+    for content, calls in ((call, [CALL]), ([call, call], [CALL, CALL])):
+        said = read_message({"role": name, "content": json.dumps(content)})
+        assert said == {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+KINDS = {
+    "string": ("str", "string"),
+    "integer": ("int", "integer"),
+    "number": ("float", "number"),
+    "boolean": ("bool", "boolean"),
+    "array": ("list", "array", "tuple", "set", "List[int]", "Tuple[int, str]", "set (of texts)"),
+    "object": ("dict", "object", "Dict[str, int]"),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KINDS.items() for name in names])
+def test_types_of_python_are_those_of_json_schema(kind: str, name: str) -> None:
+    about = {"x": {"type": name}, "y": {"type": f"{name}, optional"}, "z": {"type": name, "default": None}}
+    (tool,) = read_tools([{"name": "f", "parameters": about}])
+    assert tool["function"]["parameters"] == {
+        "type": "object",
+        "properties": {"x": {"type": kind}, "y": {"type": kind}, "z": {"type": kind, "default": None}},
+        "required": ["x"],
+    }
+
+
+def test_a_type_that_json_schema_does_not_have_stays_and_so_does_a_schema() -> None:
+    about = {"x": {"type": "date"}}
+    (tool,) = read_tools([{"name": "f", "parameters": about}])
+    assert tool["function"]["parameters"]["properties"] == about
+    for schema in ({}, {"type": "object"}, {"properties": {}}):
+        (tool,) = read_tools([{"name": "f", "parameters": schema}])
+        assert tool["function"]["parameters"] == schema
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        {"tools": [TOOL]},
+        {"tools": [FUNCTION]},
+        {"tools": [{"type": "function", **FUNCTION}]},
+        {"functions": [FUNCTION]},
+        {"tools": [], "functions": json.dumps([FUNCTION])},
+    ],
+    ids=str,
+)
+def test_tools_of_every_form_are_those_of_openai(column: dict[str, Any]) -> None:
+    assert to_conversation({"messages": [AGENT[0], AGENT[3]], **column}, "x").tools == (TOOL,)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"name": "weather", "parameters": {"city": "Oslo"}},
+        {"function": {"name": "weather", "parameters": '{"city": "Oslo"}'}},
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}, "id": None},
+    ],
+    ids=str,
+)
+def test_calls_of_every_form_are_those_of_openai(call: dict[str, Any]) -> None:
+    assert read_message({"role": "assistant", "tool_calls": [call]}) == SAID
+
+
+@pytest.mark.parametrize("arguments", [None, "", " ", {}, "{}"])
+def test_a_call_without_arguments_has_an_empty_object_of_them(arguments: Any) -> None:
+    said = read_message({"role": "assistant", "function_call": {"name": "f", "arguments": arguments}})
+    assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+@pytest.mark.parametrize("key", ["conversations", "messages"])
+def test_turns_of_both_columns_may_be_json_text(key: str) -> None:
+    names = ("from", "value") if key == "conversations" else ("role", "content")
+    turns = [dict(zip(names, pair, strict=True)) for pair in (("user", "a"), ("assistant", "b"))]
+    found = to_conversation({key: json.dumps(turns)}, "x")
+    assert [message["content"] for message in found.messages] == ["a", "b"]
+
+
+def test_text_beside_calls_of_hermes_stays_and_every_result_is_a_turn() -> None:
+    call = f"<tool_call>\n{PYTHON}\n</tool_call>"
+    turns = [
+        *HERMES["conversations"][:2],
+        {"from": "gpt", "value": f"Let me see.\n{call}\n{call}"},
+        {"from": "tool", "value": "<tool_response>1</tool_response>\n<tool_response>2</tool_response>"},
+        {"from": "gpt", "value": "Yes."},
+    ]
+    found = to_conversation(HERMES | {"conversations": turns}, "x")
+    said = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL, CALL]}
+    results = [{"role": "tool", "content": text} for text in ("1", "2")]
+    assert list(found.messages) == [AGENT[0], said, *results, AGENT[3]]
+    assert found.remarks == (
+        "a system message that lists the tools is left out, since the chat template writes it",
+    )
+
+
+def test_replies_that_ended_by_themselves_are_whole() -> None:
+    for reason in ("stop", "tool_calls", "function_call", "eos_token"):
+        record = {"messages": [AGENT[0], AGENT[3]], "finish_reasons": ["length", reason]}
+        assert to_conversation(record, "x").complete, reason
+    assert to_conversation({"messages": [AGENT[0], AGENT[3]], "finish_reasons": []}, "x").complete
+
+
+def test_names_and_ids_of_messages_stay_and_what_says_nothing_is_no_remark() -> None:
+    asked = {"role": "user", "content": [{"text": "a"}], "name": "Bo", "id": "1"}
+    said = {"role": "assistant", "content": "b", "refusal": "no", "audio": {"id": "1"}, "annotations": [1]}
+    result = {"role": "tool", "content": "c", "tool_call_id": "call_7"}
+    found = to_conversation({"messages": [asked, said, result, AGENT[3]], "system": " \n"}, "x")
+    assert found.messages[0] == {"role": "user", "content": "a", "name": "Bo"}
+    assert found.messages[1] == {"role": "assistant", "content": "b"}
+    assert found.messages[2] == result and not found.remarks
+
+
+def test_calls_of_all_turns_have_ids_of_their_own_on_the_wire() -> None:
+    given = SAID | {"tool_calls": [CALL | {"id": "own"}]}
+    lost = {"role": "tool", "content": "of nothing", "tool_call_id": "gone"}
+    sent = on_the_wire([AGENT[0], SAID, AGENT[2], SAID, AGENT[2], given, AGENT[2], lost])
+    ids = [call["id"] for message in sent for call in message.get("tool_calls", ())]
+    answered = [message["tool_call_id"] for message in sent if message["role"] == "tool"]
+    assert len(set(ids)) == 3 and answered == [*ids, "gone"] and ids[2] == "own"
+    assert all("tool_call_id" not in message for message in (AGENT[2], SAID)), "what was given stays"
 
 
 def test_results_of_several_calls_have_the_ids_of_the_calls_in_their_order() -> None:

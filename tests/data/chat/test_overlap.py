@@ -68,6 +68,28 @@ def test_a_long_prompt_is_found_by_thirteen_words_and_a_short_one_whole() -> Non
     assert not TestPrompts([]).are_in("anything")
 
 
+@pytest.mark.parametrize(
+    ("num_words", "whole", "inside", "part"),
+    [
+        (1, True, False, False),
+        (7, True, False, False),
+        (8, True, True, False),
+        (12, True, True, False),
+        (13, True, True, False),
+        (14, True, True, True),
+    ],
+)
+def test_prompts_of_every_length_are_looked_for_as_documented(
+    num_words: int, whole: bool, inside: bool, part: bool
+) -> None:
+    """A prompt alone, within a longer text, and all of it but the last word within one."""
+    said = [f"word{i}" for i in range(num_words)]
+    tests = TestPrompts([" ".join(said), "another prompt"])
+    assert tests.are_in(" ".join(said)) is whole
+    assert tests.are_in(" ".join(["so", *said, "then"])) is inside
+    assert tests.are_in(" ".join(["so", *said[:-1], "then"])) is part
+
+
 def test_the_wording_that_many_prompts_share_is_no_contamination() -> None:
     wording = (
         "Complete the following function of the language and answer with the whole function in one block"

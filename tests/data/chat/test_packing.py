@@ -33,7 +33,17 @@ def test_only_a_few_rows_stay_open() -> None:
     """The room in a row that was closed is not used any more, so documents stay near their order."""
     rows = pack([60] * (OPEN_ROWS + 1) + [30] * (OPEN_ROWS + 1), 100)
     assert len(rows) == OPEN_ROWS + 2
+    assert len(pack([60] * OPEN_ROWS + [30] * OPEN_ROWS, 100)) == OPEN_ROWS
     assert pack([], 100) == []
+
+
+def test_the_row_that_is_closed_is_the_fullest() -> None:
+    """Whichever was opened last, a document of all the room that is left finds it."""
+    for fullest in (0, OPEN_ROWS):
+        lengths = [60] * (OPEN_ROWS + 1)
+        lengths[fullest] = 90
+        rows = pack([*lengths, *[40] * OPEN_ROWS], 100)
+        assert len(rows) == OPEN_ROWS + 1 and rows[fullest] == [fullest]
 
 
 def test_a_document_longer_than_a_row_is_a_mistake_of_the_caller() -> None:

@@ -262,6 +262,29 @@ def test_a_line_that_is_too_long_is_refused_with_its_number(
         read(path)
 
 
+def test_a_record_of_a_list_that_is_too_long_is_refused_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_TEXT", 400)
+    monkeypatch.setattr(records, "READ_SIZE", 50)
+    path = tmp_path / "chats.json"
+    for num_x, is_read in ((200, True), (2000, False)):
+        path.write_text(f"[\n{json.dumps(MESSAGES)},\n{json.dumps(MESSAGES | {'id': 'x' * num_x})}\n]")
+        if is_read:
+            assert len(read(path)[0]) == 2
+            continue
+        with pytest.raises(UserError, match="record 2 from line 3, has more than"):
+            read(path)
+
+
+def test_what_is_skipped_is_said_with_its_reasons() -> None:
+    skipped = SkipLog()
+    assert skipped.unread() == "" and skipped.reasons() == ""
+    for where, reason in (("a:1", "one"), ("a:2", "two"), ("a:3", "two"), ("a:4", "x" * 201)):
+        skipped.add(where, reason)
+    assert skipped.unread() == f"4 records cannot be read: two (2); one (1); {'x' * 197}... (1)"
+
+
 def test_small_objects_behind_an_enormous_one_take_no_longer_than_before_it(tmp_path: Path) -> None:
     """None of them moves what is left of the text: 50,000 times 8 MB would be minutes."""
     path = tmp_path / "chats.json"
@@ -316,6 +339,15 @@ def test_sources_that_do_not_exist_are_refused(tmp_path: Path) -> None:
         read(tmp_path / "nowhere.jsonl")
     with pytest.raises(UserError, match="not a known source"):
         read("package:sharegpt")
+    for source, cause in (
+        (tmp_path / "nowhere.jsonl", "does not exist"),
+        (tmp_path, "is a folder"),
+        ("package:sharegpt", "not a known source"),
+    ):
+        with pytest.raises(UserError, match=cause):
+            records.check_source(str(source))
+    records.check_source("datasets:org/chats")  # is asked for when it is read
+    records.check_source(str(write(tmp_path / "chats.jsonl", [MESSAGES])))
 
 
 def test_a_data_set_by_name_is_read_through_the_datasets_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,6 +362,20 @@ def test_a_data_set_by_name_is_read_through_the_datasets_library(monkeypatch: py
     found, skipped = read("datasets:org/chats:validation")
     assert asked == [("org/chats", "validation")]
     assert found[0].where == "org/chats#1" and skipped.rows[0][0] == "org/chats#2"
+    read("datasets:org/chats")
+    assert asked[1:] == [("org/chats", "train")], "the usual split"
+
+
+def test_columns_that_a_data_set_gives_every_record_are_no_keys_of_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    call = {"function": {"name": "f", "arguments": {"x": 1, "y": None}}}
+    turns = [TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    loaded = [{"messages": turns, "conversations": None}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: loaded)
+    (found,), _ = read("datasets:org/chats")
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
 def test_a_data_set_with_configurations_is_read_with_the_named_one(tmp_path: Path) -> None:

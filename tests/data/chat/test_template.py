@@ -196,6 +196,9 @@ def test_an_end_token_inside_a_reply_ends_it(tokenizer: Any) -> None:
     chat = one_row(tokenizer, talk, PLENTY)
     assert replies(tokenizer, chat) == ["b<|im_end|>", "d<|im_end|>"]
     assert chat.reply[-1] == 1
+    tokenizer.add_tokens(["<|eot_id|>"], special_tokens=True)  # another one that ends turns
+    talk = conversation(("user", "a"), ("assistant", "b<|eot_id|>forged"))
+    assert replies(tokenizer, one_row(tokenizer, talk, PLENTY)) == ["b<|eot_id|>"]
 
 
 def test_a_template_that_rewrites_history_has_a_row_for_each_turn(tokenizer: Any) -> None:
@@ -300,8 +303,14 @@ def test_a_tokenizer_without_template_is_a_user_error(tokenizer: Any) -> None:
 def test_only_added_tokens_end_a_turn(tokenizer: Any) -> None:
     ends = {tokenizer.convert_ids_to_tokens(token) for token in end_tokens(tokenizer)}
     assert ends == {"<|im_end|>"}
-    tokenizer.add_tokens(["<|eot_id|>"], special_tokens=True)
-    assert len(end_tokens(tokenizer)) == 2
+    names = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>"]
+    names += ["<|call|>", "<｜end▁of▁sentence｜>"]
+    for name in names:
+        tokenizer.add_tokens([name], special_tokens=True)
+    assert {tokenizer.convert_ids_to_tokens(token) for token in end_tokens(tokenizer)} == set(names)
+    tokenizer.add_tokens(["<|return|>"], special_tokens=True)
+    names[names.index("<|end|>")] = "<|return|>"  # in harmony a turn goes on behind a message
+    assert {tokenizer.convert_ids_to_tokens(token) for token in end_tokens(tokenizer)} == set(names)
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.vocab_map import VocabMap, build_vocab_map, load_vocab_map
+from eagle_kit.data.chat.vocab_map import VocabMap, build_vocab_map, load_vocab_map, vocab_map_of
 
 
 def tokens(found: VocabMap) -> list[int]:
@@ -30,6 +30,13 @@ def test_the_whole_vocabulary_covers_everything_and_none_of_nothing_is_zero() ->
     whole = build_vocab_map(np.array([0, 3, 1]), 3, "f", "t")
     assert whole.coverage == 1.0 and whole.d2t.tolist() == [0, 0, 0] and whole.t2d.all()
     assert build_vocab_map(np.zeros(4, dtype=np.int64), 2, "f", "t").coverage == 0.0
+
+
+def test_tokens_of_rows_that_the_tokenizer_does_not_have_are_of_no_text() -> None:
+    found = vocab_map_of(np.array([1, 4, 9]), np.array([2, 3, 0, 0, 1]), "f", "t")
+    assert tokens(found) == [1, 4, 9] and np.flatnonzero(found.t2d).tolist() == [1, 4, 9]
+    assert found.coverage == pytest.approx(4 / 6) and len(found.t2d) == 10
+    assert len(vocab_map_of(np.array([1]), np.array([2, 3, 0]), "f", "t").t2d) == 3
 
 
 def test_more_than_the_target_has_is_refused() -> None:

@@ -135,10 +135,15 @@ CLOCK = {"name": "clock", "description": "Tell the time.", "parameters": {"type"
             "code",
             ("Write a function. Your code should pass these tests:\n\nassert f()\nassert g()",),
         ),
+        (
+            {"task_id": 11, "prompt": " Write it. ", "test_list": ["assert f()"], "code": "def f(): ..."},
+            "code",
+            ("Write it. Your code should pass these tests:\n\nassert f()",),
+        ),
         ({"query": "What time?", "tools": json.dumps([CLOCK]), "answers": "[]"}, "tools", ("What time?",)),
         ({"question_id": 1, "category": "rag", "turns": ["Use this."]}, "rag", ("Use this.",)),
     ],
-    ids=["gsm8k", "humaneval", "mbpp", "xlam", "spec-bench"],
+    ids=["gsm8k", "humaneval", "mbpp", "mbpp sanitized", "xlam", "spec-bench"],
 )
 def test_records_of_published_sets_load_as_they_are(
     tmp_path: Path, record: dict, category: str, turns: tuple[str, ...]
@@ -150,6 +155,12 @@ def test_records_of_published_sets_load_as_they_are(
     assert task.name == "test" and task.prompts[0].category == category and task.prompts[0].turns == turns
     assert [prompt.turns for prompt in load_task(tmp_path / "list.json").prompts] == [turns] * 2
     assert load_task(write(tmp_path / "plain.jsonl", record)).prompts[0].turns == turns
+    lines = load_task(write(tmp_path / "lines.json", "\ufeff" + json.dumps(record), record))
+    assert [prompt.turns for prompt in lines.prompts] == [turns] * 2
+    (tmp_path / "list.json").write_text("\ufeff \n" + json.dumps([record]), encoding="utf-8")
+    assert [prompt.turns for prompt in load_task(tmp_path / "list.json").prompts] == [turns]
+    own_id = next((str(record[key]) for key in ("question_id", "id", "task_id") if key in record), "test-1")
+    assert task.prompts[0].id == own_id
 
 
 def test_spec_benchs_thirteen_categories_are_six_groups_and_mt_benchs_stay_eight(tmp_path: Path) -> None:
@@ -194,7 +205,9 @@ def test_the_function_calling_leaderboard_loads_from_its_package(
     folder = tmp_path / "bfcl_eval" / "data"
     folder.mkdir(parents=True)
     (tmp_path / "bfcl_eval" / "__init__.py").write_text("raise RuntimeError('imported')")
-    function = {"name": "area", "parameters": {"type": "dict", "properties": {"a": {"type": "float"}}}}
+    kinds = {"a": "float", "b": "tuple", "c": "any", "d": "integer"}
+    parameters = {"type": "dict", "properties": {name: {"type": kind} for name, kind in kinds.items()}}
+    function = {"name": "area", "parameters": parameters}
     rounds = [[{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]]
     later = [*rounds, [{"role": "user", "content": "two"}]]
     write(
@@ -210,7 +223,8 @@ def test_the_function_calling_leaderboard_loads_from_its_package(
     assert task.prompts[1].turns == ("one", "two")
     assert task.prompts[0].messages([]) == rounds[0]
     parameters = task.prompts[0].tools[0]["function"]["parameters"]
-    assert parameters == {"type": "object", "properties": {"a": {"type": "number"}}}
+    kinds = {"a": "number", "b": "array", "c": "string", "d": "integer"}
+    assert parameters == {"type": "object", "properties": {name: {"type": k} for name, k in kinds.items()}}
 
 
 def test_names_of_known_sets_say_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,14 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(server, monkey
     monkeypatch.setattr(type(server.llm.tokenizer), "__call__", tokenise)
     messages = [{"role": "user", "content": text}]
     parts = [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    short = [{"role": "user", "content": "hi"}]
+    said = [*short, {"role": "assistant", "content": "a", "reasoning": text}, *short]
+    tools = [{"type": "function", "function": {"name": "f", "description": text}}]
+    places = "{% for tool in tools or [] %}{{ tool }}{% endfor %}" + server.llm.tokenizer.chat_template
+    monkeypatch.setattr(server.llm.tokenizer, "chat_template", places)
     for path, body in (
+        ("/v1/chat/completions", {"messages": said}),
+        ("/v1/chat/completions", {"messages": short, "tools": tools}),
         ("/v1/completions", {"prompt": text}),
         ("/v1/completions", {"prompt": ["a" * 400, text]}),
         ("/v1/chat/completions", {"messages": messages}),

@@ -14,6 +14,8 @@ import pytest
 from eagle_kit.cli import main
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.serve.api import service
+from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.api.limits import ClientLimits
 from tests.serve.api.serving import serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -31,10 +33,17 @@ def test_a_key_is_demanded_everywhere_but_for_health_and_metrics(scripted):
             answer = server.http.post(CHAT, json=body(), headers=headers)
             assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
             assert answer.json()["error"]["code"] == "invalid_api_key" and answer.headers["x-request-id"]
+            assert answer.json()["error"]["type"] == "authentication_error"
             assert server.http.get("/v1/models", headers=headers).status_code == 401
         right = {"Authorization": "bearer se cret"}
         assert server.http.post(CHAT, json=body(), headers=right).status_code == 200
-        assert server.http.get("/health").status_code == server.http.get("/metrics").status_code == 200
+        is_open = {"/health", "/health/ready", "/health/live", "/metrics"}
+        for path, methods in server.http.get("/openapi.json", headers=right).json()["paths"].items():
+            for method in methods:
+                answer = server.http.request(method, path.replace("{name}", "tiny"))
+                assert answer.status_code == (200 if path in is_open else 401), path
+                is_open.discard(path)
+        assert not is_open
 
 
 @pytest.mark.parametrize("name", ["Authorization", "Content-Type", "X-Request-Id"])
@@ -67,6 +76,7 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(scripted):
         answer = server.http.post(CHAT, json=body())
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
         assert answer.json()["error"]["code"] == "overloaded"
+        assert answer.json()["error"]["type"] == "service_unavailable"
         assert server.http.get("/health").json() == {"status": "ok"}
         engine.release()
         assert server.http.get("/health_generate").json() == {"status": "ok"}
@@ -78,14 +88,24 @@ def test_a_full_queue_is_a_503_that_says_when_to_come_back(scripted):
 
 def test_one_client_has_its_limits(scripted):
     llm, engine = scripted(LONG, slots=8, hold_at=6)
-    with serving(llm, engine, max_parallel_per_client=2) as server, ThreadPoolExecutor(1) as pool:
+    with serving(llm, engine, max_parallel_per_client=2) as server, ThreadPoolExecutor(2) as pool:
         first = pool.submit(httpx.post, server.url + CHAT, json=body(), timeout=30)
         wait_until(lambda: server.service.engine.num_live == 1)
         answer = server.http.post(CHAT, json=body(n=2))
         assert answer.status_code == 429 and answer.json()["error"]["type"] == "rate_limit_error"
-        engine.release()
-        assert first.result().status_code == 200
-        assert server.http.post(CHAT, json=body(n=2)).status_code == 200
+        assert (
+            answer.json()["error"]["code"] == "too_many_parallel_requests" and answer.headers["retry-after"]
+        )
+        several = {"prompt": ["a", "b"], "max_tokens": 3}
+        assert server.http.post("/v1/completions", json=several).status_code == 429
+        with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=30) as other:
+            second = pool.submit(other.post, server.url + CHAT, json=body(n=2))
+            wait_until(lambda: server.service.engine.num_live == 3)
+            engine.release()
+            assert first.result().status_code == second.result().status_code == 200
+        for _ in range(2):  # those that have ended do not count any more
+            wait_until(lambda: not server.service.limits._parallel)
+            assert server.http.post(CHAT, json=body(n=2)).status_code == 200
 
 
 def test_one_client_has_its_requests_a_minute(scripted, monkeypatch):
@@ -93,7 +113,49 @@ def test_one_client_has_its_requests_a_minute(scripted, monkeypatch):
     with serving(*scripted("abc"), max_requests_per_minute=2) as server:
         statuses = [server.http.post(CHAT, json=body()).status_code for _ in range(4)]
         assert statuses == [200, 200, 429, 429]
-        assert server.http.post(CHAT, json=body()).headers["retry-after"] == "31"
+        answer = server.http.post(CHAT, json=body())
+        assert answer.headers["retry-after"] == "31"
+        assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+
+
+def num_allowed(limits, client, most=9):
+    """How many requests of a client are allowed now."""
+    for count in range(most):
+        try:
+            limits.enter(client, 1)
+        except ApiError as refusal:
+            assert refusal.status == 429
+            return count
+        limits.leave(client, 1)
+    return most
+
+
+def test_requests_a_minute_come_back_with_the_time_and_are_each_clients_own(monkeypatch):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("eagle_kit.serve.api.limits.time", SimpleNamespace(monotonic=lambda: clock.now))
+    limits = ClientLimits(per_minute=4)
+    assert (num_allowed(limits, "a"), num_allowed(limits, "b")) == (4, 4)
+    clock.now += 14.9
+    assert num_allowed(limits, "a") == 0
+    clock.now += 15.2  # 30 seconds in all: two of four
+    assert num_allowed(limits, "a") == 2
+    clock.now += 3600.0
+    assert num_allowed(limits, "a") == 4, "what is not used is not saved"
+    for i in range(10_001):  # the addresses of those that may ask again are forgotten
+        limits.enter(f"client {i}", 1)
+        limits.leave(f"client {i}", 1)
+    assert num_allowed(limits, "a") == 0
+
+
+def test_many_addresses_that_rest_take_no_memory(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr("eagle_kit.serve.api.limits.time", SimpleNamespace(monotonic=lambda: clock.now))
+    limits = ClientLimits(max_parallel=1, per_minute=60)
+    for i in range(30_000):
+        limits.enter(f"client {i}", 1)
+        limits.leave(f"client {i}", 1)
+        clock.now += 0.01
+    assert len(limits._buckets) < 20_000 and not limits._parallel
 
 
 def test_a_reply_can_be_aborted_by_its_id_or_with_all_others(scripted):
@@ -119,6 +181,35 @@ def test_a_reply_can_be_aborted_by_its_id_or_with_all_others(scripted):
         wait_until(lambda: not server.service._live)
 
 
+def test_requests_of_one_id_are_aborted_together_and_end_apart(scripted):
+    llm, engine = scripted(LONG, hold_at=6)
+    with serving(llm, engine) as server, ThreadPoolExecutor(3) as pool:
+
+        def start(**changes):
+            content = {"prompt": "ab", "max_tokens": 20, **changes}
+            headers = {"X-Request-Id": "same"}
+            url = f"{server.url}/v1/completions"
+            return pool.submit(httpx.post, url, json=content, headers=headers, timeout=30)
+
+        for given in ("same", "cmpl-same"):
+            short = start(max_tokens=3)
+            both = [start(), start(n=2)]
+            assert short.result().json()["choices"][0]["finish_reason"] == "length"
+            wait_until(lambda: has_begun(engine, 3))
+            assert not any(each.done() for each in both), "they go on"
+            assert server.http.post("/abort", json={"request_id": given}).json() == {"num_aborted": 3}
+            for each in both:
+                reasons = {choice["finish_reason"] for choice in each.result().json()["choices"]}
+                assert reasons == {"abort"}
+            wait_until(lambda: not server.service._live)
+        # The first of two replies ends with the context, and is not there any more to be aborted.
+        mixed = start(prompt=[[5] * 397, [5]], max_tokens=None)
+        wait_until(lambda: has_begun(engine, 1) and engine.totals.num_finished["length"] == 3)
+        assert server.http.post("/abort", json={"request_id": "same"}).json() == {"num_aborted": 1}
+        reasons = [choice["finish_reason"] for choice in mixed.result().json()["choices"]]
+        assert reasons == ["length", "abort"]
+
+
 def started(server, **changes):
     """A connection on which a chat was asked for."""
     content = json.dumps(body(**changes))
@@ -142,6 +233,14 @@ def test_a_client_that_leaves_takes_its_request_along(scripted, stream):
         assert server.http.post(CHAT, json=body(max_tokens=3)).status_code == 200
 
 
+def test_a_stream_begins_with_the_first_token_of_any_of_its_choices(scripted):
+    llm, engine = scripted(LONG, slots=1, hold_at=6)
+    with serving(llm, engine) as server, started(server, stream=True, n=2) as connection:
+        assert b" 200 " in connection.recv(2000)
+        assert engine.num_running == engine.num_waiting == 1
+        engine.release()
+
+
 def test_an_engine_that_breaks_fails_every_request_and_never_hangs(scripted):
     llm, engine = scripted(LONG, slots=1, hold_at=6)
     with serving(llm, engine) as server, ThreadPoolExecutor(3) as pool:
@@ -157,7 +256,7 @@ def test_an_engine_that_breaks_fails_every_request_and_never_hangs(scripted):
         lines = [line for line in stream.result().text.splitlines() if line]
         assert "engine_failed" in lines[-2] and lines[-1] == "data: [DONE]"
         assert server.http.post(CHAT, json=body()).status_code == 500
-        for path in ("/health", "/health_generate"):
+        for path in ("/health", "/health/ready", "/health/live", "/health_generate"):
             answer = server.http.get(path)
             assert (answer.status_code, answer.json()) == (503, {"status": "unhealthy"})
         assert server.http.get("/metrics").status_code == 200
@@ -243,6 +342,7 @@ def test_probes_share_one_generation_and_its_answer_for_a_while(scripted, monkey
             return server.http.get("/health_generate").status_code
 
         assert set(pool.map(probe, range(100))) == {200} and len(engine.seen) == 1, "whoever asks"
+        assert engine.seen[0].priority > 2**31 - 1, "it goes before all that others may ask for"
         monkeypatch.setattr(service, "PROBE_LASTS_S", 0.0)
         assert probe(None) == 200 and len(engine.seen) == 2
 
@@ -283,7 +383,12 @@ def test_while_replies_finish_it_is_alive_but_not_ready_and_refuses_what_comes(s
         wait_until(lambda: has_begun(engine, 1))
         server.stop()
         wait_until(lambda: server.service.engine.health == "draining")
-        for path, status in (("/health", 503), ("/health/ready", 503), ("/health/live", 200)):
+        for path, status in (
+            ("/health", 503),
+            ("/health/ready", 503),
+            ("/health/live", 200),
+            ("/health_generate", 503),
+        ):
             answer = server.http.get(path)
             assert (answer.status_code, answer.json()) == (status, {"status": "draining"})
             assert answer.headers["connection"] == "close"
@@ -407,6 +512,27 @@ def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):
             wait_until(lambda: server.service.engine.num_live > 0 or server.engine.seen)
             wait_until(lambda: not server.server.server_state.connections)
         wait_until(lambda: not server.server.server_state.tasks)
+
+
+def test_a_client_that_has_read_again_is_not_cut_off(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 0.5)
+    with serving(*scripted("abc", max_context=30_000), max_queued=200) as server:
+        text = json.dumps({"prompt": [70] * 29_000, "n": 100, "max_tokens": 3, "echo": True})
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(10)
+            connection.connect(("127.0.0.1", server.port))
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{text}".encode())
+            answer = connection.recv(100_000)
+            time.sleep(0.1)  # its buffer is full meanwhile
+            size = int(answer.lower().partition(b"content-length: ")[2].split()[0])
+            left = size - len(answer.partition(b"\r\n\r\n")[2])
+            while left > 0:
+                left -= len(connection.recv(200_000))
+            time.sleep(1.3)  # longer than it may leave anything unread
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in connection.recv(2000)
 
 
 def test_a_client_that_reads_slowly_gets_its_whole_response_from_a_server_that_is_stopped_too(

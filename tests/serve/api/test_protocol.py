@@ -1,19 +1,30 @@
 """The protocol over HTTP, with an engine that says what the tests want it to say."""
 
 import asyncio
+import copy
 import json
+import math
 import threading
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import openai
 import pytest
 from chat_templates import tokenizer_for
 
 from eagle_kit.core.output import TokenLogprobs
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
-from eagle_kit.serve.api.logprobs import TokenNames, chat_logprobs, off_loop_if_long
+from eagle_kit.serve.api.logprobs import (
+    TextOffsets,
+    TokenNames,
+    chat_logprobs,
+    completion_logprobs,
+    off_loop_if_long,
+)
+from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.reply import Delta
 from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving
@@ -137,13 +148,59 @@ def test_choices_have_seeds_in_a_row_and_prompts_are_counted_once(one_byte_a_ste
 
 def test_several_choices_stream_side_by_side(one_byte_a_step):
     stream = one_byte_a_step.openai.chat.completions.create(model="tiny", messages=MESSAGES, n=3, stream=True)
-    texts, ends = ["", "", ""], []
+    texts, roles, ends = ["", "", ""], [[], [], []], []
     for chunk in stream:
         choice = chunk.choices[0]
         texts[choice.index] += choice.delta.content or ""
+        roles[choice.index].append(choice.delta.role)
         if choice.finish_reason:
             ends.append(choice.index)
     assert texts == [TEXT] * 3 and sorted(ends) == [0, 1, 2]
+    for own in roles:
+        assert own[0] == "assistant" and set(own[1:]) == {None}
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "kind_of_events"),
+    [
+        ("/v1/chat/completions", "chat.completion", "chat.completion.chunk"),
+        ("/v1/completions", "text_completion", "text_completion"),
+    ],
+)
+def test_responses_and_events_say_what_they_are(one_byte_a_step, path, kind, kind_of_events):
+    body = {"messages": MESSAGES} if "chat" in path else {"prompt": "ab"}
+    body["max_tokens"] = 2
+    whole = post(one_byte_a_step, path, body).json()
+    streamed = events(one_byte_a_step, path, {**body, "stream_options": {"include_usage": True}})
+    heads = []
+    for data, expected in ((whole, kind), *((event, kind_of_events) for event in streamed)):
+        assert data["object"] == expected and data["model"] == "tiny"
+        assert abs(data["created"] - time.time()) < 60
+        heads.append(data["system_fingerprint"])
+    assert len(set(heads)) == 1 and heads[0].startswith("eagle_kit-")
+    assert set(streamed[-1]) == {"id", "object", "created", "model", "system_fingerprint", "choices", "usage"}
+
+
+def test_the_last_token_of_the_context_can_be_asked_for(one_byte_a_step):
+    """The context holds 400 tokens; what is absent is as much as there is room for."""
+    for num_prompt_tokens, asked, num_expected in ((399, 1, 1), (395, None, 5), (380, 20, 20)):
+        body = {"prompt": [5] * num_prompt_tokens, "max_tokens": asked}
+        answer = post(one_byte_a_step, "/v1/completions", body).json()
+        assert answer["usage"]["completion_tokens"] == num_expected
+        assert answer["choices"][0]["finish_reason"] == "length"
+    messages = [{"role": "user", "content": "a" * 370}]
+    answer = chat(one_byte_a_step, messages=messages).json()
+    assert answer["usage"]["total_tokens"] == 400 and answer["choices"][0]["finish_reason"] == "length"
+
+
+def test_cached_tokens_of_a_prompt_count_once_however_many_choices_it_has(one_byte_a_step):
+    body = {"prompt": [97] * 40, "max_tokens": 2}
+    assert complete(one_byte_a_step, **body).status_code == 200
+    alone = complete(one_byte_a_step, **body).json()["usage"]
+    several = complete(one_byte_a_step, **body, n=3).json()["usage"]
+    assert 0 < alone["prompt_tokens_details"]["cached_tokens"] < 40
+    assert several["prompt_tokens_details"] == alone["prompt_tokens_details"]
+    assert several["prompt_tokens"] == 40
 
 
 def test_absent_parameters_have_the_defaults_of_openai(one_byte_a_step):
@@ -151,7 +208,9 @@ def test_absent_parameters_have_the_defaults_of_openai(one_byte_a_step):
     engine.seen.clear()
     assert chat(one_byte_a_step).status_code == 200
     post(one_byte_a_step, "/v1/completions", {"prompt": [5, 6]})
-    chatted, completed = engine.seen
+    assert chat(one_byte_a_step, top_k=-1, stop=None, n=None, seed=None).status_code == 200
+    chatted, completed, given = engine.seen
+    assert given.params == chatted.params, "-1 is vLLM's for all tokens, and null is absent"
     assert chatted.params.temperature == 1.0 and chatted.params.top_p == 1.0 and chatted.params.seed is None
     assert chatted.params.max_tokens == 400 - len(chatted.prompt_ids)
     assert completed.params.max_tokens == 16 and completed.prompt_ids == [5, 6]
@@ -222,9 +281,13 @@ def test_streamed_logprobs_are_those_of_the_whole_reply(one_byte_a_step):
         for name, values in data["choices"][0]["logprobs"].items():
             parts[name] += values
     assert parts == whole
+    names = [chr(byte) if byte < 128 else f"bytes:\\x{byte:02x}" for byte in TEXT.encode()]
+    assert whole["tokens"][:-1] == names
     # Each of a character's bytes begins where the character does.
     assert whole["text_offset"][:-1] == [i for i, letter in enumerate(TEXT) for _ in letter.encode()]
     assert whole["text_offset"][-1] == len(TEXT)
+    both = complete(one_byte_a_step, logprobs=0, n=2).json()["choices"]
+    assert [choice["logprobs"] for choice in both] == [whole, whole]
 
 
 def test_names_of_tokens_are_found_once_and_long_replies_are_written_beside_the_loop(tokenizer, monkeypatch):
@@ -247,14 +310,47 @@ def test_names_of_tokens_are_found_once_and_long_replies_are_written_beside_the_
     assert calls == [70, 71]
 
 
+def test_tokens_of_all_bytes_are_known_by_them(tokenizer):
+    """In byte-level BPE, over all bytes that UTF-8 has, and as SentencePiece writes a byte."""
+    names = TokenNames(tokenizer)
+    places = [*range(1, 0x800), *range(0x800, 0xD800, 0x3F), *range(0x10000, 0x110000, 0xFFF)]
+    text = "".join(map(chr, places))
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert b"".join(names.of(token)[1] for token in ids) == text.encode()
+    alone = SimpleNamespace(decode=lambda ids, skip_special_tokens: "\ufffd")
+    letters = SimpleNamespace(backend_tokenizer=alone, convert_ids_to_tokens=lambda id: f"<0x{id:02X}>")
+    names = TokenNames(letters)
+    assert [names.of(byte)[1] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+
+
+def test_a_probability_of_zero_is_a_number_of_json(tokenizer):
+    entries = [TokenLogprobs(-math.inf, ((70, -math.inf), (71, -0.5)))]
+    names = TokenNames(tokenizer)
+    (chosen,) = chat_logprobs(names, [70], entries).content
+    assert [chosen.logprob, *(top.logprob for top in chosen.top_logprobs)] == [-9999.0, -9999.0, -0.5]
+    found = completion_logprobs(names, [70], entries, TextOffsets(tokenizer))
+    assert found.token_logprobs == [-9999.0]
+    assert sorted(found.top_logprobs[0].values()) == [-9999.0, -0.5]
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_usage_in_every_chunk_counts_the_tokens_of_the_chunks(scripted, path):
     llm, engine = scripted(TEXT, per_step=3, step_s=0.005)
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"messages": MESSAGES} if "chat" in path else {"prompt": "ab", "max_tokens": 200}
+    logprobs = {"logprobs": True} if "chat" in path else {"logprobs": 0}
     with serving(llm, engine) as server:
         streamed = events(server, path, {**body, "n": 2, "stream_options": options})
         plain = events(server, path, {**body, "stream_options": {"include_usage": True}})
+        exact = events(server, path, {**body, "n": 2, "stream_options": options, **logprobs})
+    num_sent = 0
+    for data in exact:
+        for choice in data["choices"]:
+            entries = choice["logprobs"] or {}
+            num_sent += len(entries.get("content") or entries.get("tokens") or ())
+        if any(choice["logprobs"] for choice in data["choices"]):
+            assert data["usage"]["completion_tokens"] == num_sent
+    assert num_sent == 2 * NUM_TOKENS
     counts = [data["usage"]["completion_tokens"] for data in streamed]
     assert counts == sorted(counts) and counts[-1] == 2 * NUM_TOKENS
     assert streamed[-1]["choices"] == [] and len(set(counts)) > 5
@@ -266,6 +362,8 @@ def events(server, path, body):
     with server.http.stream("POST", path, json={**body, "stream": True}) as response:
         assert response.status_code == 200
         assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.headers["cache-control"] == "no-cache", "no proxy may keep it"
+        assert response.headers["x-accel-buffering"] == "no", "nor collect it"
         lines = [line for line in response.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
     return [json.loads(line[6:]) for line in lines[:-1]]
@@ -281,6 +379,24 @@ def test_speculation_details_come_on_request_only(one_byte_a_step):
     assert all("usage" not in data for data in streamed)
 
 
+def test_speculation_details_are_those_of_all_choices(scripted):
+    with serving(*scripted("abcdefg")) as server:
+        alone = complete(server, return_speculation=True).json()["speculation"]
+        assert (alone["num_verifies"], alone["num_accepted_tokens"], alone["num_accepted_at"]) == (
+            3,
+            5,
+            [3, 2],
+        )
+        assert (alone["histogram"], alone["shapes"], alone["reasons"]) == ([0, 1, 0, 2], {"3,1,4": 3}, [])
+        assert alone["accept_length"] == round(7 / 3, 4)
+        three = complete(server, return_speculation=True, n=3).json()["speculation"]
+    assert three["accept_length"] == alone["accept_length"] and three["shapes"] == {"3,1,4": 9}
+    for name in ("num_verifies", "num_accepted_tokens"):
+        assert three[name] == 3 * alone[name]
+    for name in ("histogram", "num_accepted_at"):
+        assert three[name] == [3 * count for count in alone[name]]
+
+
 @pytest.mark.parametrize("prompt", ["ab", [3, 4], [[3, 4]]])
 @pytest.mark.parametrize("stream", [True, False])
 def test_echo_puts_the_prompt_before_the_text(one_byte_a_step, prompt, stream):
@@ -291,6 +407,17 @@ def test_echo_puts_the_prompt_before_the_text(one_byte_a_step, prompt, stream):
         assert "".join(texts) == text + "Gr"
     else:
         assert post(one_byte_a_step, "/v1/completions", body).json()["choices"][0]["text"] == text + "Gr"
+
+
+def test_every_prompt_is_repeated_before_each_of_its_texts(one_byte_a_step):
+    body = {"prompt": ["ab", "cd"], "n": 2, "echo": True, "max_tokens": 2}
+    answer = post(one_byte_a_step, "/v1/completions", body).json()
+    expected = ["abGr", "abGr", "cdGr", "cdGr"]
+    assert [choice["text"] for choice in answer["choices"]] == expected
+    texts = [""] * 4
+    for data in events(one_byte_a_step, "/v1/completions", body):
+        texts[data["choices"][0]["index"]] += data["choices"][0]["text"]
+    assert texts == expected
 
 
 def test_content_parts_and_roles_reach_the_template(one_byte_a_step):
@@ -314,6 +441,28 @@ def test_text_and_tokens_go_both_ways(one_byte_a_step):
     assert post(one_byte_a_step, "/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": TEXT}
     skipped = post(one_byte_a_step, "/detokenize", {"tokens": [2, 3, 2], "skip_special_tokens": True})
     assert skipped.json() == {"prompt": "!"}
+
+
+def test_special_tokens_begin_a_text_and_are_not_added_to_a_chat(tokenizer):
+    """As of a tokenizer that writes a token before every text, which templates write themselves."""
+    from tokenizers.processors import TemplateProcessing
+
+    own = copy.deepcopy(tokenizer)
+    first = own.convert_tokens_to_ids("<|im_start|>")
+    own.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)]
+    )
+    plain = tokenizer("ab", add_special_tokens=False)["input_ids"]
+    llm = scripted_llm(own)
+    engine = ScriptedEngine(llm, lambda request: plain)
+    with serving(llm, engine) as server:
+        for more, expected in (({}, [first, *plain]), ({"add_special_tokens": False}, plain)):
+            assert post(server, "/tokenize", {"prompt": "ab", **more}).json()["tokens"] == expected
+        rendered = post(server, "/tokenize", {"messages": MESSAGES}).json()["tokens"]
+        assert complete(server).status_code == chat(server).status_code == 200
+    completed, chatted = engine.seen
+    assert completed.prompt_ids == [first, *plain] and chatted.prompt_ids == rendered
+    assert rendered[:2] == [first, *tokenizer("u")["input_ids"]]
 
 
 def test_tools_are_refused_by_a_template_without_a_place_for_them(one_byte_a_step):
@@ -386,7 +535,8 @@ def test_the_request_id_is_echoed_or_made(one_byte_a_step):
 def test_models_and_health(one_byte_a_step):
     client = one_byte_a_step.openai
     assert [model.id for model in client.models.list()] == ["tiny"]
-    assert client.models.retrieve("tiny").max_model_len == 400
+    card = client.models.retrieve("tiny")
+    assert card.max_model_len == 400 and abs(card.created - time.time()) < 3600
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.models.retrieve("other")
     for path in ("/health", "/health_generate"):
@@ -394,15 +544,101 @@ def test_models_and_health(one_byte_a_step):
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
+def test_a_name_with_slashes_is_a_models_name(scripted):
+    with serving(*scripted("abc"), model_name="org/tiny") as server:
+        assert server.http.get("/v1/models/org/tiny").json()["id"] == "org/tiny"
+        assert chat(server, model="org/tiny").json()["model"] == "org/tiny"
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [70]})):
+            assert post(server, path, {**body, "model": "org/tiny"}).status_code == 200
+            answer = post(server, path, {**body, "model": "tiny"})
+            assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+
+def samples_of(text):
+    """Samples of the exposition format: value by name and labels."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines)}
+
+
+def test_every_metric_is_a_number_of_its_own(scripted):
+    """Each of the engine's numbers is another one here, so that none can stand for another."""
+    llm, engine = scripted("abcdefg", slots=1, hold_at=2)
+    metrics = Metrics(engine, "tiny")
+    for prompt, grammar in (([97] * 40, None), ([98], Grammar("regex", "a")), ([99], None)):
+        engine.add_request(llm.make_request(prompt, SamplingParams(grammar=grammar)))
+    for _ in range(3):
+        engine.step()
+    totals, names = engine.totals, {}
+    for i, name in enumerate(
+        (
+            "num_steps",
+            "num_prompt_tokens",
+            "num_cached_prompt_tokens",
+            "num_generated_tokens",
+            "num_preemptions",
+        )
+    ):
+        names[name] = 100 + i
+    names |= {"num_drafts": 110, "num_draft_tokens": 111}
+    for name, number in names.items():
+        setattr(totals, name, number)
+    totals.num_finished.update({"stop": 120, "length": 121, "error": 122})
+    totals.spec.num_accepted_at[:] = [60, 30, 5]
+    engine.grammars.num_compiled = 130
+    found = samples_of(metrics.text().decode())
+    label = 'model_name="tiny"'
+    expected = {
+        "num_requests_running": 1,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc": engine.kv_usage,
+        "num_grammars": 130,
+        "engine_steps_total": 100,
+        "prompt_tokens_total": 101,
+        "prompt_tokens_cached_total": 102,
+        "generation_tokens_total": 103,
+        "num_preemptions_total": 104,
+        "spec_decode_num_drafts_total": 110,
+        "spec_decode_num_draft_tokens_total": 111,
+        "spec_decode_num_accepted_tokens_total": 95,
+        "requests_failed_total": 122,
+    }
+    assert {name: found[f"eagle_kit:{name}{{{label}}}"] for name in expected} == expected
+    assert 0 < engine.kv_usage < 1
+    for reason, number in (("stop", 120), ("length", 121), ("error", 122)):
+        assert found[f'eagle_kit:request_success_total{{finished_reason="{reason}",{label}}}'] == number
+
+
+def test_latencies_are_seconds_of_each_token_and_of_the_whole_reply(scripted):
+    llm, engine = scripted("abc")
+    metrics = Metrics(engine, "tiny")
+    request = llm.make_request([5], SamplingParams())
+    request.arrived_at = 10.0
+    metrics.finished(request)  # without a token
+    metrics.emitted(request, 1, 0.75, True)
+    metrics.emitted(request, 4, 2.0, False)
+    request.last_token_at = 13.0
+    metrics.finished(request)
+    found = samples_of(metrics.text().decode())
+    for name, count, seconds in (
+        ("time_to_first_token", 1, 0.75),
+        ("inter_token_latency", 4, 2.0),
+        ("e2e_request_latency", 1, 3.0),
+    ):
+        assert found[f'eagle_kit:{name}_seconds_count{{model_name="tiny"}}'] == count
+        assert found[f'eagle_kit:{name}_seconds_sum{{model_name="tiny"}}'] == seconds
+    buckets = 'eagle_kit:inter_token_latency_seconds_bucket{le="%s",model_name="tiny"}'
+    assert (found[buckets % "0.2"], found[buckets % "0.5"]) == (0, 4), "each of four took half a second"
+
+
 def test_metrics_count_what_the_engine_did(scripted):
     llm, engine = scripted("abcdefg")
     with serving(llm, engine) as server:
         assert complete(server, prompt="abcd").status_code == 200
         text = server.http.get("/metrics").text
-    samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    samples = samples_of(text)
 
     def value(name, labels='model_name="tiny"'):
-        return float(samples[f"eagle_kit:{name}{{{labels}}}"])
+        return samples[f"eagle_kit:{name}{{{labels}}}"]
 
     assert value("spec_decode_num_drafts_total") == 3
     assert value("spec_decode_num_draft_tokens_total") == 9
@@ -414,7 +650,7 @@ def test_metrics_count_what_the_engine_did(scripted):
     assert positions == [3, 2], "the last cycle emits the token that ends the reply, which was drafted"
     assert value("prompt_tokens_total") == 4 and value("generation_tokens_total") == 8
     assert value("request_success_total", 'finished_reason="stop",model_name="tiny"') == 1
-    assert float(samples["process_resident_memory_bytes"]) > 1e8
+    assert samples["process_resident_memory_bytes"] > 1e8
     assert value("num_requests_running") == value("num_requests_waiting") == value("kv_cache_usage_perc") == 0
     for name, count in (("time_to_first_token", 1), ("inter_token_latency", 7), ("e2e_request_latency", 1)):
         assert value(f"{name}_seconds_count") == count

@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+from eagle_kit.serve.api.body import parse
+from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
 from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving, wait_until
 
@@ -106,6 +109,122 @@ def test_a_wrong_or_unsupported_parameter_is_named(server, path, change, param):
     refused(server, path, server.http.post(path, json=body), 400, param)
 
 
+BOUNDS = {
+    "temperature": (-0.01, 0, 2, 2.01),
+    "top_p": (0, 0.01, 1, 1.01),
+    "top_k": (-2, -1, 2**31 - 1, 2**31),
+    "min_p": (-0.01, 0, 1, 1.01),
+    "n": (0, 1, 128, 129),
+    "max_tokens": (0, 1, 2**31 - 1, 2**31),
+    "max_completion_tokens": (0, 1, 2**31 - 1, 2**31),
+    "seed": (-(2**63) - 1, -(2**63), 2**63 - 1, 2**63),
+    "frequency_penalty": (-2.01, -2, 2, 2.01),
+    "presence_penalty": (-2.01, -2, 2, 2.01),
+    "repetition_penalty": (0, 0.01, 10, 10.1),
+    "priority": (-(2**31) - 1, -(2**31), 2**31 - 1, 2**31),
+    "top_logprobs": (-1, 0, 20, 21),
+}
+"""Of every number of a chat: too small, smallest, largest, too large."""
+LENGTHS = {
+    "stop": ("a", 0, 16),
+    "stop_token_ids": (5, 0, 256),
+    "messages": (USER, 1, 4096),
+    "tools": (TOOL, 1, 512),
+}
+"""Of every list: an item, the fewest and the most of it."""
+
+
+def is_allowed(**change):
+    try:
+        parse(ChatRequest, json.dumps({**CHAT_BODY, **change}).encode())
+    except ApiError as refusal:
+        assert refusal.status == 400 and (refusal.param or next(iter(change))).startswith(next(iter(change)))
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_numbers_are_allowed_up_to_their_bounds(name):
+    more = {"logprobs": True} if name == "top_logprobs" else {}
+    assert [is_allowed(**{name: value}, **more) for value in BOUNDS[name]] == [False, True, True, False]
+
+
+def test_texts_and_lists_are_allowed_up_to_their_bounds():
+    for name, (item, fewest, most) in LENGTHS.items():
+        assert is_allowed(**{name: [item] * most}) and not is_allowed(**{name: [item] * (most + 1)})
+        assert is_allowed(**{name: [item] * fewest})
+        assert fewest == 0 or not is_allowed(**{name: [item] * (fewest - 1)})
+    for name, most in (("stop", 1024), ("regex", 65536)):
+        assert is_allowed(**{name: "a" * most}) and not is_allowed(**{name: "a" * (most + 1)})
+        assert not is_allowed(**{name: ""})
+    for name, most in (("logit_bias", 2**15), ("metadata", 64), ("chat_template_kwargs", 64)):
+        value = "x" if name == "metadata" else 1
+        assert is_allowed(**{name: {str(i): value for i in range(most)}})
+        assert not is_allowed(**{name: {str(i): value for i in range(most + 1)}})
+    for bias in (-100, 100):
+        assert is_allowed(logit_bias={"1": bias}) and not is_allowed(logit_bias={"1": 1.01 * bias})
+    for choice in ([], [TOOL] * 2):
+        assert not is_allowed(modalities=choice)
+    prompt = json.dumps({"prompt": [[5]] * 4096, "logprobs": 20, "n": 1}).encode()
+    assert len(parse(CompletionRequest, prompt).prompts) == 4096
+    for wrong in ({"prompt": [[5]] * 4097}, {"prompt": ["a"] * 4097}, {"prompt": "a", "logprobs": -1}):
+        with pytest.raises(ApiError):
+            parse(CompletionRequest, json.dumps(wrong).encode())
+
+
+def test_signs_of_a_body_are_allowed_up_to_their_number():
+    for sign, most in (("[", 2**17), ("{", 2**17), (":", 2**17), (",", 2**20)):
+        # What the body has of it outside of the prompt counts too.
+        own = json.dumps({"prompt": ""}).count(sign)
+        for more, is_right in ((0, True), (1, False)):
+            body = json.dumps({"prompt": sign * (most - own + more)}).encode()
+            if is_right:
+                parse(CompletionRequest, body)
+                continue
+            with pytest.raises(ApiError) as refusal:
+                parse(CompletionRequest, body)
+            assert refusal.value.code == "body_too_complex"
+
+
+NAMED = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SAID = {"role": "assistant", "content": "a"}
+SCHEMA = {"name": "s", "schema": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_right"),
+    [
+        ({"tool_choice": "none"}, True),
+        ({"tool_choice": NAMED, "tools": [TOOL]}, True),
+        ({"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "text"}}, True),
+        ({"tool_choice": "auto", "tools": [TOOL], "regex": "a"}, True),
+        ({"regex": "a", "response_format": {"type": "text"}}, True),
+        ({"response_format": {"type": "json_object", "json_schema": SCHEMA}}, False),
+        ({"response_format": {"type": "text", "json_schema": SCHEMA}}, False),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, True),
+        ({"logprobs": True, "top_logprobs": 0}, True),
+        ({"logprobs": False, "top_logprobs": 0}, False),
+        ({"stream": False, "stream_options": {}}, False),
+        ({"stream": True, "stream_options": {"include_obfuscation": False}}, True),
+        ({"modalities": ["text"], "store": False, "service_tier": "default", "user": "me"}, True),
+        ({"messages": [USER, {**SAID, "reasoning": "b", "reasoning_content": "b"}]}, True),
+        ({"messages": [USER, {**SAID, "reasoning": "b", "reasoning_content": "c"}]}, False),
+        ({"messages": [{**USER, "reasoning_content": "b"}]}, False),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]}, True),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": []}]}, False),
+        ({"messages": [{**USER, "tool_calls": [CALL]}]}, False),
+        ({"messages": [{**USER, "tool_call_id": "1"}]}, False),
+        ({"messages": [USER, {**SAID, "annotations": [], "audio": None, "refusal": None}]}, True),
+        ({"messages": [USER, {**SAID, "annotations": [1]}]}, False),
+        ({"messages": [{**USER, "name": "Bo"}]}, True),
+    ],
+    ids=str,
+)
+def test_what_goes_together_in_a_chat(change, is_right):
+    assert is_allowed(**change) is is_right
+
+
 @pytest.mark.parametrize(
     ("path", "change", "words"),
     [
@@ -186,6 +305,32 @@ def test_other_content_types_are_refused(server, kind):
     headers = {"Content-Type": kind} if kind else {}
     content = json.dumps(COMPLETE_BODY).encode()
     refused(server, COMPLETE, server.http.post(COMPLETE, content=content, headers=headers), 415)
+
+
+def test_a_body_of_exactly_the_limit_is_read(server):
+    for size, status in ((LIMIT, 200), (LIMIT + 1, 413)):
+        spare = size - len(json.dumps({**COMPLETE_BODY, "user": ""}))
+        content = json.dumps({**COMPLETE_BODY, "user": "x" * spare}).encode()
+        assert len(content) == size
+        answer = server.http.post(COMPLETE, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == status, answer.text
+
+
+def test_codes_tell_programs_what_is_wrong(server):
+    headers = {"Content-Type": "application/json"}
+    many = json.dumps({**COMPLETE_BODY, **{f"k{i}": 1 for i in range(101)}})
+    few = json.dumps({**COMPLETE_BODY, **{f"k{i}": 1 for i in range(100)}})
+    for content, code in (
+        ("{", "invalid_json"),
+        (json.dumps({**COMPLETE_BODY, "suffix": "x"}), "unsupported_parameter"),
+        (many, "many_mistakes"),
+        (few, "unsupported_parameter"),
+        (json.dumps({**COMPLETE_BODY, "user": "x" * LIMIT}), "body_too_large"),
+        (json.dumps({**COMPLETE_BODY, "model": "other"}), "model_not_found"),
+        (json.dumps({**COMPLETE_BODY, "n": 0}), None),
+    ):
+        error = server.http.post(COMPLETE, content=content, headers=headers).json()["error"]
+        assert error["code"] == code, error
 
 
 def test_a_charset_beside_the_content_type_is_fine(server):

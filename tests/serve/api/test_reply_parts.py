@@ -139,6 +139,7 @@ def test_calls_alone_have_no_content_and_thoughts_alone_an_empty_one(served: Any
         "choices"
     ][0]["message"]
     assert message["content"] is None and "reasoning_content" not in message
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Łódź"}'
     server = served("qwen3", "<think>\nhm")
     message = server.http.post("/v1/chat/completions", json={"messages": [QUESTION]}).json()["choices"][0][
         "message"
@@ -262,10 +263,14 @@ def test_with_a_grammar_all_behind_the_reasoning_is_content(served: Any) -> None
         ("qwen3", '<think>hm</think>{"a": "</think>"}'),
         ("harmony", '<|channel|>analysis<|message|>hm<|end|><|channel|>final<|message|>{"a": "</think>"}'),
     ):
-        found = both(served(name, text), tools=None, response_format=form)
+        server = served(name, text)
+        found = both(server, tools=None, response_format=form)
         assert (found["reasoning"], found["content"]) == ("hm", '{"a": "</think>"}')
-    found = both(served("chatml", '{"a": 1}'), tools=None, response_format=form)
+        assert server.engine.seen[-1].params.grammar.thought is not None, "the engine begins it there"
+    server = served("chatml", '{"a": 1}')
+    found = both(server, tools=None, response_format=form)
     assert (found["reasoning"], found["content"]) == ("", '{"a": 1}')
+    assert server.engine.seen[-1].params.grammar.thought is None
 
 
 def test_parsers_by_name_and_none(served: Any) -> None:

@@ -1,13 +1,16 @@
 """What a command line names, the self-test, and the command's own arguments."""
 
 import argparse
+import copy
 import json
 import socket
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from tiny_run import make_target
 
+from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.cli import main
 from eagle_kit.cli.serve import check_algorithm, configure, shape_of
 from eagle_kit.config.server import ServerConfig
@@ -19,11 +22,13 @@ from eagle_kit.serve.api.server import bind
 from eagle_kit.serve.api.startup import (
     SelfTest,
     ServedModel,
+    causes_of_low_acceptance,
     find_model,
     report,
     self_test,
     warnings_as_lines,
 )
+from tests.checkpoints import test_validate
 
 
 def folder(path, config=None, metadata=None):
@@ -133,12 +138,14 @@ class TwoFacedLLM:
     def __init__(self, tokenizer, plain, drafted):
         self.tokenizer, self.max_context, self.plain, self.drafted = tokenizer, 64, plain, drafted
         self.totals = {"used": 1}
+        self.clock = 0.0
 
     def tokenize(self, prompt):
         return list(prompt.encode())
 
     def generate(self, prompts, params, *, shape):
-        assert params.is_greedy and all(len(prompt) <= 32 for prompt in prompts)
+        assert params.is_greedy and all(len(prompt) + params.max_tokens <= 48 for prompt in prompts)
+        self.clock += 2.0 if shape.steps else 5.0
         stats = SpecStats()
         stats.observe(2, 1)
         ids = self.drafted if shape.steps else self.plain
@@ -149,12 +156,41 @@ class TwoFacedLLM:
         return self
 
 
-def test_the_self_test_compares_with_plain_decoding_and_resets_the_counters(tokenizer):
+def test_the_self_test_compares_with_plain_decoding_and_resets_the_counters(tokenizer, monkeypatch):
     llm = TwoFacedLLM(tokenizer, [1, 2, 3], [1, 2, 3])
-    test = self_test(llm, SpecShape(3, 1, 4))
+    with monkeypatch.context() as patched:
+        clock = SimpleNamespace(perf_counter=lambda: llm.clock)
+        patched.setattr("eagle_kit.serve.api.startup.time", clock)
+        test = self_test(llm, SpecShape(3, 1, 4))
     assert (test.accept_length, test.num_tokens, test.differing) == (2.0, 12, None) and llm.totals == {}
+    assert (test.seconds, test.plain_seconds, test.is_tree) == (2.0, 5.0, False)
+    tree = self_test(TwoFacedLLM(tokenizer, [1, 2, 3], [1, 2, 3]), SpecShape(3, 2, 4))
+    assert tree.is_tree
+    bare = copy.copy(tokenizer)
+    bare.chat_template = None
+    assert self_test(TwoFacedLLM(bare, [1, 2, 3], [1, 2, 3]), SpecShape(3, 1, 4)).num_tokens == 12
     assert self_test(TwoFacedLLM(tokenizer, [1, 2, 3], [1, 5, 3]), SpecShape(3, 1, 4)).differing == (0, 1)
     assert self_test(TwoFacedLLM(tokenizer, [1, 2], [1, 2, 3]), SpecShape(3, 1, 4)).differing == (0, 2)
+
+
+def test_causes_of_low_acceptance_say_what_a_check_of_the_two_found(tmp_path):
+    target = str(test_validate.make_target(tmp_path / "small"))
+    draft = str(test_validate.make_draft(tmp_path / "draft", target="another", template="0123456789abcdef"))
+    findings = {finding.subject: finding for finding in validate_draft(draft, target)}
+    causes = causes_of_low_acceptance(draft, target, "bfloat16")
+    subjects = ["target", "chat template", "layer ids", None, "vocabulary", None]
+    assert len(causes) == len(subjects) and "bfloat16" in causes[3] and draft in causes[5]
+    with_remedy = set()
+    for cause, subject in zip(causes, subjects, strict=True):
+        if subject in findings:
+            finding = findings[subject]
+            assert finding.cause in cause
+            if finding.level != "ok":
+                assert finding.remedy and finding.remedy in cause
+                with_remedy.add(subject)
+        elif subject is not None:
+            assert "could not be checked" in cause
+    assert set(findings) >= {"target", "layer ids", "vocabulary"} and with_remedy
 
 
 def test_the_report_names_causes_in_order_only_when_acceptance_is_low():
@@ -178,6 +214,8 @@ def test_the_report_names_causes_in_order_only_when_acceptance_is_low():
         assert SelfTest(length, 100, 1.0, 2.0, None, is_tree).is_low is is_low
     slow = report(SelfTest(2.5, 100, 2.5, 2.0, None), exact=True, low_causes=causes)
     assert len(slow) == 2 and slow[1].startswith("note: these replies are slower with speculation")
+    own = SelfTest(2.5, 100, 2.5, 2.0, None)
+    assert len(report(own, exact=True, low_causes=causes, is_given=False)) == 1
     differing = SelfTest(2.5, 100, 1.0, 2.0, (3, 7))
     assert report(differing, exact=True, low_causes=causes)[1].startswith("warning: reply 3 differs")
     assert report(differing, exact=False, low_causes=causes)[1].startswith("note: ")

@@ -106,6 +106,21 @@ def test_definitions_are_those_of_the_whole_schema_and_may_not_differ():
     other = json.loads(json.dumps(TOOLS[0]).replace("Rome", "Bern").replace("rain", "snow"))
     with pytest.raises(UserError, match="define 'City' differently"):
         call_grammar(_request([TOOLS[0], other]))
+    older = json.loads(json.dumps([TOOLS[0], other]).replace("$defs", "definitions"))
+    assert json.loads(call_grammar(_request(older[:1])).text)["definitions"] == {"City": CITY}
+    with pytest.raises(UserError, match="define 'City' differently"):
+        call_grammar(_request(older))
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_arguments_are_an_object_whether_their_schema_says_so_or_not(choice):
+    for parameters in ({"properties": {"x": {}}}, {"type": "object", "properties": {"x": {}}}):
+        tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+        body = _request(tools, tool_choice=choice, parallel_tool_calls=False)
+        root = json.loads(call_grammar(body).text)
+        for arguments, valid in (({"x": 1}, True), (3, False), ("x", False), ([], False)):
+            value = {"name": "f", "arguments": arguments} if choice == "required" else arguments
+            assert is_valid(root, value) is valid
 
 
 def _request(tools: list[dict], **more: Any) -> ChatRequest:

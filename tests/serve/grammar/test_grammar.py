@@ -18,6 +18,7 @@ from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.grammar import compiler as grammar_module
 from eagle_kit.serve.grammar.compiler import (
     MAX_FILL_S,
+    MAX_REGEX_CHARS,
     NUM_COMPILED,
     NUM_STARTS,
     GrammarCompiler,
@@ -232,6 +233,11 @@ def test_a_reply_has_a_budget_of_time(monkeypatch):
     for _ in range(3):
         fill(match)
     assert match.is_stuck
+    monkeypatch.setattr(grammar_module, "MAX_EXTRA_S", 0.02)
+    match = GrammarMatch(SlowMatcher(cpu_s=0.004), frozenset())
+    for _ in range(12):
+        fill(match)
+    assert not match.is_stuck, "short calls count nothing, however many they are"
 
 
 def test_a_reply_whose_grammar_takes_too_long_is_ended_and_the_next_is_served(llm, monkeypatch):
@@ -281,6 +287,80 @@ def test_strings_of_json_follow_their_patterns(compiler, schema, good, bad):
     ):
         assert all(accepts(compiler, json_schema(each), f'["{text}"]') for text in good)
         assert not any(accepts(compiler, json_schema(each), f'["{text}"]') for text in bad)
+
+
+FORMATS = {
+    "date": ("2024-02-29", "2024-2-29"),
+    "time": ("10:20:30Z", "10:20"),
+    "date-time": ("2024-02-29T10:20:30Z", "2024-02-29"),
+    "duration": ("P3D", "3D"),
+    "email": ("a@b.org", "a.org"),
+    "hostname": ("a.org", "-a-"),
+    "ipv4": ("10.0.0.255", "10.0.0.256"),
+    "ipv6": ("::1", ":1"),
+    "uuid": ("123e4567-e89b-12d3-a456-426614174000", "123e4567"),
+    "uri": ("https://a.org/x?y=1", "x"),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_that_is_documented_is_followed(compiler, name):
+    good, bad = FORMATS[name]
+    schema = json_schema({"type": "string", "format": name})
+    assert accepts(compiler, schema, f'"{good}"') and not accepts(compiler, schema, f'"{bad}"')
+
+
+@pytest.mark.parametrize("name", ["path", "binary", "password"])
+def test_formats_that_say_nothing_of_the_characters_allow_all(compiler, name):
+    assert accepts(compiler, json_schema({"type": "string", "format": name}), '"any /text\\n"')
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer"}, ["7", "-7"], ["7.5", '"7"']),
+        ({"type": ["null", "boolean"]}, ["null", "true"], ["0"]),
+        ({"enum": ["a", 1, None]}, ['"a"', "1", "null"], ['"b"', "2"]),
+        ({"const": {"a": [1]}}, ['{"a":[1]}'], ['{"a":[2]}']),
+        ({"type": "integer", "minimum": 5, "maximum": 7}, ["5", "7"], ["4", "8"]),
+        ({"type": "integer", "exclusiveMinimum": 5, "exclusiveMaximum": 8}, ["6", "7"], ["5", "8"]),
+        ({"type": "integer", "multipleOf": 4}, ["8"], ["6"]),
+        ({"type": "string", "minLength": 1, "maxLength": 2}, ['"a"', '"ab"'], ['""', '"abc"']),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 1, "maxItems": 2}, ["[null]"], ["[]"]),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 2}, ["[null,null]"], ["[null,null,null]"]),
+        ({"type": "array", "prefixItems": [{"const": 1}], "items": {"const": 2}}, ["[1,2]"], ["[2,2]"]),
+        ({"type": "object", "minProperties": 1}, ['{"a":1}'], ["{}"]),
+        ({"type": "object", "maxProperties": 1}, ['{"a":1}', "{}"], ['{"a":1,"b":1}']),
+        ({"properties": {"a": {}}, "required": ["a"], "type": "object"}, ['{"a":1}'], ["{}", '{"b":1}']),
+        ({"type": "object", "additionalProperties": {"type": "null"}}, ['{"a":null}'], ['{"a":1}']),
+        ({"anyOf": [{"type": "null"}, {"const": 1}]}, ["null", "1"], ["2"]),
+        ({"oneOf": [{"type": "null"}, {"const": 1}]}, ["null", "1"], ["2"]),
+        ({"allOf": [{"const": 1}]}, ["1"], ["2"]),
+        ({"$ref": "#/definitions/x", "definitions": {"x": {"const": 1}}}, ["1"], ["2"]),
+    ],
+    ids=str,
+)
+def test_every_keyword_that_is_documented_is_followed(compiler, schema, good, bad):
+    """Beside annotations, which say nothing of a value."""
+    annotations = {"title": "t", "description": "d", "default": 1, "example": 1, "examples": [1]}
+    annotations |= {"discriminator": {}, "deprecated": True, "readOnly": True, "writeOnly": True}
+    for each in (schema, schema | annotations | {"$comment": "c"}):
+        for text in good:
+            assert accepts(compiler, json_schema(each), text), text
+        for text in bad:
+            assert not accepts(compiler, json_schema(each), text), text
+
+
+def test_the_longest_regex_is_followed_and_a_longer_one_refused(compiler):
+    longest = "a" * MAX_REGEX_CHARS
+    assert accepts(compiler, Grammar("regex", longest), longest)
+    assert MAX_REGEX_CHARS == 4096
+    with pytest.raises(UserError, match="4097 characters, 4096 are allowed"):
+        compiler.start(Grammar("regex", longest + "a"))
+
+
+def test_an_empty_regex_is_an_empty_reply(compiler):
+    assert accepts(compiler, Grammar("regex", ""), "") and not accepts(compiler, Grammar("regex", ""), "a")
 
 
 def test_names_of_json_follow_their_patterns(compiler):

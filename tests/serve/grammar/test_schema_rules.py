@@ -146,6 +146,40 @@ def test_schemas_with_something_that_would_be_ignored_or_costs_too_much_are_refu
             start(compiler, each)
 
 
+def properties(count, about):
+    return {"type": "object", "properties": {f"p{i}": about for i in range(count)}}
+
+
+def nested(levels):
+    schema = {}
+    for _ in range(levels - 1):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("largest", "larger"),
+    [
+        (properties(1023, INT), properties(1024, INT)),
+        *(
+            (properties(511, {**INT, name: 3}), properties(512, {**INT, name: 3}))
+            for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+        ),
+        (properties(511, {**TEXT, "pattern": "a"}), properties(512, {**TEXT, "pattern": "a"})),
+        (properties(204, {**TEXT, "format": "date"}), properties(205, {**TEXT, "format": "date"})),
+        ({"enum": list(range(4092))}, {"enum": list(range(4093))}),
+        ({**INT, "multipleOf": 4092}, {**INT, "multipleOf": 4093}),
+        ({**INT, "multipleOf": 0.4092}, {**INT, "multipleOf": 0.4093}),
+        (nested(256), nested(257)),
+    ],
+    ids=lambda schema: str(schema)[-40:],
+)
+def test_a_schema_may_be_as_large_as_documented_and_no_larger(largest, larger):
+    check_schema(json.loads(json.dumps(largest)))
+    with pytest.raises(UserError):
+        check_schema(larger)
+
+
 @pytest.mark.parametrize(
     "value", [3, "x", None, [], [{}], {"a": [[]]}, {"a": 3}, float("inf"), [[]], True, -1]
 )

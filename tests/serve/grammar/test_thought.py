@@ -168,5 +168,23 @@ def test_a_reply_cannot_end_within_its_reasoning_and_is_not_held_there(llm):
 
 
 def test_tokens_that_the_target_does_not_know_are_refused(compiler):
-    with pytest.raises(UserError, match="outside the target's vocabulary"):
-        compiler.start(Grammar("regex", "a", Thought((V,))))
+    for thought in (Thought((V,)), Thought((END,), opener=V), Thought((END,), others=(V,))):
+        with pytest.raises(UserError, match="outside the target's vocabulary"):
+            compiler.start(Grammar("regex", "a", thought))
+    compiler.start(Grammar("regex", "a", Thought((V - 1,), opener=V - 2)))
+
+
+def test_a_token_that_ends_replies_may_be_one_that_the_target_does_not_have(llm):
+    compiler = GrammarCompiler(llm.tokenizer, 200, [END_TOKEN, 230])
+    match = compiler.start(Grammar("regex", REGEX, Thought((150,))))
+    bits = torch.full((1, 7), -1, dtype=torch.int32)
+    match.fill(np.array([0]), torch.tensor([0]), bits)
+    allowed = {i for i in range(200) if int(bits[0][i // 32]) >> (i % 32) & 1}
+    assert allowed == set(range(200)) - {END_TOKEN}
+
+
+def test_replies_with_reasoning_and_without_share_a_compiled_grammar(llm):
+    compiler = GrammarCompiler(llm.tokenizer, V, llm.target.config.eos_token_ids)
+    for thought in (None, OPENED, OPTIONAL):
+        compiler.start(Grammar("regex", REGEX, thought))
+    assert compiler.num_compiled == 1

@@ -3,17 +3,20 @@
 import copy
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_templates import tokenizer_for
+from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.data.chat.reply.parts import Call, ReplyParts, read_reply
 from eagle_kit.data.chat.rows import tokenize_chat
+from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.text_stream import TextStream
 
 FORMS = {
@@ -118,6 +121,44 @@ def test_forms_by_the_names_of_vllm_and_sglang_and_none() -> None:
         choose_forms(tokenizer, "gpt-oss", "auto")
 
 
+NAMES = {
+    "reasoning": {
+        "think": ("think", "deepseek_v3", "deepseek-v3", "qwen3"),
+        "deepseek_r1": ("deepseek_r1", "deepseek-r1"),
+        "harmony": ("harmony", "openai_gptoss", "gpt-oss"),
+        "none": ("none",),
+    },
+    "tool calls": {
+        "hermes": ("hermes", "qwen", "qwen25", "qwen3_coder", "qwen3_xml"),
+        "llama3": ("llama3", "llama3_json"),
+        "deepseek": ("deepseek", "deepseek_v3", "deepseekv3", "deepseek_v31", "deepseekv31"),
+        "mistral": ("mistral",),
+        "harmony": ("harmony", "openai", "gpt-oss"),
+        "none": ("none",),
+    },
+}
+
+
+def test_every_documented_name_of_a_form_is_known() -> None:
+    tokenizer = tokenizer_for("chatml")
+    for form, names in NAMES["reasoning"].items():
+        for name in names:
+            assert str(choose_forms(tokenizer, name, "none")) == f"reasoning {form}, tool calls none"
+    for form, names in NAMES["tool calls"].items():
+        for name in names:
+            assert str(choose_forms(tokenizer, "none", name)) == f"reasoning none, tool calls {form}"
+
+
+def test_with_the_parser_deepseek_r1_a_grammar_begins_behind_the_first_thought() -> None:
+    tokenizer = tokenizer_for("qwen3")
+    forms = choose_forms(tokenizer, "deepseek_r1", "none")
+    thought = forms.bound(tokenizer("Hi\n")["input_ids"]).thought
+    assert thought is not None and thought.opener is None
+    plain = choose_forms(tokenizer, "think", "none").bound(tokenizer("Hi\n")["input_ids"]).thought
+    assert plain is not None and tokenizer.decode([plain.opener]) == "<think>"
+    assert forms.bound(tokenizer("<think>\n\n</think>\n\n")["input_ids"]).thought is None
+
+
 def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_opens() -> None:
     tokenizer = tokenizer_for("qwen3")
     open_prompt, closed = (tokenizer(text)["input_ids"] for text in ("Hi\n", "<think>\n\n</think>\n\n"))
@@ -188,6 +229,25 @@ def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tu
         tokenizer.response_template = None
 
 
+@pytest.mark.parametrize(
+    ("reasoning", "calls", "expected"),
+    [
+        ("auto", "none", ("hm", f"A {WRITTEN}", [])),
+        ("none", "auto", ("", "<think>hm</think>A", [CITY])),
+    ],
+)
+def test_parts_that_a_response_template_is_not_asked_for_stay_in_the_content(
+    reasoning: str, calls: str, expected: tuple
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
+    tokenizer.response_template = OWN
+    forms = choose_forms(tokenizer, reasoning, calls)
+    prompt = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
+    reader = forms.reader(prompt, [WEATHER])
+    assert reader is not None
+    assert read_reply(reader, f"<think>hm</think>A {WRITTEN}") == ReplyParts(*expected)
+
+
 def test_with_a_response_template_a_grammar_begins_behind_the_marker_that_the_chat_template_writes() -> None:
     tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
     prompt = tokenizer("<|im_start|>assistant\n")["input_ids"]
@@ -247,6 +307,14 @@ def test_a_response_template_that_is_none_is_refused() -> None:
     assert str(choose_forms(tokenizer, "none", "none")) == "reasoning none, tool calls none"
 
 
+@pytest.mark.parametrize("names", [("think", "auto"), ("auto", "hermes")])
+def test_a_response_template_beside_another_form_is_refused(names: tuple[str, str]) -> None:
+    tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
+    tokenizer.response_template = OWN
+    with pytest.raises(UserError, match="another one was given"):
+        choose_forms(tokenizer, *names)
+
+
 def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
     """By template and prompt; what the template renders has those tokens, and is read as it is held."""
     for name in FORMS:
@@ -275,3 +343,19 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
     assert choose_forms(tokenizer_for("qwen3"), "none", "none").bound([1]).thought is None
     begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>final<|message|>")["input_ids"]
     assert choose_forms(tokenizer_for("harmony")).bound(begun).thought is None
+    begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>analysis<|message|>I")["input_ids"]
+    bound = choose_forms(tokenizer_for("harmony")).bound(begun)
+    assert bound.thought is not None and bound.make_reader is not None
+    text = " add.<|end|><|start|>assistant<|channel|>final<|message|>4"
+    assert read_reply(bound.make_reader(), text) == ReplyParts(" add.", "4")
+    reader = choose_forms(tokenizer_for("harmony")).reader(begun)
+    assert reader is not None and read_reply(reader, text) == ReplyParts(" add.", "4")
+
+
+def test_a_grammar_begins_at_once_where_the_marks_of_reasoning_are_several_tokens(tmp_path: Path) -> None:
+    folder = make_target(tmp_path / "target")
+    for first, second in (("<think>", "</think>"), ("</think>", "<think>")):
+        bare = load_tokenizer(folder)
+        for added, is_found in (([], False), ([first], False), ([second], True)):
+            bare.add_tokens(added)
+            assert (choose_forms(bare, "think", "none").bound([5]).thought is not None) is is_found

@@ -84,6 +84,13 @@ CASES: list[tuple[str, Any, str, tuple[str, str, list[Call]]]] = [
         "<tool_call>{'name': 'weather', 'arguments': {'wet': True}}</tool_call>",
         ("", "", [Call("weather", {"wet": True})]),
     ),
+    (
+        "call as openai writes it",
+        {},
+        f'<tool_call>{{"type": "function", "function": {JSON}}}</tool_call>',
+        ("", "", [OSLO]),
+    ),
+    ("name in spaces", {}, ONE.replace('"weather"', '" weather "'), ("", "", [OSLO])),
     ("end tag in a string", {}, QUOTED, ("", "", [Call("weather", {"city": 'a </tool_call> " b'})])),
     ("no end tag", {}, f"<tool_call>\n{JSON}", ("", "", [OSLO])),
     ("cut in the call", {}, f"a\n<tool_call>\n{JSON[:-3]}", ("", f"a\n<tool_call>\n{JSON[:-3]}", [])),
@@ -292,6 +299,12 @@ HARMONY_CASES: list[tuple[str, dict, str, tuple[str, str, list[Call]]]] = [
     ),
     ("begun", {"begun": "<|start|>assistant<|channel|>final<|message|>Fo"}, "ur.", ("", "ur.", [])),
     ("begun header", {"begun": "<|start|>assistant<|channel|>"}, "final<|message|>Four.", ("", "Four.", [])),
+    (
+        "begun thought",
+        {"begun": "<|start|>assistant<|channel|>analysis<|message|>I"},
+        f" look.<|end|>{FINAL}",
+        (" look.", "Four.", []),
+    ),
     ("not begun", {"begun": ""}, FINAL, ("", "Four.", [])),
 ]
 
