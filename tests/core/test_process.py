@@ -67,5 +67,7 @@ def test_a_machine_is_busy_from_half_of_the_cores_on(monkeypatch):
 def test_an_end_at_once_writes_what_was_printed_and_has_its_code():
     code = "import os, sys; from eagle_kit.core.process import end_at_once; sys.stderr = os.fdopen(2, 'w')\n"
     code += "print('out'); sys.stderr.write('err'); end_at_once(3)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=buffered)
     assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err")
