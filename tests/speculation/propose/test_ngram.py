@@ -87,6 +87,12 @@ def test_the_shorter_a_match_the_more_children_its_nodes_have(
         assert paths(index.propose([context], num_tokens=16, depth=1)) == newest
 
 
+def test_drafts_are_counted_whatever_their_tokens():
+    index = NgramIndex()
+    index.insert(0, [5, 0, 0, 7])
+    assert index.propose([[5], [9], [7]], 6, 8).num_drafts.tolist() == [3, 0, 0]
+
+
 def test_a_request_that_ended_does_not_go_on():
     """Another of its number begins anew."""
     index = NgramIndex()
