@@ -161,3 +161,125 @@ def test_a_field_of_a_modules_layer_is_written_and_read(name, value):
     read = read_again(KINDS[MTPConfig], MTPConfig(layer, 2, own_head=True, **ABOUT))
     assert getattr(read.layer, name) == value
     assert (read.num_modules, read.own_head, read.target, read.template_hash) == (2, True, *ABOUT.values())
+
+
+def test_other_engines_find_windows_and_rotations_where_they_look():
+    raw = KINDS[DFlashConfig].write_config(replace(base(DFlashConfig), num_layers=3, **SLIDING))
+    assert raw["use_sliding_window"] is True and raw["sliding_window"] == 65
+    assert raw["layer_types"] == ["sliding_attention", "full_attention", "sliding_attention"]
+    whole = KINDS[DFlashConfig].write_config(base(DFlashConfig))
+    assert whole["use_sliding_window"] is False and set(whole["layer_types"]) == {"full_attention"}
+    for kind in OTHERS:
+        plain = KINDS[kind].write_config(base(kind))
+        assert plain["rope_parameters"] == {"rope_type": "default", "rope_theta": 1e4}
+        assert (plain["rope_theta"], plain["rope_scaling"]) == (1e4, None)
+        scaled = KINDS[kind].write_config(replace(base(kind), rope_scaling=ROPE, rope_theta=5e5))
+        assert scaled["rope_parameters"] == ROPE | {"rope_theta": 5e5} and scaled["rope_scaling"] == ROPE
+
+
+NAMES_SLIDING = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 65}
+NARROW = {"sliding_window": 16, "sliding_window_non_causal": False}
+REFUSED = [
+    (DFlashConfig, {"layer_types": ["full_attention"]}, "says layer_types"),
+    (DFlashConfig, {"layer_types": ["other"] * 5}, "says layer_types"),
+    (DFlashConfig, NAMES_SLIDING | NARROW, "says sliding_window 16"),
+    (DFlashConfig, NAMES_SLIDING, "whether layers with a sliding window are causal"),
+    (DFlashConfig, {"dflash_config": {"mask_token_id": 1, "causal": True}}, "full attention that are causal"),
+    (DFlashConfig, {"dflash_config": {}}, "which token is its mask"),
+    (DFlashConfig, {"dflash_config": {"mask_token_id": 131}}, "says mask_token_id 131"),
+    (DSparkConfig, {"markov_rank": -1}, "says markov_rank"),
+    (DSparkConfig, {"markov_head_type": "lstm"}, "says markov_head_type"),
+    (DSparkConfig, {"markov_rank": 0}, "no Markov head whose embedding"),
+    (DSparkConfig, {"markov_head_type": "rnn", "sample_from_anchor": False}, "rnn and rows that predict"),
+    (PEagleConfig, {"architectures": ["Eagle3DeepseekV3ForCausalLM"], **MLA}, "has latent attention"),
+    (PEagleConfig, {"norm_output": True}, "has a sliding window or norm_output"),
+    (PEagleConfig, {"use_sliding_window": True, "sliding_window": 65}, "has a sliding window or norm_output"),
+    (PEagleConfig, {"ptd_token_id": None}, "which token is its mask"),
+    (PEagleConfig, {"ptd_token_id": 131}, "says ptd_token_id 131"),
+    (PEagleConfig, {"mask_token_id": 3}, "says mask_token_id 3"),
+    (
+        Eagle3Config,
+        {"architectures": ["Eagle3DeepseekV3ForCausalLM"], "use_sliding_window": True} | MLA,
+        "latent attention with a sliding window",
+    ),
+    (Eagle3Config, {"norm_before_fc": True}, "norm_before_fc"),
+    (Eagle3Config, {"eagle_config": {"use_aux_hidden_state": False}}, "no captured states"),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
+def test_what_a_head_of_ours_has_not_is_refused(kind, changes, message):
+    raw = KINDS[kind].write_config(base(kind)) | changes
+    with pytest.raises(UserError, match=message):
+        KINDS[kind].read_config(DraftFiles(raw, {}), LLAMA)
+
+
+def test_windows_of_another_project_are_causal_unless_they_say_otherwise():
+    raw = KINDS[DFlashConfig].write_config(base(DFlashConfig)) | NAMES_SLIDING
+    read = KINDS[DFlashConfig].read_config(DraftFiles(raw | {"speculators_model_type": "dflash"}, {}), LLAMA)
+    assert read.sliding_both is False and read.sliding_layers == (0, 1, 2, 3, 4)
+    told = raw["dflash_config"] | {"causal": False, "swa_window_size": 40}
+    read = KINDS[DFlashConfig].read_config(DraftFiles(raw | {"dflash_config": told}, {}), LLAMA)
+    assert read.sliding_both is True and read.sliding_window == 40
+    told = told | {"use_swa": True}
+    raw = raw | {"dflash_config": told, "layer_types": None}
+    assert KINDS[DFlashConfig].read_config(DraftFiles(raw, {}), LLAMA).sliding_layers == (0, 1, 2, 3, 4)
+
+
+def test_layers_that_a_target_has_not_and_ids_that_are_one_off_are_found():
+    kind, plain = KINDS[DFlashConfig], base(DFlashConfig)
+
+    def found(ids):
+        config = replace(plain, aux_layer_ids=ids)
+        findings = kind.check(DraftFiles(kind.write_config(config), {}), config, LLAMA)
+        return next(finding for finding in findings if finding.subject == "layer ids")
+
+    assert found((2, 13)).level == found((-1, 2)).level == "error"
+    usual = plain.aux_layer_ids
+    assert found(usual).level == "ok" and found((0, 12)).level == "ok"
+    for shift in (1, -1):
+        finding = found(tuple(layer + shift for layer in usual))
+        assert finding.level == "warning" and f"in its config.json by {-shift}." in finding.remedy
+
+
+@pytest.mark.parametrize("kind", [Eagle3Config, DFlashConfig])
+def test_a_map_that_another_head_was_saved_with_is_refused(kind):
+    config = replace(base(kind), draft_vocab_size=60)
+    files = KINDS[kind].write(KINDS[kind].head_class(config), torch.float32)
+    head = KINDS[kind].read(files)
+    assert head.config == config
+    shifted = dict(files.tensors) | {"d2t": files.tensors["d2t"] + 1}
+    del shifted["t2d"]
+    with pytest.raises(UserError, match="is not the one it was saved with"):
+        KINDS[kind].read(replace(files, tensors=shifted))
+
+
+def test_one_tensor_under_two_names_is_refused():
+    for kind in (Eagle3Config, DFlashConfig):
+        files = KINDS[kind].write(KINDS[kind].head_class(base(kind)), torch.float32)
+        twice = dict(files.tensors) | {"model.fc.weight": files.tensors["fc.weight"]}
+        with pytest.raises(UserError, match="has fc.weight twice"):
+            KINDS[kind].read(replace(files, tensors=twice))
+
+
+@pytest.mark.parametrize("is_targets", [True, False])
+def test_an_output_layer_over_all_tokens_is_a_copy_of_the_targets(is_targets, recwarn):
+    target, kind = tiny_target(num_layers=12), KINDS[DFlashConfig]
+    files = kind.write(kind.head_class(base(DFlashConfig)), torch.float32)
+    copy = target.head_weight.detach().clone()
+    copy[3] += 0.0 if is_targets else 0.5
+    brought = dict(files.tensors) | {"lm_head.weight": copy}
+    head = kind.read(replace(files, tensors=brought), target)
+    assert torch.equal(head.output.weight, target.head_weight)
+    assert [("lm_head.weight" in str(each.message)) for each in recwarn] == [True] * (not is_targets)
+
+
+def test_layers_that_read_two_inputs_side_by_side_are_known():
+    configs = [base(Eagle3Config), replace(base(Eagle3Config), **LATENTS), base(Eagle1Config)]
+    configs += [MTPConfig(DEEPSEEK, 2)]
+    for config in configs:
+        kind = KINDS[type(config)]
+        head = kind.head_class(config)
+        names = kind.joint_layers(head)
+        width = 2 * config.hidden_size
+        assert names and all(head.get_submodule(name).weight.shape[1] == width for name in names)
