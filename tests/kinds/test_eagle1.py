@@ -203,6 +203,9 @@ def test_broken_files_are_named(target, tmp_path):
     (folder / "pytorch_model.bin").write_bytes(b"no weights")
     with pytest.raises(UserError, match="pytorch_model.bin is corrupt or truncated"):
         load_draft(folder, target=target)
+    torch.save([torch.ones(3)], folder / "pytorch_model.bin")
+    with pytest.raises(UserError, match="pytorch_model.bin is not a table of tensors"):
+        load_draft(folder, target=target)
     (folder / "pytorch_model.bin").unlink()
     with pytest.raises(UserError, match="is missing"):
         load_draft(folder, target=target)
