@@ -261,8 +261,10 @@ class BlockKind(HeadKind[Config, Head]):
                 f"head.mask_token_id is {mask}, but the target has {target.vocab_size} tokens.",
                 "Name a token of the target that its texts do not have.",
             )
-        ids = settings.aux_layer_ids or spread_layers(target.num_layers)
-        if not all(0 <= layer <= target.num_layers for layer in ids):
+        ids = settings.aux_layer_ids
+        if ids is None:
+            ids = spread_layers(target.num_layers)
+        if not ids or not all(0 <= layer <= target.num_layers for layer in ids):
             raise UserError(
                 f"head.aux_layer_ids is {list(ids)}, but the target has layers 0 to {target.num_layers - 1}.",
                 f"Name inputs of layers, for example {list(spread_layers(target.num_layers))}.",

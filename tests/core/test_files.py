@@ -1,7 +1,10 @@
 """File locks: one writer at a time, released with its process."""
 
+import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,11 +12,13 @@ import pytest
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
     cache_folder,
+    check_writable,
     making,
     read_object,
     read_text,
     replacing,
     sole_writer,
+    taking_turns,
     write_json_atomically,
     write_text_atomically,
 )
@@ -129,9 +134,76 @@ def test_a_text_without_end_is_not_read_to_its_end() -> None:
         read_text(Path("/dev/zero"), max_bytes=1 << 20)
 
 
+def test_a_text_of_the_largest_size_is_read(tmp_path):
+    (tmp_path / "text").write_text("12345")
+    assert read_text(tmp_path / "text", max_bytes=5) == "12345"
+    with pytest.raises(UserError):
+        read_text(tmp_path / "text", max_bytes=4)
+
+
+@pytest.mark.parametrize("put", [replacing, making])
+def test_what_a_killed_process_of_the_same_number_left_is_not_mixed_in(tmp_path, put):
+    folder = tmp_path / "folder"
+    with pytest.raises(ZeroDivisionError), put(folder) as left:
+        raise ZeroDivisionError
+    left.mkdir()
+    (left / "half").touch()
+    with put(folder) as work:
+        work.mkdir()
+        (work / "whole").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "whole"]
+
+
+def test_an_interrupt_between_the_renames_keeps_the_older_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "old").touch()
+
+    def interrupted(work, path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), replacing(folder) as work:
+        work.mkdir()
+    assert [path.name for path in tmp_path.rglob("*")] == ["folder", "old"]
+
+
+def test_a_turn_leaves_no_lock_and_others_wait_for_it(tmp_path):
+    path, order = tmp_path / "made", []
+
+    def take(number):
+        with taking_turns(path):
+            order.append(number)
+            time.sleep(0.05 * (number == 0))
+            order.append(number)
+
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert order[::2] == order[1::2] and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_refused_and_not_made(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file, so there can be no folder"):
+        check_writable(tmp_path / "file" / "deep" / "deeper", "Do this.")
+    check_writable(tmp_path / "new" / "deep", "Do this.")
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK or path != tmp_path)
+    with pytest.raises(UserError, match=f"The folder {tmp_path} cannot be written to. Do this."):
+        check_writable(tmp_path / "new" / "deep", "Do this.")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "own"))
     assert cache_folder() == tmp_path / "own"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("EAGLE_KIT_CACHE", "~/mine")
+    assert cache_folder() == tmp_path / "mine"
     monkeypatch.delenv("EAGLE_KIT_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "eagle_kit"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == tmp_path / ".cache" / "eagle_kit"

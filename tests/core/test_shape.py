@@ -44,6 +44,30 @@ def test_a_table_gives_every_batch_its_shape():
     assert ShapeTable.parse(None) == ShapeTable.parse("none") == ShapeTable.parse(NO_SPECULATION)
 
 
+@pytest.mark.parametrize("text", ["63,1,64", "2,2,7", "5,4,6", "17,4,30", "9,8,64", "1,1,2", "1,63,64"])
+def test_the_largest_and_smallest_shapes_can_be_drafted(text):
+    assert str(SpecShape.parse(text)) == text
+
+
+def test_a_shape_that_is_no_text_is_checked_too():
+    assert SpecShape.parse(SpecShape(4, 1, 5)) == SpecShape(4, 1, 5)
+    with pytest.raises(UserError, match="cannot verify 6"):
+        SpecShape.parse(SpecShape(4, 1, 6))
+    with pytest.raises(UserError, match="cannot verify 6"):
+        ShapeTable.parse(SpecShape(4, 1, 6))
+
+
+def test_a_shape_says_whether_it_is_a_tree():
+    assert SpecShape(4, 1, 5).label == "4,1,5 (chain)" and SpecShape(4, 2, 5).label == "4,2,5 (tree)"
+
+
+def test_a_table_is_as_large_as_its_largest_shapes():
+    """Which may be those of different batch sizes, the first or a later one."""
+    table = ShapeTable.parse("3,2,5 2:4,1,5 4:2,3,12 8:none")
+    assert (table.steps, table.topk, table.tokens) == (4, 3, 12)
+    assert table.menu(3) == [SpecShape(4, 1, 5)] and len(table.shapes) == 4
+
+
 @pytest.mark.parametrize("text", ["", "5,4,16 4,1,5", "5,4,16 8:", "5,4,16 1:4,1,5", "4,1,5 8:none 4:none"])
 def test_a_table_that_cannot_be_read_is_refused(text):
     with pytest.raises(UserError):
@@ -53,5 +77,6 @@ def test_a_table_that_cannot_be_read_is_refused(text):
 def test_the_shape_that_nobody_chose():
     assert auto_shape("llama") == auto_shape("qwen3") == SpecShape.parse("5,4,8")
     assert auto_shape("llama", drafts_are_expensive=True) == SpecShape.parse("3,1,4")
-    for mixture in ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral"):
+    mixtures = ("deepseek_v2", "deepseek_v3", "qwen3_moe", "mixtral", "llama4_text", "minimax_m2", "glm4_moe")
+    for mixture in (*mixtures, "gpt_oss", "qwen3_next", "kimi_linear"):
         assert auto_shape(mixture) == SpecShape.parse("3,1,4")

@@ -245,6 +245,14 @@ def test_a_foreign_embedding_is_reported(one, tmp_path):
         load_modules(folder, target=target)
 
 
+def test_modules_that_do_not_share_a_matrix_are_refused(tmp_path):
+    save_target(tmp_path / "two", vocab_size=131, modules=2, rope_parameters=ROPE)
+    name = "model.layers.5.embed_tokens.weight"
+    other = edit(tmp_path / "two", tmp_path / "other", lambda found: {**found, name: torch.randn(131, 48)})
+    with pytest.raises(UserError, match="do not share one embed_tokens.weight"):
+        load_modules(other, target=load_target(tmp_path / "two"))
+
+
 def test_what_is_wrong_is_named(one, tmp_path):
     folder, _ = one
     target = load_target(folder)

@@ -70,6 +70,23 @@ def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, 
         assert torch.equal(ours[:, :, : paged.trash_row].cpu(), theirs[:, :, : paged.trash_row])
 
 
+@pytest.mark.parametrize("first_slot", [0, 1])
+@torch.inference_mode()
+def test_memory_that_nobody_has_written_is_not_attended_to(first_slot):
+    """In half precision, where keys are copied next to each other; torch fills new memory with NaN."""
+    kv, tables = make(first_slot, dtype=torch.bfloat16)
+    segments = [Segment(table, *chunk) for table, chunk in zip(tables, CHUNKS, strict=True)]
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(29, heads, 16, generator=generator).bfloat16() for heads in (6, 2, 2))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        out = kv.prefill_attend(segments)(1, q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("backend", ["reference", "triton"])
 @torch.inference_mode()
 def test_an_fp8_store_is_prefilled_as_it_is_decoded(triton_device, backend):

@@ -149,6 +149,75 @@ def test_no_order_of_events_loses_or_mixes_up_a_snapshot(page_size):
     assert pool.num_available == 23
 
 
+def _turn(pool: PagePool, tokens: list[int]) -> int:
+    """Serve a request that leaves a state behind its tokens -> tokens before the state that it began with."""
+    shared = pool.reusable(pool.match(tokens[:-1]))
+    allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
+    assert allocation is not None
+    pool.begin(allocation)
+    pool.has_begun(allocation)
+    pool.take_snapshot(allocation, len(tokens) // pool.page_size, is_passing=False)
+    pool.publish(allocation, tokens)
+    pool.release(allocation)
+    pool.check([])
+    return len(shared) * pool.page_size
+
+
+def test_a_snapshot_that_one_request_went_on_from_gives_way_and_a_shared_one_stays():
+    pool = PagePool(60, 1, snapshots=range(3))
+    assert [_turn(pool, tokens) for tokens in ([1, 1], [2, 2], [1, 1, 5, 5])] == [0, 0, 2]
+    _turn(pool, [3, 3])  # takes the state of [1, 1], whose conversation has left a later one
+    found = [len(pool.reusable(pool.match(tokens))) for tokens in ([1, 1, 5, 5], [2, 2], [3, 3])]
+    assert found == [4, 2, 2]
+    pool.clear()
+    assert [_turn(pool, tokens) for tokens in ([1, 1], [1, 1, 5], [1, 1, 6], [2, 2])] == [0, 2, 2, 0]
+    found = [len(pool.reusable(pool.match(tokens))) for tokens in ([1, 1], [1, 1, 6], [2, 2])]
+    assert found == [2, 3, 2], "two requests have gone on from the first one"
+
+
+def test_of_passing_snapshots_a_request_keeps_the_last_two():
+    pool = PagePool(20, 1, snapshots=range(9))
+    allocation = pool.allocate([], 8)
+    assert allocation is not None
+    for pages in (2, 4, 6):
+        pool.take_snapshot(allocation, pages, is_passing=True)
+    assert pool.take_snapshot(allocation, 6, is_passing=True) is None, "it is there"
+    assert list(allocation.snapshots) == [4, 6]
+    assert [pool.num_resumable(allocation, tokens) for tokens in (3, 4, 5, 6)] == [0, 4, 4, 6]
+    pool.publish(allocation, list(range(6)))
+    assert pool.take_snapshot(allocation, 6, is_passing=False) is None, "behind shared pages there is none"
+    assert pool.num_resumable(allocation, 6) == 6
+    pool.release(allocation)
+    pool.check([])
+    nodes = pool.match(list(range(8)))
+    assert [node.snapshot is not None for node in nodes] == [False] * 5 + [True], "the later takes its place"
+
+
+def test_a_passing_snapshot_that_is_asked_for_again_to_stay_stays():
+    pool = PagePool(20, 1, snapshots=range(9))
+    allocation = pool.allocate([], 8)
+    assert allocation is not None
+    pool.take_snapshot(allocation, 2, is_passing=True)
+    pool.take_snapshot(allocation, 2, is_passing=False)
+    for pages in (3, 5, 7):
+        pool.take_snapshot(allocation, pages, is_passing=True)
+    assert list(allocation.snapshots) == [2, 5, 7]
+    pool.publish(allocation, list(range(8)))
+    kept = [i + 1 for i, node in enumerate(allocation.nodes) if node.snapshot is not None]
+    assert kept == [2, 7], "a passing one gives way to the next, others do not"
+
+
+def test_a_prefix_ends_at_the_token_that_it_is_asked_for():
+    pool = PagePool(20, 2)
+    tokens = list(range(8))
+    _serve(pool, tokens)
+    assert [len(pool.match(tokens, stop)) for stop in (0, 1, 2, 5, 7, 8)] == [0, 0, 1, 2, 3, 4]
+    assert len(pool.match(tokens, 7, pool.match(tokens, 4))) == 3
+    assert pool.num_evicted == 0
+    pool.clear()
+    assert pool.num_evicted == 4 and pool.num_available == 20
+
+
 def test_parts_of_the_pool_have_pages_and_caches_of_their_own():
     """In any order of events: every request has its pages from one part, whose cache alone it finds."""
     pool, rng = PagePool(12, 2, num_parts=3), random.Random(1)

@@ -68,7 +68,7 @@ def distribution_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
 ) -> torch.Tensor | FilteredLogits:
     """Sampling distribution after every node: penalties, bias, grammar, temperature, filters."""
-    if any(part is not None for part in (sampling.repetition, sampling.counts, sampling.bias)):
+    if sampling.counts is not None or sampling.bias is not None:
         logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
     return target_distribution(_masked(logits, allowed), sampling)
 

@@ -101,35 +101,49 @@ def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
 
 
 @torch.no_grad()
-def test_every_node_of_a_static_tree_is_that_of_the_published_forward(target):
+@pytest.mark.parametrize("tree", ["static", "dynamic"])
+@pytest.mark.parametrize("kind", ["eagle1", "small model"])
+def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tree):
     """The children of every inner node are the most likely tokens behind its own path."""
-    head = eagle1(target)
-    options = resolved(1, 128, kv_tokens=300, page_size=4, tree="static")
-    engine = Engine(target, HeadDraftModel(head, target), options)
-    engine.use_shape(StaticDrafter.topology.shape)
+    head, small = eagle1(target), tiny_target(vocab_size=11, num_layers=2, seed=5)
+    draft = HeadDraftModel(head, target) if kind == "eagle1" else StandaloneDraftModel(small)
+    engine = Engine(target, draft, resolved(1, 128, kv_tokens=300, page_size=4, tree=tree))
+    topology = StaticDrafter.topology
+    engine.use_shape(topology.shape if tree == "static" else SpecShape(4, 2, 12))
     proposals = record_proposals(engine)
     request = Request(0, list(PROMPTS[1]), SamplingParams(max_tokens=20))
     serve(engine, [request])
     text = torch.tensor(request.prompt_ids + request.token_ids)
     states = target(text, torch.arange(len(text)), target.causal()).hidden
-    topology = StaticDrafter.topology
+
+    def following(hidden, tokens):
+        """State and ranked tokens behind the last one."""
+        if kind == "eagle1":
+            out = restated_layer(head, hidden, target.embed(tokens))
+            return out[-1:], target.logits(out[-1:])[0].argsort(descending=True)
+        tokens = torch.cat((text[:1], tokens))
+        out = small(tokens, torch.arange(len(tokens)), small.causal()).hidden
+        return states[:1], small.logits(out[-1:])[0].argsort(descending=True)
 
     for length, draft in proposals:
-        drafted = draft.tree.tokens[0]
+        drafted, parents = draft.tree.tokens[0], draft.tree.parents[0].tolist()
         behind = {0: (states[:length], text[1 : length + 1])}
-        for node in range(len(topology.parents)):
+        for node in range(len(parents)):
             if node:
-                hidden, tokens = behind[topology.parents[node]]
+                hidden, tokens = behind[parents[node]]
                 behind[node] = hidden, torch.cat((tokens, drafted[node : node + 1]))
-            children = topology.children(node)
+            children = [child for child in range(1, len(parents)) if parents[child] == node]
             if not children:
                 continue
             hidden, tokens = behind[node]
-            out = restated_layer(head, hidden, target.embed(tokens))
-            ranked = target.logits(out[-1:])[0].argsort(descending=True)
-            for child in children:
-                assert drafted[child] == ranked[topology.ranks[child]]
-            behind[node] = torch.cat((hidden, out[-1:])), tokens
+            state, ranked = following(hidden, tokens)
+            if tree == "static":
+                assert children == topology.children(node)
+                ranks = [topology.ranks[child] for child in children]
+            else:
+                ranks = list(range(len(children)))
+            assert sorted(drafted[children].tolist()) == sorted(ranked[ranks].tolist())
+            behind[node] = torch.cat((hidden, state)), tokens
     assert len(proposals) > 2
 
 

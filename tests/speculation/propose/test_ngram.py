@@ -51,6 +51,57 @@ def test_no_continuation_is_longer_than_the_branch_length(branch_length):
     assert max(map(len, paths(draft))) == min(branch_length, 4)
 
 
+@pytest.mark.parametrize("least", [1, 2, 3, 4])
+def test_matches_shorter_than_the_least_window_are_no_drafts(least):
+    index = NgramIndex(NgramConfig(min_match_window_size=least))
+    index.insert(0, [1, 2, 3, 4, 5, 6])
+    for length in range(1, 5):
+        context = [9] * (4 - length) + [1, 2, 3, 4][4 - length :]
+        drafted = paths(index.propose([context], num_tokens=2, depth=1))
+        assert drafted == ([[5]] if length >= least else []), length
+
+
+def test_of_matches_beyond_the_largest_window_the_newer_wins():
+    """Tokens before the window are not compared."""
+    for most, expected in ((2, 8), (3, 7)):
+        index = NgramIndex(NgramConfig(max_match_window_size=most))
+        index.insert(0, [1, 2, 3, 7])
+        index.insert(1, [9, 2, 3, 8])
+        assert paths(index.propose([[1, 2, 3]], num_tokens=2, depth=1)) == [[expected]]
+
+
+@pytest.mark.parametrize("match_type", ["BFS", "PROB"])
+@pytest.mark.parametrize(
+    ("least", "most", "behind_two", "behind_one"), [(1, 7, 1, 4), (2, 6, 2, 4), (3, 3, 3, 3), (7, 7, 5, 5)]
+)
+def test_the_shorter_a_match_the_more_children_its_nodes_have(
+    least, most, behind_two, behind_one, match_type
+):
+    """From the least breadth for a match of the whole window, here of two tokens, in equal steps."""
+    sizes = {"min_bfs_breadth": least, "max_bfs_breadth": most, "max_match_window_size": 2}
+    index = NgramIndex(NgramConfig(match_type=match_type, **sizes))
+    for request in range(5):
+        index.insert(request, [4, 1, 10 + request])
+    for context, expected in (([4, 1], behind_two), ([9, 1], behind_one)):
+        newest = [[14 - i] for i in range(expected)]
+        assert paths(index.propose([context], num_tokens=16, depth=1)) == newest
+
+
+def test_drafts_are_counted_whatever_their_tokens():
+    index = NgramIndex()
+    index.insert(0, [5, 0, 0, 7])
+    assert index.propose([[5], [9], [7]], 6, 8).num_drafts.tolist() == [3, 0, 0]
+
+
+def test_a_request_that_ended_does_not_go_on():
+    """Another of its number begins anew."""
+    index = NgramIndex()
+    index.insert(0, [1, 2])
+    index.forget(0)
+    index.insert(0, [3, 4])
+    assert paths(index.propose([[1, 2]], 4, 2)) == [] and paths(index.propose([[3]], 4, 2)) == [[4]]
+
+
 @pytest.mark.parametrize("match_type", ["BFS", "PROB"])
 def test_windows_are_trees_of_what_followed_the_longest_match(match_type):
     rng = random.Random(7)

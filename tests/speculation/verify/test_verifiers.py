@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.kernels.sampling import (
     DRAFT_UNIFORMS,
     TARGET_UNIFORMS,
@@ -20,6 +21,7 @@ from eagle_kit.speculation.verify.verifiers import (
     Relaxed,
     TargetOnly,
     accept,
+    make_verifier,
 )
 
 V, S = 5, 3
@@ -126,6 +128,31 @@ def test_runs_of_cycles_follow_the_target(propose, verifier):
     freedom = len(expected) - 1
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
     assert mean > 0.3
+
+
+def test_an_engine_gets_the_verifier_that_it_asks_for():
+    def made(**options):
+        return make_verifier(EngineConfig(**options).resolve(on_gpu=False))
+
+    assert made() is None and made(sampled_drafts=True) is None
+    assert made(verifier="target-only") == TargetOnly()
+    assert made(verifier="rejection", sampled_drafts=True) == RejectionSampling()
+    assert made(verifier="block", sampled_drafts=True) == BlockVerification()
+    thresholds = {"accept_threshold_single": 0.25, "accept_threshold_acc": 0.75}
+    assert made(**thresholds) == made(verifier="relaxed", **thresholds) == Relaxed(0.25, 0.75)
+    assert made(accept_threshold_single=0.25) == Relaxed(0.25, 1.0)
+    assert made(accept_threshold_acc=0.75) == Relaxed(1.0, 0.75)
+
+
+@pytest.mark.parametrize(("single", "acc", "share"), [(1.0, 0.5, 0.8), (0.5, 1.0, 0.4), (0.4, 1.0, 1.0)])
+def test_each_threshold_is_of_its_own_kind(single, acc, share):
+    """A draft of probability 0.4 is accepted for it alone, or for its share of the other threshold."""
+    num = 4000
+    probs = torch.tensor([0.1, 0.4, 0.5]).expand(num, 2, 3)
+    roots, seeds = torch.zeros(num, dtype=torch.int64), torch.arange(num)
+    drafted = DraftOutput(chain_build(roots, roots[:, None] + 1), Deterministic())
+    result = accept(probs, drafted, Relaxed(single, acc), seeds, roots, 1)
+    assert result.num_accepted.double().mean().item() == pytest.approx(share, abs=0.03)
 
 
 def test_a_verifier_that_does_not_fit_the_draft_is_refused():
