@@ -24,7 +24,10 @@ class Dense:
         return torch.einsum("hij,jhd->ihd", scores.masked_fill(~self.seen, float("-inf")).softmax(-1), v)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"norm_before_residual": True, "num_layers": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_layers": 1}, {"norm_before_residual": True, "num_layers": 2, "rms_norm_eps": 0.1}],
+)
 def test_logits_of_all_depths_equal_the_published_forward(tmp_path, changes):
     target = tiny_target()
     head = tiny_p_eagle(target, **changes)

@@ -71,6 +71,44 @@ def test_packed_texts_have_the_logits_and_states_of_transformers(model, target):
     torch.testing.assert_close(target.logits(alone.hidden), logits[:70], rtol=1e-5, atol=1e-5)
 
 
+OPTIONS = {
+    "falcon_h1: biases, bounded steps, norms first": (
+        "falcon_h1",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_norm_before_gate": True,
+            "time_step_limit": (0.6, 0.9),
+            "rms_norm_eps": 0.03,
+        },
+    ),
+    "falcon_h1: no bias of convolutions, one of two biases": (
+        "falcon_h1",
+        {"mamba_conv_bias": False, "projectors_bias": True, "mamba_rms_norm": False},
+    ),
+    "qwen3_next: biases": ("qwen3_next", {"attention_bias": True, "rms_norm_eps": 0.03}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe: biases, norms of heads": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_configs_have_the_logits_of_transformers(name, tmp_path):
+    kind, changes = OPTIONS[name]
+    if family_config(kind) is None:
+        pytest.skip(f"this transformers does not know {kind}")
+    theirs = family_model(kind, **changes)
+    theirs.save_pretrained(tmp_path)
+    ours = load_target(tmp_path)
+    assert isinstance(ours, LlamaModel)
+    (ids,) = texts(40)
+    out = ours(ids, torch.arange(40), ours.causal())
+    torch.testing.assert_close(ours.logits(out.hidden), exact_logits(theirs, ids), rtol=1e-4, atol=1e-4)
+
+
 def test_the_bridge_gives_the_same(model, target, tmp_path):
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BridgedForCausalLM"]}
