@@ -44,6 +44,8 @@ def test_modules_have_the_published_number_of_parameters(name: str) -> None:
         with torch.device("meta"):
             model = LlamaModel(architecture)
         assert sum(parameter.numel() for parameter in model.parameters()) == known.num_parameters
+        matrices = (p.numel() for key, p in model.named_parameters() if p.ndim > 1 and "layers" in key)
+        assert layer_weights(architecture, active=False) == sum(matrices)
     assert layer_weights(known.architecture, active=True) == num_weights(known.architecture)[0]
 
 

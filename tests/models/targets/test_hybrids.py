@@ -11,6 +11,7 @@ from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.bridge.model import BridgedModel
+from eagle_kit.models.count import layer_weights
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.drafts import load_draft_model
@@ -169,6 +170,11 @@ def test_models_that_see_are_read_for_their_text(model, folder, target, tmp_path
     (ids,) = texts(20)
     both = [each(ids, torch.arange(20), each.causal()).hidden for each in (target, seen)]
     assert both[0].equal(both[1])
+
+
+def test_weights_are_counted_from_the_config(target):
+    matrices = (p.numel() for key, p in target.named_parameters() if p.ndim > 1 and "layers" in key)
+    assert layer_weights(target.config, active=False) == sum(matrices)
 
 
 def test_norms_and_decays_stay_in_fp32(folder, kind):
