@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +153,14 @@ def test_a_pickled_head_is_the_one_that_import_makes(hub, target, eagles, tmp_pa
     prompt = [[5, 6, 7]]
     one, other = here.generate(prompt, shape="2,1,3")[0], there.generate(prompt, shape="2,1,3")[0]
     assert (one.token_ids, one.stats) == (other.token_ids, other.stats)
+
+
+def test_a_head_that_names_no_layers_is_converted_for_each_depth_of_target(hub, target, eagles):
+    """Since it takes its target's usual ones."""
+    hub.add(NAME, eagles)
+    few = read_target_config(target)
+    for config in (few, replace(few, num_layers=30), few):
+        assert load_draft(resolve_draft(NAME, config)).config.aux_layer_ids == config.default_aux_layer_ids
 
 
 def test_layers_numbered_as_outputs_are_converted(hub, tmp_path):

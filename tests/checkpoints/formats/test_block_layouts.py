@@ -281,6 +281,14 @@ def test_what_a_peer_does_not_serve_is_named(corrected, tmp_path, changes, peer,
     assert not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize("tiny", [tiny_dflash, tiny_dspark])
+def test_a_body_of_another_width_than_its_target_has_no_place_in_speculators(made, tmp_path, tiny):
+    save_draft(tiny(made[2], target_hidden_size=40), tmp_path / "ours", metadata={}, dtype=torch.float32)
+    with pytest.raises(UserError, match="states of the head's own width only"):
+        export_draft(tmp_path / "ours", tmp_path / "no", format="speculators")
+    export_draft(tmp_path / "ours", tmp_path / "yes", format="sglang")
+
+
 @pytest.mark.parametrize("form", ["vanilla", "gated", "rnn"])
 def test_sglang_finds_a_tensor_for_every_part_of_each_form(corrected, tmp_path, form):
     """As ``models/dspark.py`` of SGLang 0.5.23 builds its two heads; a name beyond them stops its start."""

@@ -154,6 +154,8 @@ def test_a_head_from_elsewhere_is_recognised_imported_and_given_back_as_it_came(
     layout = next(found for found in validate_draft(theirs, target) if found.subject == "layout")
     assert layout.cause == f"{SEEN[maker][1]}."
     seen = import_draft(theirs, tmp_path / "ours", target=target)
+    layout = next(f for f in validate_draft(tmp_path / "ours", target) if f.subject == "layout")
+    assert layout.cause == f"ours, converted from {SEEN[maker][1]}."
     assert seen == recognise(open_draft(theirs))
     assert recognise(open_draft(tmp_path / "ours")).format == "eagle-kit"
     levels = {found.subject: found.level for found in validate_draft(tmp_path / "ours", target)}

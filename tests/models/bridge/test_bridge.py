@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.variant import NO_LIMITS
 from eagle_kit.models.blocks.recurrence import TextRecur
 from eagle_kit.models.bridge.attention import Attended
@@ -21,6 +22,7 @@ from eagle_kit.models.bridge.records import Probe
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import LogitForm
+from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.options import without_graphs
 from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs
 
@@ -194,6 +196,12 @@ def test_layers_of_every_sort_compute_what_transformers_computes(kind, tmp_path)
     torch.testing.assert_close(logits(target, ids)[0], exact, rtol=1e-4, atol=1e-4)
     if kind == "gemma4_text":
         assert target.config.cache.heads == (2, 2, 2, 1)
+    if kind in ("gemma4_text", "deepseek_v3"):  # keys and values of other widths than their store
+        llm = LLM(target, shape="none", max_batch_size=1, max_context=64, page_size=4)
+        (reply,) = llm.generate([ids.tolist()], SamplingParams(max_tokens=6, ignore_eos=True))
+        text = torch.tensor([*ids.tolist(), *reply.token_ids])
+        greedy = model(input_ids=text[None], use_cache=False).logits[0].argmax(-1)
+        assert greedy[len(ids) - 1 : -1].tolist() == reply.token_ids
 
 
 def change_weights(folder, **changes):
