@@ -97,8 +97,11 @@ def test_layers_that_keep_their_functions_are_named(tmp_path, monkeypatch):
 
 
 def test_a_target_without_its_layers_has_the_same_ends(tmp_path):
-    folder = save(family_model("gemma2"), tmp_path)
+    model = family_model("gemma2")
+    folder = save(model, tmp_path)
     whole, ends = load_target(folder), load_target(folder, with_layers=False)
+    for target in (whole, ends):  # the norm adds one to its weight
+        torch.testing.assert_close(target.norm_weight, 1.0 + model.model.norm.weight, rtol=1e-5, atol=1e-5)
     assert not len(ends.layers) and ends.logit_form == whole.logit_form == LogitForm(1.0, 3.0)
     states = torch.randn(7, 48, generator=torch.Generator().manual_seed(0))
     normed = whole.final_norm(states)

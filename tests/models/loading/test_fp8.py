@@ -89,6 +89,7 @@ def test_a_checkpoint_in_fp8_is_run_as_it_is_and_means_its_numbers(pair, rows):
     torch.testing.assert_close(logits(kept, rows), want, atol=2e-4, rtol=1e-4)
     widened = load_target(small)
     assert not widened.fp8_layers
+    assert (kept.weight_format, widened.weight_format) == ("float32 with fp8 layers", "float32")
     torch.testing.assert_close(logits(widened, rows), want, atol=2e-4, rtol=1e-4)
 
 

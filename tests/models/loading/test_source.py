@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,6 +44,14 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch):
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_slow_tokenizer_is_refused(tmp_path, monkeypatch):
+    """It has no offsets, by which replies are found."""
+    slow = SimpleNamespace(is_fast=False)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: slow)
+    with pytest.raises(UserError, match="is a slow one"):
         load_tokenizer(tmp_path)
 
 
