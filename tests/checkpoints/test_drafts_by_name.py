@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from tiny_run import make_config, make_target
 
 from eagle_kit.checkpoints.draft import load_draft, resolve_draft, save_draft, write_draft
 from eagle_kit.checkpoints.export import import_draft
+from eagle_kit.checkpoints.publish import Repository
 from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle3 import EAGLE3
@@ -334,6 +336,33 @@ def test_a_push_that_would_mix_or_publish_is_refused(hub, target, tmp_path, monk
     assert main([*words, "--push", "me/whole"]) == 2
     assert "holds a model of another making" in spoken(capsys)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["model-1.safetensors", "model.safetensors.index.json", "model.Q4.gguf"])
+def test_a_repository_with_weights_of_any_sort_is_not_mixed_with_a_draft(hub, tmp_path, monkeypatch, file):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    (tmp_path / "whole").mkdir()
+    for name in (file, "eagle_kit.json"):
+        (tmp_path / "whole" / name).write_bytes(b"x")
+    hub.add("me/whole", tmp_path / "whole")
+    with pytest.raises(UserError, match="holds other weights than a draft's"):
+        Repository("me/whole")
+
+
+def test_all_that_a_model_needs_is_fetched_and_nothing_else(hub, target, tmp_path):
+    folder = shutil.copytree(target, tmp_path / "model")
+    needed = {path.name for path in folder.iterdir()}
+    needed |= {"merges.txt", "tokenizer.model", "chat_template.jinja"}
+    for name in (
+        *needed - {path.name for path in folder.iterdir()},
+        "README.md",
+        "model.onnx",
+        "flax.msgpack",
+    ):
+        (folder / name).write_text(name)
+    hub.add("org/model", folder)
+    resolve_target("org/model")
+    assert set(hub.downloads) == needed
 
 
 def test_another_process_finds_the_hub_by_its_environment(hub, eagles, tmp_path):

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
+from tiny_mtp import load_modules
+from tiny_mtp import save_target as save_mtp_target
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.card import Card, model_card
@@ -155,6 +158,31 @@ def test_the_card_holds_the_figures_of_this_draft_only(run, target, tmp_path):
     assert "identical to plain decoding: yes" in card
     assert "cpu Some CPU, threads 2, device cpu, dtype float32" in card
     assert "`eagle-kit eval --draft best`" in card
+
+
+def test_an_evaluation_of_the_exported_folder_is_of_this_draft_too(run, target, tmp_path):
+    out, path = tmp_path / "draft", tmp_path / "summary.json"
+    path.write_text(json.dumps(summary(other=tmp_path / "elsewhere", mine=out)))
+    export_draft(run, out, target=target, facts=Facts(path))
+    assert (out / "README.md").read_text().count("| ours | 5,4,16 |") == 1
+
+
+def test_what_must_stay_exact_is_not_rounded_and_does_not_count_as_another_type(tmp_path):
+    """Biases by which experts are chosen; the card then names the type of the others."""
+    save_mtp_target(tmp_path / "target")
+    head = load_modules(tmp_path / "target")
+    name = "layers.0.mlp.gate.e_score_correction_bias"
+    with torch.no_grad():
+        head.get_parameter(name).add_(1e-5)
+    save_draft(head, tmp_path / "ours", metadata={})
+    export_draft(tmp_path / "ours", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors[f"model.{name}"], head.get_parameter(name))
+    assert {t.dtype for key, t in tensors.items() if not key.endswith("e_score_correction_bias")} == {
+        torch.bfloat16
+    }
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "in bfloat16" in card and "several types" not in card
 
 
 def test_an_evaluation_of_other_drafts_is_refused(run, target, tmp_path):

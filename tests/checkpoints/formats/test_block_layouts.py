@@ -179,6 +179,24 @@ def test_impossible_configs_are_refused(made, change, message):
         DFLASH.read_config(files)
 
 
+@pytest.mark.parametrize(
+    ("target_layers", "layers"),
+    [
+        (1, (1,)),
+        (2, (2,)),
+        (3, (2,)),
+        (4, (2,)),
+        (5, (2, 3)),
+        (6, (2, 3, 4)),
+        (7, (2, 3, 4, 5)),
+        (8, (2, 3, 4, 5, 6)),
+        (12, (2, 4, 6, 8, 10)),
+    ],
+)
+def test_new_heads_read_layers_that_a_small_target_has(target_layers, layers):
+    assert spread_layers(target_layers) == layers
+
+
 def test_wrong_conventions_are_named(made):
     """Layers that are stored in the other numbering, and rows whose meaning nothing says."""
     _, ours, model, _ = made

@@ -53,7 +53,7 @@ def renamed(tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, tor
 
 def specforge() -> tuple[dict, dict]:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 5, 8], "use_aux_hidden_state": True}
-    return FLAT | {"eagle_config": ids, "pretraining_tp": 1}, published()
+    return FLAT | {"eagle_config": ids, "_name_or_path": "/home/somebody/head"}, published()
 
 
 def modelopt() -> tuple[dict, dict]:

@@ -184,7 +184,8 @@ def test_a_long_neighbour_does_not_change_a_short_text(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind", ["deepseek_v3", "gemma3n_text", "gemma4_text", "kimi_linear", "minimax", "mistral"]
+    "kind",
+    ["deepseek_v3", "gemma3n_text", "gemma4_text", "gpt2", "kimi_linear", "minimax", "mistral", "opt"],
 )
 @torch.no_grad()
 def test_layers_of_every_sort_compute_what_transformers_computes(kind, tmp_path):
@@ -302,6 +303,39 @@ def test_what_a_text_config_says_is_read_from_it():
     config = read_bridged_config(outer)
     assert (config.hidden_size, config.eos_token_ids) == (48, (5, 6))
     assert read_bridged_config({**outer, "eos_token_id": 7}).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "field", "value"),
+    [
+        ("gpt2", {}, "intermediate_size", 192),
+        ("gpt2", {"n_inner": 100}, "intermediate_size", 100),
+        ("opt", {}, "intermediate_size", 64),
+        ("gemma3n_text", {"intermediate_size": [64] * 5 + [128]}, "intermediate_size", 128),
+        ("gpt2", {"layer_norm_epsilon": 1e-3}, "rms_norm_eps", 1e-3),
+        ("cohere", {"layer_norm_eps": 1e-3}, "rms_norm_eps", 1e-3),
+        ("opt", {}, "rms_norm_eps", 1e-6),
+        ("gpt2", {}, "max_position_embeddings", 256),
+        ("gemma4_text", {}, "head_dim", 12),
+        ("gemma4_text", {}, "num_kv_heads", 2),
+        ("hunyuan_v1_moe", {}, "num_chosen_experts", 2),
+        ("olmoe", {"num_experts_per_tok": 3}, "num_chosen_experts", 3),
+        ("llama", {}, "num_chosen_experts", 1),
+        ("granite", {"logits_scaling": 4.0}, "logit_scale", 0.25),
+        ("cohere", {"logit_scale": 0.5}, "logit_scale", 0.5),
+        ("falcon_h1", {}, "logit_scale", 0.5),
+        ("llama", {}, "logit_scale", 1.0),
+        ("gemma2", {}, "soft_cap", 3.0),
+        ("llama", {}, "soft_cap", None),
+        ("llama", {"tie_word_embeddings": True}, "tie_word_embeddings", True),
+        ("llama", {}, "tie_word_embeddings", False),
+    ],
+)
+def test_a_field_of_a_bridged_config_is_what_its_family_calls_so(kind, changes, field, value):
+    if family_config(kind) is None:
+        pytest.skip(f"this transformers does not know {kind}")
+    raw = family_config(kind, **changes).to_dict() | {"architectures": ["AnotherForCausalLM"]}
+    assert getattr(read_bridged_config(raw), field) == value
 
 
 def test_of_several_rotations_that_of_full_attention_is_the_targets():
