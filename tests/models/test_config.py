@@ -9,7 +9,10 @@ from hostile import with_one_other_value
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.blocks.layers import rope_frequencies
 from eagle_kit.models.config import TargetConfig, read_rope
+from eagle_kit.models.heads.dflash import DFlashConfig
+from eagle_kit.models.heads.dspark import DSparkConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config
+from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
 
@@ -329,3 +332,23 @@ def test_a_draft_takes_its_targets_sizes_unless_told_otherwise():
     assert (draft.hidden_size, draft.target_hidden_size, draft.vocab_size) == (64, 64, 300)
     assert (draft.draft_vocab_size, draft.intermediate_size, draft.fc_norm) == (67, 50, True)
     assert (draft.rope_theta, draft.rope_scaling, draft.aux_layer_ids) == (5e5, LLAMA3, (2, 6, 9))
+
+
+LIKE_THE_TARGET = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
+LIKE_THE_TARGET += ("rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("kind", [Eagle3Config, PEagleConfig, DFlashConfig, DSparkConfig])
+def test_a_new_head_is_a_layer_of_its_target(kind):
+    target = read(rope_scaling=LLAMA3, rope_theta=5e5, rms_norm_eps=1e-3, head_dim=10)
+    drafted = (67,) if issubclass(kind, Eagle3Config) else ()
+    draft = kind.for_target(target, *drafted)
+    for field in LIKE_THE_TARGET:
+        assert getattr(draft, field) == getattr(target, field), field
+    assert draft.target_hidden_size == target.hidden_size and not draft.attention_bias
+    assert draft.draft_vocab_size == (67 if drafted else 300)
+    if not drafted:
+        assert (draft.mask_token_id, draft.num_layers, draft.qk_norm) == (299, 5, True)
+        assert (draft.most_steps, draft.predicts_next) == ((7, True) if kind is DSparkConfig else (15, False))
+    changed = kind.for_target(target, *drafted, intermediate_size=50, aux_layer_ids=(1, 3))
+    assert (changed.intermediate_size, changed.aux_layer_ids) == (50, (1, 3))

@@ -136,6 +136,7 @@ def test_the_last_state_and_the_final_norm_make_the_hidden_state(tmp_path):
         ),
         ("deepseek_v3", {**FAMILIES["deepseek_v3"], "v_head_dim": 20}, "values that are wider than its keys"),
         ("gpt_oss", {**COMMON, "num_hidden_layers": "four"}, "cannot be read"),
+        ("gpt2", {"architectures": ["GemmaForCausalLM"]}, "and the type gpt2, which has another"),
     ],
 )
 def test_what_cannot_be_a_target_is_refused_with_its_name(kind, sizes, message):
@@ -232,6 +233,17 @@ def test_weights_that_do_not_fit_are_named(folder):
     change_weights(folder, **{"model.layers.2.mlp.up_proj.weight": None})
     with pytest.raises(UserError, match="layers.2.mlp.up_proj.weight are missing"):
         load_target(folder)
+
+
+def test_weights_that_give_no_numbers_are_found_by_the_gate(folder):
+    change_weights(folder, **{"model.layers.2.mlp.up_proj.weight": torch.full((64, 48), torch.nan)})
+    with pytest.raises(UserError, match="they differ by nan"):
+        load_target(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_pass_the_gate(folder, dtype):
+    assert load_target(folder, dtype).layers[0].mlp.up_proj.weight.dtype == dtype
 
 
 def test_tensors_of_layers_that_nothing_reads_are_named(folder):
