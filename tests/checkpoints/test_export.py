@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
 from tiny_mtp import load_modules
 from tiny_mtp import save_target as save_mtp_target
@@ -183,6 +183,28 @@ def test_what_must_stay_exact_is_not_rounded_and_does_not_count_as_another_type(
     }
     card = (tmp_path / "out" / "README.md").read_text()
     assert "in bfloat16" in card and "several types" not in card
+
+
+def test_modules_in_fp8_are_multiplied_out_for_another_type(tmp_path):
+    save_mtp_target(tmp_path / "target")
+    save_draft(load_modules(tmp_path / "target"), tmp_path / "theirs", metadata={})
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors, meant = load_file(path), {}
+    for name in [name for name in tensors if name.endswith("proj.weight") and "eh_proj" not in name]:
+        values = (tensors[name] * 16).to(torch.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale_inv"] = values, torch.full((1, 1), 1 / 16)
+        meant[name] = (values.float() / 16).bfloat16()
+    save_file(tensors, path)
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    raw |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [256, 256]}}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(raw))
+    export_draft(tmp_path / "theirs", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert meant and all(torch.equal(found[name], tensor) for name, tensor in meant.items())
+    assert not [name for name in found if name.endswith("scale_inv")]
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    export_draft(tmp_path / "theirs", tmp_path / "kept", dtype=None)
+    assert load_file(tmp_path / "kept" / "model.safetensors").keys() == tensors.keys()
 
 
 def test_an_evaluation_of_other_drafts_is_refused(run, target, tmp_path):

@@ -230,6 +230,23 @@ def test_layers_that_nobody_named_need_the_target(tmp_path, target):
     assert load_draft(tmp_path / "ours").config.aux_layer_ids == (2, 6, 9)
 
 
+def test_a_head_that_borrows_its_targets_output_layer_does_so_once_it_is_ours(tmp_path, target):
+    model = tiny_target(num_layers=12)
+    tensors = published(draft_vocab_size=131)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    config = {**specforge()[0], "draft_vocab_size": None}
+    import_draft(save(tmp_path / "theirs", (config, tensors)), tmp_path / "ours", target=target)
+    assert "lm_head.weight" not in load_file(tmp_path / "ours" / "model.safetensors")
+    export_draft(tmp_path / "ours", tmp_path / "half", format="sglang", target=target)
+    for folder in ("ours", "half"):  # SGLang takes the target's output layer where this is null
+        assert json.loads((tmp_path / folder / "config.json").read_text())["draft_vocab_size"] is None
+    for folder in ("theirs", "ours"):
+        head = load_draft(tmp_path / folder, target=model)
+        assert torch.equal(head.lm_head.weight, model.head_weight)
+        assert torch.equal(head.fc.weight, tensors["fc.weight"])
+
+
 def test_modelopts_empty_list_is_the_usual_layers(tmp_path, target):
     config, tensors = modelopt()
     config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = []

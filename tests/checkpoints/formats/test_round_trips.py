@@ -250,6 +250,13 @@ def test_eagle1_heads_come_back(tmp_path, name, peer):
         raw = json.loads((tmp_path / peer / "config.json").read_text())
         if peer != "eagle":  # they take this key for biases of attention
             assert "bias" not in raw
+        qkv, out = (BIASES[name].get(key, False) for key in ("attention_bias", "attention_out_bias"))
+        layer = {each.split(".")[-2] for each in names if each.endswith("_proj.bias")}
+        if peer == "sglang":  # which has all of them or none
+            assert raw["attention_bias"] == (qkv or out)
+            assert layer == ({"q_proj", "k_proj", "v_proj", "o_proj"} if qkv or out else set())
+        if peer == "vllm":
+            assert (raw["qkv_bias"], raw["attention_bias"]) == (qkv, out)
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_a_long_neighbour_does_not_change_a_short_text(kind, tmp_path):
 
 @pytest.mark.parametrize(
     "kind",
-    ["deepseek_v3", "gemma3n_text", "gemma4_text", "gpt2", "kimi_linear", "minimax", "mistral", "opt"],
+    ["deepseek_v3", "gemma3n_text", "gemma4_text", "gpt2", "kimi_linear", "minimax", "opt", "phimoe"],
 )
 @torch.no_grad()
 def test_layers_of_every_sort_compute_what_transformers_computes(kind, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import cache_folder
 from eagle_kit.models.loading import source
-from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+from eagle_kit.models.loading.source import load_tokenizer, resolve_target, target_revision
 
 NAME = "smollm2-135m-instruct"
 
@@ -18,6 +18,13 @@ NAME = "smollm2-135m-instruct"
 def test_a_folder_is_taken_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert resolve_target(str(tmp_path)) == tmp_path
+
+
+def test_the_commit_of_a_model_is_that_of_the_hubs_cache(tmp_path):
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert target_revision(tmp_path / "models--org--name" / "snapshots" / commit) == commit
+    for folder in (f"snapshots/{commit[:-1]}", "snapshots/main", commit):
+        assert target_revision(tmp_path / folder) is None
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
