@@ -10,6 +10,7 @@ from tiny import tiny_head
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.count import layer_weights
 from eagle_kit.models.loading.loader import load_target
@@ -175,6 +176,15 @@ def test_models_that_see_are_read_for_their_text(model, folder, target, tmp_path
 def test_weights_are_counted_from_the_config(target):
     matrices = (p.numel() for key, p in target.named_parameters() if p.ndim > 1 and "layers" in key)
     assert layer_weights(target.config, active=False) == sum(matrices)
+
+
+def test_routers_and_gates_of_shared_experts_stay_wide_where_layers_are_cast(folder):
+    cast = load_target(folder, quantization="fp8")
+    linear = {
+        name: each for name, each in cast.layers.named_modules() if isinstance(each, Linear | FP8Linear)
+    }
+    wide = {name.rpartition(".")[2] for name, each in linear.items() if not isinstance(each, FP8Linear)}
+    assert wide == (set() if cast.config.moe is None else {"gate", "shared_expert_gate"})
 
 
 def test_norms_and_decays_stay_in_fp32(folder, kind):
