@@ -199,6 +199,9 @@ def test_layers_of_every_sort_compute_what_transformers_computes(kind, tmp_path)
     ids = torch.randint(3, 131, (23,), generator=torch.Generator().manual_seed(0))
     exact = model(input_ids=ids[None], use_cache=False).logits[0]
     torch.testing.assert_close(logits(target, ids)[0], exact, rtol=1e-4, atol=1e-4)
+    if kind == "gpt2":  # whose norm has a bias too
+        weight = model.transformer.ln_f.weight
+        torch.testing.assert_close(target.norm_weight, weight, rtol=1e-4, atol=1e-4)
     if kind == "gemma4_text":
         assert target.config.cache.heads == (2, 2, 2, 1)
     if kind in ("gemma4_text", "deepseek_v3"):  # keys and values of other widths than their store
