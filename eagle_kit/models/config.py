@@ -164,7 +164,6 @@ class TargetConfig(DecoderConfig):
     gates_attention: bool = False
     rotary_dim: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     mla: MLAConfig | None = None
     moe: MoEConfig | None = None
     delta: DeltaConfig | None = None
@@ -211,7 +210,6 @@ class TargetConfig(DecoderConfig):
             gates_attention=is_hybrid,
             rotary_dim=_rotary_dim(config, where, 0.5 if is_glm else 0.25) if is_hybrid or is_glm else None,
             eos_token_ids=read_ids(config, "eos_token_id", where),
-            bos_token_id=next(iter(read_ids(config, "bos_token_id", where)), None),
             mla=mla,
             moe=read_moe(config, family, where),
             delta=read_delta(config, where) if is_hybrid else None,

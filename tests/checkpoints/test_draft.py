@@ -375,6 +375,7 @@ def test_an_older_draft_is_replaced_whole(target, head, folder):
     assert same(load_draft(folder), other)
     assert sorted(path.name for path in folder.iterdir()) == [CONFIG, "eagle_kit.json", WEIGHTS]
     assert [path.name for path in folder.parent.iterdir()] == ["draft"]
+    assert {path.stat().st_mode & 0o444 for path in folder.iterdir()} == {0o444}, "others may read it"
 
 
 def test_a_folder_with_other_things_is_not_replaced(head, folder, tmp_path):

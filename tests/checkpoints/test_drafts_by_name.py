@@ -4,8 +4,10 @@ import json
 import multiprocessing
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from tiny_run import make_config, make_target
 
 from eagle_kit.checkpoints.draft import load_draft, resolve_draft, save_draft, write_draft
 from eagle_kit.checkpoints.export import import_draft
+from eagle_kit.checkpoints.publish import Repository
 from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle3 import EAGLE3
@@ -152,6 +155,14 @@ def test_a_pickled_head_is_the_one_that_import_makes(hub, target, eagles, tmp_pa
     prompt = [[5, 6, 7]]
     one, other = here.generate(prompt, shape="2,1,3")[0], there.generate(prompt, shape="2,1,3")[0]
     assert (one.token_ids, one.stats) == (other.token_ids, other.stats)
+
+
+def test_a_head_that_names_no_layers_is_converted_for_each_depth_of_target(hub, target, eagles):
+    """Since it takes its target's usual ones."""
+    hub.add(NAME, eagles)
+    few = read_target_config(target)
+    for config in (few, replace(few, num_layers=30), few):
+        assert load_draft(resolve_draft(NAME, config)).config.aux_layer_ids == config.default_aux_layer_ids
 
 
 def test_layers_numbered_as_outputs_are_converted(hub, tmp_path):
@@ -325,6 +336,33 @@ def test_a_push_that_would_mix_or_publish_is_refused(hub, target, tmp_path, monk
     assert main([*words, "--push", "me/whole"]) == 2
     assert "holds a model of another making" in spoken(capsys)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["model-1.safetensors", "model.safetensors.index.json", "model.Q4.gguf"])
+def test_a_repository_with_weights_of_any_sort_is_not_mixed_with_a_draft(hub, tmp_path, monkeypatch, file):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    (tmp_path / "whole").mkdir()
+    for name in (file, "eagle_kit.json"):
+        (tmp_path / "whole" / name).write_bytes(b"x")
+    hub.add("me/whole", tmp_path / "whole")
+    with pytest.raises(UserError, match="holds other weights than a draft's"):
+        Repository("me/whole")
+
+
+def test_all_that_a_model_needs_is_fetched_and_nothing_else(hub, target, tmp_path):
+    folder = shutil.copytree(target, tmp_path / "model")
+    needed = {path.name for path in folder.iterdir()}
+    needed |= {"merges.txt", "tokenizer.model", "chat_template.jinja"}
+    for name in (
+        *needed - {path.name for path in folder.iterdir()},
+        "README.md",
+        "model.onnx",
+        "flax.msgpack",
+    ):
+        (folder / name).write_text(name)
+    hub.add("org/model", folder)
+    resolve_target("org/model")
+    assert set(hub.downloads) == needed
 
 
 def test_another_process_finds_the_hub_by_its_environment(hub, eagles, tmp_path):

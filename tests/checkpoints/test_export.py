@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
+from safetensors.torch import load_file, save_file
+from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
+from tiny_mtp import load_modules
+from tiny_mtp import save_target as save_mtp_target
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.card import Card, model_card
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import Facts, export_draft, find_checkpoint, without_folders
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.dflash import DFLASH
 from eagle_kit.kinds.dspark import DSPARK
 from eagle_kit.kinds.eagle3 import EAGLE3
 from eagle_kit.kinds.p_eagle import P_EAGLE
@@ -156,6 +160,53 @@ def test_the_card_holds_the_figures_of_this_draft_only(run, target, tmp_path):
     assert "`eagle-kit eval --draft best`" in card
 
 
+def test_an_evaluation_of_the_exported_folder_is_of_this_draft_too(run, target, tmp_path):
+    out, path = tmp_path / "draft", tmp_path / "summary.json"
+    path.write_text(json.dumps(summary(other=tmp_path / "elsewhere", mine=out)))
+    export_draft(run, out, target=target, facts=Facts(path))
+    assert (out / "README.md").read_text().count("| ours | 5,4,16 |") == 1
+
+
+def test_what_must_stay_exact_is_not_rounded_and_does_not_count_as_another_type(tmp_path):
+    """Biases by which experts are chosen; the card then names the type of the others."""
+    save_mtp_target(tmp_path / "target")
+    head = load_modules(tmp_path / "target")
+    name = "layers.0.mlp.gate.e_score_correction_bias"
+    with torch.no_grad():
+        head.get_parameter(name).add_(1e-5)
+    save_draft(head, tmp_path / "ours", metadata={})
+    export_draft(tmp_path / "ours", tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(tensors[f"model.{name}"], head.get_parameter(name))
+    assert {t.dtype for key, t in tensors.items() if not key.endswith("e_score_correction_bias")} == {
+        torch.bfloat16
+    }
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "in bfloat16" in card and "several types" not in card
+
+
+def test_modules_in_fp8_are_multiplied_out_for_another_type(tmp_path):
+    save_mtp_target(tmp_path / "target")
+    save_draft(load_modules(tmp_path / "target"), tmp_path / "theirs", metadata={})
+    path = tmp_path / "theirs" / "model.safetensors"
+    tensors, meant = load_file(path), {}
+    for name in [name for name in tensors if name.endswith("proj.weight") and "eh_proj" not in name]:
+        values = (tensors[name] * 16).to(torch.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale_inv"] = values, torch.full((1, 1), 1 / 16)
+        meant[name] = (values.float() / 16).bfloat16()
+    save_file(tensors, path)
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    raw |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [256, 256]}}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(raw))
+    export_draft(tmp_path / "theirs", tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert meant and all(torch.equal(found[name], tensor) for name, tensor in meant.items())
+    assert not [name for name in found if name.endswith("scale_inv")]
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    export_draft(tmp_path / "theirs", tmp_path / "kept", dtype=None)
+    assert load_file(tmp_path / "kept" / "model.safetensors").keys() == tensors.keys()
+
+
 def test_an_evaluation_of_other_drafts_is_refused(run, target, tmp_path):
     path = tmp_path / "summary.json"
     path.write_text(json.dumps(summary(a=tmp_path / "a", b=tmp_path / "b")))
@@ -199,6 +250,138 @@ def test_the_card_names_the_settings_of_an_unusual_recipe():
     named = "ttt_length 7, loss lk-alpha, optimizer muon, ema_decay 0.99, muon_learning_rate_ratio 3"
     noise = "feature_noise (kind uniform, amount 0.1, unit rms)"
     assert f"* settings: {named}, {noise}\n" in card
+
+
+ALWAYS = {
+    "ttt_length": (7, "ttt_length 7"),
+    "learning_rate": (8e-4, "learning_rate 0.0008"),
+    "betas": ([0.9, 0.95], "betas 0.9, 0.95"),
+    "step_decay": (0.8, "step_decay 0.8"),
+    "loss_normalisation": ("tokens", "loss_normalisation tokens"),
+    "sequences_per_step": (8, "sequences_per_step 8"),
+    "epochs": (3, "epochs 3"),
+}
+"""Settings that a card names: a value, and its words."""
+WHERE_UNUSUAL = {
+    "step_weights": (None, [1.0, 0.5], "step_weights 1, 0.5"),
+    "dpace_alpha": (None, 0.5, "dpace_alpha 0.5"),
+    "ttt_curriculum": (None, [2, 4], "ttt_curriculum 2, 4"),
+    "detach_steps": (False, True, "detach_steps True"),
+    "regression": (None, 0.1, "regression 0.1"),
+    "loss": ("ce", "kl", "loss kl"),
+    "loss_rows": ("serving", "published", "loss_rows published"),
+    "feature_noise": (None, {"kind": "uniform"}, "feature_noise (kind uniform)"),
+    "optimizer": ("adamw", "muon", "optimizer muon"),
+    "muon_learning_rate_ratio": (1.0, 2.0, "muon_learning_rate_ratio 2"),
+    "ema_decay": (None, 0.99, "ema_decay 0.99"),
+    "schedule": ("cosine", "wsd", "schedule wsd"),
+    "num_anchors": (512, 64, "num_anchors 64"),
+    "down_sample_ratio": (None, 0.8, "down_sample_ratio 0.8"),
+    "down_sample_ratio_min": (0.2, 0.3, "down_sample_ratio_min 0.3"),
+    "confidence_weight": (1.0, 0.5, "confidence_weight 0.5"),
+}
+"""Settings that a card names where they are other than usual: the usual value, another, and its words."""
+
+
+def lines_of(metadata=None, config=None, **facts) -> list[str]:
+    config = tiny_head(tiny_target()).config if config is None else config
+    return model_card(
+        Card(EAGLE3, replace(config, target="tiny"), metadata or {}, "head", **facts)
+    ).splitlines()
+
+
+def test_the_card_names_each_setting_that_matters_and_no_other():
+    usual = {name: value for name, (value, *_) in WHERE_UNUSUAL.items()}
+    training = usual | {name: value for name, (value, _) in ALWAYS.items()} | {"save_every": 100}
+    words = [each for _, each in ALWAYS.values()]
+    assert f"* settings: {', '.join(words)}" in lines_of({"config": {"training": training}})
+    for name, (_, other, said) in WHERE_UNUSUAL.items():
+        assert f"* settings: {said}" in lines_of({"config": {"training": usual | {name: other}}}), name
+    assert not [line for line in lines_of({"config": {"training": usual}}) if "settings" in line]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "line"),
+    [
+        ({"command": "train a.yaml"}, "* command: `train a.yaml`"),
+        ({"data": {"chat_sets": 2, "left_out": None}}, "* data: chat sets 2"),
+        ({"data": "chats.jsonl"}, "* data: chats.jsonl"),
+        ({"config": {"head": {"start_from": "org/head"}}}, "* began with the weights of: org/head"),
+        ({"step": 12345}, "* optimiser steps: 12,345"),
+        ({"tokens_seen": 0}, "* tokens seen: 0"),
+        ({"seconds": 59.6}, "* time: 1 min 0 s"),
+        ({"seconds": 3599.4}, "* time: 59 min 59 s"),
+        ({"seconds": 3600}, "* time: 1 h 0 min"),
+        ({"peak_memory_gb": 12.3456}, "* peak memory of a process: 12.35 GB"),
+        ({"machine": "8 x GPU"}, "* machine: 8 x GPU"),
+        ({"versions": {"torch": "2.13.0"}}, "* versions: torch 2.13.0"),
+    ],
+)
+def test_the_card_tells_each_fact_of_a_run(metadata, line):
+    assert line in lines_of(metadata)
+
+
+def test_the_card_says_what_was_not_tried():
+    config = tiny_head(tiny_target()).config
+    template, measured = "chat template it was trained with", "have not been measured."
+    gpu, sampled = "It has not been measured on a GPU", "sampled replies have not been measured"
+    found = "\n".join(lines_of())
+    assert template in found and measured in found and gpu not in found and sampled not in found
+    assert template not in "\n".join(lines_of(config=replace(config, template_hash="0123")))
+    for device, temperature in (("cpu", 0.0), ("cuda:0", 0.7), ("cuda", None), (None, 1.0)):
+        found = summary(mine=Path("head"))
+        found["target"]["device"], found["settings"]["temperature"] = device, temperature
+        text = "\n".join(lines_of(summary=found))
+        assert (gpu in text) == (device in ("cpu", None)) and (sampled in text) == (not temperature)
+        assert "Accept lengths per task have not been measured." not in text
+    imported = {"imported": {"layout": "vLLM (layers.0.*)"}}
+    assert (
+        "* It was imported: vLLM (layers.0.*). Weights and numbers above are as they were there."
+        in lines_of(imported)
+    )
+    covered = {"data": {"vocab_coverage": 0.975}}
+    assert any("67 of 131 tokens, 97.5 %" in line for line in lines_of(covered))
+    assert not any("can propose" in line for line in lines_of(covered, replace(config, draft_vocab_size=131)))
+
+
+@pytest.mark.parametrize(("identical", "word"), [(True, "yes"), (False, "no"), (None, "not compared")])
+def test_the_card_says_whether_greedy_replies_were_the_same(identical, word):
+    found = summary(mine=Path("head")) | {"greedy_identical": identical}
+    found["rows"][1]["speedup"] = None
+    lines = lines_of(summary=found)
+    assert f"* greedy replies identical to plain decoding: {word}" in lines
+    assert "| all | 4,1,5 | 2.12 | 41.50 | - | 8 |" in lines
+    assert "* settings: max_tokens 64, batch_size 1, seed 0" in lines
+    assert "* date: 2026-01-02T03:04:05+00:00" in lines and "* versions: torch 2.13.0" in lines
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiny", "shape", "algorithm", "speculative"),
+    [
+        (EAGLE3, tiny_head, "5,4,16", "EAGLE3", {"method": "eagle3", "num_speculative_tokens": 4}),
+        (
+            P_EAGLE,
+            tiny_p_eagle,
+            "5,1,6",
+            "P-EAGLE",
+            {"method": "eagle3", "num_speculative_tokens": 5, "parallel_drafting": True},
+        ),
+        (DSPARK, tiny_dspark, "6,1,7", "DSPARK", {"method": "dspark", "num_speculative_tokens": 6}),
+        (DFLASH, tiny_dflash, "5,1,6", "DFLASH", {"method": "dflash", "num_speculative_tokens": 5}),
+    ],
+)
+def test_commands_ask_for_the_shape_that_suits_the_kind(kind, tiny, shape, algorithm, speculative):
+    """vLLM drafts chains: as long as ours, or one step shorter than a tree."""
+    config = replace(tiny(tiny_target()).config, target="org/model@v2")
+    text = model_card(Card(kind, config, {}, "me/draft", format="sglang"))
+    steps, topk, tokens = shape.split(",")
+    assert f"eagle-kit generate --target org/model@v2 --draft me/draft --shape {shape} " in text
+    assert f"--model-path org/model --speculative-algorithm {algorithm} " in text
+    flags = f"--speculative-num-steps {steps} --speculative-eagle-topk {topk} "
+    assert f"{flags}--speculative-num-draft-tokens {tokens}\n" in text
+    assert "eagle-kit export me/draft --format vllm --out me/draft-vllm\nvllm serve org/model " in text
+    given = json.loads(text.split("--speculative-config '")[1].split("'")[0])
+    assert given == speculative | {"model": "me/draft-vllm"}
 
 
 def test_the_card_of_a_head_that_drafts_in_one_pass_names_the_rows_that_it_learned():

@@ -9,7 +9,10 @@ from hostile import with_one_other_value
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.blocks.layers import rope_frequencies
 from eagle_kit.models.config import TargetConfig, read_rope
+from eagle_kit.models.heads.dflash import DFlashConfig
+from eagle_kit.models.heads.dspark import DSparkConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config
+from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
 
@@ -30,6 +33,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def read(**changes) -> TargetConfig:
@@ -123,6 +127,8 @@ def test_a_scaling_that_cannot_be_computed_is_refused(scaling, words):
         ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, 512),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": False}, 512),
         ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "use_sliding_window": True}, 100),
+        ({"architectures": ["MixtralForCausalLM"], "sliding_window": 100, **MIXTRAL}, 100),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1000}, 512),
         ({"sliding_window": 100}, 512),
     ],
 )
@@ -152,6 +158,125 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": {"num_experts": 4, "mlp_only_layers": [0], "decoder_sparse_step": 1, **EXPERTS},
     "DeepseekV3ForCausalLM": {**DEEPSEEK, "num_nextn_predict_layers": 1, "rope_scaling": YARN},
 }
+
+
+V3 = {**DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"]}
+V2 = {**MLA, **EXPERTS, "n_routed_experts": 4, "architectures": ["DeepseekV2ForCausalLM"]}
+QWEN_MOE = {**EXPERTS, "num_experts": 4, "architectures": ["Qwen3MoeForCausalLM"]}
+GLM = {**EXPERTS, "head_dim": 16, "architectures": ["Glm4MoeForCausalLM"]}
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "head_dim": 16,
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 8,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    **EXPERTS,
+}
+MAMBA = {"architectures": ["FalconH1ForCausalLM"]}
+SEES = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**BASE, **HYBRID}}
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        # What a config leaves out.
+        ({}, "rms_norm_eps", 1e-6),
+        ({"max_position_embeddings": None}, "max_position_embeddings", 2048),
+        (HYBRID, "rotary_dim", 4),
+        (GLM, "rotary_dim", 8),
+        ({**GLM, "partial_rotary_factor": 0.25}, "rotary_dim", 4),
+        (
+            {**GLM, "partial_rotary_factor": 0.25, "rope_parameters": {"partial_rotary_factor": 0.75}},
+            "rotary_dim",
+            12,
+        ),
+        (HYBRID, "delta.layers", (0, 1, 2, 4, 5, 6, 8, 9, 10)),
+        ({**HYBRID, "full_attention_interval": 3}, "delta.layers", (0, 1, 3, 4, 6, 7, 9, 10)),
+        (HYBRID, "delta.conv_width", 4),
+        ({**HYBRID, "linear_conv_kernel_dim": 3}, "delta.conv_width", 3),
+        (HYBRID, "moe.normalises", True),
+        ({**HYBRID, "norm_topk_prob": False}, "moe.normalises", False),
+        (QWEN_MOE, "moe.normalises", False),
+        (V2, "moe.normalises", False),
+        ({**QWEN_MOE, "num_experts": ..., "num_local_experts": 6}, "moe.num_experts", 6),
+        (QWEN_MOE, "moe.dense_layers", ()),
+        (
+            {**QWEN_MOE, "decoder_sparse_step": 4, "mlp_only_layers": [3]},
+            "moe.dense_layers",
+            (0, 1, 2, 3, 4, 5, 6, 8, 9, 10),
+        ),
+        (
+            {**V3, "moe_layer_freq": 4, "first_k_dense_replace": 2},
+            "moe.dense_layers",
+            (0, 1, 2, 3, 5, 6, 7, 9, 10, 11),
+        ),
+        ({**V3, "scoring_func": None, "topk_method": None}, "moe.scoring", "sigmoid"),
+        ({**V3, "scoring_func": None, "topk_method": None}, "moe.has_bias", True),
+        ({**V3, "topk_method": "group_limited_greedy"}, "moe.num_groups", 2),
+        ({**V3, "topk_method": "group_limited_greedy"}, "moe.has_bias", False),
+        (V2, "moe.scoring", "softmax"),
+        (V2, "moe.scale", 1.0),
+        ({**V2, "n_routed_experts": None}, "moe", None),
+        ({**V2, "n_group": 2, "topk_group": 1}, "moe.num_groups", 1),
+        ({**V2, "n_shared_experts": 3}, "moe.shared_intermediate_size", 48),
+        ({**V2, "q_lora_rank": None}, "mla.q_lora_rank", None),
+        ({**V2, "rope_interleave": None}, "mla.interleaved", True),
+        ({**V2, "num_key_value_heads": 2}, "num_kv_heads", 8),
+        ({"num_nextn_predict_layers": 2}, "num_mtp_layers", 2),
+        ({"num_nextn_predict_layers": 2, "mtp_num_hidden_layers": 3}, "num_mtp_layers", 3),
+        (MAMBA, "mamba.inner", 128),
+        ({**MAMBA, "mamba_expand": 4}, "mamba.inner", 256),
+        ({**MAMBA, "mamba_d_ssm": 384, "mamba_expand": 4}, "mamba.head_dim", 3),
+        (MAMBA, "mamba.num_heads", 128),
+        (MAMBA, "mamba.num_groups", 1),
+        (MAMBA, "mamba.state_dim", 256),
+        (MAMBA, "mamba.conv_width", 4),
+        (MAMBA, "mamba.conv_bias", True),
+        (MAMBA, "mamba.norms_before_gate", True),
+        (MAMBA, "mamba.norms", False),
+        (MAMBA, "mamba.step_limits", (0.0, float("inf"))),
+        (MAMBA, "mamba.multipliers.sections", (1.0,) * 5),
+        (MAMBA, "embedding_scale", 1.0),
+        (MAMBA, "logit_scale", 1.0),
+        # What stands beside the config of a text model, and in it.
+        ({**SEES, "eos_token_id": [5, 6]}, "eos_token_ids", (5, 6)),
+        ({**SEES, "text_config": {**SEES["text_config"], "eos_token_id": 7}}, "eos_token_ids", (7,)),
+        ({**SEES, "tie_word_embeddings": True}, "tie_word_embeddings", True),
+        (
+            {**SEES, "text_config": {**SEES["text_config"], "tie_word_embeddings": True}},
+            "tie_word_embeddings",
+            True,
+        ),
+    ],
+)
+def test_a_field_is_what_its_family_means(config, field, value):
+    found = TargetConfig.from_dict({key: each for key, each in {**BASE, **config}.items() if each is not ...})
+    for name in field.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize("key", ["routed_scaling_factor", "n_group", "topk_group", "norm_topk_prob"])
+def test_what_deepseek_v3_has_no_usual_value_for_is_not_guessed(key):
+    with pytest.raises(UserError, match=f"lacks {key}"):
+        read(**{**V3, key: None})
+
+
+def test_kept_groups_hold_the_experts_of_a_token():
+    assert read(**V3).moe.num_experts_per_token == 2  # all of the one group that is kept
+    with pytest.raises(UserError, match="keeps 1 of 2 groups of its 4 experts, and sends a token to 3"):
+        read(**{**V3, "num_experts_per_tok": 3})
+    with pytest.raises(UserError, match="1 of 1 groups of its 4 experts, and sends a token to 5"):
+        read(**{**QWEN_MOE, "num_experts_per_tok": 5})
+
+
+@pytest.mark.parametrize("theta", [1.0, 0.5])
+def test_a_base_of_rope_that_turns_nothing_is_refused(theta):
+    with pytest.raises(UserError, match="base above 1"):
+        read(rope_theta=theta)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -207,3 +332,23 @@ def test_a_draft_takes_its_targets_sizes_unless_told_otherwise():
     assert (draft.hidden_size, draft.target_hidden_size, draft.vocab_size) == (64, 64, 300)
     assert (draft.draft_vocab_size, draft.intermediate_size, draft.fc_norm) == (67, 50, True)
     assert (draft.rope_theta, draft.rope_scaling, draft.aux_layer_ids) == (5e5, LLAMA3, (2, 6, 9))
+
+
+LIKE_THE_TARGET = ("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size")
+LIKE_THE_TARGET += ("rms_norm_eps", "rope_theta", "rope_scaling", "max_position_embeddings")
+
+
+@pytest.mark.parametrize("kind", [Eagle3Config, PEagleConfig, DFlashConfig, DSparkConfig])
+def test_a_new_head_is_a_layer_of_its_target(kind):
+    target = read(rope_scaling=LLAMA3, rope_theta=5e5, rms_norm_eps=1e-3, head_dim=10)
+    drafted = (67,) if issubclass(kind, Eagle3Config) else ()
+    draft = kind.for_target(target, *drafted)
+    for field in LIKE_THE_TARGET:
+        assert getattr(draft, field) == getattr(target, field), field
+    assert draft.target_hidden_size == target.hidden_size and not draft.attention_bias
+    assert draft.draft_vocab_size == (67 if drafted else 300)
+    if not drafted:
+        assert (draft.mask_token_id, draft.num_layers, draft.qk_norm) == (299, 5, True)
+        assert (draft.most_steps, draft.predicts_next) == ((7, True) if kind is DSparkConfig else (15, False))
+    changed = kind.for_target(target, *drafted, intermediate_size=50, aux_layer_ids=(1, 3))
+    assert (changed.intermediate_size, changed.aux_layer_ids) == (50, (1, 3))

@@ -67,8 +67,10 @@ ONE_GROUP = {"mamba_n_groups": 1, "mamba_rms_norm": False, "projectors_bias": Tr
 TARGETS = {
     "llama, tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)),
     "llama, all biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
-    "qwen3": lambda: Qwen3(Qwen3Config(**SIZES)),
+    "qwen2": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})
+    ).bfloat16(),
+    "qwen3": lambda: Qwen3(Qwen3Config(**SIZES)).half(),
     "mixtral": lambda: randomised(MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2)),
     "qwen3-moe": lambda: randomised(
         Qwen3MoeConfig(**SIZES, num_experts=9, num_experts_per_tok=4, moe_intermediate_size=21)
@@ -161,6 +163,8 @@ def test_more_ranks_than_heads_are_refused(folder):
         groups = mamba.num_groups
         whole = f"7 ranks cannot share 6 value heads over {groups} key heads"
         found = f"7 ranks would cut the norms of {groups} groups" if mamba.norms else whole
+        ranks = [Sharding(config, Share(rank, groups)).rank_config().mamba for rank in range(groups)]
+        assert [each.num_groups for each in ranks] == [1] * groups
     with pytest.raises(UserError, match=found):
         for rank in range(7):
             Sharding(config, Share(rank, 7)).rank_config()
@@ -179,6 +183,26 @@ def test_what_experts_by_number_need_is_said(folder):
     own = [Sharding(config, Share(r, size), expert_parallel=True).rank_config().moe for r in range(size)]
     assert [number for each in own for number in each.own_experts] == list(range(config.moe.num_experts))
     assert {each.intermediate_size for each in own} == {config.moe.intermediate_size}
+
+
+def test_data_parallel_attention_is_for_latents(folder):
+    config = read_target_config(folder)
+    sharding = Sharding(config, Share(0, 2), attends_whole=True)
+    if config.mla is not None:
+        assert sharding.rank_config().num_heads == config.num_heads
+        return
+    with pytest.raises(UserError, match="Data-parallel attention is for latents"):
+        sharding.rank_config()
+
+
+def test_inner_values_stay_in_whole_blocks_of_rows_and_of_columns():
+    """Which are columns of one matrix of an MLP and rows of the others."""
+    down = Part("layers.0.mlp.down_proj.weight", (48, 192))
+    for block in ((16, 24), (24, 16), (48, 16)):
+        mine = [Sharding.of(read_v3(), Share(rank, 2), block, False).cuts(down) for rank in range(2)]
+        assert mine == [[Cut(1, 0, 96)], [Cut(1, 96, 192)]]
+    with pytest.raises(UserError, match="in fp8 blocks of 48"):
+        Sharding.of(read_v3(), Share(0, 3), (16, 24), False).rank_config()
 
 
 def read_v3():
@@ -234,8 +258,9 @@ def test_ranks_compute_the_logits_and_states_of_one_process(folder, size):
         check_ranks(found, whole, out, logits, attends_whole="attends_whole" in way)
 
 
-def _peak_of_ends(ranks, folder):
-    target = load_share(folder, ranks)
+def _peak_of_ends(ranks, folder, dtype):
+    target = load_share(folder, ranks, dtype)
+    assert {parameter.dtype for parameter in target.parameters()} == {dtype}
     with LiveBytes() as live:
         whole = target.with_whole_ends()
     size = whole.embed_tokens.weight.nbytes
@@ -247,14 +272,19 @@ def _peak_of_ends(ranks, folder):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "is_tied", "most"), [(132, False, 2), (131, True, 2.6), (131, False, 5.1)]
+    ("vocab_size", "is_tied", "most", "dtype"),
+    [
+        (132, False, 2, torch.bfloat16),
+        (131, True, 2.6, torch.float32),
+        (131, False, 5.1, torch.float32),
+    ],
 )
-def test_whole_ends_are_gathered_beside_at_most_one_copy(vocab_size, is_tied, most, tmp_path):
+def test_whole_ends_are_gathered_beside_at_most_one_copy(vocab_size, is_tied, most, dtype, tmp_path):
     """Uneven parts are padded, half of a matrix on each of two ranks, and put together anew; what gloo still
     holds of the first matrix then may be beside the second one."""
     config = LlamaConfig(**SIZES | {"vocab_size": vocab_size, "tie_word_embeddings": is_tied})
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    for nothing_else_is_kept, peak in run_ranks(2, _peak_of_ends, tmp_path):
+    for nothing_else_is_kept, peak in run_ranks(2, _peak_of_ends, tmp_path, dtype):
         assert nothing_else_is_kept and peak <= most
 
 

@@ -114,6 +114,7 @@ FAMILIES = {
     "glm4_moe": {
         **COMMON,
         **EXPERTS,
+        "rms_norm_eps": 0.03,
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
@@ -285,19 +286,20 @@ HYBRIDS = {
 FAMILIES |= HYBRIDS
 
 
-def family_config(kind: str):
+def family_config(kind: str, **changes):
     """Config of a tiny model; None where the installed transformers does not know its type."""
     from transformers import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[kind](**FAMILIES[kind]) if kind in CONFIG_MAPPING else None
+    return CONFIG_MAPPING[kind](**FAMILIES[kind] | changes) if kind in CONFIG_MAPPING else None
 
 
-def family_model(kind: str, seed: int = 0, std: float = 0.15):
+def family_model(kind: str, seed: int = 0, std: float = 0.15, **changes):
     """Model with random weights, biases and sinks, in transformers' own classes."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(family_config(kind), attn_implementation="eager").eval()
+    config = family_config(kind, **changes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

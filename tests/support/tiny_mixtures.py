@@ -60,12 +60,14 @@ DEEPSEEK = {
         topk_method="group_limited_greedy", routed_scaling_factor=16.0, rope_parameters=LITE_YARN
     ),
     "v2: unequal magnitudes": v2(rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
-    "v2: biases, all layers experts": v2(attention_bias=True, mlp_bias=True, first_k_dense_replace=0),
+    "v2: biases, all layers experts": v2(
+        attention_bias=True, mlp_bias=True, first_k_dense_replace=0, rms_norm_eps=0.03
+    ),
     "v3: sigmoid gate with bias, groups": v3(),
     "v3: YaRN": v3(rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}),
     "v3: half-split RoPE, no bottleneck": v3(rope_interleave=False, q_lora_rank=None),
     "v3: biases, tied": v3(attention_bias=True, tie_word_embeddings=True),
-    "v3: weights not normalised, all groups": v3(norm_topk_prob=False, topk_group=4),
+    "v3: weights not normalised, all groups": v3(norm_topk_prob=False, topk_group=4, rms_norm_eps=0.03),
     "kimi k2: one group": v3(
         n_group=1,
         topk_group=1,

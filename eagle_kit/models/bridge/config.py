@@ -138,7 +138,6 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
     active, in_layers, in_all = _count(model, text)
     context = int(getattr(text, "max_position_embeddings", None) or 2048)
     eos = config.get("eos_token_id", getattr(text, "eos_token_id", None))
-    bos = config.get("bos_token_id", getattr(text, "bos_token_id", None))
     return BridgedConfig(
         model_type=str(config["model_type"]),
         hidden_size=int(text.hidden_size),
@@ -158,7 +157,6 @@ def read_bridged_config(config: dict[str, Any], where: str = "the model's folder
         max_position_embeddings=_pinned_context(rope, text, context),
         tie_word_embeddings=model.get_input_embeddings().weight is model.get_output_embeddings().weight,
         eos_token_ids=read_ids({"eos_token_id": eos}, "eos_token_id", where),
-        bos_token_id=next(iter(read_ids({"bos_token_id": bos}, "bos_token_id", where)), None),
         source=dict(config),
         records=records,
         recurrent=learned.states,

@@ -179,6 +179,24 @@ def test_impossible_configs_are_refused(made, change, message):
         DFLASH.read_config(files)
 
 
+@pytest.mark.parametrize(
+    ("target_layers", "layers"),
+    [
+        (1, (1,)),
+        (2, (2,)),
+        (3, (2,)),
+        (4, (2,)),
+        (5, (2, 3)),
+        (6, (2, 3, 4)),
+        (7, (2, 3, 4, 5)),
+        (8, (2, 3, 4, 5, 6)),
+        (12, (2, 4, 6, 8, 10)),
+    ],
+)
+def test_new_heads_read_layers_that_a_small_target_has(target_layers, layers):
+    assert spread_layers(target_layers) == layers
+
+
 def test_wrong_conventions_are_named(made):
     """Layers that are stored in the other numbering, and rows whose meaning nothing says."""
     _, ours, model, _ = made
@@ -279,6 +297,14 @@ def test_what_a_peer_does_not_serve_is_named(corrected, tmp_path, changes, peer,
     with pytest.raises(UserError, match=message):
         export_draft(tmp_path / "ours", tmp_path / "no", format=peer, target=target)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("tiny", [tiny_dflash, tiny_dspark])
+def test_a_body_of_another_width_than_its_target_has_no_place_in_speculators(made, tmp_path, tiny):
+    save_draft(tiny(made[2], target_hidden_size=40), tmp_path / "ours", metadata={}, dtype=torch.float32)
+    with pytest.raises(UserError, match="states of the head's own width only"):
+        export_draft(tmp_path / "ours", tmp_path / "no", format="speculators")
+    export_draft(tmp_path / "ours", tmp_path / "yes", format="sglang")
 
 
 @pytest.mark.parametrize("form", ["vanilla", "gated", "rnn"])

@@ -53,7 +53,7 @@ def renamed(tensors: dict[str, torch.Tensor], prefix: str = "") -> dict[str, tor
 
 def specforge() -> tuple[dict, dict]:
     ids = {"eagle_aux_hidden_state_layer_ids": [1, 5, 8], "use_aux_hidden_state": True}
-    return FLAT | {"eagle_config": ids, "pretraining_tp": 1}, published()
+    return FLAT | {"eagle_config": ids, "_name_or_path": "/home/somebody/head"}, published()
 
 
 def modelopt() -> tuple[dict, dict]:
@@ -154,6 +154,8 @@ def test_a_head_from_elsewhere_is_recognised_imported_and_given_back_as_it_came(
     layout = next(found for found in validate_draft(theirs, target) if found.subject == "layout")
     assert layout.cause == f"{SEEN[maker][1]}."
     seen = import_draft(theirs, tmp_path / "ours", target=target)
+    layout = next(f for f in validate_draft(tmp_path / "ours", target) if f.subject == "layout")
+    assert layout.cause == f"ours, converted from {SEEN[maker][1]}."
     assert seen == recognise(open_draft(theirs))
     assert recognise(open_draft(tmp_path / "ours")).format == "eagle-kit"
     levels = {found.subject: found.level for found in validate_draft(tmp_path / "ours", target)}
@@ -226,6 +228,23 @@ def test_layers_that_nobody_named_need_the_target(tmp_path, target):
         import_draft(theirs, tmp_path / "ours")
     import_draft(theirs, tmp_path / "ours", target=target)
     assert load_draft(tmp_path / "ours").config.aux_layer_ids == (2, 6, 9)
+
+
+def test_a_head_that_borrows_its_targets_output_layer_does_so_once_it_is_ours(tmp_path, target):
+    model = tiny_target(num_layers=12)
+    tensors = published(draft_vocab_size=131)
+    for name in ("lm_head.weight", "d2t", "t2d"):
+        del tensors[name]
+    config = {**specforge()[0], "draft_vocab_size": None}
+    import_draft(save(tmp_path / "theirs", (config, tensors)), tmp_path / "ours", target=target)
+    assert "lm_head.weight" not in load_file(tmp_path / "ours" / "model.safetensors")
+    export_draft(tmp_path / "ours", tmp_path / "half", format="sglang", target=target)
+    for folder in ("ours", "half"):  # SGLang takes the target's output layer where this is null
+        assert json.loads((tmp_path / folder / "config.json").read_text())["draft_vocab_size"] is None
+    for folder in ("theirs", "ours"):
+        head = load_draft(tmp_path / folder, target=model)
+        assert torch.equal(head.lm_head.weight, model.head_weight)
+        assert torch.equal(head.fc.weight, tensors["fc.weight"])
 
 
 def test_modelopts_empty_list_is_the_usual_layers(tmp_path, target):

@@ -15,12 +15,17 @@ from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft, import_draft
+from eagle_kit.checkpoints.formats.convert import write_draft_as
+from eagle_kit.checkpoints.formats.files import Served
 from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.eagle1 import EAGLE1
+from eagle_kit.kinds.eagle3 import EAGLE3 as EAGLE3_KIND
 from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.models.loading.loader import load_target
 
 PEERS = ("sglang", "vllm", "speculators", "eagle")
 SHIPPED = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-eagle3"
@@ -48,10 +53,11 @@ def latent(**changes) -> Eagle3Head:
     return randomise(head, 3, 0.2)
 
 
-def eagle1(**biases) -> Eagle1Head:
+def eagle1(**changes) -> Eagle1Head:
     sizes = {"hidden_size": 48, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 96}
     rest = {"vocab_size": 131, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": None}
-    return randomise(Eagle1Head(Eagle1Config(**sizes, **rest, max_position_embeddings=512, **biases)), 4, 0.2)
+    config = Eagle1Config(**{**sizes, **rest, "max_position_embeddings": 512, **changes})
+    return randomise(Eagle1Head(config), 4, 0.2)
 
 
 def modules(folder: Path, count: int = 1, copies: bool = False, **changes):
@@ -168,6 +174,56 @@ def test_latent_heads_are_refused_where_there_is_no_class(tmp_path):
         export_draft(wide, tmp_path / "vllm", format="vllm")
 
 
+def test_what_a_class_of_latent_attention_has_not_is_named(tmp_path):
+    mla = latent().config.mla
+    for changes, peer, words in (
+        ({"attention_bias": True}, "vllm", "latent attention has no biases"),
+        ({"attention_bias": True}, "sglang", "no biases of attention"),
+        ({"mla": replace(mla, q_lora_rank=None)}, "sglang", "needs a bottleneck for queries"),
+    ):
+        source = saved(tmp_path / f"{peer}-{len(words)}", latent(**changes))
+        with pytest.raises(UserError, match=words):
+            export_draft(source, tmp_path / "out", format=peer)
+    there_and_back(saved(tmp_path, latent(mla=replace(mla, q_lora_rank=None))), tmp_path, "vllm")
+    there_and_back(saved(tmp_path, latent(mla=replace(mla, interleaved=False))), tmp_path, "sglang")
+
+
+def test_a_head_of_another_width_than_its_target_needs_an_embedding_of_its_own(tmp_path):
+    source = saved(tmp_path, eagle3(target_hidden_size=40))
+    for peer in PEERS:
+        with pytest.raises(UserError, match="narrower or wider than its target"):
+            export_draft(source, tmp_path / peer, format=peer)
+    tensors = load_file(source / "model.safetensors") | {"embed_tokens.weight": torch.randn(131, 48)}
+    save_file(tensors, source / "model.safetensors")
+    for peer in ("sglang", "vllm"):
+        there_and_back(source, tmp_path, peer)
+    with pytest.raises(UserError, match="states of the head's own width only"):
+        export_draft(source, tmp_path / "out", format="speculators")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "steps"), [({}, 4), ({"3,1,4": 1.5, "5,4,16": 2.0}, 3), ({"none": 1.0, "6,1,7": 2.0}, 6)]
+)
+def test_the_proposal_for_speculators_has_the_steps_that_were_measured(tmp_path, lengths, steps):
+    save_draft(eagle3(), tmp_path / "ours", metadata={"accept_length": lengths})
+    export_draft(tmp_path / "ours", tmp_path / "theirs", format="speculators")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text())["speculators_config"]
+    assert [each["speculative_tokens"] for each in config["proposal_methods"]] == [steps]
+
+
+def test_the_verifier_of_speculators_is_the_target(tmp_path):
+    target = make_target(tmp_path / "small")
+    head = tiny_head(load_target(target), aux_layer_ids=(1, 2, 3))
+    head.config = replace(head.config, target="org/another")
+    source = saved(tmp_path, head)
+    unknown = write_draft_as(open_draft(source), EAGLE3_KIND, "speculators", Served()).config
+    verifier = unknown["speculators_config"]["verifier"]
+    assert verifier == {"name_or_path": "org/another", "architectures": []}
+    export_draft(source, tmp_path / "named", format="speculators", target=target)
+    config = json.loads((tmp_path / "named" / "config.json").read_text())["speculators_config"]
+    assert config["verifier"] == {"name_or_path": "small", "architectures": ["LlamaForCausalLM"]}
+
+
 BIASES = {
     "fc": {},
     "none": {"fc_bias": False},
@@ -194,6 +250,49 @@ def test_eagle1_heads_come_back(tmp_path, name, peer):
         raw = json.loads((tmp_path / peer / "config.json").read_text())
         if peer != "eagle":  # they take this key for biases of attention
             assert "bias" not in raw
+        qkv, out = (BIASES[name].get(key, False) for key in ("attention_bias", "attention_out_bias"))
+        layer = {each.split(".")[-2] for each in names if each.endswith("_proj.bias")}
+        if peer == "sglang":  # which has all of them or none
+            assert raw["attention_bias"] == (qkv or out)
+            assert layer == ({"q_proj", "k_proj", "v_proj", "o_proj"} if qkv or out else set())
+        if peer == "vllm":
+            assert (raw["qkv_bias"], raw["attention_bias"]) == (qkv, out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "peer", "words"),
+    [
+        ({"head_dim": 10}, "eagle", "heads together are as wide as the hidden size"),
+        ({"rope_scaling": ROPE}, "eagle", "no scaling of the kind llama3"),
+    ],
+)
+def test_an_eagle1_head_that_eagles_class_cannot_hold_is_refused(tmp_path, changes, peer, words):
+    source = saved(tmp_path, eagle1(fc_bias=False, **changes))
+    with pytest.raises(UserError, match=words):
+        export_draft(source, tmp_path / peer, format=peer, dtype=None)
+    for other in ("sglang", "vllm"):
+        there_and_back(source, tmp_path, other)
+
+
+def test_an_output_layer_of_an_eagle1_head_has_no_place_in_vllm(tmp_path):
+    source = saved(tmp_path, eagle1(fc_bias=False))
+    tensors = load_file(source / "model.safetensors") | {"lm_head.weight": torch.randn(131, 48)}
+    save_file(tensors, source / "model.safetensors")
+    with pytest.raises(UserError, match="no place for lm_head.weight"):
+        export_draft(source, tmp_path / "vllm", format="vllm", dtype=None)
+    for peer in ("sglang", "eagle"):
+        there_and_back(source, tmp_path, peer)
+
+
+def test_who_does_not_read_a_factor_of_logits_is_said(tmp_path, recwarn):
+    source = saved(tmp_path, eagle1(fc_bias=False, logit_scale=0.25))
+    for peer, warns in (("sglang", True), ("eagle", True), ("vllm", False)):
+        recwarn.clear()
+        files = open_draft(source)
+        write_draft_as(files, EAGLE1, peer, Served())
+        assert [f"{peer} does not read logit_scale (0.25)" in str(each.message) for each in recwarn] == [
+            True
+        ] * warns
 
 
 def test_eagle1_heads_are_refused_for_speculators(tmp_path):
@@ -224,6 +323,10 @@ def test_modules_are_refused_where_they_cannot_be_served(tmp_path):
     for peer in ("sglang", "vllm"):
         with pytest.raises(UserError, match="uses the target's output layer, and these modules have their"):
             export_draft(own, tmp_path / "out", format=peer)
+    halves = saved(tmp_path / "d", modules(tmp_path / "d", rope_interleave=False))
+    with pytest.raises(UserError, match="lie side by side"):
+        export_draft(halves, tmp_path / "out", format="vllm")
+    there_and_back(halves, tmp_path, "sglang")
     for peer in ("speculators", "eagle"):
         with pytest.raises(UserError, match="no class for DeepSeek's MTP modules"):
             export_draft(several, tmp_path / "out", format=peer)

@@ -141,6 +141,27 @@ def test_a_bias_chooses_and_does_not_weigh():
     assert torch.equal(weights, LOGITS.sigmoid()[:, [6, 0]])
 
 
+def test_groups_of_one_expert_count_by_it():
+    biased = gate(has_bias=True, scoring="sigmoid", num_groups=8, num_kept_groups=3)
+    assert biased.choose(LOGITS)[0].tolist() == [[0, 7]]
+
+
+def test_weights_of_scores_that_all_underflow_are_finite():
+    _, weights = gate(scoring="sigmoid", normalises=True).choose(torch.full((1, 8), -200.0))
+    assert weights.isfinite().all()
+
+
+def test_a_gate_in_bf16_chooses_by_sums_in_fp32():
+    """Logits 64 and 64.0625 of two experts, of which bf16 knows one."""
+    half = gate().bfloat16()
+    with torch.no_grad():
+        half.weight.zero_()
+        half.weight[3, 0], half.weight[5, :2] = 1.0, torch.tensor([1.0, 2.0**-10])
+    ids, weights = half(torch.tensor([[64.0, 64.0, 0.0, 0.0]], dtype=torch.bfloat16))
+    assert ids.tolist() == [[5, 3]] and weights.dtype == torch.float32
+    assert weights[0, 0] > weights[0, 1]
+
+
 def test_experts_outside_the_kept_groups_are_never_chosen():
     """Two experts from one group of two, although biases make every score negative."""
     biased = gate(has_bias=True, scoring="sigmoid", num_groups=4, num_kept_groups=1)

@@ -15,7 +15,7 @@ LENGTH, SIZE = 13, 48
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 VARIANTS = {
     "eagle 1": {},
-    "no bias in fc": {"fc_bias": False},
+    "no bias in fc, a large epsilon": {"fc_bias": False, "rms_norm_eps": 0.1},
     "biases of qwen2": {"attention_bias": True},
     "biases everywhere": {"attention_bias": True, "attention_out_bias": True},
     "wide heads": {"head_dim": 14, "num_heads": 4, "num_kv_heads": 1},

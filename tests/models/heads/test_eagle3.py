@@ -20,7 +20,12 @@ VARIANTS = {
     "fc norm": {"fc_norm": True},
     "norm output": {"norm_output": True},
     "norm before residual": {"norm_before_residual": True},
-    "all of them": {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+    "all of them, with a large epsilon": {
+        "fc_norm": True,
+        "norm_output": True,
+        "norm_before_residual": True,
+        "rms_norm_eps": 0.1,
+    },
     "wide heads": {"head_dim": 14, "num_heads": 4, "num_kv_heads": 1},
     "two aux states of another width": {"aux_layer_ids": (1, 3), "target_hidden_size": 40},
     "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},

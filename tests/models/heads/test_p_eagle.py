@@ -8,6 +8,7 @@ from tiny import tiny_p_eagle, tiny_target
 from eagle_kit.checkpoints.draft import write_draft
 from eagle_kit.kinds.p_eagle import P_EAGLE
 from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.models.heads.chain import ChainRows
 
 LENGTH, DEPTHS = 11, 4
 
@@ -24,7 +25,10 @@ class Dense:
         return torch.einsum("hij,jhd->ihd", scores.masked_fill(~self.seen, float("-inf")).softmax(-1), v)
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_layers": 1}, {"norm_before_residual": True, "num_layers": 2}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"num_layers": 1}, {"norm_before_residual": True, "num_layers": 2, "rms_norm_eps": 0.1}],
+)
 def test_logits_of_all_depths_equal_the_published_forward(tmp_path, changes):
     target = tiny_target()
     head = tiny_p_eagle(target, **changes)
@@ -57,6 +61,17 @@ def test_logits_of_all_depths_equal_the_published_forward(tmp_path, changes):
     some = torch.tensor([1, 12, 19])
     again = read.step((inputs[0], inputs[1]), row + depth, Dense(seen), wanted=some)
     torch.testing.assert_close(again.read, out.read[some])
+    given = ChainRows(
+        read.fuse(aux.double()),
+        lambda rows, step: ids[rows + step],
+        lambda rows, step: target.embed(ids[rows + step]).double(),
+        lambda token: target.embed(torch.tensor([token])).double(),
+        rows[1],
+        torch.zeros(LENGTH, dtype=torch.int64),
+    )
+    chains = read.chain(given, DEPTHS)
+    torch.testing.assert_close(chains[0], out.fed_back[rows[1]], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch.cat(chains[1:]), out.fed_back[LENGTH:], rtol=1e-4, atol=1e-5)
 
 
 def test_the_cache_has_every_layer():

@@ -5,10 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import tiny_head, tiny_target
 from tiny_trained import trained_models
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kinds.registry import kind_of
+from eagle_kit.models.heads.chain import ChainRows
 from eagle_kit.serve.llm import LLM
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from eagle_kit.train.run.simulate import match_table
@@ -53,6 +55,48 @@ def test_a_chain_accepts_what_the_simulation_says(models):
         cycles += 1
     assert reply.stats.accept_length > 1.3
     assert abs(cycles - reply.stats.num_verifies) <= 4  # the last tokens of the reply have no row
+
+
+def chain_by_hand(head, features, embeds, root, steps):
+    """Inputs of the output layer of a chain behind ``root``, a step after the other: a query sees keys from
+    as many positions as the window has, its own included."""
+    window, seen = head.config.sliding_window or 10**6, []
+
+    def attend(layer, q, k, v):
+        seen.append((now, k, v))
+        at, keys, values = (torch.cat(part) for part in zip(*seen, strict=True))
+        keys, values = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", q, keys) * head.config.attention_scale
+        hidden = (at > now[:, None]) | (at <= now[:, None] - window)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+
+    now = torch.arange(root + 1)
+    outs = [head(features[: root + 1], embeds[1 : root + 2], now, attend)[-1:]]
+    for step in range(1, steps):
+        now = torch.tensor([root + step])
+        outs.append(head(outs[-1], embeds[root + 1 + step][None], now, attend))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW, 9])
+@torch.no_grad()
+def test_chains_of_a_known_text_see_the_keys_in_the_window(window):
+    head = tiny_head(tiny_target(), sliding_window=window)
+    generator = torch.Generator().manual_seed(0)
+    features, embeds = (torch.randn(count, 48, generator=generator) for count in (20, 24))
+    rows = torch.tensor([0, 2, 9, 19])
+    given = ChainRows(
+        features,
+        lambda rows, step: rows + 1 + step,
+        lambda rows, step: embeds[rows + 1 + step],
+        lambda token: embeds[:1],
+        rows,
+        torch.zeros(20, dtype=torch.int64),
+    )
+    chains = torch.stack(head.chain(given, 4), 1)
+    for root, chain in zip(rows.tolist(), chains, strict=True):
+        by_hand = chain_by_hand(head, features, embeds, root, 4)
+        torch.testing.assert_close(chain, by_hand, rtol=1e-4, atol=1e-4)
 
 
 def test_configs_keep_the_window(models):

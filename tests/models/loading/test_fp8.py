@@ -12,7 +12,8 @@ from tiny_run import make_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.fp8 import E4M3, MAX, quantize_fp8
-from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.fp8_layout import FP8Layout, read_fp8_layout
+from eagle_kit.models.loading.loader import load_target, read_raw_config
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve.llm import LLM
 
@@ -88,6 +89,7 @@ def test_a_checkpoint_in_fp8_is_run_as_it_is_and_means_its_numbers(pair, rows):
     torch.testing.assert_close(logits(kept, rows), want, atol=2e-4, rtol=1e-4)
     widened = load_target(small)
     assert not widened.fp8_layers
+    assert (kept.weight_format, widened.weight_format) == ("float32 with fp8 layers", "float32")
     torch.testing.assert_close(logits(widened, rows), want, atol=2e-4, rtol=1e-4)
 
 
@@ -152,6 +154,102 @@ def test_speculation_says_what_the_cast_target_says_alone(tmp_path):
     for shape in ("3,1,4", "3,2,6"):
         llm = LLM(plain.target, head, max_context=96, quantization="fp8", shape=shape)
         assert [reply.token_ids for reply in llm.generate(prompts, params)] == want
+
+
+def compressed(*weights, format="float-quantized"):
+    """llm-compressor's ``quantization_config`` of groups of layers with these ``weights``."""
+    groups = {f"group_{i}": {"weights": each} for i, each in enumerate(weights)}
+    return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
+
+
+FLOAT = {"type": "float", "num_bits": 8}
+TENSOR, CHANNEL = ({**FLOAT, "strategy": strategy} for strategy in ("tensor", "channel"))
+BLOCK = {**FLOAT, "strategy": "block", "block_structure": [128, 64]}
+
+
+@pytest.mark.parametrize(
+    ("config", "layout"),
+    [
+        (None, None),
+        ({}, None),
+        ({"quant_method": "fp8"}, FP8Layout("_scale")),
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, FP8Layout("_scale_inv", (128, 64))),
+        ({"quant_method": "fbgemm_fp8"}, FP8Layout("_scale")),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, FP8Layout("_scale")),
+        ({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, FP8Layout("_scale")),
+        (compressed(TENSOR), FP8Layout("_scale")),
+        (compressed(CHANNEL, format="naive-quantized"), FP8Layout("_scale")),
+        (compressed(TENSOR, CHANNEL), FP8Layout("_scale")),
+        (compressed(BLOCK, BLOCK), FP8Layout("_scale", (128, 64))),
+    ],
+)
+def test_the_layout_of_scales_is_that_of_the_config(config, layout):
+    assert read_fp8_layout({"quantization_config": config}, "here") == layout
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "in blocks of"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "in blocks of"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, 'NVFP4'"),
+        ("fp8", "'fp8'"),
+        (compressed(), "in 0 ways"),
+        (compressed(CHANNEL, BLOCK), "in 2 ways"),
+        (compressed({**BLOCK, "block_structure": None}), "in blocks of 'none'"),
+        (compressed({**TENSOR, "type": "int"}), "'int' of 8 bits"),
+        (compressed({**TENSOR, "num_bits": 4}), "'float' of 4 bits"),
+        (compressed({**TENSOR, "strategy": "group"}), "by 'group'"),
+        (compressed(CHANNEL, None), "by None"),
+        (compressed(TENSOR, format="pack-quantized"), "'pack-quantized'"),
+    ],
+)
+def test_other_quantisation_is_named(config, words):
+    with pytest.raises(UserError, match=words):
+        read_fp8_layout({"quantization_config": config}, "here")
+
+
+@pytest.mark.parametrize("front", [(), (3,)], ids=["a matrix", "experts"])
+def test_scales_of_every_shape_mean_their_outputs(front):
+    layout, weight = FP8Layout("_scale"), torch.randn(*front, 6, 8).to(E4M3)
+    shapes = layout.scale_shapes(tuple(weight.shape))
+    assert set(shapes) == {(*front, 6, 1), (*front, 6), (*front, 1, 1), (*front, 1), front}
+    for shape in shapes:
+        scales = 0.5 + torch.rand(shape)
+        by_output = scales.reshape(*front, -1, 1)
+        held = layout.weight(weight, scales).dense(torch.float32)
+        torch.testing.assert_close(held, weight.float() * by_output, rtol=1e-6, atol=0)
+
+
+def test_modelopts_own_file_says_the_quantisation_where_the_config_does_not(tmp_path):
+    folder = make_target(tmp_path)
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    assert read_raw_config(folder)["quantization_config"] == {
+        "quant_method": "modelopt",
+        "quant_algo": "NVFP4",
+    }
+    with pytest.raises(UserError, match="modelopt, 'NVFP4'"):
+        load_target(folder)
+    config = json.loads((folder / "config.json").read_text()) | {
+        "quantization_config": {"quant_method": "fp8"}
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    assert read_raw_config(folder)["quantization_config"] == {"quant_method": "fp8"}
+
+
+def test_biases_stay_beside_weights_that_are_cast(tmp_path):
+    """Those of a Qwen2, which are large here."""
+    folder = make_target(tmp_path)
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["Qwen2ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    with_bias = tuple(f"{part}_proj.weight" for part in "qkv")
+    rows = {name: len(tensor) for name, tensor in tensors.items() if name.endswith(with_bias)}
+    biases = {name.replace(".weight", ".bias"): torch.full((count,), 2.0) for name, count in rows.items()}
+    save_file(tensors | biases, folder / "model.safetensors", metadata={"format": "pt"})
+    cast = load_target(folder, quantization="fp8")
+    found = cast.layers[1].self_attn.qkv_proj
+    assert found.weight.dtype == E4M3 and bool((found.bias == 2.0).all())
 
 
 def test_what_cannot_be_is_refused(pair, tmp_path):

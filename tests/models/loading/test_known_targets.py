@@ -1,11 +1,20 @@
 """The table of public targets gives models of the published sizes."""
 
+import json
+
 import pytest
 import torch
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.models.bridge.config import BridgedConfig, decoder_of, new_model, transformers_config
 from eagle_kit.models.count import layer_weights
-from eagle_kit.models.loading.known_targets import KNOWN_TARGETS, known_target, target_architecture
+from eagle_kit.models.loading.fp8_layout import FP8Layout
+from eagle_kit.models.loading.known_targets import (
+    KNOWN_TARGETS,
+    known_target,
+    target_architecture,
+    target_fp8_layout,
+)
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.plan.sizes import num_weights
 
@@ -44,6 +53,8 @@ def test_modules_have_the_published_number_of_parameters(name: str) -> None:
         with torch.device("meta"):
             model = LlamaModel(architecture)
         assert sum(parameter.numel() for parameter in model.parameters()) == known.num_parameters
+        matrices = (p.numel() for key, p in model.named_parameters() if p.ndim > 1 and "layers" in key)
+        assert layer_weights(architecture, active=False) == sum(matrices)
     assert layer_weights(known.architecture, active=True) == num_weights(known.architecture)[0]
 
 
@@ -59,6 +70,32 @@ def test_active_parameters_are_those_of_the_model_card(name: str) -> None:
 def test_names_are_found_whatever_their_capitals() -> None:
     assert known_target("qwen/qwen3-8b") is KNOWN_TARGETS["Qwen/Qwen3-8B"]
     assert known_target("Qwen/Qwen3-9B") is None
+
+
+def test_scales_of_a_known_target_are_those_of_its_config(tmp_path) -> None:
+    assert target_fp8_layout("deepseek-ai/DeepSeek-V3@main") == FP8Layout("_scale_inv", (128, 128))
+    assert target_fp8_layout("Qwen/Qwen3-8B") is None
+    config = known_target("Qwen/Qwen3-8B").config | {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert target_fp8_layout(str(tmp_path)) == FP8Layout("_scale")
+    with pytest.raises(UserError, match="are not known without a network"):
+        target_fp8_layout("org/nobody-has-it")
+
+
+def test_a_config_in_the_hubs_cache_is_found_by_name_and_revision(tmp_path, monkeypatch) -> None:
+    """As ``huggingface_hub`` lays it out, without a network."""
+    commit, repo = "0123456789" * 4, tmp_path / "models--org--own"
+    (repo / "snapshots" / commit).mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
+    config = known_target("Qwen/Qwen3-8B").config | {"num_hidden_layers": 7}
+    (repo / "snapshots" / commit / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("org/own", f"org/own@{commit}"):
+        found, source = target_architecture(name)
+        assert (found.num_layers, source) == (7, "its config.json in the hub's cache")
+    with pytest.raises(UserError, match="are not known without a network"):
+        target_architecture("org/own@another")
 
 
 def test_a_revision_does_not_hide_a_known_target() -> None:

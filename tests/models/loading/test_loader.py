@@ -68,6 +68,25 @@ def test_shards_give_the_same_weights_as_one_file(folder, tmp_path_factory):
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
+def test_what_other_tools_leave_beside_the_weights_is_not_needed(folder):
+    """Frequencies of older transformers, and scales of activations, keys and values."""
+    attention = "model.layers.1.self_attn"
+    left = ("rotary_emb.inv_freq", "k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")
+    left += ("q_proj.input_scale", "k_proj.output_scale")
+    before = load_target(folder).state_dict()
+    change_weights(
+        folder, lambda tensors: tensors.update({f"{attention}.{name}": torch.ones(4) for name in left})
+    )
+    after = load_target(folder).state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("activation", ["silu", "swish", None])
+def test_the_names_of_silu_are_known(folder, activation):
+    change_config(folder, hidden_act=activation)
+    assert read_target_config(folder).num_layers == 3
+
+
 def test_a_missing_shard_is_named(folder):
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

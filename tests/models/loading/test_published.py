@@ -101,6 +101,11 @@ def test_prediction_layers_behind_the_decoders_are_left_out(folder):
     name = "model.layers.4.eh_proj.weight"
     change_weights(folder, lambda tensors: tensors.update({name: torch.zeros(48, 96)}))
     assert load_target(folder).config.num_mtp_layers == 1
+    beyond = "model.layers.5.eh_proj.weight"
+    change_weights(folder, lambda tensors: tensors.update({beyond: torch.zeros(48, 96)}))
+    with pytest.raises(UserError, match="config: layers.5.eh_proj.weight is unexpected"):
+        load_target(folder)
+    change_weights(folder, lambda tensors: tensors.pop(beyond))
     change_config(folder, num_nextn_predict_layers=0)
     with pytest.raises(UserError, match="layers.4.eh_proj.weight is unexpected"):
         load_target(folder)

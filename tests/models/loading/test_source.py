@@ -3,13 +3,14 @@
 import json
 import shutil
 from collections import namedtuple
+from types import SimpleNamespace
 
 import pytest
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import cache_folder
 from eagle_kit.models.loading import source
-from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+from eagle_kit.models.loading.source import load_tokenizer, resolve_target, target_revision
 
 NAME = "smollm2-135m-instruct"
 
@@ -17,6 +18,13 @@ NAME = "smollm2-135m-instruct"
 def test_a_folder_is_taken_as_it_is(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert resolve_target(str(tmp_path)) == tmp_path
+
+
+def test_the_commit_of_a_model_is_that_of_the_hubs_cache(tmp_path):
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert target_revision(tmp_path / "models--org--name" / "snapshots" / commit) == commit
+    for folder in (f"snapshots/{commit[:-1]}", "snapshots/main", commit):
+        assert target_revision(tmp_path / folder) is None
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
@@ -43,6 +51,14 @@ def test_an_unreachable_hub_is_one_sentence(monkeypatch):
 def test_a_folder_without_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(UserError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_slow_tokenizer_is_refused(tmp_path, monkeypatch):
+    """It has no offsets, by which replies are found."""
+    slow = SimpleNamespace(is_fast=False)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: slow)
+    with pytest.raises(UserError, match="is a slow one"):
         load_tokenizer(tmp_path)
 
 

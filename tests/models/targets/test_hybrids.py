@@ -10,7 +10,9 @@ from tiny import tiny_head
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.models.bridge.model import BridgedModel
+from eagle_kit.models.count import layer_weights
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.drafts import load_draft_model
@@ -69,6 +71,44 @@ def test_packed_texts_have_the_logits_and_states_of_transformers(model, target):
             torch.testing.assert_close(state, states[layer][0], rtol=1e-4, atol=1e-4)
     alone = target(first, torch.arange(70), target.causal())
     torch.testing.assert_close(target.logits(alone.hidden), logits[:70], rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = {
+    "falcon_h1: biases, bounded steps, norms first": (
+        "falcon_h1",
+        {
+            "attention_bias": True,
+            "mlp_bias": True,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "mamba_norm_before_gate": True,
+            "time_step_limit": (0.6, 0.9),
+            "rms_norm_eps": 0.03,
+        },
+    ),
+    "falcon_h1: no bias of convolutions, one of two biases": (
+        "falcon_h1",
+        {"mamba_conv_bias": False, "projectors_bias": True, "mamba_rms_norm": False},
+    ),
+    "qwen3_next: biases": ("qwen3_next", {"attention_bias": True, "rms_norm_eps": 0.03}),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe: biases, norms of heads": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_configs_have_the_logits_of_transformers(name, tmp_path):
+    kind, changes = OPTIONS[name]
+    if family_config(kind) is None:
+        pytest.skip(f"this transformers does not know {kind}")
+    theirs = family_model(kind, **changes)
+    theirs.save_pretrained(tmp_path)
+    ours = load_target(tmp_path)
+    assert isinstance(ours, LlamaModel)
+    (ids,) = texts(40)
+    out = ours(ids, torch.arange(40), ours.causal())
+    torch.testing.assert_close(ours.logits(out.hidden), exact_logits(theirs, ids), rtol=1e-4, atol=1e-4)
 
 
 def test_the_bridge_gives_the_same(model, target, tmp_path):
@@ -131,6 +171,20 @@ def test_models_that_see_are_read_for_their_text(model, folder, target, tmp_path
     (ids,) = texts(20)
     both = [each(ids, torch.arange(20), each.causal()).hidden for each in (target, seen)]
     assert both[0].equal(both[1])
+
+
+def test_weights_are_counted_from_the_config(target):
+    matrices = (p.numel() for key, p in target.named_parameters() if p.ndim > 1 and "layers" in key)
+    assert layer_weights(target.config, active=False) == sum(matrices)
+
+
+def test_routers_and_gates_of_shared_experts_stay_wide_where_layers_are_cast(folder):
+    cast = load_target(folder, quantization="fp8")
+    linear = {
+        name: each for name, each in cast.layers.named_modules() if isinstance(each, Linear | FP8Linear)
+    }
+    wide = {name.rpartition(".")[2] for name, each in linear.items() if not isinstance(each, FP8Linear)}
+    assert wide == (set() if cast.config.moe is None else {"gate", "shared_expert_gate"})
 
 
 def test_norms_and_decays_stay_in_fp32(folder, kind):

@@ -26,8 +26,10 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,
+    "rms_norm_eps": 0.03,  # large: every norm has to add the config's
     "tie_word_embeddings": False,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 48}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 50000.0,
@@ -44,6 +46,24 @@ FAMILIES = {
         LlamaForCausalLM,
         LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
     ),
+    "llama: YaRN with both magnitudes": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}),
+    ),
+    "qwen3: YaRN with its own bounds and magnitude": (
+        Qwen3ForCausalLM,
+        Qwen3Config(
+            **SIZES,
+            head_dim=20,
+            rope_parameters=YARN
+            | {"beta_fast": 8.0, "beta_slow": 0.25, "truncate": False, "attention_factor": 1.375}
+            | {"original_max_position_embeddings": 4096},
+        ),
+    ),
+    "llama: YaRN beyond all pairs, one magnitude": (
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, rope_parameters=YARN | {"beta_fast": 4096.0, "beta_slow": 1e-8, "mscale": 0.5}),
+    ),
     "llama: tied": (LlamaForCausalLM, LlamaConfig(**SIZES | {"tie_word_embeddings": True})),
     "llama: biases": (LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
     "mistral": (MistralForCausalLM, MistralConfig(**SIZES, head_dim=16, sliding_window=None)),
@@ -58,7 +78,7 @@ FAMILIES = {
 
 def run(model: LlamaModel, ids: torch.Tensor, capture: tuple[int, ...] = ()) -> TargetOutput:
     """One document through a target."""
-    scale = model.config.head_dim**-0.5
+    scale = model.config.attention_scale
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return prefill_attention(q, k, v, scale)

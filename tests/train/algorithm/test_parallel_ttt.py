@@ -48,7 +48,9 @@ CASES = {
     "dflash": Case(tiny_dflash),
     "dflash, sliding": Case(tiny_dflash, ANCHORS, changes=SLIDING),
     "dflash, sliding both ways": Case(tiny_dflash, ANCHORS, changes=SLIDING | {"sliding_both": True}),
-    "dflash, next token": Case(tiny_dflash, ANCHORS, "published", changes={"predicts_next": True}),
+    "dflash, next token, a large epsilon": Case(
+        tiny_dflash, ANCHORS, "published", changes={"predicts_next": True, "rms_norm_eps": 0.1}
+    ),
     "dflash, own output": Case(tiny_dflash, ANCHORS, changes={"draft_vocab_size": 101, "num_layers": 1}),
     "dflash, text": Case(tiny_dflash, ANCHORS, objective=Objective({}, text_weight=1.0)),
     "dflash, text, own output": Case(
