@@ -23,7 +23,6 @@ from eagle_kit.data.chat.records import SkipLog
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.report.tables import Table
 
-
 CONFIG = Path(__file__).parents[2] / "configs" / "smollm2-135m-eagle3.yaml"
 SAMPLING = {
     "--max-tokens": ("max_tokens", 7),
