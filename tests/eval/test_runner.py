@@ -319,6 +319,7 @@ def test_batches_share_their_decoding_seconds(prompts: Path, tmp_path: Path) -> 
     # Every reply takes 12 verifies of 0.5 s; two in a batch share them; p4 and p1's turn two are alone.
     assert [r["decode_share_s"] for r in plain] == [3.0] * 2 + [6.0] + [3.0] * 2 + [6.0]
     assert find_row(summary, None, "none")["decode_tokens_per_s"] == pytest.approx(6 * 12 / 24)
+    assert find_row(summary, None, "none")["decode_s"] == 24.0
 
 
 def test_prefill_of_later_requests_is_not_decoding() -> None:
