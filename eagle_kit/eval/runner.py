@@ -25,6 +25,9 @@ from eagle_kit.eval.summary import summarise
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
 from eagle_kit.report.plots import require_matplotlib
 
+NAMED = ("max_batch_size", "dtype", "device", "max_context")
+"""Options of the engine that are always in the settings. Others are where they are not the default, but for
+the seed, which greedy decoding does not use."""
 MOST_RECORDED = 8
 """Settings, plain decoding included, whose engines may keep recordings of cycles: up to 0.4 GB each."""
 
@@ -80,7 +83,7 @@ def run_eval(
         "device": engine.device,
         "max_context": engine.max_context,
         **({"chat_template_kwargs": kwargs} if kwargs else {}),
-        **({"tensor_parallel": engine.tensor_parallel} if engine.tensor_parallel > 1 else {}),
+        **engine.model_dump(mode="json", exclude={*NAMED, "seed"}, exclude_defaults=True),
         **_speed_settings(),
     }
     store = AnswerStore(Path(out), settings, runs)

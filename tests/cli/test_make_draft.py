@@ -1,12 +1,15 @@
 """`make-draft` end to end on a tiny target: interrupted, gone on with, and what it leaves."""
 
 import argparse
+import itertools
 import json
 import shlex
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,6 +17,8 @@ from tiny_run import make_conversations, make_target
 
 from eagle_kit.cli import make_draft
 from eagle_kit.cli.app import main
+from eagle_kit.config.loading.loader import load_config
+from eagle_kit.config.train import TrainConfig
 
 
 @pytest.fixture
@@ -90,6 +95,180 @@ def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
     assert main([*words, "--tasks", "nothing"]) == 2 and main(words) == 2
     assert "was begun with other settings" not in capsys.readouterr().err
     assert "nothing" in calls[0] and "nothing" not in calls[1]
+
+
+class Commands:
+    """In place of the stages' processes: notes their commands, and leaves the files that each would leave,
+    after ten seconds by the clock.
+
+    Args:
+        stops: name of a command of ours that is interrupted the first time.
+    """
+
+    def __init__(self, monkeypatch, stops=None):
+        self.stops, self.given, self.now = stops, [], 0.0
+        monkeypatch.setattr(make_draft, "_call", self)
+        monkeypatch.setattr(make_draft, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+    def __call__(self, words):
+        self.now += 10.0
+        program, *words = words[2:]
+        self.given.append([program.rpartition(".")[2], *words])
+        if words[0] == "data":
+            name, flags = words[1], dict(itertools.pairwise(words))
+        else:
+            name, flags = words[0], dict(itertools.pairwise(words))
+        if name == self.stops:
+            self.stops = None
+            return 130
+        if name == "regenerate":
+            self.regenerate(Path(flags["--out"]), int(flags["--limit"]))
+        elif name == "prompts":
+            Path(flags["--out"]).write_text(json.dumps({"prompt": "Why?"}) + "\n")
+        elif name == "train":
+            self.train(yaml.safe_load(Path(words[1]).read_text()))
+        elif name == "eval":
+            rows = [
+                {**{"draft": "draft", "shape": shape, "task": "all", "category": "all"},
+                 "accept_length": length, "speedup": length - 1}
+                for shape, length in zip(make_draft.SHAPES, (2.25, 2.5, 2.75), strict=True)
+            ]  # fmt: skip
+            out = Path(flags["--out"])
+            out.mkdir()
+            (out / "summary.json").write_text(json.dumps({"rows": rows}))
+        return 0
+
+    def regenerate(self, path, limit):
+        turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "The cat sees. " * 9}]
+        path.write_text((json.dumps({"messages": turns}) + "\n") * min(limit, 60))
+
+    def train(self, config):
+        out, steps = Path(config["output_dir"]), config["training"]["max_steps"]
+        (out / f"step-{steps}").mkdir(parents=True)
+        about = {"data": {"tokens": 5000, "conversations": 100}}
+        (out / f"step-{steps}" / "eagle_kit.json").write_text(json.dumps(about))
+        rows = [{"tokens": 400, "tokens_per_s": 800.0 if step else 1.0, "seconds": {"capture": 0.25}}
+                for step in range(steps)]  # fmt: skip
+        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (Path(config["data"]["cache_dir"]) / "states").mkdir(parents=True, exist_ok=True)
+
+
+def flags_of(command):
+    """Values of the flags of a command that have one each."""
+    return {flag: value for flag, value in itertools.pairwise(command) if flag.startswith("--")}
+
+
+def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monkeypatch, capsys):
+    out, commands = tmp_path / "out", Commands(monkeypatch)
+    words[words.index("90s")] = "20m"
+    assert main(words) == 0
+    target, source, tasks = words[1], words[words.index("--source") + 1], words[words.index("--tasks") + 1]
+    names = [" ".join(word for word in each[1:3] if word in ("data", "regenerate", "prompts")) or each[1]
+             for each in commands.given]  # fmt: skip
+    assert names == [
+        *("data regenerate", "train", "data prompts", "data regenerate", "data regenerate", "train"),
+        *("export", "eval", "export", "tune"),
+    ]
+    pilot, pilot_training, prompts, answers, replies, training, export, evaluation, card, tune = (
+        commands.given
+    )
+    for command, file, asked, most in (
+        (pilot, "replies", source, 192),
+        (answers, "answers", str(out / "prompts.jsonl"), 768),
+        (replies, "replies", source, 192),
+    ):
+        flags = flags_of(command)
+        assert (flags["--source"], flags["--out"]) == (asked, str(out / f"{file}.jsonl"))
+        assert (flags["--target"], flags["--decontaminate"]) == (target, tasks)
+        assert (flags["--max-turns"], flags["--max-prompt-tokens"], flags["--max-tokens"]) == (
+            *("1", str(most)),
+            "256",
+        )
+    numbers = [int(flags_of(each)["--limit"]) for each in (pilot, prompts, answers, replies)]
+    assert numbers[0] == 16 and numbers[1] == numbers[2] > 1
+    assert 0 <= numbers[3] + 60 - 3 * numbers[1] < 3, (
+        "as many more as the 60 answered prompts are short of a third"
+    )
+    assert flags_of(prompts)["--source"] == source
+    assert pilot_training[1:] == ["train", str(out / "pilot.yaml"), "--resume"]
+    assert training[1:] == ["train", str(out / "training.yaml"), "--resume"]
+    assert export[1:] == [
+        *("export", str(out / "training"), "--out", str(out / "draft"), "--target", target),
+    ]
+    assert card == [*export, "--eval", str(out / "eval")]
+    assert flags_of(evaluation)["--draft"] == str(out / "draft")
+    assert flags_of(evaluation)["--name"] == "draft" and flags_of(evaluation)["--tasks"] == tasks
+    assert 2 <= int(flags_of(evaluation)["--limit"]) <= 32
+    assert tune[1:3] == ["tune", str(out / "draft")] and "--ship" in tune and tune[-2:] == ["--passes", "1"]
+    state = json.loads((out / make_draft.STATE).read_text())
+    measured = state["done"]["pilot-training"]
+    assert measured["tokens_per_s"] == 800.0, "the first steps are left out"
+    assert measured["kept_tokens_per_s"] == 400 / (400 / 800 - 0.25)
+    assert measured["tokens_per_conversation"] == 50
+    assert state["done"]["pilot-replies"]["conversations"] == 16
+    assert not (out / "cache" / "states").exists(), "the disk is given back"
+    lines = (out / make_draft.COMMANDS).read_text().splitlines()
+    assert [shlex.split(line)[1:] for line in lines] == [each[1:] for each in commands.given]
+    report = (out / make_draft.REPORT).read_text()
+    steps = yaml.safe_load((out / "training.yaml").read_text())["training"]["max_steps"]
+    assert f"{400 * steps:,} tokens seen" in report and "| tune | 0.2 |" in report
+    for shape, length in zip(make_draft.SHAPES, (2.25, 2.5, 2.75), strict=True):
+        assert f"| {length:.2f} | {length - 1:.2f} |" in next(
+            line for line in report.splitlines() if line.startswith(f"| {shape} ")
+        )
+    assert report in capsys.readouterr().out
+    commands.given.clear()
+    assert main(words) == 0 and not commands.given, "what is done is not done again"
+
+
+def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path, monkeypatch):
+    Commands(monkeypatch)
+    words[words.index("90s")] = "20m"
+    assert main(words) == 0
+    out = tmp_path / "out"
+    pilot, training = (yaml.safe_load((out / f"{name}.yaml").read_text()) for name in ("pilot", "training"))
+    for config in (pilot, training):
+        assert load_config(TrainConfig, out / "pilot.yaml")
+        assert config["data"]["decontaminate"] == [words[words.index("--tasks") + 1]]
+        assert config["data"]["eval_conversations"] == 16 and config["training"]["optimizer"] == "muon"
+        assert config["target"] == words[1]
+    assert pilot["data"]["limit"] == 200 and pilot["data"]["source"] == words[words.index("--source") + 1]
+    assert pilot["judge"]["every"] == 0 and pilot["training"]["max_steps"] == 8
+    assert pilot["training"]["cache_hidden_states"] == "off"
+    steps = training["training"]["max_steps"]
+    assert steps > 8 and training["training"]["save_every"] == steps // 4
+    assert training["training"]["cache_hidden_states"] in ("disk", "off")
+    judgements = max(min(steps // 250, 4), 1)
+    assert training["judge"]["every"] == -(-steps // judgements) <= steps
+    raw, replies, answers = training["data"]["mix"]
+    assert (raw["name"], replies["name"], answers["name"]) == ("raw", "replies", "answers")
+    assert raw["phase"] == list(make_draft.RAW_PHASE)
+    assert replies["phase"] == answers["phase"] == list(make_draft.OWN_PHASE)
+    assert replies["weight"] + answers["weight"] == pytest.approx(1, abs=0.002)
+    assert replies["weight"] == answers["weight"], "of as many tokens"
+    assert raw["limit"] >= 32
+    load_config(TrainConfig, out / "training.yaml")
+
+
+def test_what_was_interrupted_is_done_once_more_and_no_more(words, tmp_path, monkeypatch, capsys):
+    commands = Commands(monkeypatch, stops="export")
+    words[words.index("90s")] = "2h"
+    assert main(words) == 130
+    assert commands.given[-1][1] == "export" and len(commands.given) == 7
+    state = json.loads((tmp_path / "out" / make_draft.STATE).read_text())
+    assert "training" in state["done"] and "export" not in state["done"] and "export" in state["spent_s"]
+    assert main(words) == 0
+    assert [each[1] for each in commands.given[7:]] == ["export", "eval", "export", "tune"]
+    assert "--passes" not in commands.given[-1], "a long budget has time for all of them"
+
+
+def test_a_dry_run_measures_and_says_the_plan(words, tmp_path, monkeypatch, capsys):
+    commands = Commands(monkeypatch)
+    words[words.index("90s")] = "20m"
+    assert main([*words, "--dry-run"]) == 0
+    assert len(commands.given) == 2
+    printed = capsys.readouterr().out
+    assert "plan " in printed and "expect  accept length about" in printed
 
 
 @pytest.mark.nightly

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 import yaml
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_run import make_config
 
 from eagle_kit.cli import study as study_command
@@ -224,6 +225,79 @@ def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
     shutil.rmtree(tmp_path / "out" / "runs")  # the heads know too
     assert main(["study", str(study), "--dry-run"]) == 2
     assert "other-s0 was trained with other settings: training.learning_rate" in capsys.readouterr().err
+
+
+def put_head(one: study_command.StudyRun, judged: float | None = None, steps: int = 3) -> None:
+    """Put a head where a run that has ended leaves it, with the judgements of its run."""
+    one.head.mkdir(parents=True)
+    (one.head / "config.json").write_text("{}")
+    about = {"tokens_seen": 100 + one.seed, "seconds": 60.0, "peak_memory_gb": 1.0, "config": {}}
+    (one.head / "eagle_kit.json").write_text(json.dumps(about))
+    tensors = {"weight": torch.zeros(3, 5), "d2t": torch.zeros(9, dtype=torch.int64)}
+    save_file(tensors, one.head / "model.safetensors")
+    if judged is not None:
+        one.folder.mkdir(parents=True)
+        found = [(1, judged), (steps, 1.0)]
+        rows = [{"step": step, "accept_length": {"2,1,3": length, "2,2,4": 9.0}} for step, length in found]
+        (one.folder / "judge.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1)])
+def test_heads_that_are_there_are_chosen_among_measured_and_compared(
+    study, tmp_path, capsys, monkeypatch, identical, code
+):
+    """The evaluation is made up, and gives the second value of the choice the longer replies."""
+    pytest.importorskip("matplotlib")
+    raw = yaml.safe_load(study.read_text())
+    raw["arms"]["other"] = {"choose": {"training.learning_rate": [1.0e-3, 3.0e-3]}, "about": "tuned"}
+    raw["common"] |= {"judge.every": 3, "judge.shapes": ["2,1,3", "2,2,4"]}
+    raw["measure"] |= {"batch_size": 4, "max_context": 96, "seed": 5}
+    study.write_text(yaml.safe_dump(raw))
+    config = load_config(StudyConfig, study)
+    for one in study_command.plan(config, study.parent):
+        put_head(one, judged=None if one.value is None else 1.0 + 100 * one.value)
+    choices = {"other": {"best": 3.0e-3}}
+    put_head(study_command.plan(config, study.parent, choices)[-1], judged=1.2)
+    asked = []
+
+    def run_eval(target, drafts, config, *, out):
+        asked.append((target, drafts, config, out))
+        names = [None, *drafts]
+        rows = [
+            {
+                "draft": name,
+                "shape": shape,
+                "task": task,
+                "category": "all",
+                "accept_length": 1.0 + len(names),
+            }
+            for name in names
+            for shape in ("2,1,3", "2,2,4")
+            for task in ("all", "prompts")
+        ]
+        settings = {"shapes": list(config.shapes), "tasks": {}, "limit": 2, "max_tokens": 12, "seed": 5}
+        about = {"date": "", "command": "", "machine": {}, "versions": {}, "greedy_identical": identical}
+        return {**about, "settings": settings, "rows": rows}
+
+    monkeypatch.setattr("eagle_kit.eval.runner.run_eval", run_eval)
+    assert main(["study", str(study)]) == code
+    ((target, drafts, measured, out),) = asked
+    assert target == str(tmp_path / "target") and out.parent == tmp_path / "out"
+    assert list(drafts) == ["first s0", "other 0.003 s0", "first s3", "other 0.003 s3"]
+    assert drafts["other 0.003 s3"] == tmp_path / "out" / "heads" / "other-0.003-s3"
+    assert (measured.engine.max_batch_size, measured.engine.max_context, measured.plots) == (4, 96, False)
+    assert (measured.shapes, measured.limit, measured.max_tokens, measured.seed) == (
+        ("2,1,3", "2,2,4"),
+        2,
+        12,
+        5,
+    )
+    arms = json.loads((tmp_path / "out" / "study.json").read_text())["arms"]
+    assert [arm["tokens_seen"] for arm in arms] == [[100, 103]] * 2
+    assert [arm["parameters"] for arm in arms] == [[15, 15]] * 2, "a vocabulary map is no parameter"
+    assert arms[0]["about"] == "as it is"
+    assert arms[1]["about"] == "tuned; learning_rate 0.003 (judged: 0.001 1.100, 0.003 1.300)"
+    assert "| other: tuned; learning_rate 0.003" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -78,6 +78,12 @@ def test_a_changed_token_is_found_with_the_gap_of_its_logits(folders: tuple[Path
     assert found.logit_gap is not None and found.logit_gap > 0
     assert found.logit_gap == pytest.approx(float(logits[found.plain_token] - logits[found.token]), abs=1e-4)
     assert compare_outputs(llm, plain, replace(plain)) is None
+    short = replace(plain, token_ids=plain.token_ids[:5])
+    for one, other in ((plain, short), (short, plain)):  # one of them ends before the other
+        found = compare_outputs(llm, one, other)
+        assert found is not None and (found.position, found.logit_gap) == (5, None)
+        assert (found.plain_token is None, found.token is None) == (one is short, other is short)
+        assert (found.plain_text == "", found.text == "") == (one is short, other is short)
 
 
 def test_a_draft_of_another_target_is_refused_before_anything_is_written(

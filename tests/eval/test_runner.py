@@ -12,8 +12,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.eval.decoder import batch_decode_seconds
 from eagle_kit.eval.identity import first_difference
+from eagle_kit.eval.report import identity_lines
 from eagle_kit.eval.runner import name_drafts, run_eval
 from eagle_kit.eval.summary import find_row
+from eagle_kit.report.environment import command_line
 
 SHAPES = ["2,1,3", "3,2,6"]
 
@@ -62,12 +64,13 @@ def evaluate(prompts: Path, out: Path, fakes: Fakes, **options: Any) -> dict[str
     given = {**defaults, **options}
     drafts = name_drafts(given.pop("drafts"), given.pop("draft_names", None))
     command, quiet = given.pop("command", None), given.pop("quiet", True)
+    target = given.pop("target", "a-target")
     engine = EngineConfig(
-        **{name: given.pop(name) for name in ("dtype", "device", "max_context") if name in given},
+        **{name: given.pop(name) for name in EngineConfig.model_fields if name in given and name != "seed"},
         max_batch_size=given.pop("batch_size", 1),
     )
     config = EvalConfig(tasks=(str(prompts),), engine=engine, **given)
-    return run_eval("a-target", drafts, config, out=out, quiet=quiet, command=command, engines=fakes)
+    return run_eval(target, drafts, config, out=out, quiet=quiet, command=command, engines=fakes)
 
 
 def records(out: Path) -> list[dict[str, Any]]:
@@ -86,13 +89,22 @@ def test_every_prompt_is_decoded_by_every_setting_and_written_down(prompts: Path
     assert one["num_tokens"] == len(one["token_ids"]) == 13
     assert one["num_verifies"] == 4 and one["accept_length"] == 3.0 and one["histogram"] == [0, 0, 0, 4]
     assert one["decode_tokens_per_s"] == 12 / (4 * 0.5) and one["identical"] is True
+    assert (one["turn"], one["category"], one["finish_reason"]) == (0, "a", "length")
+    assert one["num_prompt_tokens"] == len("user:red") and one["text"].split()[0] == f"w{one['token_ids'][0]}"
+    assert (one["prefill_s"], one["decode_s"], one["decode_share_s"]) == (0.25, 4 * 0.5, 4 * 0.5)
+    row = find_row(summary, "head2", "2,1,3")
+    assert (row["prefill_s"], row["decode_s"]) == (0.25, 6 * 4 * 0.5)
+    assert (row["num_answers"], row["num_tokens"], row["num_verifies"]) == (6, 6 * 13, 6 * 4)
     assert find_row(summary, "head0", "2,1,3")["accept_length"] == 1.0
     assert find_row(summary, "head2", "3,2,6")["speedup"] == pytest.approx(3.0)
     assert summary["greedy_identical"] is True and summary["num_compared"] == 24
 
 
 def test_summary_says_what_it_ran_on(prompts: Path, tmp_path: Path) -> None:
-    evaluate(prompts, tmp_path / "out", Fakes(), seed=5, command="eagle-kit eval something")
+    folder = tmp_path / "somewhere" / "a-target"
+    folder.mkdir(parents=True)
+    options = {"seed": 5, "command": "eagle-kit eval something"}
+    evaluate(prompts, tmp_path / "out", Fakes(), target=str(folder), **options)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["command"] == "eagle-kit eval something" and summary["seed"] == 5
     assert summary["target"] == {"name": "a-target", "device": "cpu", "dtype": "float32"}
@@ -138,6 +150,8 @@ def test_a_difference_is_named_with_both_tokens_and_the_logit_gap(prompts: Path,
         "text": f"w{VOCABULARY - 1}",
         "logit_gap": 3.0,
     }
+    lines = identity_lines(summary)
+    assert len(lines) == 7 and lines[0].startswith("greedy identical: no (6 of 6") and "1 more" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -160,13 +174,17 @@ def test_a_stopped_run_goes_on_where_it_stopped(prompts: Path, tmp_path: Path, c
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
         evaluate(prompts, out, Fakes(stop_after=3 + 7))  # in the middle of the third user turn
+    begun = json.loads((out / "settings.json").read_text())
+    assert begun["about"]["command"] == command_line()
     assert "6 answers are kept" in capsys.readouterr().err
     assert len(records(out)) == 6
     rest = Fakes()
-    summary = evaluate(prompts, out, rest)
+    summary = evaluate(prompts, out, rest, command="another")
     assert rest.measured == whole.measured[6:]
     assert summary["rows"] == expected["rows"]
     assert records(out) == records(tmp_path / "whole")
+    about = ("command", "date", "machine", "versions", "target")
+    assert {name: summary[name] for name in about} == begun["about"], "what is said is of the first start"
 
 
 def test_a_finished_run_is_summed_up_again_without_loading_a_model(prompts: Path, tmp_path: Path) -> None:
@@ -196,6 +214,16 @@ def test_a_line_cut_off_by_a_crash_is_decoded_again(prompts: Path, tmp_path: Pat
         ({"shapes": ["2,1,3"]}, "shapes"),
         ({"drafts": ["head2"]}, "drafts"),
         ({"max_context": 96}, "max_context"),
+        ({"batch_size": 2}, "batch_size"),
+        ({"limit": 9}, "limit"),
+        ({"seed": 1}, "seed"),
+        ({"target": "another"}, "target"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"device": "cpu"}, "device"),
+        ({"quantization": "fp8"}, "quantization"),
+        ({"kv_dtype": "fp8_e4m3"}, "kv_dtype"),
+        ({"tensor_parallel": 2}, "tensor_parallel"),
+        ({"graph_mode": "off"}, "graph_mode"),
     ],
 )
 def test_other_settings_in_the_same_folder_are_refused(
@@ -206,6 +234,41 @@ def test_other_settings_in_the_same_folder_are_refused(
     with pytest.raises(UserError, match=named):
         evaluate(prompts, tmp_path / "out", Fakes(), **change)
     assert (tmp_path / "out" / "answers.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("eagle_kit.eval.runner.cpu_model", "cpu"),
+        ("torch.get_num_threads", "threads"),
+        ("torch.__version__", "torch"),
+    ],
+)
+def test_answers_of_another_machine_are_not_gone_on_with(
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, named: str
+) -> None:
+    evaluate(prompts, tmp_path / "out", Fakes())
+    monkeypatch.setattr(place, "2.0" if named == "torch" else lambda: 77)
+    with pytest.raises(UserError, match=rf"settings \({named} differ\)"):
+        evaluate(prompts, tmp_path / "out", Fakes())
+
+
+def test_answers_without_their_settings_are_refused(prompts: Path, tmp_path: Path) -> None:
+    evaluate(prompts, tmp_path / "out", Fakes())
+    before = (tmp_path / "out" / "answers.jsonl").read_bytes()
+    for damage in (lambda path: path.write_text("{}"), Path.unlink):
+        damage(tmp_path / "out" / "settings.json")
+        with pytest.raises(UserError, match=r"settings\.json is missing or unreadable"):
+            evaluate(prompts, tmp_path / "out", Fakes())
+    assert (tmp_path / "out" / "answers.jsonl").read_bytes() == before
+
+
+def test_the_seed_draws_the_prompts(prompts: Path, tmp_path: Path) -> None:
+    drawn = set()
+    for seed in range(8):
+        evaluate(prompts, tmp_path / str(seed), Fakes(), seed=seed, limit=2, drafts=[])
+        drawn.add(frozenset(record["id"] for record in records(tmp_path / str(seed))))
+    assert len(drawn) > 1 and {len(ids) for ids in drawn} == {2}
 
 
 def test_arguments_of_the_chat_template_reach_every_setting_and_a_prompts_own_come_first(
@@ -232,9 +295,22 @@ def test_changed_prompts_or_a_changed_draft_are_refused(prompts: Path, tmp_path:
     with pytest.raises(UserError, match="drafts differ"):
         evaluate(prompts, tmp_path / "out", Fakes(), drafts=[str(draft)])
     (draft / "config.json").write_text("{}")
+    (draft / "model.safetensors").write_bytes(b"other weights")
+    with pytest.raises(UserError, match="drafts differ"):
+        evaluate(prompts, tmp_path / "out", Fakes(), drafts=[str(draft)])
+    (draft / "model.safetensors").unlink()
     prompts.write_text(prompts.read_text() + '{"prompt": "more"}\n')
     with pytest.raises(UserError, match="tasks differ"):
         evaluate(prompts, tmp_path / "out", Fakes(), drafts=[str(draft)])
+
+
+def test_a_target_whose_weights_have_changed_is_refused(prompts: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    evaluate(prompts, tmp_path / "out", Fakes(), target=str(target))
+    (target / "model.safetensors").write_bytes(b"weights")
+    with pytest.raises(UserError, match="target_fingerprint differ"):
+        evaluate(prompts, tmp_path / "out", Fakes(), target=str(target))
 
 
 def test_batches_share_their_decoding_seconds(prompts: Path, tmp_path: Path) -> None:
@@ -243,6 +319,7 @@ def test_batches_share_their_decoding_seconds(prompts: Path, tmp_path: Path) -> 
     # Every reply takes 12 verifies of 0.5 s; two in a batch share them; p4 and p1's turn two are alone.
     assert [r["decode_share_s"] for r in plain] == [3.0] * 2 + [6.0] + [3.0] * 2 + [6.0]
     assert find_row(summary, None, "none")["decode_tokens_per_s"] == pytest.approx(6 * 12 / 24)
+    assert find_row(summary, None, "none")["decode_s"] == 24.0
 
 
 def test_prefill_of_later_requests_is_not_decoding() -> None:
@@ -296,6 +373,7 @@ def test_drafts_of_the_same_name_are_told_apart(prompts: Path, tmp_path: Path) -
     assert [draft["name"] for draft in summary["drafts"]] == ["a/head1", "b/head1"]
     summary = evaluate(prompts, tmp_path / "two", Fakes(), drafts=["runs/a/step-1"])
     assert [draft["name"] for draft in summary["drafts"]] == ["a/step-1"]
+    assert list(name_drafts(["runs/a/best"])) == ["a/best"]
     summary = evaluate(prompts, tmp_path / "three", Fakes(), drafts=drafts, draft_names=["ours1", "theirs1"])
     assert find_row(summary, "theirs1", "2,1,3")["num_answers"] == 6
 
@@ -309,7 +387,10 @@ def test_the_report_is_printed(prompts: Path, tmp_path: Path, capsys: Any) -> No
 
 def test_a_plot_is_drawn(prompts: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    summary = evaluate(prompts, tmp_path / "out", Fakes(), drafts=["head0", "head2"], plots=True)
+    shapes = [*SHAPES, "auto"]
+    summary = evaluate(
+        prompts, tmp_path / "out", Fakes(), drafts=["head0", "head2"], shapes=shapes, plots=True
+    )
     path = Path(summary["paths"]["plot"])
     assert path == tmp_path / "out" / "summary.png"
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000

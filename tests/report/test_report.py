@@ -1,4 +1,4 @@
-"""Tables in three forms, figures of hostile data, pages that need no network."""
+"""Tables in three forms, figures that show what they are given, pages that need no network."""
 
 import base64
 import re
@@ -7,8 +7,20 @@ import sys
 import pytest
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.report.bench import plot_cycles, plot_roofline
 from eagle_kit.report.pages import Picture, write_page
-from eagle_kit.report.plots import Bars, BarSeries, Curve, Curves, draw, require_matplotlib, shade
+from eagle_kit.report.plots import (
+    HUES,
+    Bars,
+    BarSeries,
+    Curve,
+    Curves,
+    HeatMap,
+    draw,
+    hue,
+    require_matplotlib,
+    shade,
+)
 from eagle_kit.report.tables import Table, number
 
 TABLE = Table(["name", "note", "value"], [["a<b", "x", "1.50"], [], ["longer", "", "10"]], ["name", "note"])
@@ -50,12 +62,164 @@ def test_figures_of_hostile_data_are_drawn():
     assert shade("#000000", 1.0) == (1.0, 1.0, 1.0)
 
 
+def area_of(panel):
+    """Axes into which a panel was drawn."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    area = Figure().subplots()
+    panel.draw(area)
+    return area
+
+
+def texts_of(area):
+    return [text.get_text() for text in area.texts]
+
+
+def test_bars_are_as_long_as_their_values_the_first_on_top():
+    series = [BarSeries("one", [1.5, None], "red", [[1.4, 1.6], []]), BarSeries("two", [0.5, 2.0], "blue")]
+    area = area_of(Bars("x", ["g", "h"], series, "title", line=1.25, start=1.0))
+    bars = [(bar.get_x(), bar.get_width(), bar.get_facecolor()[:3]) for bar in area.patches]
+    red, blue = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
+    assert bars == [(1.0, 0.5, red), (1.0, -0.5, blue), (1.0, 1.0, blue)]
+    first, second, third = (bar.get_y() + bar.get_height() / 2 for bar in area.patches)
+    assert first < 0 < second < 0.5 < third and third == pytest.approx(1.2)
+    bottom, top = area.get_ylim()
+    assert bottom > 1 > 0 > top, "the axis points down"
+    assert [label.get_text() for label in area.get_yticklabels()] == ["g", "h"]
+    assert texts_of(area) == ["1.50", "no data", "0.50", "2.00"]
+    dots, *_ = area.lines
+    assert list(dots.get_xdata()) == [1.4, 1.6] and area.texts[0].xy[0] == 1.6, "the value is behind the dots"
+    assert list(area.lines[-1].get_xdata()) == [1.25, 1.25] and area.get_xlim()[0] == 1.0
+    assert area.get_title("left") == "title" and area.get_xlabel() == "x"
+
+
+def test_curves_have_their_bands_marks_and_limits():
+    curve = Curve([1, 2], [3.0, 4.0], "a", "red", low=[2.5, 3.5], high=[3.5, 6.0], mark=(2, 4.0))
+    pale = Curve([1, 2], [1.0, 1.5], "", "blue", faint=True)
+    area = area_of(Curves("x", "y", [curve, pale], "title", limits=(0, None), legend="kinds", whole=True))
+    first, star, faint = area.lines
+    assert list(first.get_ydata()) == [3.0, 4.0] and list(faint.get_ydata()) == [1.0, 1.5]
+    assert first.get_alpha() == 1.0 > faint.get_alpha() and first.get_linewidth() > faint.get_linewidth()
+    assert (star.get_marker(), list(star.get_xdata()), texts_of(area)) == ("*", [2], ["4.000"])
+    (band,) = area.collections
+    edges = band.get_paths()[0].vertices[:, 1]
+    assert (edges.min(), edges.max()) == (2.5, 6.0)
+    assert area.get_ylim()[0] == 0 and area.get_ylim()[1] > 6.0
+    legend = area.get_legend()
+    assert legend.get_title().get_text() == "kinds"
+    assert [text.get_text() for text in legend.get_texts()] == ["a"], "without a label it is left out"
+    assert (area.get_xlabel(), area.get_ylabel(), area.get_title("left")) == ("x", "y", "title")
+    assert all(tick == int(tick) for tick in area.get_xticks())
+    bounded = area_of(Curves("x", "y", [curve], limits=(0, 100)))
+    assert bounded.get_ylim() == (0, 100) and bounded.get_legend() is None
+
+
+def test_stacked_layers_lie_on_each_other_and_are_named_from_the_top():
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_rgb
+
+    layers = [Curve([1, 2], [1.0, 2.0], "low", "red"), Curve([1, 2], [3.0, 4.0], "high", "blue")]
+    area = area_of(Curves("x", "y", layers, stacked=True, legend=""))
+    tops = [each.get_paths()[0].vertices[:, 1].max() for each in area.collections]
+    assert tops == [2.0, 6.0]
+    legend = area.get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["high", "low"]
+    colours = [to_rgb(handle.get_facecolor()) for handle in legend.legend_handles]
+    assert colours == [(0.0, 0.0, 1.0), (1.0, 0.0, 0.0)]
+
+
+def test_a_heat_map_has_its_numbers_in_their_cells_and_white_in_the_middle():
+    area = area_of(HeatMap("x", ["a", "b"], ["r", "s"], [[1.0, 2.0], [2.5, 1.75]], "title", middle=1.5))
+    cells = {text.get_position(): text.get_text() for text in area.texts}
+    assert cells == {(0, 0): "1.00", (1, 0): "2.00", (0, 1): "2.50", (1, 1): "1.75"}
+    (image,) = area.images
+    assert image.norm(1.5) == 0.5 and image.norm(2.5) == 1.0 and image.norm(0.5) == 0.0
+    assert [label.get_text() for label in area.get_xticklabels()] == ["a", "b"]
+    assert [label.get_text() for label in area.get_yticklabels()] == ["r", "s"]
+
+
+def test_colours_go_round_and_become_paler():
+    assert [hue(i) for i in range(len(HUES) + 1)] == [*HUES, HUES[0]]
+    assert shade("#804020", 0.0) == (0x80 / 255, 0x40 / 255, 0x20 / 255)
+    assert shade("#000000", 0.25) == (0.25, 0.25, 0.25)
+
+
+def row(group, **values):
+    """A row of a record that was timed against a floor."""
+    return {"group": group, "floor_us": 1e3, **values}
+
+
+def drawn(monkeypatch, plot, record, path):
+    """The axes of a figure that a benchmark draws."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k))
+    plot(record, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    return figures[0].axes
+
+
+CEILINGS = {"flops_per_s": 8e12, "copy_bytes_per_s": 2e11, "launch_s": 1e-6}
+
+
+def test_a_roofline_has_the_knee_of_the_machine_and_a_point_a_case(monkeypatch, tmp_path):
+    rows = {
+        "a": row("norm", flops=100, bytes=50, tflop_per_s=0.2, share=0.5),
+        "b": row("norm", flops=0, bytes=50, tflop_per_s=0.0, share=0.25),
+        "c": row("matmul", flops=900, bytes=3, tflop_per_s=6.0, share=0.75),
+        "d": {"group": "left out"},
+    }
+    record = {"ceilings": CEILINGS, "settings": {"device": "CPU"}, "cases": rows}
+    roof, shares = drawn(monkeypatch, plot_roofline, record, tmp_path / "new" / "r.png")
+    (line,) = roof.lines
+    across, up = line.get_xdata(), line.get_ydata()
+    assert (across[1], up[1], up[2]) == pytest.approx((40.0, 8.0, 8.0))
+    assert up[0] == pytest.approx(0.2 * across[0])
+    assert [list(map(tuple, each.get_offsets())) for each in roof.collections] == [
+        [(2.0, 0.2)],
+        [(300.0, 6.0)],
+    ]
+    assert [list(map(tuple, each.get_offsets())) for each in shares.collections] == [
+        [(50.0, 0.0), (25.0, 0.0)],
+        [(75.0, 1.0)],
+    ]
+    assert [label.get_text() for label in shares.get_yticklabels()] == ["norm", "matmul"]
+
+
+def test_cycles_are_drawn_over_their_floors_and_rates_over_the_batch(monkeypatch, tmp_path):
+    def cycle(shape, mode, batch, context, milliseconds, rate, **more):
+        times = {"cycle": {"median": 1e3 * milliseconds}}
+        values = {"shape": shape, "mode": mode, "batch": batch, "context": context}
+        return row("cycle", **values, times_us=times, figures={"tokens/s": rate}, **more)
+
+    rows = {
+        "a": cycle("none", "cycle", 8, 64, 2.0, 40.0, sheet_floor_us=500.0),
+        "b": cycle("none", "cycle", 1, 64, 3.0, 10.0),
+        "c": cycle("none", "cycle", 1, 1024, 4.0, 5.0),
+        "d": cycle("none", "off", 1, 64, 5.0, 1.0),
+    }
+    record = {"ceilings": {**CEILINGS, "sheet_bytes_per_s": 3e11}, "settings": {}, "cases": rows}
+    times, rates = drawn(monkeypatch, plot_cycles, record, tmp_path / "c.png")
+    points = [list(map(tuple, each.get_offsets())) for each in times.collections]
+    assert points == [[(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)], [(0.5, 2.0)], [(1.0, 5.0)]]
+    (line,) = rates.lines
+    assert list(line.get_xdata()) == [1, 8] and list(line.get_ydata()) == [10.0, 40.0], "shortest context"
+    slopes = [line.get_ydata()[0] / line.get_xdata()[0] for line in times.lines]
+    assert slopes == pytest.approx([1.0, 1.25, 1.4])
+    assert "data sheet" in times.get_title("left")
+
+
 def test_a_page_holds_its_pictures_and_is_whole(tmp_path):
-    page = write_page(tmp_path / "out", "a & b", [TABLE, "some <text>", Picture("sub/p.png", b"\x89PNG")])
+    page = write_page(
+        tmp_path / "out", "a & b", [TABLE, "some <text>", Picture("sub/deep/p.png", b"\x89PNG")]
+    )
     text = page.read_text()
     assert "<h1>a &amp; b</h1>" in text and "<p>some &lt;text&gt;</p>" in text and "http" not in text
     (data,) = re.findall(r'base64,([^"]+)"', text)
-    assert base64.b64decode(data) == (tmp_path / "out" / "sub" / "p.png").read_bytes() == b"\x89PNG"
+    assert base64.b64decode(data) == (tmp_path / "out" / "sub" / "deep" / "p.png").read_bytes() == b"\x89PNG"
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="could not be written"):
         write_page(tmp_path / "file", "t", [])

@@ -66,7 +66,8 @@ class FakeLLM:
         self.calls.append((self.draft, shape, list(prompts)))
         if self.stop_after is not None and len(self.calls) > self.stop_after:
             raise KeyboardInterrupt
-        return [self._reply(prompt, params, SpecShape.parse(shape)) for prompt in prompts]
+        used = SpecShape.parse("3,1,4" if shape == "auto" else shape)
+        return [self._reply(prompt, params, used) for prompt in prompts]
 
     def _reply(self, prompt: Any, params: SamplingParams, shape: SpecShape) -> RequestOutput:
         prompt_ids = self.tokenize(prompt)

@@ -3,7 +3,7 @@
 import pytest
 
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.tuning.costs import CostTable, Timing
+from eagle_kit.tuning.costs import CostTable, Timing, join
 
 
 def machine(batch_size, shape, context):
@@ -125,3 +125,34 @@ def test_fewer_rows_of_the_target_take_the_time_of_a_smaller_window(table, batch
     truth = machine(batch_size, large, 64)
     assert share == pytest.approx((truth - forwards[5] + forwards[2]) / truth, abs=0.05)
     assert table.packed_share(batch_size, large, 64, batch_size * large.tokens) == 1.0
+
+
+def test_a_draft_reads_what_it_has_missed_in_the_time_of_as_many_rows(table):
+    for batch_size, num_tokens in ((1, 8), (4, 3), (4, 8)):
+        forward = max(3e-3, 3e-3 * batch_size * num_tokens / 20)
+        forward += 2e-3 * 3e-3 * batch_size * 64 / 100 * 0.1
+        assert table.reading_seconds(batch_size, num_tokens, 64) == pytest.approx(forward, rel=0.5)
+    assert table.reading_seconds(8, 16, 64) > 2 * table.reading_seconds(8, 2, 64)
+
+
+def test_times_of_a_later_and_slower_machine_are_joined_by_what_plain_decoding_takes():
+    chain, tree, plain = SpecShape(2, 1, 3), SpecShape(3, 4, 8), NO_SPECULATION
+    before = [Timing(1, plain, 64, 0.02), Timing(1, chain, 64, 0.03)]
+    later = [Timing(1, plain, 70, 0.04), Timing(1, tree, 70, 0.08)]
+    elsewhere = [Timing(1, plain, 1024, 0.06), Timing(1, tree, 1024, 0.09), Timing(4, tree, 64, 0.1)]
+    assert join(before, later) == [*before, Timing(1, tree, 70, pytest.approx(0.04))]
+    assert join(before, [*later, *elsewhere]) == [
+        *before,
+        Timing(1, tree, 70, pytest.approx(0.04)),
+        *elsewhere,
+    ], "points that were not timed before stay as they are"
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_table_knows_contexts_apart(slow):
+    """What was measured at one context says less of another."""
+    points = [(size, shape, context) for size in (1, 4) for shape in QUICK for context in (64, 4096)]
+    times = [machine(*point) * (slow if point[2] > 1000 else 1) for point in points]
+    table = CostTable.fit([Timing(*point, time) for point, time in zip(points, times, strict=True)])
+    for point, time in zip(points, times, strict=True):
+        assert table.seconds(*point) == pytest.approx(time, rel=0.05)

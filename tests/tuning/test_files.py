@@ -35,13 +35,20 @@ def test_what_was_measured_here_is_found_again():
     costs = make_costs()
     files.save_costs(costs)
     found = files.find_costs(KEY, None)
-    assert found.timings == costs.timings
+    assert (found.timings, found.date, found.tuned_to, found.is_quick) == (
+        costs.timings,
+        costs.date,
+        8,
+        False,
+    )
+    assert files.find_acceptance("abc", None) is None
     assert found.table.seconds(1, CHAIN, 64) == costs.table.seconds(1, CHAIN, 64)
     assert files.find_costs({**KEY, "dtype": "bfloat16"}, None) is None
     files.save_acceptance(make_acceptance())
     assert files.find_acceptance("abc", None).table.length(CHAIN) == pytest.approx(
         1 + 0.6 + 0.36 + 0.216 + 0.1296
     )
+    assert files.find_acceptance("abc", None).about == {"positions": 10}
     assert files.find_acceptance("another", None) is None
 
 
@@ -79,6 +86,9 @@ def test_a_short_measurement_does_not_outweigh_a_shipped_table(place):
     [
         ("timings", [[0, "4,1,5", 64, 0.04]]),
         ("timings", [[1, "4,1,5", -2, 0.04]]),
+        ("timings", [[1, "4,1,5", -1, 0.04]]),
+        ("timings", [[1, "4,1,5", 64, 0.0]]),
+        ("format", 2),
         ("timings", [[1, "4,1,5", 64, 1e400]]),
         ("timings", None),
         ("costs", None),
@@ -126,6 +136,10 @@ def test_shipped_costs_that_are_no_list_are_told_and_replaced(place):
         lambda text: text.replace("0.6", "7.0"),
         lambda text: text.replace('"4,1,5"', '"4,1,9"'),
         lambda text: text.replace('"format": 1', '"format": 99'),
+        lambda text: text.replace("0.6", "-0.6"),
+        lambda text: text.replace("0.6,", ""),
+        lambda text: text.replace('"edges": []', '"edges": [0.5]'),
+        lambda text: text.replace('"format": 1', '"format": 0'),
         lambda text: "[]",
         lambda text: re.sub(r'("shares": \[\s*)[\d.]+', r"\1NaN", text),
         lambda text: json.dumps({"format": 1, "draft": "abc", "about": [], "edges": 3, "shapes": {}}),

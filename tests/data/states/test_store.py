@@ -89,6 +89,49 @@ def test_a_store_makes_nothing_before_its_first_shard_and_keeps_rows_in_any_orde
     assert (tmp_path / "states" / "data" / "ids.npy").read_bytes() == b"ids.npy" * 3
 
 
+def test_a_row_that_is_there_is_not_taken_in_again(tmp_path: Path, data: Path) -> None:
+    """Whether it waits or was written: a run that goes on computes some rows once more."""
+    store = StateStore(tmp_path / "states", manifest(), data)
+    fill(store, 0)
+    other = {name: torch.zeros_like(tensor) for name, tensor in row_states(0).items()}
+    store.add([0], [LENGTHS[0]], other)
+    assert equal(store.load([0], HERE), [0])
+    store.flush()
+    store.add([0], [LENGTHS[0]], other)
+    store.flush()
+    assert equal(store.load([0], HERE), [0]) and len(store.shards()) == 1
+    assert store.num_bytes == store.shards()[0].path.stat().st_size
+    assert store.missing() == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("form", "precision", "exact"),
+    [
+        ("computed", "float32", True),
+        ("bf16", "bfloat16", True),
+        ("bf16", "float32", False),
+        ("fp8", "bfloat16", False),
+    ],
+)
+def test_a_store_says_whether_states_come_back_to_the_bit(
+    tmp_path: Path, data: Path, form: str, precision: str, exact: bool
+) -> None:
+    assert StateStore(tmp_path, manifest(format=form, precision=precision), data).is_exact is exact
+
+
+@pytest.mark.parametrize(("name", "value"), [("tokens", 9), ("bytes", 9), ("rows", [0]), ("sha256", "a")])
+def test_a_shard_that_is_not_the_one_in_the_table_is_refused(
+    tmp_path: Path, data: Path, name: str, value: object
+) -> None:
+    whole_store(tmp_path / "states", data)
+    path = tmp_path / "states" / "manifest.json"
+    about = json.loads(path.read_text())
+    about["shards"][1][name] = value
+    path.write_text(json.dumps(about))
+    with pytest.raises(UserError, match=r"states-.* is not the one in the manifest"):
+        StateStore(tmp_path / "states")
+
+
 @pytest.mark.parametrize("form", ["computed", "fp8"])
 def test_states_that_are_not_finite_are_refused_when_they_are_read(
     tmp_path: Path, data: Path, form: str
@@ -274,4 +317,7 @@ def test_a_folder_without_a_manifest_is_no_store(tmp_path: Path) -> None:
         StateStore(tmp_path)
     (tmp_path / "manifest.json").write_text("{]")
     with pytest.raises(UserError, match="is not JSON"):
+        StateStore(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"version": 1}')
+    with pytest.raises(UserError, match="is not the manifest of a store"):
         StateStore(tmp_path)
