@@ -1,8 +1,11 @@
 """The self-check passes, covers every operation, and notices a wrong one."""
 
+import math
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kit.kernels
 from eagle_kit.kernels import cpp, selfcheck
@@ -13,6 +16,30 @@ def test_every_operation_is_checked_and_right():
     folders = {path.parent.name for path in Path(eagle_kit.kernels.__file__).parent.glob("*/__init__.py")}
     assert {check.kernel for check in checks} == folders
     assert [check for check in checks if not check.ok] == []
+
+
+@pytest.mark.skipif(not cpp.available(), reason="no C++ here")
+def test_every_operation_in_cpp_is_run():
+    run = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            run.add(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        selfcheck.run_checks()
+    there = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("eagle_kit_cpp::")}
+    assert there - run == set()
+
+
+def test_a_result_that_is_nan_is_not_right(monkeypatch):
+    """Also where another result of the operation is right."""
+    right = selfcheck.draft_inputs
+    monkeypatch.setattr(
+        selfcheck, "draft_inputs", lambda *args: (right(*args)[0], right(*args)[1] * math.nan)
+    )
+    assert [check.kernel for check in selfcheck.run_checks() if not check.ok] == ["draft_inputs"]
 
 
 @pytest.mark.parametrize(
