@@ -2,6 +2,7 @@
 and threads; and what is said where they cannot be compiled."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -547,6 +548,35 @@ class TestCompiling:
         (tmp_path / "cpp" / "key.so").write_bytes(b"cut")
         cpp._load(["c++"])
         assert loads == [b"cut", b"whole"]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda patch, folder: patch.setattr(cpp, "_processor", lambda: "flags: none"),
+            lambda patch, folder: patch.setattr(cpp.torch, "__version__", "1.0"),
+            lambda patch, folder: patch.setattr(cpp.platform, "machine", lambda: "another"),
+            lambda patch, folder: patch.setattr(cpp.platform, "libc_ver", lambda: ("libc", "1")),
+            lambda patch, folder: patch.setattr(cpp, "_run", lambda command: "2"),
+            *(
+                lambda patch, folder, name=name: (folder / name).write_text("// another")
+                for name in (*cpp.SOURCES, *cpp.HEADERS)
+            ),
+        ],
+        ids=["processor", "torch", "machine", "libc", "compiler", *cpp.SOURCES, *cpp.HEADERS],
+    )
+    def test_what_was_compiled_for_something_else_is_not_loaded(self, monkeypatch, tmp_path, change):
+        """Homes are shared by machines, and torch, compilers and sources are upgraded."""
+        sources, loads = tmp_path / "csrc", []
+        shutil.copytree(cpp.FOLDER, sources)
+        monkeypatch.setattr(cpp, "FOLDER", sources)
+        monkeypatch.setattr(cpp, "_run", lambda command: "1")
+        monkeypatch.setattr(cpp, "_compile", lambda command, library: library.write_bytes(b"whole"))
+        monkeypatch.setattr(cpp.torch.ops, "load_library", loads.append)
+        cpp._load(["c++"])
+        cpp._load(["c++"])
+        change(monkeypatch, sources)
+        cpp._load(["c++"])
+        assert loads[0] == loads[1] != loads[2]
 
 
 def test_they_can_be_refused(monkeypatch):
