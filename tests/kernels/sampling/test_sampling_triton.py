@@ -133,7 +133,7 @@ def test_min_p_that_keeps_less_than_top_k_keeps_all_of_its_equals(triton_device,
     device = triton_device if backend == "triton" else "cpu"
     logits = torch.full((1, 1, 600), -9.0, device=device)
     logits[..., [5, 300]] = 2.0
-    logits[..., 2] = 1.0
+    logits[..., [2, 10]] = 1.0
     batch = make_batch([SamplingParams(temperature=1.0, top_k=3, min_p=1.0)], 600, device)
     probs = target_probs(logits, batch, backend=backend)[0, 0]
     assert probs.nonzero()[:, 0].tolist() == [5, 300]
