@@ -451,6 +451,44 @@ def test_prompts_are_those_of_the_reference(variant, first_slot):
 
 @needs_compiler
 @torch.no_grad()
+@pytest.mark.parametrize("group", [1, 5, 7])
+def test_groups_of_heads_that_no_number_of_rows_is_a_multiple_of(group):
+    """Query rows are computed 48 at a time, which begins within a group; each head has a sink of its own."""
+    text, count = Text(), 40
+    variant = AttentionVariant(0.2, Limits(window=30), 2.0, drawn(2 * group, seed=7))
+    queries = drawn(2, count, 2 * group, 24, seed=4)
+    prompts = PrefillPlan(
+        text.table, PAGE, torch.tensor([0, count, 2 * count]), torch.zeros(2).long(), 0, count
+    )
+    chunk = queries.flatten(0, 1)
+    got, want = (
+        paged_prefill_attention(chunk, text.k, text.v, prompts, variant, backend=backend)
+        for backend in (None, "reference")
+    )
+    torch.testing.assert_close(got, want)
+    parents = torch.arange(-1, count - 1).clamp(min=0).expand(2, -1)
+    k, v = drawn(2, 300, 24), drawn(2, 300, 24, seed=1)
+    windows = WindowPlan(
+        page_table=torch.randperm(20, generator=torch.Generator().manual_seed(1)).view(2, 10),
+        page_size=8,
+        prefix_lens=torch.tensor([3, 71]),
+        first_slot=0,
+        scratch_start=160,
+        scratch_stride=64,
+        num_keys=count,
+        ancestors=ancestor_bits(parents, count),
+        num_columns=160,
+        dummy_row=299,
+        dtype=torch.float32,
+    )
+    got, want = (
+        window_attention(queries, k, v, windows, variant, backend=name) for name in (None, "reference")
+    )
+    torch.testing.assert_close(got, want)
+
+
+@needs_compiler
+@torch.no_grad()
 def test_what_does_not_fit_is_refused():
     packed = panels.pack(drawn(32, 16))
     for x in (drawn(3, 8), drawn(3, 16).double(), drawn(3, 16).bfloat16(), drawn(2, 3, 16)):
