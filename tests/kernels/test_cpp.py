@@ -515,6 +515,79 @@ def test_what_does_not_fit_is_refused():
         rope_store(qkv, rotation, num_heads=6, rows=torch.tensor([0, 9, 1]), **stores)
 
 
+QKV, TABLE, ROWS = drawn(3, 10, 24), drawn(3, 1, 24), torch.tensor([0, 2, 1])
+STORE, ONE = torch.zeros(2, 9, 24), torch.ones(1, dtype=torch.int64)
+QUERIES, BITS, BORDERS = drawn(2, 6, 24), torch.ones(1, 2, dtype=torch.int64), torch.tensor([0, 2])
+TABLES, START = ONE[None], ONE - 1
+"""Arguments that fit: keys of 9 rows, and a window or a prompt of two queries."""
+
+
+def stored(ops, k_rows=STORE, v_rows=STORE, rows=ROWS, norms=(None, None), table=TABLE):
+    return ops.rope_store(QKV, table, table, 6, *norms, 1e-5, False, k_rows, v_rows, rows, True)
+
+
+def committed(ops, table=TABLES, first=ONE, counts=ONE):
+    return ops.commit_rows(STORE, table, 4, BITS[:, :1] - 1, first, counts, 8, 1)
+
+
+def attended(ops, q=QUERIES, v=STORE, table=TABLES, lens=ONE, keys=2):
+    sizes = [4, 0, 5, 2, keys, 0, 0]
+    return ops.window_attention(q, STORE, v, table, lens, BITS, sizes, 0.2, 0.0, None, None)
+
+
+def prompted(ops, q=QUERIES, table=TABLES, borders=BORDERS):
+    return ops.prompt_attention(q, STORE, STORE, table, borders, START, [4, 0, 0, 0], 0.2, 0.0, None)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda ops: ops.linear(drawn(3, 8), drawn(1, 8, ops.panel_width()), 5, drawn(4)), "do not fit"),
+        (lambda ops: ops.linear(drawn(3, 8), drawn(2, 8, ops.panel_width()), 5, None), "do not fit"),
+        (lambda ops: ops.add_rms_norm(drawn(3, 8), drawn(2, 8), drawn(8), 1e-5), "differ in size"),
+        (lambda ops: ops.add_rms_norm(drawn(3, 8), drawn(3, 8), drawn(4), 1e-5), "do not fit"),
+        (lambda ops: ops.swiglu(drawn(3, 7)), "not gate and up"),
+        (lambda ops: ops.swiglu(drawn(2, 3, 8)), "not gate and up"),
+        (lambda ops: ops.most_likely(drawn(8)), "not rows"),
+        (lambda ops: ops.most_likely(drawn(3, 0)), "not rows"),
+        (lambda ops: stored(ops, table=TABLE[:2]), "do not fit"),
+        (lambda ops: stored(ops, table=drawn(3, 1, 26)), "do not fit"),
+        (lambda ops: stored(ops, norms=(drawn(8), drawn(24))), "do not fit"),
+        (lambda ops: stored(ops, norms=(drawn(24), drawn(8))), "do not fit"),
+        (lambda ops: stored(ops, rows=None), "given together"),
+        (lambda ops: stored(ops, v_rows=torch.zeros(3, 9, 24)), "do not fit their store"),
+        (lambda ops: stored(ops, k_rows=torch.zeros(2, 9, 32)), "do not fit their store"),
+        (lambda ops: stored(ops, k_rows=STORE.bfloat16()), "do not fit their store"),
+        (lambda ops: stored(ops, rows=ROWS[:2]), "do not fit their store"),
+        (lambda ops: stored(ops, rows=ROWS - 1), "not in the store"),
+        (lambda ops: committed(ops, table=TABLES.repeat(2, 1)), "do not fit"),
+        (lambda ops: committed(ops, first=ONE.repeat(2)), "do not fit"),
+        (lambda ops: committed(ops, counts=ONE[:0]), "do not fit"),
+        (lambda ops: committed(ops, first=-ONE), "has no page"),
+        (lambda ops: attended(ops, lens=ONE[:0]), "does not fit its plan"),
+        (lambda ops: attended(ops, table=TABLES.repeat(2, 1)), "does not fit its plan"),
+        (lambda ops: attended(ops, keys=1), "does not fit its plan"),
+        (lambda ops: attended(ops, keys=65), "does not fit its plan"),
+        (lambda ops: attended(ops, q=drawn(3, 6, 24)), "does not fit its plan"),
+        (lambda ops: attended(ops, q=drawn(2, 5, 24)), "do not fit"),
+        (lambda ops: attended(ops, q=drawn(2, 6, 16)), "do not fit"),
+        (lambda ops: attended(ops, v=STORE[:1]), "do not fit"),
+        (lambda ops: attended(ops, v=STORE.double()), "not fp32 rows"),
+        (lambda ops: prompted(ops, borders=torch.tensor([0, 1, 2])), "do not fit their plan"),
+        (lambda ops: prompted(ops, borders=torch.tensor([0, 3])), "do not fit their plan"),
+        (lambda ops: prompted(ops, table=TABLES.repeat(2, 1)), "do not fit their plan"),
+        (lambda ops: prompted(ops, q=drawn(12, 24)), "are not"),
+    ],
+)
+def test_arguments_of_other_sizes_are_refused(run, message):
+    ops = torch.ops.eagle_kit_cpp
+    for each in (stored, committed, attended, prompted):
+        each(ops)
+    with pytest.raises(RuntimeError, match=message):
+        run(ops)
+
+
 def test_without_them_the_engine_says_the_same(monkeypatch):
     """With packed weights, as ``LLM`` has them."""
     target, head = trained_models(steps=30)
