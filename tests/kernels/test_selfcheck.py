@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import eagle_kit.kernels
 from eagle_kit.kernels import cpp, selfcheck
+from eagle_kit.kernels.linear import onednn
+from eagle_kit.kernels.ttt_attention import cpu
 
 
 def test_every_operation_is_checked_and_right():
@@ -72,3 +75,17 @@ def test_a_wrong_operation_is_noticed(name, monkeypatch):
     right = getattr(selfcheck, name)
     monkeypatch.setattr(selfcheck, name, lambda *args, **options: right(*args, **options) * 1.001)
     assert {check.kernel for check in selfcheck.run_checks() if not check.ok} == {name}
+
+
+def test_a_wrong_form_of_an_operation_is_noticed_and_named(monkeypatch):
+    """Those of other libraries; the torch form of the same operation is right."""
+    flash, product = cpu.TTTAttention.apply, onednn.matmul
+    wrong = SimpleNamespace(apply=lambda *args: flash(*args) * 1.001)
+    monkeypatch.setattr(cpu, "TTTAttention", wrong)
+    expected = {("ttt_attention", "CPU flash")}
+    if onednn.available():
+        monkeypatch.setattr(onednn, "matmul", lambda *args: product(*args) * 1.001)
+        expected |= {("linear", "oneDNN"), ("linear", "oneDNN, packed")}
+    found = {(check.kernel, check.form) for check in selfcheck.run_checks() if not check.ok}
+    assert expected <= found
+    assert not found & {("ttt_attention", "torch"), ("linear", "torch")}
