@@ -131,7 +131,7 @@ class Ranks:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.nbytes <= ONE_SHOT_BYTES and x.dtype in self._one_shot_buffers:
             return self._one_shot(x)
-        total = x.clone()
+        total = x.clone(memory_format=torch.contiguous_format)
         self._run("sum", x, lambda: dist.all_reduce(total, group=self._data))
         return total
 

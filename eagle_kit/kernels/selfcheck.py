@@ -32,7 +32,7 @@ from eagle_kit.kernels.draft_topk import draft_topk, topk_of_logits
 from eagle_kit.kernels.experts import experts
 from eagle_kit.kernels.linear import linear, onednn, panels
 from eagle_kit.kernels.mla_attention import mla_window_attention
-from eagle_kit.kernels.norm import add_rms_norm
+from eagle_kit.kernels.norm import add_rms_norm, rms_norm
 from eagle_kit.kernels.packed_attention import packed_attention
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
 from eagle_kit.kernels.recurrence import (
@@ -44,7 +44,7 @@ from eagle_kit.kernels.recurrence import (
     recurrent_window,
 )
 from eagle_kit.kernels.rope import Rotation, WindowRows, rope_store
-from eagle_kit.kernels.rows import gather_rows, write_rows
+from eagle_kit.kernels.rows import append_rows, gather_rows, write_rows
 from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
 from eagle_kit.kernels.small_linear import small_linear, small_linear_swiglu
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
@@ -124,6 +124,7 @@ def _checks(backend: Backend) -> list[tuple[str, str, Callable[[], float]]]:
             ("accept", "C++, most likely", partial(_in_cpp, _most_likely)),
             ("commit", "C++", partial(_in_cpp, _commit)),
             ("draft_topk", "C++, of logits", partial(_in_cpp, _topk_of_logits)),
+            ("rows", "C++", partial(_in_cpp, _rows)),
         ]
     return [
         *checks,
@@ -171,6 +172,11 @@ def _randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
     return float((got.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def _largest(*errors: float) -> float:
+    """The largest of the errors of several results; NaN where one of them is, which ``max`` may leave out."""
+    return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
 def _variant() -> AttentionVariant:
@@ -225,7 +231,9 @@ def _norm() -> float:
     x, residual, weight = _randn(5, 96), _randn(5, 96, seed=1), _randn(96, seed=2)
     total = (x + residual).double()
     expected = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    return _error(add_rms_norm(x, residual, weight, 1e-5)[0], expected)
+    normed, added = add_rms_norm(x, residual, weight, 1e-5)
+    alone = rms_norm(added, weight, 1e-5)
+    return _largest(_error(normed, expected), _error(alone, expected))
 
 
 def _rope() -> float:
@@ -255,7 +263,7 @@ def _norm_gradients() -> float:
     total = (x + residual).double()
     expected = total / (total.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     wanted = torch.autograd.grad((expected, total), (x, weight), [up.double() for up in ups])
-    return max(_error(*pair) for pair in zip(got, wanted, strict=True))
+    return _largest(*(_error(*pair) for pair in zip(got, wanted, strict=True)))
 
 
 def _rope_gradients() -> float:
@@ -291,7 +299,7 @@ def _draft_inputs() -> float:
     got, taken = draft_inputs(features, rows, tokens, table, (weights[0], weights[1]), 1e-5)
     parts = torch.stack((table[tokens], features[rows])).double()
     normed = parts / (parts.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[:, None].double()
-    return max(_error(got, torch.cat(tuple(normed), -1)), _error(taken, features[rows]))
+    return _largest(_error(got, torch.cat(tuple(normed), -1)), _error(taken, features[rows]))
 
 
 def _outcome() -> float:
@@ -305,34 +313,40 @@ def _outcome() -> float:
 
 
 def _rows() -> float:
-    """Rows of two tables of different widths, moved to other rows."""
+    """Rows of two tables of different widths, moved to other rows; and an entry behind the two of row 3."""
     tables, at, to = [_randn(6, 5), torch.arange(6) * 7], torch.tensor([4, 1]), torch.tensor([0, 5])
-    expected = [table.clone() for table in tables]
-    for table in expected:
+    entries, counts = _randn(6, 4, 3, seed=1), torch.full((6,), 2)
+    expected = [table.clone() for table in (*tables, entries, counts)]
+    for table in expected[:2]:
         table[[0, 5]] = table[[4, 1]]
+    expected[2][3, 2] = 7.0
+    expected[3][3] = 3
     write_rows(tables, to, gather_rows(tables, at))
-    return max(_error(got, exact) for got, exact in zip(tables, expected, strict=True))
+    row = torch.tensor([3])
+    append_rows([entries], counts, row, [torch.full((1, 3), 7.0)], torch.ones_like(row))
+    tables += [entries, counts]
+    return _largest(*(_error(got, exact) for got, exact in zip(tables, expected, strict=True)))
 
 
 def _most_likely() -> float:
     logits = _randn(5, 70)
     best = logits.double().max(-1)
     got = most_likely(logits)
-    return max(_error(got.values, best.values), _error(got.tokens, best.indices))
+    return _largest(_error(got.values, best.values), _error(got.tokens, best.indices))
 
 
 def _draft_topk() -> float:
     x, weight = _randn(4, 16), _randn(50, 16, seed=1)
     ids, logprobs = draft_topk(x, weight, 3)
     expected = (x.double() @ weight.double().T).log_softmax(-1).topk(3, -1)
-    return max(_error(logprobs, expected.values), _error(ids, expected.indices))
+    return _largest(_error(logprobs, expected.values), _error(ids, expected.indices))
 
 
 def _topk_of_logits() -> float:
     logits = _randn(4, 50)
     ids, logprobs = topk_of_logits(logits, 3)
     expected = logits.double().log_softmax(-1).topk(3, -1)
-    return max(_error(logprobs, expected.values), _error(ids, expected.indices))
+    return _largest(_error(logprobs, expected.values), _error(ids, expected.indices))
 
 
 def _prefill(variant: AttentionVariant = PLAIN) -> float:
@@ -391,7 +405,7 @@ def _recurrence(delta: bool) -> float:
         expected = expected + key[:, :, None] * u[:, None]
     last = torch.einsum("hkv,hk->hv", expected, q[0, 4].double())
     commit_recurrent(committed, slot, written, torch.tensor([path]), torch.tensor([4]))
-    return max(_error(out[0, 4], last), _error(committed[0], expected))
+    return _largest(_error(out[0, 4], last), _error(committed[0], expected))
 
 
 def _recurrent_texts() -> float:
@@ -412,7 +426,7 @@ def _recurrent_texts() -> float:
         ends.append(state)
     plan = TextPlan([Text(0, lengths[0], None, ((lengths[0], 2),)), Text(lengths[0], 43, 1)])
     out = recurrent_texts(Inputs(q, k, v, g, beta), states, plan, delta=True)
-    return max(_error(out, torch.stack(expected)), _error(states[2], ends[0]))
+    return _largest(_error(out, torch.stack(expected)), _error(states[2], ends[0]))
 
 
 def _experts() -> float:
@@ -558,7 +572,7 @@ def _soft_cross_entropy() -> float:
     loss = -(c.double() * (probs.double()[index] * log_p).sum(-1)).sum()
     loss.backward()
     pairs = [(fused, loss), (h.grad, exact[0].grad), (weight.grad, exact[1].grad)]
-    return max(_error(a.detach(), b.detach()) for a, b in pairs if a is not None and b is not None)
+    return _largest(*(_error(a.detach(), b.detach()) for a, b in pairs if a is not None and b is not None))
 
 
 def _draft_loss() -> float:
@@ -574,7 +588,7 @@ def _draft_loss() -> float:
     loss = -(c.double() * torch.minimum(q, distribution.double()[index, :33]).sum(-1).log()).sum()
     loss.backward()
     assert h.grad is not None and exact.grad is not None
-    return max(_error(fused.detach(), loss.detach()), _error(h.grad, exact.grad))
+    return _largest(_error(fused.detach(), loss.detach()), _error(h.grad, exact.grad))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from eagle_kit.bench.ceilings import Ceilings
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.record import Record
 from eagle_kit.bench.runner import Benchmark, conduct
+from eagle_kit.bench.table import format_row
 from eagle_kit.bench.verdict import at_least, at_most
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.timing import Timer, Timing, matmul_rates
@@ -53,6 +54,19 @@ def test_a_time_is_a_median_with_its_spread():
     assert timed.repeats == 4 and len(calls) == 6 and timed.how == "clock"
 
 
+@pytest.mark.parametrize(("budget_s", "repeats"), [(0.0, 2), (5.0, 2), (7.0, 3), (40.0, 20), (1e9, 25)])
+def test_runs_are_repeated_as_often_as_the_budget_allows(monkeypatch, budget_s, repeats):
+    """Runs of two seconds, at least twice and at most 25 times."""
+    now = [0.0]
+
+    def step():
+        now[0] += 2.0
+
+    monkeypatch.setattr("eagle_kit.kernels.timing.time.perf_counter", lambda: now[0])
+    timed = Timer(CPU, budget_s=budget_s, least=2, most=25).time(step)
+    assert timed == (2.0, 2.0, 2.0, repeats, "clock")
+
+
 def test_runs_in_a_row_are_timed_from_one_to_the_next(monkeypatch):
     now = [0.0]
 
@@ -78,6 +92,46 @@ def test_a_floor_is_the_larger_of_bytes_and_arithmetic_of_each_part():
     median = 1e-6 * row["times_us"]["ours"]["median"]
     assert row["share"] == pytest.approx(13 / median, rel=0.3)
     assert row["gb_per_s"] == pytest.approx(5e-6 / median, rel=0.3)
+
+
+def test_a_floor_is_told_by_the_data_sheet_too_where_there_is_one():
+    ceilings = replace(MACHINE.ceilings, sheet_bytes_per_s=2e3)
+    fast = MACHINE._replace(timer=Timer(CPU, budget_s=0.0, least=1), ceilings=ceilings)
+    row = fast.compare({"ours": lambda: Form(lambda: None)}, Cost(4_000, 100), Cost(1_000, 9_000))
+    assert (row["floor_us"], row["sheet_floor_us"], row["bound"]) == (5e6, 2.9e6, "bytes")
+    assert row["sheet_share"] / row["share"] == pytest.approx(2.9 / 5)
+    assert row["tflop_per_s"] / row["gb_per_s"] == pytest.approx(9_100 / 5_000 / 1e3)
+    assert "sheet_share" not in MACHINE.compare({"ours": lambda: Form(lambda: None)}, Cost(1))
+
+
+def test_a_line_has_the_times_of_all_forms_and_the_figures():
+    def time(median):
+        return {"median": median, "low": 0.5 * median, "high": 3 * median}
+
+    row = {
+        "status": "ok",
+        "case": "the case",
+        "times_us": {"ours": time(200.0), "theirs": time(500.0), "broken": {"error": "no such kernel"}},
+        "floor_us": 150.0,
+        "share": 0.75,
+        "gb_per_s": 1234.5,
+        "tflop_per_s": 0.125,
+        "figures": {"accept": 3.14159, "lossless": True, "tokens": 5_000},
+    }
+    times, figures = format_row(row).splitlines()
+    assert times.split() == [
+        *("the", "case", "200", "100..600", "150", "0.75", "1,234.5", "0.125"),
+        *("ours:", "theirs", "2.50,", "broken", "failed"),
+    ]
+    assert figures.split() == ["accept", "3.14,", "lossless", "yes,", "tokens", "5,000"]
+    assert format_row({"status": "ok", "case": "x", "figures": {"a": 1}}).split() == ["x", "a", "1"]
+    assert format_row({"status": "failed", "error": "E: it broke"}).split() == [
+        "FAILED:",
+        "E:",
+        "it",
+        "broke",
+    ]
+    assert format_row({"status": "left out", "reason": "no room"}).split() == ["left", "out:", "no", "room"]
 
 
 def test_another_form_that_fails_is_recorded_and_ours_is_not_forgiven():

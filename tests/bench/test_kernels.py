@@ -56,8 +56,54 @@ BY_HAND = {
     ),
     ("accept", "greedy 5,4,8, batch 2"): (2 * (8 * 512 * 4 + 16 * 8 + 16 * 6 + 8), 2 * 8 * 512),
     ("accept", "rejection, batch 2"): (2 * 8 * 512, 0),
+    ("accept", "rejection tree, batch 2"): (2 * 8 * 512, 0),
+    ("accept", "block, batch 2"): (2 * 8 * 512 * 5, 0),
+    ("accept", "relaxed, batch 2"): (2 * 4 * 512, 0),
     ("accept", "target only, batch 1"): (6 * 512 * 4, 0),
+    ("window_attention", "draft step 4 nodes, batch 2, context 128"): (
+        2 * (128 * 256 + 4 * 512),
+        4 * 2 * 4 * 4 * 16 * 128,
+    ),
+    ("prefill_attention", "batch 2, 16 rows behind 48"): (
+        2 * (64 * 256 + 16 * 512),
+        4 * 4 * 16 * 2 * (16 * 48 + 16 * 17 // 2),
+    ),
+    ("mla_attention", "2 heads, verify 4 nodes, batch 2, context 128"): (
+        2 * (128 * 320 + 4 * 2 * 576),
+        4 * 4 * 256 * 144,
+    ),
+    ("rope", "8 rows, qk-norm"): (2 * 8 * 8 * 16 * 4 + 2 * 8 * 8 + 2 * 16 * 4, 3 * 8 * 8 * 16),
+    ("norm", "8 rows"): (4 * (2 * 8 * 64 + 64), 4 * 8 * 64),
+    # A root and 512 pages (8 bytes each) in and out, and the number of the row.
+    ("rows", "batch 8"): (8 * (2 * 513 + 1) * 8, 0),
+    # Embedding, feature, both norms, two numbers a row in; twice the width, and the feature, out.
+    ("draft_inputs", "8 rows"): (4 * (8 * 64 * (2 + 2 + 1) + 2 * 64) + 2 * 8 * 8, 8 * 8 * 64),
+    # All four experts are chosen: three matrices of 16 x 64 each; two ids (8 bytes) and weights (4) a row.
+    ("experts", "8 rows"): (4 * (4 * 3 * 16 * 64 + 2 * 8 * 64) + 8 * 2 * 12, 6 * 8 * 2 * 64 * 16),
+    # Tokens and parents (8 bytes each) and scores (4) of 4 + 4 x 16 candidates; four numbers a node out.
+    ("tree_build", "window 5,4,8, batch 2"): (2 * (8 + 68 * 20 + 8 * 32), 0),
+    ("tree_build", "window 3,1,4, batch 2"): (2 * (8 + 3 * 8 + 4 * 32), 0),
+    # 64 children in and to the record; score, number and ancestors of eight nodes in, all five fields out.
+    ("tree_build", "beam of 8, batch 2"): (2 * (64 * 12 + 64 * 20 + 8 * 20 + 8 * 36), 0),
+    ("best_first", "window 5,4,8, batch 2"): (2 * (8 + 5 * 4 * 12 + 8 * 32), 0),
+    ("best_first", "window 7,8,32, batch 1, conditional"): (8 + 7 * 8 * 8 + 7 * 64 * 4 + 32 * 32, 0),
+    # Keys, values and decays of three nodes, and the states twice.
+    ("recurrence", "commit of 3, batch 2"): (
+        2 * 4 * (3 * (2 * 16 + 4 * 16 + 4) + 2 * 4 * 256),
+        2 * 2 * 4 * 3 * 256,
+    ),
+    ("recurrence", "text of 64"): (
+        4 * (64 * (2 * 2 * 16 + 2 * 4 * 16 + 2 * 4) + 2 * 4 * 256),
+        64 * 4 * (6 * 256 + 4 * 32 * 16 + 3 * 32 * 16),
+    ),
+    ("sampling", "top-k, top-p, min-p, batch 2"): (2 * 8 * (512 * 4 + 8), 4 * 2 * 8 * 512),
+    ("packed_attention", "forward, 64 tokens, 4 documents"): (64 * 768, 4 * 4 * 16 * 4 * (16 * 17 // 2)),
     ("ttt_attention", "forward, 64 rows, 3 own keys"): (64 * 1536, 4 * 4 * 16 * (64 * 65 // 2 + 192)),
+    # The inputs twice and their gradients; q, the result and its gradient.
+    ("ttt_attention", "forward and backward, 64 rows, 3 own keys"): (
+        64 * (3 * (1536 - 256) + 3 * 256),
+        4 * 4 * 16 * (64 * 65 // 2 + 192) * 7 // 2,
+    ),
     # Features, weight and teacher in, with an index and a weight a row; gradients, loss and best token out.
     ("soft_cross_entropy", "forward and backward, 64 rows"): (
         8 * (64 * 64 + 128 * 64) + 4 * 64 * 128 + 24 * 64,
@@ -75,6 +121,10 @@ def test_bytes_and_arithmetic_are_those_one_computes_by_hand(place, expected):
         assert (work.num_bytes(work.op("reference")), work.flops) == expected
 
 
+def test_every_kernel_is_computed_by_hand():
+    assert {kernel for kernel, _ in BY_HAND} == set(suite.KERNELS)
+
+
 @pytest.mark.parametrize("name", suite.KERNELS)
 def test_triton_forms_take_the_same_inputs(name, triton_device):
     """On a CPU under the interpreter: only times are then left to a GPU."""
@@ -87,6 +137,46 @@ def test_triton_forms_take_the_same_inputs(name, triton_device):
         assert mine.shape == other.shape and mine.dtype == other.dtype
     off = suite.deviation(ours, theirs)
     assert off is None or off < (1e-2 if name == "small_linear" else 1e-4)
+
+
+def measured(kind, nodes, batch, context, median, fp8=False, group="window_attention"):
+    """A row of the record, whose floor is 8 us."""
+    row = {"group": group, "kind": kind, "nodes": nodes, "batch": batch, "context": context, "fp8": fp8}
+    others = {"median": 0.001}
+    return {
+        **row,
+        "case": f"{kind} {nodes} {batch} {context}",
+        "byte_floor_us": 8.0,
+        "times_us": {"triton": {"median": median}, "torch": others},
+    }
+
+
+ROWS = [
+    measured("decode", 1, 64, 1024, 10.0),
+    measured("decode", 1, 8, 32768, 9.0, fp8=True),
+    measured("decode", 1, 63, 1024, 100.0),  # a token short of a large load
+    measured("decode", 1, 1, 4096, 20.0),
+    measured("decode", 1, 1, 4096, 1.0, fp8=True),
+    measured("verify", 8, 1, 4096, 21.0),
+    measured("verify", 16, 1, 4096, 99.0),
+    measured("verify", 8, 2, 4096, 99.0),
+    measured("verify", 16, 32, 2048, 9.0),
+    measured("verify", 32, 64, 8192, 9.5),
+    measured("draft step", 4, 64, 8192, 800.0),
+    measured("decode", 1, 64, 8192, 800.0, group="mla_attention"),
+    {"group": "window_attention", "kind": "decode", "status": "failed"},
+]
+
+
+def test_targets_are_judged_by_the_worst_load_that_they_are_about():
+    """The share of large loads in the time of their bytes, and a window's time over a token's."""
+    decode, verify, ratio = suite.kernel_targets(ROWS, True)
+    assert (decode.measured, decode.at, decode.met) == (0.8, "decode 1 64 1024", False)
+    assert (verify.measured, verify.at, verify.met) == (8 / 9.5, "verify 32 64 8192", True)
+    assert (ratio.measured, ratio.at, ratio.met) == (1.05, "batch 1, context 4096", True)
+    small = suite.kernel_targets(ROWS, False)
+    assert [verdict.met for verdict in small] == [None] * 3
+    assert small[0].at == "decode 1 63 1024", "at sizes of a trial every load is measured"
 
 
 def test_results_of_two_forms_are_compared():

@@ -1,5 +1,6 @@
 """Collectives that fail: what is said of it, and what is kept of the error."""
 
+import pickle
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -60,6 +61,75 @@ def test_short_work_of_the_device_is_waited_for_without_sleep(ranks, monkeypatch
     monkeypatch.setattr(collectives, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleeps.append))
     ranks.wait_for(SimpleNamespace(query=lambda: next(answers)))
     assert sleeps == [collectives.POLL_S] * num_sleeps and next(answers, None) is None
+
+
+def test_a_wait_for_the_device_ends_where_a_rank_is_lost_or_silent(ranks):
+    ranks.timeout_s, answers = 0.01, iter([False] * 100_000)
+    with pytest.raises(RankLost, match=r"has not answered for 0\.01 seconds"):
+        ranks.wait_for(SimpleNamespace(query=lambda: next(answers)))
+    ranks.timeout_s, ranks.lost = 60.0, None
+    answers = iter([False, False])
+
+    def query():
+        ranks.lose("Rank 1 has ended.")
+        ranks.lose("A rank has not answered for 60 seconds.")  # which follows from it
+        return next(answers)
+
+    with pytest.raises(RankLost, match="Rank 1 has ended"):
+        ranks.wait_for(SimpleNamespace(query=query))
+
+
+class Unportable(Exception):
+    """An error that cannot be pickled, as those of some libraries."""
+
+    def __reduce__(self):
+        raise TypeError("holds a file")
+
+
+def fail(error):
+    raise error
+
+
+def exchange(ranks):
+    """Messages around the size of their buffer, tensors of different strides, work that fails on a rank."""
+    sizes = range(collectives.INLINE_BYTES - 60, collectives.INLINE_BYTES + 10)
+    sent = [bytes([size % 251]) * size for size in (0, *sizes, 3000)]
+    heard = [ranks.agree(message if ranks.is_first else None) for message in sent]
+    assert heard == sent
+    assert len(pickle.dumps(sent[1])) < collectives.INLINE_BYTES - 8 < len(pickle.dumps(sent[-2]))
+    table = torch.arange(12.0).view(3, 4) + 100 * ranks.rank
+    part = table.t() if ranks.is_first else table.t().contiguous()
+    found = {"sum": ranks.sum(part), "stack": ranks.stack(part), "first": ranks.first(part)}
+    found["join"] = ranks.join(table[:, : 1 + ranks.rank], 3)
+    errors = []
+    for failing_ranks, error in (
+        ([1], ValueError("of one")),
+        ([1], Unportable("of a library")),
+        ([0], KeyError(3)),
+    ):
+        work = (lambda error=error: fail(error)) if ranks.rank in failing_ranks else (lambda: 5)
+        try:
+            ranks.together(work)
+        except Exception as raised:
+            errors.append((type(raised).__name__, str(raised)))
+    assert ranks.together(lambda: ranks.rank) == ranks.rank
+    return found, errors, dict(ranks.volume)
+
+
+def test_messages_tensors_and_errors_reach_the_others():
+    (first, first_errors, volume), (second, second_errors, _) = run_ranks(2, exchange)
+    table = torch.arange(12.0).view(3, 4)
+    part = table.t()
+    wanted = {"sum": 2 * part + 100, "stack": torch.stack((part, part + 100)), "first": part}
+    wanted["join"] = torch.cat((table[:, :1], table[:, :2] + 100), 1)
+    for found in (first, second):
+        assert found.keys() == wanted.keys()
+        for name, each in wanted.items():
+            assert torch.equal(found[name], each), name
+    own = [("ValueError", "of one"), ("Unportable", "of a library"), ("KeyError", "3")]
+    assert second_errors == own
+    assert first_errors == [own[0], ("RuntimeError", "Unportable: of a library"), own[2]]
+    assert volume == {"sum": 48, "stack": 48 + 24, "first": 48}
 
 
 def load_slowly(ranks, raised):

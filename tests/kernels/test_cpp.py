@@ -2,6 +2,7 @@
 and threads; and what is said where they cannot be compiled."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -450,6 +451,44 @@ def test_prompts_are_those_of_the_reference(variant, first_slot):
 
 @needs_compiler
 @torch.no_grad()
+@pytest.mark.parametrize("group", [1, 5, 7])
+def test_groups_of_heads_that_no_number_of_rows_is_a_multiple_of(group):
+    """Query rows are computed 48 at a time, which begins within a group; each head has a sink of its own."""
+    text, count = Text(), 40
+    variant = AttentionVariant(0.2, Limits(window=30), 2.0, drawn(2 * group, seed=7))
+    queries = drawn(2, count, 2 * group, 24, seed=4)
+    prompts = PrefillPlan(
+        text.table, PAGE, torch.tensor([0, count, 2 * count]), torch.zeros(2).long(), 0, count
+    )
+    chunk = queries.flatten(0, 1)
+    got, want = (
+        paged_prefill_attention(chunk, text.k, text.v, prompts, variant, backend=backend)
+        for backend in (None, "reference")
+    )
+    torch.testing.assert_close(got, want)
+    parents = torch.arange(-1, count - 1).clamp(min=0).expand(2, -1)
+    k, v = drawn(2, 300, 24), drawn(2, 300, 24, seed=1)
+    windows = WindowPlan(
+        page_table=torch.randperm(20, generator=torch.Generator().manual_seed(1)).view(2, 10),
+        page_size=8,
+        prefix_lens=torch.tensor([3, 71]),
+        first_slot=0,
+        scratch_start=160,
+        scratch_stride=64,
+        num_keys=count,
+        ancestors=ancestor_bits(parents, count),
+        num_columns=160,
+        dummy_row=299,
+        dtype=torch.float32,
+    )
+    got, want = (
+        window_attention(queries, k, v, windows, variant, backend=name) for name in (None, "reference")
+    )
+    torch.testing.assert_close(got, want)
+
+
+@needs_compiler
+@torch.no_grad()
 def test_what_does_not_fit_is_refused():
     packed = panels.pack(drawn(32, 16))
     for x in (drawn(3, 8), drawn(3, 16).double(), drawn(3, 16).bfloat16(), drawn(2, 3, 16)):
@@ -474,6 +513,79 @@ def test_what_does_not_fit_is_refused():
     stores = {"k_rows": torch.zeros(2, 9, 24), "v_rows": torch.zeros(2, 9, 24)}
     with pytest.raises(RuntimeError, match="not in the store"):
         rope_store(qkv, rotation, num_heads=6, rows=torch.tensor([0, 9, 1]), **stores)
+
+
+QKV, TABLE, ROWS = drawn(3, 10, 24), drawn(3, 1, 24), torch.tensor([0, 2, 1])
+STORE, ONE = torch.zeros(2, 9, 24), torch.ones(1, dtype=torch.int64)
+QUERIES, BITS, BORDERS = drawn(2, 6, 24), torch.ones(1, 2, dtype=torch.int64), torch.tensor([0, 2])
+TABLES, START = ONE[None], ONE - 1
+"""Arguments that fit: keys of 9 rows, and a window or a prompt of two queries."""
+
+
+def stored(ops, k_rows=STORE, v_rows=STORE, rows=ROWS, norms=(None, None), table=TABLE):
+    return ops.rope_store(QKV, table, table, 6, *norms, 1e-5, False, k_rows, v_rows, rows, True)
+
+
+def committed(ops, table=TABLES, first=ONE, counts=ONE):
+    return ops.commit_rows(STORE, table, 4, BITS[:, :1] - 1, first, counts, 8, 1)
+
+
+def attended(ops, q=QUERIES, v=STORE, table=TABLES, lens=ONE, keys=2):
+    sizes = [4, 0, 5, 2, keys, 0, 0]
+    return ops.window_attention(q, STORE, v, table, lens, BITS, sizes, 0.2, 0.0, None, None)
+
+
+def prompted(ops, q=QUERIES, table=TABLES, borders=BORDERS):
+    return ops.prompt_attention(q, STORE, STORE, table, borders, START, [4, 0, 0, 0], 0.2, 0.0, None)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda ops: ops.linear(drawn(3, 8), drawn(1, 8, ops.panel_width()), 5, drawn(4)), "do not fit"),
+        (lambda ops: ops.linear(drawn(3, 8), drawn(2, 8, ops.panel_width()), 5, None), "do not fit"),
+        (lambda ops: ops.add_rms_norm(drawn(3, 8), drawn(2, 8), drawn(8), 1e-5), "differ in size"),
+        (lambda ops: ops.add_rms_norm(drawn(3, 8), drawn(3, 8), drawn(4), 1e-5), "do not fit"),
+        (lambda ops: ops.swiglu(drawn(3, 7)), "not gate and up"),
+        (lambda ops: ops.swiglu(drawn(2, 3, 8)), "not gate and up"),
+        (lambda ops: ops.most_likely(drawn(8)), "not rows"),
+        (lambda ops: ops.most_likely(drawn(3, 0)), "not rows"),
+        (lambda ops: stored(ops, table=TABLE[:2]), "do not fit"),
+        (lambda ops: stored(ops, table=drawn(3, 1, 26)), "do not fit"),
+        (lambda ops: stored(ops, norms=(drawn(8), drawn(24))), "do not fit"),
+        (lambda ops: stored(ops, norms=(drawn(24), drawn(8))), "do not fit"),
+        (lambda ops: stored(ops, rows=None), "given together"),
+        (lambda ops: stored(ops, v_rows=torch.zeros(3, 9, 24)), "do not fit their store"),
+        (lambda ops: stored(ops, k_rows=torch.zeros(2, 9, 32)), "do not fit their store"),
+        (lambda ops: stored(ops, k_rows=STORE.bfloat16()), "do not fit their store"),
+        (lambda ops: stored(ops, rows=ROWS[:2]), "do not fit their store"),
+        (lambda ops: stored(ops, rows=ROWS - 1), "not in the store"),
+        (lambda ops: committed(ops, table=TABLES.repeat(2, 1)), "do not fit"),
+        (lambda ops: committed(ops, first=ONE.repeat(2)), "do not fit"),
+        (lambda ops: committed(ops, counts=ONE[:0]), "do not fit"),
+        (lambda ops: committed(ops, first=-ONE), "has no page"),
+        (lambda ops: attended(ops, lens=ONE[:0]), "does not fit its plan"),
+        (lambda ops: attended(ops, table=TABLES.repeat(2, 1)), "does not fit its plan"),
+        (lambda ops: attended(ops, keys=1), "does not fit its plan"),
+        (lambda ops: attended(ops, keys=65), "does not fit its plan"),
+        (lambda ops: attended(ops, q=drawn(3, 6, 24)), "does not fit its plan"),
+        (lambda ops: attended(ops, q=drawn(2, 5, 24)), "do not fit"),
+        (lambda ops: attended(ops, q=drawn(2, 6, 16)), "do not fit"),
+        (lambda ops: attended(ops, v=STORE[:1]), "do not fit"),
+        (lambda ops: attended(ops, v=STORE.double()), "not fp32 rows"),
+        (lambda ops: prompted(ops, borders=torch.tensor([0, 1, 2])), "do not fit their plan"),
+        (lambda ops: prompted(ops, borders=torch.tensor([0, 3])), "do not fit their plan"),
+        (lambda ops: prompted(ops, table=TABLES.repeat(2, 1)), "do not fit their plan"),
+        (lambda ops: prompted(ops, q=drawn(12, 24)), "are not"),
+    ],
+)
+def test_arguments_of_other_sizes_are_refused(run, message):
+    ops = torch.ops.eagle_kit_cpp
+    for each in (stored, committed, attended, prompted):
+        each(ops)
+    with pytest.raises(RuntimeError, match=message):
+        run(ops)
 
 
 def test_without_them_the_engine_says_the_same(monkeypatch):
@@ -547,6 +659,35 @@ class TestCompiling:
         (tmp_path / "cpp" / "key.so").write_bytes(b"cut")
         cpp._load(["c++"])
         assert loads == [b"cut", b"whole"]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda patch, folder: patch.setattr(cpp, "_processor", lambda: "flags: none"),
+            lambda patch, folder: patch.setattr(cpp.torch, "__version__", "1.0"),
+            lambda patch, folder: patch.setattr(cpp.platform, "machine", lambda: "another"),
+            lambda patch, folder: patch.setattr(cpp.platform, "libc_ver", lambda: ("libc", "1")),
+            lambda patch, folder: patch.setattr(cpp, "_run", lambda command: "2"),
+            *(
+                lambda patch, folder, name=name: (folder / name).write_text("// another")
+                for name in (*cpp.SOURCES, *cpp.HEADERS)
+            ),
+        ],
+        ids=["processor", "torch", "machine", "libc", "compiler", *cpp.SOURCES, *cpp.HEADERS],
+    )
+    def test_what_was_compiled_for_something_else_is_not_loaded(self, monkeypatch, tmp_path, change):
+        """Homes are shared by machines, and torch, compilers and sources are upgraded."""
+        sources, loads = tmp_path / "csrc", []
+        shutil.copytree(cpp.FOLDER, sources)
+        monkeypatch.setattr(cpp, "FOLDER", sources)
+        monkeypatch.setattr(cpp, "_run", lambda command: "1")
+        monkeypatch.setattr(cpp, "_compile", lambda command, library: library.write_bytes(b"whole"))
+        monkeypatch.setattr(cpp.torch.ops, "load_library", loads.append)
+        cpp._load(["c++"])
+        cpp._load(["c++"])
+        change(monkeypatch, sources)
+        cpp._load(["c++"])
+        assert loads[0] == loads[1] != loads[2]
 
 
 def test_they_can_be_refused(monkeypatch):

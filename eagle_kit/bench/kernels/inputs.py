@@ -167,4 +167,6 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors of a result."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [tensor for part in value for tensor in tensors_of(part)] if isinstance(value, tuple) else []
+    if not isinstance(value, tuple | list):
+        return []
+    return [tensor for part in value for tensor in tensors_of(part)]

@@ -147,3 +147,11 @@ def test_one_path_of_depth_one_is_what_a_beam_builds():
     ranked = [x.gather(1, order) for x in (tokens[:, 0], scores[:, 0, 0])]
     beam = tree_build(roots, *ranked, torch.full((2, 4), -1), shape)
     assert all(torch.equal(a, b) for a, b in zip(best_first(roots, tokens, scores, shape), beam, strict=True))
+
+
+@pytest.mark.parametrize("size", [(2, 3, 1, 4), (2, 4, 1, 3), (2, 4, 2, 4)], ids=str)
+def test_candidates_of_another_shape_are_refused(size):
+    b, steps, given, topk = size
+    tokens = torch.zeros(b, steps, topk, dtype=torch.int64)
+    with pytest.raises(AssertionError):
+        best_first(torch.zeros(b).long(), tokens, torch.zeros(b, steps, given, topk), SpecShape(4, 4, 9))

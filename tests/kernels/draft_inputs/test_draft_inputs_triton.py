@@ -60,3 +60,17 @@ def test_memory_behind_a_row_is_not_read(triton_device):
     embedding[unused] = torch.nan
     found = draft_inputs(features, rows, tokens, embedding, norms, EPS, backend="triton")[0]
     assert torch.equal(found, expected)
+
+
+def test_tensors_that_the_kernel_does_not_take_are_those_of_the_reference(triton_device):
+    """An embedding of another dtype, and features that are columns of a wider tensor."""
+    features, rows, tokens, embedding, norms = _given(torch.float32, torch.float32, triton_device, rows=7)
+    wide = torch.cat((features, torch.full_like(features, torch.nan)), 1)
+    for given in (
+        (features, rows, tokens, embedding.bfloat16(), norms),
+        (wide[:, : features.shape[1]], rows, tokens, embedding, norms),
+        (wide[:, : features.shape[1]], None, tokens, embedding, norms),
+    ):
+        ours, theirs = (draft_inputs(*given, EPS, backend=backend) for backend in ("triton", "reference"))
+        for mine, wanted in zip(ours, theirs, strict=True):
+            assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from eagle_kit.kernels import draft_topk as operation
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.draft_topk.reference import best_of, topk_of_logits
 
@@ -49,3 +50,19 @@ def test_ids_go_through_the_map():
 def test_topk_out_of_range(topk):
     with pytest.raises(AssertionError, match="topk"):
         draft_topk(torch.ones(1, 4), torch.ones(5, 4), topk)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("topk", "has_cpp"), [(17, True), (40, True), (4, False), (1, False)])
+def test_logits_at_hand_have_the_same_best(monkeypatch, topk, has_cpp, dtype):
+    """More of them than the forms of our own take, and where there is no C++."""
+    if not has_cpp:
+        monkeypatch.setattr(operation, "uses_cpp", lambda logits: False)
+    logits = torch.randperm(300, generator=torch.Generator().manual_seed(4)).view(3, 100).to(dtype) / 8
+    ids, scores = operation.topk_of_logits(logits, topk)
+    wanted = logits.float().log_softmax(-1)
+    torch.testing.assert_close(scores, wanted.topk(topk).values)
+    torch.testing.assert_close(scores, wanted.gather(1, ids))
+    unranked, zeros = operation.topk_of_logits(logits, topk, normalized=False)
+    assert torch.equal(logits.gather(1, unranked), logits.gather(1, ids))
+    assert torch.equal(zeros, torch.zeros(3, topk))

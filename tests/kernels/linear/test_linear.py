@@ -6,7 +6,18 @@ import time
 import pytest
 import torch
 
-from eagle_kit.kernels.linear import Linear, linear, onednn, pack_merged, pack_weights, packed_parts, padded
+from eagle_kit.kernels.fp8 import FP8Weight, quantize_fp8
+from eagle_kit.kernels.linear import (
+    FP8Linear,
+    Linear,
+    fp8,
+    linear,
+    onednn,
+    pack_merged,
+    pack_weights,
+    packed_parts,
+    padded,
+)
 
 needs_onednn = pytest.mark.skipif(not onednn.available(), reason="this torch has no oneDNN")
 
@@ -56,6 +67,29 @@ def test_rows_are_padded_where_a_matmul_is_in_half_precision_on_a_cpu():
     for ours, exact in ((dx, rx), (dw, rw)):
         assert ours.dtype == torch.float32
         assert (ours - exact).norm() < 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("elements", [1, 200, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_in_fp8_are_widened_in_pieces_with_their_biases(monkeypatch, dtype, elements):
+    """Scales of rows and of blocks; gradients of the inputs and of the bias."""
+    monkeypatch.setitem(fp8.PIECE, "cpu", elements)
+    generator = torch.Generator().manual_seed(elements)
+    x, bias = torch.randn(5, 37, generator=generator), torch.randn(22, generator=generator)
+    by_row = quantize_fp8(torch.randn(22, 37, generator=generator))
+    by_block = FP8Weight(by_row.values, torch.rand(8, 3, generator=generator) / 448, (3, 16))
+    for weight in (by_row, by_block):
+        layer = FP8Linear(weight, bias.to(dtype))
+        layer.bias.requires_grad_()
+        inputs = x.to(dtype).requires_grad_()
+        out = layer(inputs)
+        wide = weight.dense(torch.float64)
+        exact = inputs.double() @ wide.t() + layer.bias.double()
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=tolerance)
+        dx, db = torch.autograd.grad(out.sum(), (inputs, layer.bias))
+        torch.testing.assert_close(dx.double(), wide.sum(0).expand(5, -1), rtol=tolerance, atol=tolerance)
+        assert (db == 5).all()
 
 
 @needs_onednn

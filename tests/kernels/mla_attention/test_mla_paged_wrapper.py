@@ -142,6 +142,17 @@ def test_equals_a_dense_softmax(triton_device, sizes, causal, backend):
     assert torch.equal(given, out)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_more_queries_than_a_window_has_are_cut_and_a_plan_can_follow_another(causal):
+    """129 queries are three windows. The second plan, of other sizes, leaves nothing of the first."""
+    wrapper = BatchMLAPagedAttention("reference")
+    for counts, lens in (([129, 3], [140, 9]), ([2], [5]), ([65], [65])):
+        case = Case(counts, lens, 3)
+        wrapper.plan(*case.arrays, case.heads, LATENT, ROPE, 3, causal, 0.2, case.dtype)
+        out = wrapper.run(*case.operands)
+        torch.testing.assert_close(out.double(), case.expected(causal), atol=3e-6, rtol=3e-6)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_half_types_and_fp8_caches_in_runs_of_keys(triton_device, monkeypatch, stored):
     from eagle_kit.kernels.mla_attention import triton
@@ -224,6 +235,14 @@ def test_arrays_that_contradict_each_other_are_refused(place, values):
     case.arrays[place] = torch.tensor(values, dtype=torch.int32)
     with pytest.raises(UserError):
         case.plan()
+
+
+def test_queries_without_a_key_of_their_request_are_refused():
+    case = Case([1, 1], [5, 0])
+    for causal in (True, False):
+        with pytest.raises(UserError, match="Request 1 has 1 queries, 0 pages of 1 and 0 keys"):
+            case.plan(causal)
+    assert Case([2], [1]).plan(False), "queries that see the same keys need none of their own"
 
 
 def test_what_was_not_planned_is_refused():

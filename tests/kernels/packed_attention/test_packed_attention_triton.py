@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from properties import SWEEP
 from torch._subclasses import FakeTensorMode
 
-from eagle_kit.kernels.packed_attention import packed_attention
+from eagle_kit.kernels.packed_attention import packed_attention, reference
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
@@ -84,6 +84,22 @@ def test_values_may_be_narrower_than_keys(triton_device, dtype):
     exact = dense(q.double(), k.double(), wide.double(), spans, 0.2)[..., :16]
     assert out.shape == v.shape and out.dtype == dtype
     torch.testing.assert_close(out.double(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("long", [1, 53, 54])
+def test_narrow_values_of_long_documents_are_those_of_short_ones(monkeypatch, long):
+    """Documents of ``long`` tokens and more take torch's flash attention, with values as wide as keys."""
+    spans = [(0, 17), (17, 70)]
+    q, k, v = (x.requires_grad_() for x in make(70, 3, 3, 24, torch.float32, "cpu"))
+    narrow = v[..., :16]
+    found = []
+    for limit in (1000, long):
+        monkeypatch.setattr(reference, "LONG", limit)
+        out = packed_attention(q, k, narrow, spans, 0.2, backend="reference")
+        assert out.shape == (70, 3, 16)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_it_is_differentiable(triton_device):

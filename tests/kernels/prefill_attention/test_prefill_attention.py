@@ -3,8 +3,14 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.prefill_attention import chunk_attention, prefill_attention
+from eagle_kit.kernels.prefill_attention import (
+    PrefillPlan,
+    chunk_attention,
+    paged_prefill_attention,
+    prefill_attention,
+)
 from eagle_kit.kernels.summation import round_columns
+from eagle_kit.kernels.variant import AttentionVariant, Limits
 
 
 def expected(q, k, v, scale, start):
@@ -39,3 +45,11 @@ def test_keys_behind_a_chunk_are_not_attended_to():
     out = chunk_attention(q, k, v, 0.25, start=20)
     k[:, 29:], v[:, 29:] = 1e4, -1e4
     assert torch.equal(chunk_attention(q, k, v, 0.25, start=20), out)
+
+
+def test_chunks_of_positions_are_refused_where_slots_are_unused():
+    q, rows = torch.zeros(3, 2, 16), torch.zeros(2, 16, 16)
+    starts = torch.tensor([1])
+    plan = PrefillPlan(torch.tensor([[0, 1]]), 8, torch.tensor([0, 3]), starts, 1, 3)
+    with pytest.raises(AssertionError, match="chunks"):
+        paged_prefill_attention(q, rows, rows, plan, AttentionVariant(0.25, Limits(chunk=8)))

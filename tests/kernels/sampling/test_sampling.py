@@ -18,6 +18,7 @@ from eagle_kit.kernels.sampling import (
     make_sampling_batch,
     position_uniforms,
     sample,
+    target_distribution,
     target_probs,
     token_logprobs,
 )
@@ -159,3 +160,15 @@ def test_logprobs_are_those_of_the_raw_logits():
     torch.testing.assert_close(chosen, distributions.log_prob(tokens))
     assert torch.equal(ids, logits.topk(4).indices) and (values[:, 0] >= chosen).all()
     assert token_logprobs(logits, tokens, 0)[1].shape == (5, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_logits_have_fp32_probabilities(dtype):
+    logits = (torch.randn(2, 1, V, generator=torch.Generator().manual_seed(4)) * 3).to(dtype)
+    tokens = torch.tensor([7, 1270])
+    ours, theirs = (token_logprobs(x[:, 0], tokens, 3) for x in (logits, logits.float()))
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine.dtype == wanted.dtype and torch.equal(mine, wanted)
+    batch = batch_of(SamplingParams(temperature=0.7, top_p=0.9), SamplingParams(temperature=1.1, top_k=50))
+    probs = target_distribution(logits, batch, backend="reference")
+    assert probs.dtype == torch.float32 and torch.equal(probs, target_probs(logits.float(), batch))

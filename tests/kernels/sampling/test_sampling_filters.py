@@ -1,6 +1,8 @@
 """Filters without a sort, distributions independent of the batch, uniform random numbers of a cycle,
 parameters beyond fp32."""
 
+from itertools import combinations
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -8,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.sampling import (
     DRAFT_UNIFORMS,
+    TARGET_UNIFORMS,
     VERIFY_UNIFORMS,
     adjust_logits,
     make_sampling_batch,
@@ -144,6 +147,17 @@ def test_uniforms_of_a_cycle_are_independent_of_all_others():
         assert value < bound
     alone = window_uniforms(seeds[7:8], roots[7:8], 3, VERIFY_UNIFORMS)
     assert torch.equal(alone, uniforms[7:8, :3])
+
+
+STREAMS = TARGET_UNIFORMS, DRAFT_UNIFORMS, VERIFY_UNIFORMS
+
+
+@pytest.mark.parametrize("pair", list(combinations(STREAMS, 2)), ids=str)
+def test_uniforms_of_all_purposes_are_independent(pair):
+    """Else a draft would be drawn, accepted, or replaced by one number."""
+    seeds, positions = torch.arange(300), torch.arange(200).expand(300, 200)
+    value, bound = chi_square(*(position_uniforms(seeds, positions, stream) for stream in pair), 16)
+    assert value < bound
 
 
 def hashed(seed: int, position: int, stream: int) -> float:

@@ -117,6 +117,7 @@ def test_distributions_are_those_of_sorting(triton_device, vocab, dtype):
         ({"top_k": 700, "top_p": 0.5}, 350),
         ({"top_k": 300, "top_p": 0.9999}, 300),
         ({"min_p": 1.0}, 1024),
+        ({"top_k": 300, "min_p": 1.0}, 300),
     ],
 )
 def test_equal_tokens_are_kept_by_their_ids_across_chunks(triton_device, settings, kept):
@@ -124,6 +125,18 @@ def test_equal_tokens_are_kept_by_their_ids_across_chunks(triton_device, setting
     probs = target_probs(torch.full((1, 1, 1024), -3.0, device=triton_device), batch, backend="triton")[0, 0]
     assert probs.nonzero()[:, 0].tolist() == list(range(kept))
     assert probs[:kept].tolist() == pytest.approx([1 / kept] * kept, rel=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_min_p_that_keeps_less_than_top_k_keeps_all_of_its_equals(triton_device, backend):
+    """The last token of top-k's bound is one of a lower id than those that min-p keeps."""
+    device = triton_device if backend == "triton" else "cpu"
+    logits = torch.full((1, 1, 600), -9.0, device=device)
+    logits[..., [5, 300]] = 2.0
+    logits[..., [2, 10]] = 1.0
+    batch = make_batch([SamplingParams(temperature=1.0, top_k=3, min_p=1.0)], 600, device)
+    probs = target_probs(logits, batch, backend=backend)[0, 0]
+    assert probs.nonzero()[:, 0].tolist() == [5, 300]
 
 
 def test_params_beyond_fp32_leave_a_distribution(triton_device):

@@ -247,6 +247,25 @@ def test_fp8_weights_that_do_not_fit(triton_device, kernels):
         small_linear(x, held._replace(scales=held.scales[:, :1].contiguous()), backend="triton")
 
 
+def test_the_kernel_takes_few_rows_of_half_types_without_gradients(triton_device):
+    x, weight, bias = make(64, 16, 16, torch.bfloat16, triton_device)
+    held = quantize_fp8(weight)
+    for each in (weight, held):
+        assert fits_triton(x, each, bias)
+        assert not fits_triton(make(65, 16, 16, torch.bfloat16, triton_device)[0], each)
+        assert not fits_triton(x[None], each)
+        assert not fits_triton(x.detach().requires_grad_(), each)
+        assert not fits_triton(x, each, bias.detach().requires_grad_())
+        assert not fits_triton(x.float(), each)
+        with torch.autocast(triton_device, torch.bfloat16):
+            assert not fits_triton(x, each)
+    assert not fits_triton(x, weight.half())
+    assert not fits_triton(x, weight.t())
+    assert not fits_triton(x, weight.detach().requires_grad_())
+    with torch.no_grad():
+        assert fits_triton(x.detach().requires_grad_(), weight)
+
+
 @pytest.mark.parametrize("dtype", EPSILON, ids=str)
 def test_equals_the_reference(triton_device, kernels, dtype):
     x, weight, bias = make(7, 48, 320, dtype, triton_device)

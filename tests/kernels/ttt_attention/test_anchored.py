@@ -54,3 +54,13 @@ def test_forward_and_backward_equal_dense_masks(backend, window, is_causal, head
     (expected * weight).sum().backward()
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_reach_further_than_a_window_are_refused():
+    plan = plan_rows(torch.tensor(ROWS), STARTS)
+    assert plan.within(3, 2).reach == 1
+    with pytest.raises(AssertionError, match="own keys"):
+        plan.within(3, 3)
+    q, k, own = torch.zeros(8, 2, 2, 4), torch.zeros(T, 2, 4), torch.zeros(8, 2, 2, 4)
+    with pytest.raises(AssertionError):
+        anchored_attention(q, k, k, own, own, plan, 0.5, is_causal=True)
