@@ -34,6 +34,7 @@ def test_max_tokens_is_exact_inside_an_accepted_run(models, plain, max_tokens):
     for request, full in zip(decode(models, "5,4,16", max_tokens=max_tokens), plain, strict=True):
         assert request.token_ids == full.token_ids[:max_tokens]
         assert request.finish_reason == "length"
+        assert len(request.stats.num_accepted_at) < max_tokens, "drafts behind the end were not accepted"
 
 
 def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):

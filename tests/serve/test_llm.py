@@ -140,6 +140,12 @@ def test_a_seed_of_0_is_a_seed(llm):
     assert texts[2] != texts[3]
 
 
+def test_prompts_of_one_call_do_not_take_turns():
+    llm = make(max_batch_size=1, shape="none", graph_mode="off")
+    llm.generate([[1, 2], [3, 4]], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert llm.engine().totals.num_preemptions == 0
+
+
 def test_requests_of_one_batch_have_the_alternatives_that_each_asked_for(llm):
     for wanted in ([1, 4, 0], [4, None, 1]):
         params = [SamplingParams(max_tokens=6, ignore_eos=True, logprobs=number) for number in wanted]

@@ -48,6 +48,8 @@ def expected(models):
     outputs = llm.generate(prompts, params)
     assert Counter(output.finish_reason for output in outputs)["stop"] >= NUM_REQUESTS // 2
     assert len({len(output.token_ids) for output in outputs}) > 8
+    for i, output in enumerate(outputs):
+        assert len(output.logprobs) == (0 if i % 5 else len(output.token_ids))
     counted = make(models, 0)
     counted.generate(prompts, params)
     return prompts, params, outputs, counted.engine().totals
