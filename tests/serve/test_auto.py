@@ -3,6 +3,7 @@
 import itertools
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -67,7 +68,8 @@ def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(sampling
         drafting = [count for shape, count in output.shapes.items() if shape.steps]
         assert sum(drafting) == output.stats.num_verifies, "plain cycles verify nothing"
     lines = llm.engine().reasons()
-    assert lines[0].startswith("batch 1: ") and "an average head" in lines[-1]
+    assert lines[0].startswith("batch 1: ")
+    assert "a short measurement" in lines[-1] and "an average head" in lines[-1]
     llm.engine().check()
 
 
@@ -263,3 +265,26 @@ def test_weights_and_sizes_tell_drafts_apart():
     assert engines[0] == engines[1]
     other = LLM(target, tiny_head(target, draft_vocab_size=21), max_context=64)
     assert tune.engine_key(other.engine("none")) != engines[0]
+
+
+def test_costs_are_of_engines_that_run_the_same_cycles(monkeypatch):
+    """Whatever takes another time, or none that was measured."""
+
+    def key(**options):
+        return tune.engine_key(make(**options).engine("none"))
+
+    usual = key()
+    others = [key(kv_dtype="fp8_e4m3"), key(graph_mode="cycle"), key(sampled_drafts=True)]
+    monkeypatch.setattr(tune.torch, "get_num_threads", lambda: 77)
+    others.append(key())
+    assert all(other != usual for other in others)
+    assert usual == key() | {"threads": usual["threads"]}
+
+
+def test_what_is_measured_in_addition_keeps_what_was_known():
+    """A table that ``tune`` has made stays one, with its measurements."""
+    engine = make(max_batch_size=1).engine()
+    known = replace(files.find_costs(tune.engine_key(engine), None), tuned_to=2)
+    nothing_new = Plan([], SHAPES, 2, 1)
+    found = tune.measure_costs(engine, nothing_new, before=known)
+    assert found.tuned_to == 2 and found.timings == known.timings

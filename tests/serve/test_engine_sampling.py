@@ -85,6 +85,7 @@ def test_every_parameter_has_its_effect_alone(models, greedy):
         "presence": {"presence_penalty": 2.0},
         "repetition": {"repetition_penalty": 30.0},
         "bias": {"logit_bias": {5: 1e300, 6: -1e300}},
+        "sampled bias": {"logit_bias": {5: 1e300, 6: -1e300}, "temperature": 1.0, "seed": 1},
         "plain": {},
         "temperature": most_likely,
     }
@@ -97,7 +98,7 @@ def test_every_parameter_has_its_effect_alone(models, greedy):
     found = {name: request.token_ids for name, request in zip(cases, requests, strict=True)}
     plain = greedy[1][:10]
     assert found["plain"] == found["top_k"] == found["top_p"] == found["min_p"] == plain
-    assert found["bias"] == [5] * 10
+    assert found["bias"] == found["sampled bias"] == [5] * 10
     assert len(set(plain)) < 10
     assert len(set(found["frequency"])) == len(set(found["presence"])) == 10, "no token comes twice"
     others = [found["repetition"], found["temperature"], found["frequency"]]

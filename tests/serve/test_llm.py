@@ -183,6 +183,21 @@ def test_ngram_counts_the_drafts_there_were_and_learns_the_last_tokens():
     assert nothing.engine().totals.num_draft_tokens == 0
 
 
+def test_options_of_n_grams_are_those_of_the_engine_s():
+    """A log of a few tokens, and matches that are too long to be found."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    drafted = {}
+    for name, ngram in {"usual": {}, "few": {"capacity": 30}, "long": {"min_match_window_size": 12}}.items():
+        llm = LLM(
+            tiny_target(vocab_size=11), algorithm="NGRAM", max_context=64, graph_mode="off", ngram=ngram
+        )
+        llm.generate([[1, 2, 3, 1, 2]], params)
+        engine = llm.engine()
+        assert len(engine.ngram) == (30 if name == "few" else 45)
+        drafted[name] = engine.totals.num_draft_tokens
+    assert drafted["long"] < drafted["usual"]
+
+
 class _HostTensors(TorchDispatchMode):
     """Counts tensors that are made from numbers of the host, which a CUDA graph cannot hold."""
 
