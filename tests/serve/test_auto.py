@@ -16,8 +16,9 @@ from eagle_kit.kernels import cpp
 from eagle_kit.serve import cpu_graph, timing, tune
 from eagle_kit.serve.cpu_graph import RECORD_AFTER, CpuGraphs
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
 from eagle_kit.tuning import files
+from eagle_kit.tuning.costs import Timing
 from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
@@ -210,6 +211,23 @@ def test_timing_leaves_an_engine_as_it_was(lag, monkeypatch):
     engine.check()
     assert engine.page_pool.num_available == engine.page_pool.num_pages
     assert texts(llm.generate(PROMPTS, SamplingParams(max_tokens=20))) == before
+
+
+@pytest.mark.usefixtures("measured_costs")
+def test_shapes_that_lost_in_a_smaller_batch_or_need_more_memory_are_not_timed():
+    """They lost if a cycle takes longer than plain ones for 3 of 4 drafts and the bonus token would."""
+    engine = make(max_batch_size=3, shape="1,1,2").engine()
+    chain, tree, wide = SHAPES[0], SHAPES[1], SpecShape(3, 8, 22)
+    assert 2 * wide.tokens <= engine.config.most_rows < 3 * wide.tokens
+    plan = Plan([Point(1, 10), Point(2, 10), Point(3, 10)], [chain, tree, wide], 1, 1)
+    seconds = {NO_SPECULATION: 1.0, chain: 1.8, tree: 3.2, wide: 3.2}
+    first = [Timing(1, shape, 10, each) for shape, each in seconds.items()]
+    timings = time_cycles(engine, plan, done={Visit(0, plan.points[0]): first})
+    assert timings[:4] == first
+    shapes = [[each.shape for each in timings if each.batch_size == size] for size in (2, 3)]
+    assert chain not in shapes[0] + shapes[1]
+    assert {tree, wide} == set(shapes[0]) - {NO_SPECULATION}
+    assert wide not in shapes[1]
 
 
 @pytest.mark.usefixtures("measured_costs")

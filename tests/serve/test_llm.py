@@ -9,7 +9,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.serve.cycle import CycleSettings
 from eagle_kit.serve.llm import LLM, NGRAM_SHAPE
-from eagle_kit.serve.options import choose_device
+from eagle_kit.serve.options import choose_device, dtype_of
 from eagle_kit.serve.runner import CycleInputs
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
@@ -108,6 +108,19 @@ def test_a_gpu_is_refused_where_there_is_none(monkeypatch, place):
     with pytest.raises(UserError, match=f"{place} was asked for, but CUDA is not there"):
         choose_device(place)
     assert choose_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "on_cpu", "on_gpu"),
+    [
+        ("auto", torch.float32, torch.bfloat16),
+        ("float32", torch.float32, torch.float32),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+        ("float16", torch.float16, torch.float16),
+    ],
+)
+def test_a_dtype_is_the_one_that_is_named(name, on_cpu, on_gpu):
+    assert (dtype_of(name, "cpu"), dtype_of(name, "cuda")) == (on_cpu, on_gpu)
 
 
 def test_an_algorithm_may_be_written_in_small_letters():
