@@ -7,7 +7,7 @@ import torch
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kernels.accept import accept_block, accept_rejection_chain, accept_relaxed, accept_target_only
 from eagle_kit.kernels.sampling import sample
 from eagle_kit.kernels.tree_build import Tree, chain_build
@@ -107,6 +107,9 @@ def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape,
     for i, request in enumerate(requests):
         accepted = request.stats.num_accepted_at
         assert len([n for n in accepted if n]) <= drafts[i % len(drafts)]
+        assert request.shapes[SpecShape.parse(shape)] == request.stats.num_verifies
+        if drafts == [0]:
+            assert set(request.shapes) == {NO_SPECULATION} and request.stats.num_verifies == 0
     assert (engine.totals.spec.num_accepted_at[:1] or [0])[0] > 0 or drafts == [0], "nothing was accepted"
     assert (engine.totals.num_draft_tokens == 0) == (drafts == [0])
 
