@@ -98,9 +98,14 @@ def plain(models):
 def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape, drafts):
     engine = make_engine(models, 4)
     requests = requests_of()
-    engine.use_shape(Fixed(SpecShape.parse(shape), drafts))
+    policy, timed = Fixed(SpecShape.parse(shape), drafts), []
+    policy.observe_time = lambda *given: timed.append(given)
+    engine.use_shape(policy)
     rows = serve_watched(engine, requests)
     assert [request.token_ids for request in requests] == plain
+    for size, used, _, _, num_rows in timed:
+        assert (num_rows or size * used.tokens) in rows
+    assert len(timed) > 20 and any(num_rows for *_, num_rows in timed) == (drafts != [4])
     nodes = SpecShape.parse(shape).tokens
     expected = packed_rows(4, nodes - 1, sum((4 * drafts)[:4]))
     assert max(rows) == (expected or 4 * nodes) and (expected is None) == (drafts == [4])
