@@ -17,6 +17,7 @@ __all__ = ["folder"]  # the fixture
 
 WRONG_DEVICES = {
     ("cpu,cpu,cpu", 2): "3 devices were given for 2 ranks",
+    ("cpu,cpu", 3): "2 devices were given for 3 ranks",
     ("cpu,cpu", 1): "2 devices were given for 1 rank",
     ("cpu,tpu", 2): "device 'tpu' is not known",
     ("cuda:x", 1): "device 'cuda:x' is not known",
