@@ -30,18 +30,15 @@ class Detokenizer:
 
     Args:
         tokenizer: a fast Hugging Face tokenizer, or anything with its ``decode``.
-        skip_special_tokens: leave special tokens out of the text.
-        shown: those of them that are text all the same.
+        shown: special tokens that are text all the same; others are left out.
     """
 
-    def __init__(
-        self, tokenizer: Any, skip_special_tokens: bool = True, shown: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, tokenizer: Any, shown: frozenset[int] = frozenset()) -> None:
         # The Rust tokenizer itself: the wrapper around it costs five times the decoding of a short window.
         self._tokenizer = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
-        self._skip = skip_special_tokens and not shown
+        self._skip = not shown
         self._hidden: set[int] = set()
-        if skip_special_tokens and shown:
+        if shown:
             added = self._tokenizer.get_added_tokens_decoder().items()
             self._hidden = {token for token, about in added if about.special} - shown
         self._window: list[int] = []
@@ -103,7 +100,7 @@ class TextStream:
     Args:
         tokenizer: see :class:`Detokenizer`.
         stop: texts that end the reply, none of them empty.
-        skip_special_tokens, shown: see :class:`Detokenizer`.
+        shown: see :class:`Detokenizer`.
 
     Attributes:
         text: final text so far; it only grows.
@@ -117,7 +114,6 @@ class TextStream:
         self,
         tokenizer: Any,
         stop: Sequence[str] = (),
-        skip_special_tokens: bool = True,
         shown: frozenset[int] = frozenset(),
     ) -> None:
         assert all(stop), "an empty stop text would end every reply"
@@ -128,7 +124,7 @@ class TextStream:
         self.failure: BaseException | None = None
         self._reading = threading.Lock()
         self._stop = tuple(stop)
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, shown)
+        self._detokenizer = Detokenizer(tokenizer, shown)
         self._held = ""
 
     @property

@@ -3,6 +3,7 @@
 import itertools
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from eagle_kit.kernels import cpp
 from eagle_kit.serve import cpu_graph, timing, tune
 from eagle_kit.serve.cpu_graph import RECORD_AFTER, CpuGraphs
 from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.timing import Plan, Point, time_cycles
+from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
 from eagle_kit.tuning import files
+from eagle_kit.tuning.costs import Timing
 from eagle_kit.tuning.policy import ShapePolicy
 
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10]]
@@ -67,7 +69,8 @@ def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(sampling
         drafting = [count for shape, count in output.shapes.items() if shape.steps]
         assert sum(drafting) == output.stats.num_verifies, "plain cycles verify nothing"
     lines = llm.engine().reasons()
-    assert lines[0].startswith("batch 1: ") and "an average head" in lines[-1]
+    assert [line.partition(":")[0] for line in lines[:-1]] == ["batch 1", "batch 2"], "powers of two"
+    assert "a short measurement" in lines[-1] and "an average head" in lines[-1]
     llm.engine().check()
 
 
@@ -211,6 +214,23 @@ def test_timing_leaves_an_engine_as_it_was(lag, monkeypatch):
 
 
 @pytest.mark.usefixtures("measured_costs")
+def test_shapes_that_lost_in_a_smaller_batch_or_need_more_memory_are_not_timed():
+    """They lost if a cycle takes longer than plain ones for 3 of 4 drafts and the bonus token would."""
+    engine = make(max_batch_size=3, shape="1,1,2").engine()
+    chain, tree, wide = SHAPES[0], SHAPES[1], SpecShape(3, 8, 22)
+    assert 2 * wide.tokens <= engine.config.most_rows < 3 * wide.tokens
+    plan = Plan([Point(1, 10), Point(2, 10), Point(3, 10)], [chain, tree, wide], 1, 1)
+    seconds = {NO_SPECULATION: 1.0, chain: 1.8, tree: 3.2, wide: 3.2}
+    first = [Timing(1, shape, 10, each) for shape, each in seconds.items()]
+    timings = time_cycles(engine, plan, done={Visit(0, plan.points[0]): first})
+    assert timings[:4] == first
+    shapes = [[each.shape for each in timings if each.batch_size == size] for size in (2, 3)]
+    assert chain not in shapes[0] + shapes[1]
+    assert {tree, wide} == set(shapes[0]) - {NO_SPECULATION}
+    assert wide not in shapes[1]
+
+
+@pytest.mark.usefixtures("measured_costs")
 def test_what_is_timed_is_recorded_and_takes_no_recordings_from_the_engine():
     llm = make(shape="3,2,6", graph_mode="cycle", max_batch_size=1)
     llm.generate(PROMPTS[:1], SamplingParams(max_tokens=60, ignore_eos=True))
@@ -263,3 +283,26 @@ def test_weights_and_sizes_tell_drafts_apart():
     assert engines[0] == engines[1]
     other = LLM(target, tiny_head(target, draft_vocab_size=21), max_context=64)
     assert tune.engine_key(other.engine("none")) != engines[0]
+
+
+def test_costs_are_of_engines_that_run_the_same_cycles(monkeypatch):
+    """Whatever takes another time, or none that was measured."""
+
+    def key(**options):
+        return tune.engine_key(make(**options).engine("none"))
+
+    usual = key()
+    others = [key(kv_dtype="fp8_e4m3"), key(graph_mode="cycle"), key(sampled_drafts=True)]
+    monkeypatch.setattr(tune.torch, "get_num_threads", lambda: 77)
+    others.append(key())
+    assert all(other != usual for other in others)
+    assert usual == key() | {"threads": usual["threads"]}
+
+
+def test_what_is_measured_in_addition_keeps_what_was_known():
+    """A table that ``tune`` has made stays one, with its measurements."""
+    engine = make(max_batch_size=1).engine()
+    known = replace(files.find_costs(tune.engine_key(engine), None), tuned_to=2)
+    nothing_new = Plan([], SHAPES, 2, 1)
+    found = tune.measure_costs(engine, nothing_new, before=known)
+    assert found.tuned_to == 2 and found.timings == known.timings

@@ -3,7 +3,7 @@
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.counters import Snapshot, difference, parse_metrics
+from eagle_kit.serve.counters import Snapshot, difference, parse_metrics, root_of
 
 TEXT = """
 # HELP eagle_kit:spec_decode_num_drafts_total Windows.
@@ -15,6 +15,8 @@ eagle_kit:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position=
 eagle_kit:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 6.0
 eagle_kit:generation_tokens_total{model_name="m"} 25.0
 eagle_kit:num_requests_running{model_name="m"} 3.0
+eagle_kit:spec_decode_num_cycles_total{model_name="m",shape="4,1,5"} 7.0
+eagle_kit:spec_decode_num_cycles_total{model_name="m",shape="none"} 2.0
 other:spec_decode_num_drafts_total 99.0
 """
 
@@ -23,7 +25,7 @@ def test_counters_are_read_whoever_writes_them():
     ours = parse_metrics(TEXT)
     assert ours.counters["spec_decode_num_drafts"] == 10 and ours.counters["generation_tokens"] == 25
     assert ours.counters["spec_decode_num_accepted_tokens"] == 15 and ours.accepted_at == {0: 9.0, 1: 6.0}
-    assert len(ours.counters) == 4
+    assert len(ours.counters) == 4 and ours.cycles == {"4,1,5": 7.0, "none": 2.0}
     theirs = parse_metrics(TEXT.replace("eagle_kit:", "vllm:"))
     assert (theirs.counters, theirs.accepted_at) == (ours.counters, ours.accepted_at)
     assert (ours.engine, theirs.engine) == ("eagle-kit", "vLLM")
@@ -68,3 +70,18 @@ def test_sglang_counts_verifies_and_tokens_only():
     older = parse_metrics("\n".join(line for line in SGLANG.splitlines() if "verify_calls" not in line))
     figures = difference(Snapshot(), older)
     assert "accept length" not in figures and figures["accept length of the last interval"] == 1.55
+    several = SGLANG.replace('tp_rank="1"} 0.0', 'tp_rank="1"} 2.45')
+    assert parse_metrics(several).gauge == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_a_server_s_url_may_name_its_api(path):
+    assert root_of(f"http://localhost:8000{path}") == "http://localhost:8000"
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host", "http://", "http://host:port", "http://host:0"]
+)
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(UserError, match="is not a URL"):
+        root_of(url)

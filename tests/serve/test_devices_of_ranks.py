@@ -17,6 +17,7 @@ __all__ = ["folder"]  # the fixture
 
 WRONG_DEVICES = {
     ("cpu,cpu,cpu", 2): "3 devices were given for 2 ranks",
+    ("cpu,cpu", 3): "2 devices were given for 3 ranks",
     ("cpu,cpu", 1): "2 devices were given for 1 rank",
     ("cpu,tpu", 2): "device 'tpu' is not known",
     ("cuda:x", 1): "device 'cuda:x' is not known",
@@ -52,7 +53,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
     def launch(num_gpus, gpus, **environ):
-        seen = SimpleNamespace(taken=[], gathered=[], num_left=0)
+        seen = SimpleNamespace(taken=[], gathered=[], num_left=0, timeouts=[])
 
         class Others:
             size, is_first = 2, False
@@ -67,7 +68,12 @@ def launch(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
         monkeypatch.setattr(torch.cuda, "set_device", seen.taken.append)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[1]))
-        monkeypatch.setattr(ranks_room, "connect", lambda rank, size, device, timeout_s: Others())
+
+        def connect(rank, size, device, timeout_s):
+            seen.timeouts.append(timeout_s)
+            return Others()
+
+        monkeypatch.setattr(ranks_room, "connect", connect)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         return seen
@@ -88,6 +94,12 @@ def test_a_process_that_is_shown_one_gpu_has_that(folder, launch):
     seen = launch(2, "ab", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     join_ranks(folder, None, config)
     assert (len(seen.taken), seen.gathered, seen.num_left) == (1, ["b"], 0)
+
+
+def test_a_group_waits_for_its_ranks_as_long_as_was_asked_for(folder, launch):
+    seen = launch(2, "ab")
+    join_ranks(folder, None, EngineConfig(tensor_parallel=2, device="cuda", rank_timeout_s=7.0))
+    assert seen.timeouts == [7.0]
 
 
 @pytest.mark.parametrize("num_gpus", [1, 2])

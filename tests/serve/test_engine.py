@@ -3,6 +3,8 @@
 That no option changes a text is in `test_conformance`.
 """
 
+import time
+
 import pytest
 import torch
 from tiny import tiny_target
@@ -32,6 +34,7 @@ def test_max_tokens_is_exact_inside_an_accepted_run(models, plain, max_tokens):
     for request, full in zip(decode(models, "5,4,16", max_tokens=max_tokens), plain, strict=True):
         assert request.token_ids == full.token_ids[:max_tokens]
         assert request.finish_reason == "length"
+        assert len(request.stats.num_accepted_at) < max_tokens, "drafts behind the end were not accepted"
 
 
 def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
@@ -202,6 +205,41 @@ def test_a_cached_beginning_is_not_computed_again_and_changes_nothing(models, sh
         assert request.num_cached_tokens == (0 if i == 0 else whole)
 
 
+def test_times_and_totals_count_everything_once(models, monkeypatch):
+    """A prompt in three parts, one whose beginning is cached, and the first again behind a change of shapes:
+    pages that were written without a draft lack its entries."""
+    engine = make_engine(models, page_size=4, prefill_tokens=8)
+    now, totals = [0.0], engine.totals
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def reply_to(number, prompt):
+        request = Request(number, prompt, SamplingParams(max_tokens=5, ignore_eos=True), arrived_at=now[0])
+        engine.add_request(request)
+        now[0] += 100  # it waits
+        while engine.has_work:
+            now[0] += 1
+            engine.step()
+            if request.slot >= 0:
+                assert engine.kv_usage == pytest.approx(len(request.allocation) / engine.page_pool.num_pages)
+        return request.output()
+
+    long = [(3 * i * i) % 11 for i in range(20)]
+    first = reply_to(0, long)
+    assert (first.prefill_s, first.decode_s) == (2.0, 4.0)
+    assert (totals.num_steps, totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (7, 20, 0)
+    second = reply_to(1, [*long, 9])
+    assert (second.prefill_s, second.decode_s) == (0.0, 4.0)
+    assert (totals.num_prompt_tokens, totals.num_cached_prompt_tokens) == (41, 20)
+    assert totals.num_generated_tokens == 10 and totals.num_finished == {"length": 2}
+    assert (totals.num_drafts, totals.num_draft_tokens) == (0, 0)
+
+    engine.use_shape(SpecShape(4, 1, 5))
+    third = reply_to(2, list(long))
+    assert third.num_cached_tokens == 0 and third.token_ids == first.token_ids
+    assert totals.num_drafts == third.stats.num_verifies > 0
+    assert totals.num_draft_tokens == 4 * totals.num_drafts
+
+
 def test_a_next_turn_finds_the_reply_of_the_last(models):
     check_next_turn(models, max_context=128)
 
@@ -211,7 +249,7 @@ def test_a_full_pool_sends_the_last_back_and_never_the_first(models, plain):
     engine.use_shape(SpecShape(5, 4, 16))
     requests = [Request(i, list(PROMPTS[i]), SamplingParams(max_tokens=40)) for i in range(4)]
     serve(engine, requests)
-    assert engine.totals.num_preemptions > 0
+    assert engine.totals.num_preemptions == sum(r.num_preemptions for r in requests) > 0
     assert [r.token_ids for r in requests] == [r.token_ids for r in plain[:4]]
     assert requests[0].num_preemptions == 0, "the first must not wait for those behind it"
 

@@ -74,6 +74,67 @@ def test_logprobs_equal_scoring_the_text_anew(models, shape):
                 assert value == pytest.approx(float(row[token_id]), abs=1e-4)
 
 
+def test_every_parameter_has_its_effect_alone(models, greedy):
+    """In one batch, beside requests that lack it."""
+    most_likely = {"temperature": 5.0, "seed": 1}
+    cases = {
+        "top_k": most_likely | {"top_k": 1},
+        "top_p": most_likely | {"top_p": 1e-9},
+        "min_p": most_likely | {"min_p": 1.0},
+        "frequency": {"frequency_penalty": 2.0},
+        "presence": {"presence_penalty": 2.0},
+        "repetition": {"repetition_penalty": 30.0},
+        "bias": {"logit_bias": {5: 1e300, 6: -1e300}},
+        "sampled bias": {"logit_bias": {5: 1e300, 6: -1e300}, "temperature": 1.0, "seed": 1},
+        "plain": {},
+        "temperature": most_likely,
+    }
+    prompt, engine = PROMPTS[1], make_engine(models, batch=4)
+    requests = [
+        Request(i, list(prompt), SamplingParams(max_tokens=10, ignore_eos=True, **params))
+        for i, params in enumerate(cases.values())
+    ]
+    serve(engine, requests)
+    found = {name: request.token_ids for name, request in zip(cases, requests, strict=True)}
+    plain = greedy[1][:10]
+    assert found["plain"] == found["top_k"] == found["top_p"] == found["min_p"] == plain
+    assert found["bias"] == found["sampled bias"] == [5] * 10
+    assert len(set(plain)) < 10
+    assert len(set(found["frequency"])) == len(set(found["presence"])) == 10, "no token comes twice"
+    others = [found["repetition"], found["temperature"], found["frequency"]]
+    assert all(each != plain for each in others) and found["repetition"] != found["frequency"]
+
+
+def test_an_earlier_request_leaves_nothing_in_its_slot(models):
+    """Neither tokens of its prompt, which one penalty counts, nor of its reply, nor biases."""
+    earlier = [{"repetition_penalty": 3.0, "logit_bias": {5: 3.0}}, {"frequency_penalty": 1.0}]
+    later = [{"repetition_penalty": 3.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}]
+    for before in earlier:
+        for params in later:
+            engine = make_engine(models)
+            first = Request(0, list(range(11)), SamplingParams(max_tokens=5, ignore_eos=True, **before))
+            second = Request(1, [1, 2], SamplingParams(max_tokens=12, ignore_eos=True, **params))
+            serve(engine, [first, second])
+            (fresh,) = decode(models, prompts=[[1, 2]], max_tokens=12, ignore_eos=True, **params)
+            assert second.token_ids == fresh.token_ids
+
+
+@pytest.mark.parametrize(
+    "penalties", [{"frequency_penalty": 1.0}, {"presence_penalty": 1.0}, {"repetition_penalty": 1.5}], ids=str
+)
+def test_penalties_go_on_behind_a_turn_of_another(models, penalties):
+    params = SamplingParams(max_tokens=60, ignore_eos=True, **penalties)
+    long, short = Request(0, [1, 2], params), Request(1, [3], SamplingParams(max_tokens=3))
+    engine = make_engine(models)
+    engine.add_request(long)
+    while len(long.token_ids) < 40:
+        engine.step()
+    serve(engine, [short])
+    assert long.num_preemptions == 1
+    (alone,) = decode(models, prompts=[[1, 2]], max_tokens=60, ignore_eos=True, **penalties)
+    assert long.token_ids == alone.token_ids
+
+
 def test_first_tokens_follow_the_distribution_of_the_prompt(models):
     """2,000 draws of the first token against the distribution that the logits give."""
     params = SamplingParams(max_tokens=1, temperature=0.9, top_p=0.95)

@@ -124,7 +124,14 @@ def test_a_storm_of_events_loses_nothing(
             assert STOP not in tokens[:-1]
         if request.match is None:
             assert request.num_shown == len(tokens) - (request.finish_reason == "stop")
-    reasons = engine.totals.num_finished
+    totals, served = engine.totals, finished + alive
+    admitted = [request for request in served if request.admitted_at > 0.0]
+    assert totals.num_preemptions == sum(request.num_preemptions for request in served)
+    assert totals.num_generated_tokens == sum(len(request.token_ids) for request in served)
+    assert totals.num_prompt_tokens == sum(len(request.prompt_ids) for request in admitted)
+    assert totals.num_cached_prompt_tokens == sum(request.num_cached_tokens for request in admitted)
+    assert totals.num_finished.total() == len(served) == number
+    reasons = totals.num_finished
     often = num_events // 700
     assert all(reasons[reason] > often for reason in ("stop", "length", "context", "abort", "error")), reasons
     assert engine.totals.num_preemptions > often and engine.page_pool.num_evicted > 2 * often

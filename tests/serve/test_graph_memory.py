@@ -1,5 +1,7 @@
 """Memory of CUDA graphs in the plan; nothing here has been compared with a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny import tiny_head, tiny_target
@@ -12,7 +14,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.host_waits import PretendGPU
 from eagle_kit.serve import graph_memory, memory
 from eagle_kit.serve.graph_memory import graphs_of
-from eagle_kit.serve.memory import plan_memory
+from eagle_kit.serve.memory import MemoryPlan, Place, plan_memory
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from tests.bench.test_launches import LLAMA, SMALL, TOTALS, small
 
@@ -141,3 +143,36 @@ def test_a_pool_of_a_given_size_comes_before_graphs(planned):
     assert planned(needed, kv_tokens=1000).extent == "none"
     with pytest.raises(UserError, match="Lower kv_tokens"):
         planned(needed - 1, kv_tokens=1000)
+
+
+def test_ranks_agree_on_what_the_poorest_has():
+    plan = MemoryPlan(500, 8, 2, 1000, 10, 10, 10, 9000, state_snapshots=7, extent="usual")
+    others = [
+        replace(plan, kv_tokens=400, state_snapshots=9),
+        replace(plan, kv_tokens=600, state_snapshots=3, extent="none"),
+        replace(plan, extent="all"),
+    ]
+    agreed = plan.smallest([plan, *others])
+    assert (agreed.kv_tokens, agreed.state_snapshots, agreed.extent) == (400, 3, "none")
+    without = replace(plan, state_snapshots=None)
+    assert without.smallest([without, without]).state_snapshots is None
+    assert agreed.sizes == {"kv_tokens": 400, "kv_memory": None, "state_snapshots": 3}
+
+
+def test_the_log_of_n_grams_has_its_place_on_the_host(models):
+    target, _ = models
+    place = Place(torch.device("cpu"), 10**9)
+    sizes = {"algorithm": "NGRAM", "ngram": {"capacity": 1000}, "max_batch_size": 2, "max_context": 64}
+    config = EngineConfig(**sizes, shape="3,2,6").resolve(on_gpu=False)
+    plan = plan_memory(target, None, config, place=place)
+    plain = plan_memory(target, None, config.replace(algorithm="NONE"), place=place)
+    assert (plan.ngram_log, plain.ngram_log) == (config.ngram.max_bytes, 0)
+    assert plain.free - plan.free == plan.ngram_log
+    assert "n-gram log" in str(plan) and "n-gram log" not in str(plain)
+    wide = config.replace(max_batch_size=32)
+    logits = [plan_memory(target, None, each, place=place).logits for each in (config, wide)]
+    assert [each // (2 * 4 * target.config.vocab_size) for each in logits] == [64, 32 * 6], "rows of windows"
+    assert plan.kv_tokens == 2 * (64 + config.room(63) + config.page_size), "a batch of whole contexts"
+    with pytest.raises(UserError, match="free") as error:
+        plan_memory(target, None, config, place=Place(place.device, 10**5))
+    assert "n-gram capacity" in error.value.remedy

@@ -11,7 +11,7 @@ from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.linear import plain as module
 from eagle_kit.kernels.linear.forms import Size, use_forms
-from eagle_kit.serve import linear_forms
+from eagle_kit.serve import linear_forms, measured
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.linear_forms import LinearForms, time_form
 from eagle_kit.serve.llm import LLM
@@ -77,6 +77,17 @@ def test_a_choice_is_made_once_and_kept():
         assert choices.form(SIZE._replace(rows=8)) == "torch"
     assert len(timer.calls) == 4
     assert choices.form(SIZE._replace(rows=16)) == "torch" and len(timer.calls) == 4
+
+
+def test_seconds_are_those_of_all_measurements(monkeypatch):
+    clock = iter((0.0, 2.0, 10.0, 13.0))
+    choices = LinearForms(CPU, FakeTimer())
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: next(clock))
+    with choices.measuring():
+        with choices.measuring():  # a cycle within a warm-up
+            choices.form(SIZE)
+        choices.form(SIZE._replace(rows=8))
+    assert choices.seconds == 5.0 and len(choices.table) == 2
 
 
 def test_nothing_is_measured_outside_of_a_warm_up_or_in_a_capture(monkeypatch):

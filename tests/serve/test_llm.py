@@ -6,9 +6,10 @@ from tiny import tiny_head, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.serve.cycle import CycleSettings
-from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.llm import LLM, NGRAM_SHAPE
+from eagle_kit.serve.options import choose_device, dtype_of
 from eagle_kit.serve.runner import CycleInputs
 
 SAMPLED = SamplingParams(max_tokens=8, temperature=1.0, seed=1, ignore_eos=True)
@@ -18,6 +19,12 @@ GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 def make(**options):
     target = tiny_target()
     return LLM(target, tiny_head(target), max_context=64, **{"max_batch_size": 4, **options})
+
+
+@pytest.fixture(scope="module")
+def llm():
+    """A model without a tokenizer that drafts chains."""
+    return make(shape="3,1,4")
 
 
 def test_sampled_drafts_and_plain_decoding_go_with_one_another():
@@ -60,6 +67,106 @@ def test_what_is_refused_is_refused_before_any_work():
     assert len(llm.generate([[1]], GREEDY, on_finish=lambda *_: None)) == 1
 
 
+@pytest.mark.parametrize(
+    ("prompts", "params", "cause"),
+    [
+        ("a text", None, "one text instead of a list"),
+        ([[1], [2], [3]], [GREEDY, GREEDY], "3 prompts have 2 sampling parameters"),
+        ([[1], [2], []], None, "^Prompt 2 of 3: The prompt is empty"),
+        ([[]], None, "^The prompt is empty"),
+        (["a text"], None, "without a tokenizer"),
+        ([[1]], SamplingParams(stop=("x",)), "stop text was given to a model without a tokenizer"),
+        ([[1]], SamplingParams(grammar=Grammar("json_object")), "grammar needs a tokenizer"),
+        ([[1]], SamplingParams(logit_bias={-1: 1.0}), "logit_bias names"),
+    ],
+)
+def test_calls_that_cannot_be_served_are_refused(llm, prompts, params, cause):
+    with pytest.raises(UserError, match=cause):
+        llm.generate(prompts, params)
+    assert not llm.engine().has_work
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"algorithm": "EAGEL3"}, "The algorithm 'EAGEL3' is not known"),
+        ({"algorithm": "EAGLE3"}, "EAGLE3 needs a draft"),
+        ({"algorithm": "NEXTN"}, "takes the modules in the target's folder: none is known"),
+        ({"algorithm": "NGRAM", "draft": "a-draft"}, "NGRAM takes no draft, and a-draft was given"),
+        ({"algorithm": "none", "draft": "a-draft"}, "NONE takes no draft"),
+    ],
+    ids=str,
+)
+def test_algorithms_are_refused_that_do_not_go_with_the_draft(options, cause):
+    with pytest.raises(UserError, match=cause):
+        LLM(tiny_target(num_layers=1), **options)
+
+
+@pytest.mark.parametrize("place", ["cuda", "cuda:0"])
+def test_a_gpu_is_refused_where_there_is_none(monkeypatch, place):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=f"{place} was asked for, but CUDA is not there"):
+        choose_device(place)
+    assert choose_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "on_cpu", "on_gpu"),
+    [
+        ("auto", torch.float32, torch.bfloat16),
+        ("float32", torch.float32, torch.float32),
+        ("bfloat16", torch.bfloat16, torch.bfloat16),
+        ("float16", torch.float16, torch.float16),
+    ],
+)
+def test_a_dtype_is_the_one_that_is_named(name, on_cpu, on_gpu):
+    assert (dtype_of(name, "cpu"), dtype_of(name, "cuda")) == (on_cpu, on_gpu)
+
+
+def test_an_algorithm_may_be_written_in_small_letters():
+    llm = LLM(tiny_target(num_layers=1), algorithm="ngram", max_context=64)
+    assert llm.config.algorithm == "NGRAM" and llm.default_shape == NGRAM_SHAPE
+
+
+def test_a_progress_bar_counts_replies(llm, capsys):
+    llm.generate([[1, 2], [3], [4]], SamplingParams(max_tokens=2))
+    assert not capsys.readouterr().err
+    llm.generate([[1, 2], [3], [4]], SamplingParams(max_tokens=2), progress=True)
+    assert "3/3" in capsys.readouterr().err
+
+
+def test_a_pool_in_bytes_holds_the_tokens_that_fit_into_them(llm):
+    plan = llm.memory_plan
+    size = 200 * plan.bytes_per_token + plan.bytes_per_token // 2
+    small = make(shape="3,1,4", kv_memory=size)
+    assert small.engine().page_pool.num_pages == 200 // 16 + 1
+    assert small.memory_plan.kv_tokens == 200 < plan.kv_tokens
+
+
+def test_a_seed_of_0_is_a_seed(llm):
+    """As any other it gives the same text again; requests without a seed draw one each."""
+    texts = [
+        llm.generate([[1, 2]], SamplingParams(max_tokens=12, temperature=1.5, seed=seed))[0].token_ids
+        for seed in (0, 0, None, None)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[2] != texts[3]
+
+
+def test_prompts_of_one_call_do_not_take_turns():
+    llm = make(max_batch_size=1, shape="none", graph_mode="off")
+    llm.generate([[1, 2], [3, 4]], SamplingParams(max_tokens=60, ignore_eos=True))
+    assert llm.engine().totals.num_preemptions == 0
+
+
+def test_requests_of_one_batch_have_the_alternatives_that_each_asked_for(llm):
+    for wanted in ([1, 4, 0], [4, None, 1]):
+        params = [SamplingParams(max_tokens=6, ignore_eos=True, logprobs=number) for number in wanted]
+        for output, number in zip(llm.generate([[1, 2], [3], [4]], params), wanted, strict=True):
+            entries = [] if number is None else [number] * 6
+            assert [len(entry.top) for entry in output.logprobs] == entries
+
+
 def test_a_pool_that_is_smaller_than_the_context_shortens_it():
     llm = make(shape="3,1,4", kv_tokens=40, page_size=8)
     with pytest.warns(UserWarning, match="holds 40 tokens, so the context is 30 instead of 64"):
@@ -87,6 +194,21 @@ def test_ngram_counts_the_drafts_there_were_and_learns_the_last_tokens():
     nothing = LLM(tiny_target(seed=5), algorithm="NGRAM", max_context=64)
     nothing.generate([[1]], SamplingParams(max_tokens=1))
     assert nothing.engine().totals.num_draft_tokens == 0
+
+
+def test_options_of_n_grams_are_those_of_the_engine_s():
+    """A log of a few tokens, and matches that are too long to be found."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    drafted = {}
+    for name, ngram in {"usual": {}, "few": {"capacity": 30}, "long": {"min_match_window_size": 12}}.items():
+        llm = LLM(
+            tiny_target(vocab_size=11), algorithm="NGRAM", max_context=64, graph_mode="off", ngram=ngram
+        )
+        llm.generate([[1, 2, 3, 1, 2]], params)
+        engine = llm.engine()
+        assert len(engine.ngram) == (30 if name == "few" else 45)
+        drafted[name] = engine.totals.num_draft_tokens
+    assert drafted["long"] < drafted["usual"]
 
 
 class _HostTensors(TorchDispatchMode):

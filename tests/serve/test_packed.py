@@ -7,7 +7,7 @@ import torch
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.kernels.accept import accept_block, accept_rejection_chain, accept_relaxed, accept_target_only
 from eagle_kit.kernels.sampling import sample
 from eagle_kit.kernels.tree_build import Tree, chain_build
@@ -98,15 +98,23 @@ def plain(models):
 def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape, drafts):
     engine = make_engine(models, 4)
     requests = requests_of()
-    engine.use_shape(Fixed(SpecShape.parse(shape), drafts))
+    policy, timed = Fixed(SpecShape.parse(shape), drafts), []
+    policy.observe_time = lambda *given: timed.append(given)
+    engine.use_shape(policy)
     rows = serve_watched(engine, requests)
     assert [request.token_ids for request in requests] == plain
+    for size, used, _, _, num_rows in timed:
+        assert (num_rows or size * used.tokens) in rows
+    assert len(timed) > 20 and any(num_rows for *_, num_rows in timed) == (drafts != [4])
     nodes = SpecShape.parse(shape).tokens
     expected = packed_rows(4, nodes - 1, sum((4 * drafts)[:4]))
     assert max(rows) == (expected or 4 * nodes) and (expected is None) == (drafts == [4])
     for i, request in enumerate(requests):
         accepted = request.stats.num_accepted_at
         assert len([n for n in accepted if n]) <= drafts[i % len(drafts)]
+        assert request.shapes[SpecShape.parse(shape)] == request.stats.num_verifies
+        if drafts == [0]:
+            assert set(request.shapes) == {NO_SPECULATION} and request.stats.num_verifies == 0
     assert (engine.totals.spec.num_accepted_at[:1] or [0])[0] > 0 or drafts == [0], "nothing was accepted"
     assert (engine.totals.num_draft_tokens == 0) == (drafts == [0])
 

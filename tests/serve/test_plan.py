@@ -9,7 +9,7 @@ from rank_processes import run_ranks
 from sweep import sweep
 from tiny import tiny_head
 from tiny_mixtures import GROUPED, MIXTURES, randomised, v3
-from transformers import MixtralConfig
+from transformers import GPT2Config, MixtralConfig
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
@@ -107,6 +107,15 @@ def test_a_draft_and_its_pool_are_planned_as_they_are_made(folder, tmp_path):
     assert memory.kv_tokens == real.kv_tokens and memory.logits == real.logits
     assert memory.states == real.states and memory.state_snapshots == real.state_snapshots
     assert plan.weights["draft"] > 0
+    chooses = Planner(str(folder), str(tmp_path / "draft"), OPTIONS).plan(2)
+    assert chooses.chooses_shapes and not plan.chooses_shapes
+    assert chooses.config.shape.at(1).steps > 0
+
+
+def test_layers_of_transformers_are_not_planned(tmp_path):
+    GPT2Config(n_embd=48, n_layer=2, n_head=6, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="layers of gpt2 are those of transformers"):
+        Planner(str(tmp_path), None, OPTIONS).plan(1)
 
 
 def test_what_fits_is_what_is_free(folder):

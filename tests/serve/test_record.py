@@ -70,6 +70,22 @@ def test_a_shape_beyond_the_recording_is_refused(recording):
         recording.acceptance(SpecShape(7, 1, 8))
 
 
+@pytest.mark.parametrize("options", [{"tree": "static"}, {"sampled_drafts": True}], ids=str)
+def test_drafts_that_cannot_be_predicted_are_refused(models, options):
+    target, head = models
+    with pytest.raises(UserError, match="not recorded"):
+        record_drafts(target, HeadDraftModel(head, target), resolved(1, 64, **options), requests_of())
+
+
+def test_each_reply_that_ends_is_told(models):
+    target, head = models
+    ended = []
+    requests = requests_of(max_tokens=4)
+    draft = HeadDraftModel(head, target)
+    record_drafts(target, draft, resolved(2, 64), requests, shape=WIDE, on_finish=lambda: ended.append(1))
+    assert len(ended) == len(requests)
+
+
 def test_replies_without_a_cycle_record_nothing(models):
     target, head = models
     with pytest.raises(UserError, match="too short"):

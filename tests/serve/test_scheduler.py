@@ -414,6 +414,59 @@ def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of
     assert waiting.slot >= 0
 
 
+@pytest.mark.parametrize(("length", "fits"), [(16, True), (17, False)])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, fits):
+    """Others have a page each to grow into, and pages that they share with the victim stay theirs."""
+    config = resolved(4, 512, page_size=4)
+    pool = PagePool(10 if is_shared else 8, 4)
+    scheduler = Scheduler(pool, config.replace(kv_tokens=40), room=4, needs_last=False)
+    prompts = [[1] * 9, [1] * 9] if is_shared else [[1], [2]]
+    far, near = requests_of(prompts, max_tokens=400)
+    for request in (far, near):
+        admitted(scheduler, [request])
+        request.num_computed = request.num_verified = request.num_to_compute
+        pool.publish(request.allocation, request.prompt_ids)
+    assert pool.num_available == 4 and near.num_cached_tokens == (8 if is_shared else 0)
+    far.num_sat_out = 3 * TURN
+    (waiting,) = requests_of([[3] * length], first=10, max_tokens=400)
+    scheduler.add(waiting)
+    assert scheduler.plan().preempted == ([far] if fits else [])
+    assert (waiting.slot >= 0) == fits
+
+
+def test_a_second_choice_that_gave_way_returns_after_some_steps():
+    engine = engine_of(slots=3)
+    many = requests_of([[1, 2, 3]] * 2, together=True, max_tokens=300)
+    begin(engine, [*many, *requests_of([[4]], first=50, max_tokens=300)], steps=4)
+    steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=1))
+    assert many[1].num_preemptions == 1
+    begin(engine, [], steps=TURN // 2)
+    assert many[1].slot < 0, "the last slot is left to others for a while"
+    begin(engine, [], steps=TURN)
+    assert many[1].slot >= 0
+
+
+@pytest.mark.parametrize("decode_prefill_tokens", [16, 11])
+def test_no_step_computes_more_prompt_tokens_than_memory_is_planned_for(monkeypatch, decode_prefill_tokens):
+    engine = engine_of(
+        prefill_tokens=16, decode_prefill_tokens=decode_prefill_tokens, mixed_prefill_tokens=16
+    )
+    computed, prefill = [], engine.runner.prefill
+
+    def counting(chunks):
+        computed.append(sum(stop - start for _, start, stop, _ in chunks))
+        return prefill(chunks)
+
+    begin(engine, requests_of([[1, 2]], max_tokens=400), steps=2)
+    monkeypatch.setattr(engine.runner, "prefill", counting)
+    (long,) = requests_of([LONG], first=10, max_tokens=3)
+    begin(engine, [long], steps=2)
+    for i in range(8):
+        begin(engine, requests_of([[i] * (9 + i)], first=20 + i, max_tokens=2), steps=3)
+    assert max(computed) == decode_prefill_tokens
+
+
 def test_a_request_that_would_take_the_pages_that_others_grow_into_waits():
     engine = engine_of(kv_tokens=48)
     running = requests_of([[i, 1, 2] for i in range(3)], max_tokens=8)

@@ -122,8 +122,9 @@ def test_capacity_counts_everything_on_its_way(scripted):
         with pytest.raises(UserError, match="at most 4"):
             await engine.add([llm.make_request([5], GREEDY) for _ in range(5)])
         (last,) = await engine.add([llm.make_request([5], GREEDY)])
+        (probe,) = await engine.add([llm.make_request([5], GREEDY)], is_probe=True)
         inner.release()
-        await asyncio.gather(*(reply.collect() for reply in (*first, last)))
+        await asyncio.gather(*(reply.collect() for reply in (*first, last, probe)))
         await engine.add([llm.make_request([5], GREEDY) for _ in range(4)])
 
     run(scripted, check, capacity=4, hold_at=6)
@@ -167,6 +168,30 @@ def test_a_shutdown_with_and_without_grace(scripted):
         assert whole.finish_reason == "abort" and whole.text == reply.request.stream.text != ""
 
     run(scripted, check_abort, hold_at=6)
+
+    async def check_waiting(llm, inner, engine):
+        """The second choice of a request that is served is served as well, another request is not."""
+        both = await engine.add([llm.make_request([5], GREEDY) for _ in range(2)])
+        await anext(both[0])
+        (other,) = await engine.add([llm.make_request([5], GREEDY)])
+        shutdown = asyncio.create_task(engine.shutdown(grace_s=20))
+        with pytest.raises(Overloaded):
+            await other.collect()
+        inner.release()
+        await shutdown
+        assert [(await reply.collect()).finish_reason for reply in both] == ["stop", "stop"]
+
+    run(scripted, check_waiting, hold_at=6, slots=1)
+
+
+def test_a_slot_of_a_request_s_second_choice_goes_to_another_request(scripted):
+    async def check(llm, inner, engine):
+        await engine.add([llm.make_request([5], GREEDY) for _ in range(3)])
+        (other,) = await engine.add([llm.make_request([5], GREEDY)])
+        assert (await anext(other)).token_ids
+        inner.release()
+
+    run(scripted, check, hold_at=6, slots=2)
 
 
 def test_requests_with_a_grammar_count_while_it_is_compiled_and_hold_nothing_up(scripted):

@@ -3,6 +3,7 @@ that are looked for in every step."""
 
 import asyncio
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -47,6 +48,8 @@ def expected(models):
     outputs = llm.generate(prompts, params)
     assert Counter(output.finish_reason for output in outputs)["stop"] >= NUM_REQUESTS // 2
     assert len({len(output.token_ids) for output in outputs}) > 8
+    for i, output in enumerate(outputs):
+        assert len(output.logprobs) == (0 if i % 5 else len(output.token_ids))
     counted = make(models, 0)
     counted.generate(prompts, params)
     return prompts, params, outputs, counted.engine().totals
@@ -76,11 +79,13 @@ def test_a_call_a_step_behind_replies_the_same(models, expected):
 def test_a_server_replies_the_same(models, expected, lag):
     prompts, params, outputs, totals = expected
     llm = make(models, lag)
-    engine, observed = llm.engine(), Counter()
+    engine, observed, waited = llm.engine(), Counter(), Counter()
+    begun = time.perf_counter()
 
     class Observer:
         def emitted(self, request, num_tokens, seconds, first):
             observed[request.number] += num_tokens
+            waited[request.number] += seconds
             assert seconds >= 0.0 and first == (observed[request.number] == num_tokens)
 
         def finished(self, request):
@@ -100,6 +105,8 @@ def test_a_server_replies_the_same(models, expected, lag):
         served = AsyncEngine(engine, capacity=100, observer=Observer())
         served.start()
         requests = [llm.make_request(*pair) for pair in zip(prompts, params, strict=True)]
+        for request in requests:
+            request.arrived_at = begun - 1000.0  # as if its body had taken that long
         async with asyncio.timeout(120):
             await asyncio.gather(*(read(served, request) for request in requests))
             await served.shutdown()
@@ -108,13 +115,18 @@ def test_a_server_replies_the_same(models, expected, lag):
     found = asyncio.run(main())
     assert [facts(each) for each in found] == [facts(each) for each in outputs]
     assert observed["finished"] == NUM_REQUESTS
+    elapsed = time.perf_counter() - begun
+    assert all(1000.0 <= seconds <= 1000.0 + elapsed for seconds in waited.values()), (
+        "each moment counts once"
+    )
     assert counters(engine.totals) == counters(totals)
     engine.check()
 
 
 def test_an_abort_finds_a_stop_text_that_nobody_had_read(models, expected):
     prompts, params, outputs, _ = expected
-    i = next(i for i, each in enumerate(outputs) if each.finish_reason == "stop" and params[i].ignore_eos)
+    stopped = [i for i, each in enumerate(outputs) if each.finish_reason == "stop" and params[i].ignore_eos]
+    i = next(i for i in stopped if params[i].logprobs is not None)
     llm = make(models, 1)
     engine, request = llm.engine(), llm.make_request(prompts[i], params[i])
     engine.add_request(request)
