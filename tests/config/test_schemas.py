@@ -1,6 +1,6 @@
 """Keys, defaults and limits of every config file, as the files in ``schemas/`` have them.
 
-A default that changes is another run from the same YAML file, and a run of before it that goes on otherwise: a
+A default that changes makes another run of the same YAML file. It also changes a run that began before: a
 resumed run takes the defaults of settings that its ``run.yaml`` does not have. Where a change is meant, write
 the files again and say why in the commit:
 

@@ -1,4 +1,4 @@
-"""The run folder: which settings a resumed run may change, which checkpoints stay, what ``run.yaml`` notes."""
+"""The run folder: settings that a resumed run may change, checkpoints that stay, notes in ``run.yaml``."""
 
 from collections.abc import Iterator
 from pathlib import Path
