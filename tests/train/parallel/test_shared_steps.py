@@ -73,6 +73,8 @@ def train_tiny(ranks: Any, normalisation: str, sharding: str = "none") -> Traine
         learning_rate=1e-3,
         max_steps=NUM_STEPS + 2,
         loss_normalisation=normalisation,
+        clip_norm=0.1,
+        eps=1e-3,
         precision="float32",
     )
     config = TrainConfig(

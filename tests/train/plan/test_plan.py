@@ -160,6 +160,8 @@ def test_a_report_has_the_figures_of_its_placements() -> None:
     rows = f"{config.training.sequences_per_step} of {config.data.max_length} tokens a step, 7 steps"
     assert rows in text and f"{costs.head.total / 1e9:.3f} B trained weights, 32000 of 128256 tokens" in text
     memory = [line.split() for line in text.splitlines() if line.startswith("  ")]
+    runtime = next(line for line in memory if line[0] == "runtime")
+    assert runtime[1:] == [f"{each.memory['runtime'] / 1e9:.1f}" for each in (one, eight)]
     assert memory[-1] == ["peak", f"{one.peak / 1e9:.1f}", f"{eight.peak / 1e9:.1f}"]
     judge = next(line for line in memory if line[0] == "judge")
     assert judge[1:] == [f"{each.memory['judge'] / 1e9:.1f}" for each in (one, eight)]

@@ -371,6 +371,18 @@ def test_a_file_of_before_an_option_existed_goes_on_with_its_default(tmp_path):
     assert _run(Parrot(), source, out).num_written == 1
 
 
+def test_a_file_of_before_there_were_patterns_of_refusals_has_none(tmp_path):
+    source, out = _source(tmp_path, [["a"], ["b"]]), tmp_path / "out.jsonl"
+    _run(Parrot(), source, out, limit=1, skip_refusals=True)
+    path = out.with_suffix(".settings.json")
+    known = json.loads(path.read_text())
+    del known["refusals"]
+    path.write_text(json.dumps(known))
+    with pytest.raises(UserError, match="were made with refusals "):
+        _run(Parrot(), source, out, skip_refusals=True, refusals=("nein",))
+    assert _run(Parrot(), source, out, skip_refusals=True).num_written == 1
+
+
 @pytest.mark.parametrize("name", ["limit", "max_turns", "max_prompt_tokens", "samples"])
 def test_none_at_all_of_something_is_refused(name):
     with pytest.raises(UserError, match=f"{name} is 0"):

@@ -62,9 +62,11 @@ def serving(script):
             self.wfile.write(data)
 
         def do_GET(self):
+            assert self.path == "/v1/models"
             self.send(200, {"data": [{"id": name} for name in script.models]})
 
         def do_POST(self):
+            assert self.path == "/v1/chat/completions"
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.send(*script.post(body, dict(self.headers)))
 

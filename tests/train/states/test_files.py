@@ -139,16 +139,17 @@ def test_a_last_state_that_is_another_is_named(engine, capsys):
 def test_states_of_one_engine_are_not_added_to_those_of_another(engine, capsys):
     layers = [*ids_of(engine.run), L]
     place = engine.write(layers)
-    assert engine.import_states(place) == 0
+    named = ("--layers", *map(str, layers))
+    assert engine.import_states(place, *named) == 0
     capsys.readouterr()
     words = ["data", "capture", str(engine.run.config), "--out", str(engine.run.folder / "imported")]
     assert main(words) == 2
     assert "were made with engine unknown, and now it is eagle-kit" in capsys.readouterr().err
-    assert engine.import_states(place, "--layers", *map(str, layers)) == 2
-    assert "were made with layers None" in capsys.readouterr().err
-    outputs = [str(layer - 1) for layer in layers]
-    assert engine.import_states(place, "--layers", *outputs, "--convention", "outputs") == 2
-    assert " and now it is " in capsys.readouterr().err
+    assert engine.import_states(place) == 2
+    assert f"were made with layers {layers}, and now it is None" in capsys.readouterr().err
+    assert engine.import_states(place, *named, "--convention", "outputs") == 2
+    assert "were made with convention inputs, and now it is outputs" in capsys.readouterr().err
+    assert engine.import_states(place, *named) == 0, "as it was"
 
 
 FAKE = """#!{python}
@@ -182,7 +183,7 @@ def test_an_engine_is_driven_and_goes_on_where_it_died(engine, capfd):
     fake.write_text(FAKE.format(python=sys.executable, log=log))
     fake.chmod(0o755)
     layers = sorted({*ids_of(run), L})
-    command = ["data", "capture", str(run.config), "--engine", "vllm", "--no-check", "--shard", "0/2"]
+    command = ["data", "capture", str(run.config), "--engine", "vllm", "--no-check", "--shard", "1/2"]
     command += ["--out", str(run.folder / "driven"), "training.precision=float32", "--engine-python"]
     # One that is not there, and one that dies behind its first text.
     assert main([*command, str(run.folder / "nowhere")]) == 2
@@ -206,7 +207,7 @@ def test_an_engine_is_driven_and_goes_on_where_it_died(engine, capfd):
         assert all(text in engine.texts for text in texts)
     found = json.loads((run.folder / "driven" / "manifest.json").read_text())
     assert found["made"]["engine"] == "vLLM"
-    again = "--shard 0/2 --engine vllm --engine-python"
+    again = "--shard 1/2 --engine vllm --engine-python"
     assert again in found["made"]["command"] and "--no-check" in found["made"]["command"]
     aux = next(tensor for name, tensor in shards(run.folder / "driven").items() if "aux" in name)
     ratio = aux.float().unflatten(-1, (-1, 64)).mean(-1)
