@@ -33,7 +33,14 @@ def test_documentation_of_an_option_ends_where_the_next_begins():
         ({"kv_tokens": 5, "kv_memory": "1G"}, "Give one or the other"),
         ({"accept_threshold_acc": 0.5, "sampled_drafts": True}, "Leave one of the two out"),
         ({"accept_threshold_acc": 0.5, "verifier": "block"}, "Leave one of the two out"),
+        ({"accept_threshold_single": 0.5, "sampled_drafts": True}, "Leave one of the two out"),
+        ({"accept_threshold_single": 0.5, "verifier": "target-only"}, "for the verifier target-only"),
+        ({"state_snapshots": 2, "prefix_cache": False}, "Snapshots are for the prefix cache"),
+        ({"expert_parallel": True}, "among the ranks of tensor parallelism, and there is one"),
+        ({"data_parallel_attention": True}, "shares requests among the ranks of tensor parallelism"),
         ({"ngram": {"min_match_window_size": 20}}, "min_match_window_size is 20"),
+        ({"ngram": {"min_bfs_breadth": 11}}, "min_bfs_breadth is 11 and max_bfs_breadth is 10"),
+        ({"ngram": {"capacity": 11}}, "capacity is 11"),
     ],
 )
 def test_a_wrong_option_is_a_users_error(wrong, cause):
@@ -46,6 +53,19 @@ def test_a_replaced_option_is_validated_and_the_original_stays():
     assert config.replace(max_batch_size=3).shape == config.shape == ShapeTable.parse("5,4,16 8:none")
     with pytest.raises(UserError, match="page_size is 0"):
         config.replace(page_size=0)
+
+
+@pytest.mark.parametrize(
+    "allowed",
+    [
+        {"accept_threshold_acc": 0.5, "verifier": "relaxed"},
+        {"state_snapshots": 0, "prefix_cache": False},
+        {"expert_parallel": True, "data_parallel_attention": True, "tensor_parallel": 2},
+        {"ngram": {"min_match_window_size": 12, "capacity": 12, "min_bfs_breadth": 10}},
+    ],
+)
+def test_options_that_go_together_are_taken(allowed):
+    assert EngineConfig(**allowed).model_dump(exclude_defaults=True) == allowed
 
 
 def test_devices_decide_what_was_left_open():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from eagle_kit.config.loading.loader import load_config
-from eagle_kit.config.train import TrainConfig
+from eagle_kit.config.train import DataConfig, SourceConfig, TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main, parse_duration
 
@@ -79,6 +79,52 @@ def test_a_mixture_that_cannot_be_is_refused(tmp_path: Path, mix: str, named: st
     assert named in f"{error.value.cause} {error.value.remedy}"
 
 
+def test_the_largest_seed_and_a_phase_up_to_the_end_are_taken(tmp_path: Path) -> None:
+    path = write(tmp_path, MINIMAL)
+    assert load_config(TrainConfig, path, ["seed=4294967295"]).seed == 4294967295
+    assert load_config(TrainConfig, path, ["training.betas=[0, 0.9]"]).training.betas == (0, 0.9)
+    parts = "[{source: a, phase: [0, 0.4]}, {source: b, phase: [0.4, 1]}]"
+    assert len(load_config(TrainConfig, path, ["data.source=null", f"data.mix={parts}"]).data.mix) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_another"),
+    [
+        ({"source": "b"}, True),
+        ({"limit": 5}, True),
+        ({"min_tokens": 5}, True),
+        ({"max_tokens": 5}, True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"name": "n"}, False),
+        ({"weight": 2.0}, False),
+        ({"max_repeats": 2.0}, False),
+        ({"phase": (0.0, 0.5)}, False),
+    ],
+)
+def test_a_store_names_what_decides_the_rows_of_a_source(settings: dict, is_another: bool) -> None:
+    whole = SourceConfig(source="z")
+    first, second = (
+        DataConfig(mix=(whole, SourceConfig(**{"source": "a", **more})), store="s") for more in ({}, settings)
+    )
+    assert (first.origin != second.origin) == is_another
+    assert (first.explicit != second.explicit) == is_another
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"limit": 5},
+        {"max_length": 1024},
+        {"eval_conversations": 48},
+        {"chat_template_kwargs": {"enable_thinking": True}},
+        {"source": "a"},
+    ],
+)
+def test_what_is_set_beside_a_store_must_be_what_it_was_captured_with(settings: dict) -> None:
+    plain, given = DataConfig(store="s"), DataConfig(store="s", **settings)
+    assert plain.explicit == {} and set(given.explicit) >= set(settings)
+
+
 def test_a_mixture_takes_the_place_of_the_source(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL)
     with pytest.raises(UserError, match="source and mix are both set"):
@@ -101,6 +147,14 @@ def test_config_is_frozen(tmp_path: Path) -> None:
         ("training.learningrate=1.0e-3", "learning_rate"),
         ("training.ttt_lenght=3", "ttt_length"),
         ("training.step_weights=[1.0, 0.5]", "step_weights"),
+        ("training={ttt_length: 2, step_weights: [1, -0.5]}", "step_weights must be >= 0"),
+        ("training={ttt_length: 2, step_weights: [0, 0]}", "not all zero"),
+        ("training.feature_noise={kind: dropout, amount: 0.1, unit: rms}", "dropout"),
+        ("training.betas=[-0.1, 0.9]", "betas"),
+        ("training.betas=[0.9, 1.0]", "betas"),
+        ("seed=4294967296", "largest whole number"),
+        ("data={store: s, source: a, mix: [{source: b}]}", "source and mix are both set"),
+        ("head={start_from: x, init: random}", "init is that of the head"),
         ("training.betas=[0.9, 1.5]", "betas"),
         ("training.loss_normalisation=mean", "loss_normalisation"),
         ("training.loss={ce: 0.1, mse: 0.9}", "lk-hybrid"),

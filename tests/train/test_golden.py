@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_mtp import save_target
 from tiny_run import make_config, make_conversations, make_target
 
+from eagle_kit.config.train import HeadConfig, TrainingConfig
 from eagle_kit.kinds.registry import head_kinds
 from eagle_kit.train.__main__ import main
 
@@ -64,7 +65,24 @@ MIXTURE = (
     {"source": "own.jsonl", "weight": 2.0, "phase": [0.3, 1.0]},
 )
 RECIPES = {
-    "eagle3": Recipe({"draft_vocab_size": 200, "intermediate_size": 80}, {"step_weights": [1.0, 0.5, 0.25]}),
+    "eagle3": Recipe(
+        {
+            "draft_vocab_size": 200,
+            "intermediate_size": 80,
+            "aux_layer_ids": [0, 1, 3],
+            "norm_before_residual": True,
+            "sliding_window": 40,
+        },
+        {
+            "step_weights": [1.0, 0.5, 0.25],
+            "warmup_steps": None,
+            "warmup_ratio": 0.2,
+            "betas": [0.85, 0.97],
+            "eps": 1e-3,
+            "clip_norm": 0.1,
+            "weight_decay": 0.5,
+        },
+    ),
     "eagle3-published": Recipe(
         {"draft_vocab_size": 200, "fc_norm": True, "norm_output": True, "lm_head_init": "random"},
         {
@@ -84,8 +102,12 @@ RECIPES = {
             "feature_noise": {"kind": "uniform", "amount": 0.2, "unit": "rms"},
             "ttt_curriculum": {"start": 1, "share": 0.5},
             "loss": "lk-hybrid",
+            "lk_eta": 1.5,
             "schedule": "wsd",
+            "decay_ratio": 0.5,
             "down_sample_ratio": 0.7,
+            "muon_momentum": 0.8,
+            "muon_learning_rate_ratio": 2.0,
         },
         mix=MIXTURE,
         resume_at=9,
@@ -100,30 +122,51 @@ RECIPES = {
     "eagle1-hass": Recipe(
         {"kind": "eagle1", "fc_bias": False},
         {
-            "step_decay": 1.0,
+            "step_decay": 0.9,
             "loss_normalisation": "sequence",
             "detach_steps": True,
-            "regression": {"topk_weight": 1.0, "topk": 10},
+            "regression": {"feature_weight": 0.5, "token_weight": 0.2, "topk_weight": 1.0, "topk": 3},
+            "feature_noise": {"kind": "gaussian", "amount": 0.1},
             "gradient_accumulation": 1,
         },
     ),
     "p-eagle": Recipe(
-        {"kind": "p-eagle", "draft_vocab_size": 200, "num_layers": 2}, {"gradient_accumulation": 1}
+        {"kind": "p-eagle", "draft_vocab_size": 200, "num_layers": 2},
+        {"gradient_accumulation": 1, "down_sample_ratio_min": 0.7, "loss": {"ce": 0.5, "reverse-kl": 0.5}},
     ),
     "dflash": Recipe(
-        {**BLOCK, "draft_vocab_size": 200}, {"num_anchors": 6, "loss": {"hard-ce": 0.3, "tv": 0.7}}
+        {**BLOCK, "draft_vocab_size": 200, "mask_token_id": 7},
+        {"num_anchors": 6, "loss": {"hard-ce": 0.3, "tv": 0.7}},
     ),
     "dspark": Recipe(
-        {**BLOCK, "kind": "dspark", "block_size": 3, "markov_rank": 8},
-        {"num_anchors": 6, "dpace_alpha": 0.5, "gradient_accumulation": 1},
+        {**BLOCK, "kind": "dspark", "block_size": 3, "markov_rank": 8, "markov_head_type": "gated"},
+        {"num_anchors": 6, "dpace_alpha": 0.5, "gradient_accumulation": 1, "confidence_weight": 2.0},
     ),
     "mtp": Recipe(
-        {"kind": "mtp", "num_modules": 1}, {"ttt_length": 2, "gradient_accumulation": 1}, target="deepseek"
+        {"kind": "mtp", "num_modules": 1, "init": "last-layer"},
+        {"ttt_length": 2, "gradient_accumulation": 1},
+        target="deepseek",
     ),
     "mtp-two-modules": Recipe(
         {"kind": "mtp", "num_modules": 2}, {"ttt_length": 2, "gradient_accumulation": 1}, target="deepseek"
     ),
 }
+ELSEWHERE = {
+    "head.vocab_map": "run/test_loop.py",
+    "head.start_from": "run/test_start_from.py",
+    "head.confidence_head": "run/test_block_loop.py",
+    "training.epochs": "test_pieces.py",
+    "training.gradient_checkpointing": "parallel/test_placement.py",
+    "training.target_placement": "parallel/test_placement.py",
+    "training.cache_hidden_states": "run/test_loop.py",
+    "training.state_format": "states/test_capture.py",
+    "training.cpu_threads": "parallel/test_processes.py",
+    "training.peer_timeout_s": "parallel/test_processes.py",
+    "training.keep_last": "run/test_loop.py",
+    "training.log_every": "run/test_reports.py",
+}
+"""Settings that no recipe varies, with the file of their test: other beginnings, and settings that change no
+figure of a step."""
 VARIANTS = ("eagle3-published", "eagle1-hass", "mtp-two-modules")
 """Second recipes of a kind."""
 
@@ -238,6 +281,17 @@ def test_every_kind_that_can_be_trained_has_a_golden_curve() -> None:
     trainable = {name for kind in head_kinds() for name in kind.trained_as}
     assert trainable == {recipe.head.get("kind", "eagle3") for recipe in RECIPES.values()}
     assert {path.stem for path in GOLDEN.iterdir()} == set(RECIPES)
+
+
+def test_every_setting_of_head_and_training_is_varied() -> None:
+    varied = set(ELSEWHERE)
+    for recipe in RECIPES.values():
+        varied |= {f"head.{name}" for name in recipe.head}
+        varied |= {f"training.{name}" for name in {**COMMON, **recipe.training}}
+    sections = (("head", HeadConfig), ("training", TrainingConfig))
+    assert varied == {f"{section}.{name}" for section, schema in sections for name in schema.model_fields}
+    for setting, file in ELSEWHERE.items():
+        assert setting.partition(".")[2] in (GOLDEN.parent / file).read_text(), setting
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "eagle3-resumed"])

@@ -12,7 +12,7 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
 from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
-from eagle_kit.train.parallel.launch import check_launcher, go_on, sharding_asked_for
+from eagle_kit.train.parallel.launch import check_launcher, go_on, is_main, sharding_asked_for
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.metrics import JsonLines
 from eagle_kit.train.run.order import DataOrder, Part
@@ -58,6 +58,27 @@ def test_learning_rate_warms_up_peaks_and_ends_at_its_floor() -> None:
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[4] == 1.0
     assert rates[4:21] == sorted(rates[4:21], reverse=True)
     assert rates[20] == rates[24] == pytest.approx(0.1)
+
+
+def test_a_warm_up_is_a_share_of_the_schedule_and_no_longer_than_it() -> None:
+    half = TrainingConfig(learning_rate=1.0, warmup_ratio=0.5, epochs=2, sequences_per_step=3)
+    schedule = Schedule.from_config(half, num_rows=15)
+    assert (schedule.total_steps, schedule.warmup_steps) == (10, 5)
+    assert [schedule.learning_rate(step) for step in (0, 4, 5)] == pytest.approx([0.2, 1.0, 1.0])
+    long = TrainingConfig(learning_rate=1.0, warmup_steps=99, max_steps=4)
+    schedule = Schedule.from_config(long, num_rows=999)
+    assert [schedule.learning_rate(step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    for warmup in ("linear", "log"):  # log 1 is 0
+        one = TrainingConfig(learning_rate=1.0, warmup_steps=1, warmup=warmup, max_steps=4)
+        assert Schedule.from_config(one, num_rows=9).learning_rate(0) == 1.0
+
+
+def test_a_cosine_is_half_way_in_the_middle() -> None:
+    training = TrainingConfig(learning_rate=1.0, warmup_steps=4, max_steps=20, min_learning_rate_ratio=0.2)
+    schedule = Schedule.from_config(training, num_rows=9)
+    assert [schedule.learning_rate(step) for step in (8, 12)] == pytest.approx(
+        [0.2 + 0.8 * (1 + 0.5**0.5) / 2, 0.6]
+    )
 
 
 def test_a_decay_longer_than_what_warm_up_leaves_begins_at_the_peak() -> None:
@@ -130,6 +151,23 @@ def test_processes_that_accelerate_did_not_start_are_missed(device: list[str], c
         check_launcher(environ | {rank: "0"}, TrainingConfig())
 
 
+def test_the_first_of_all_processes_writes() -> None:
+    assert is_main({}) and is_main({"RANK": "0", "OMPI_COMM_WORLD_RANK": "3"})
+    for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"):
+        assert is_main({name: "0"}) and not is_main({name: "1"})
+    assert is_main({"LOCAL_RANK": "1"}) and not is_main({"RANK": "2", "LOCAL_RANK": "0"})
+
+
+def test_a_launch_shards_by_what_it_was_asked_for() -> None:
+    two = {"WORLD_SIZE": "2"}
+    assert sharding_asked_for(two) == "none"
+    assert sharding_asked_for({**two, "ACCELERATE_USE_FSDP": "1"}) == "fsdp2"
+    deepspeed = {**two, "ACCELERATE_USE_DEEPSPEED": "true"}
+    assert sharding_asked_for(deepspeed) == "zero2"
+    assert sharding_asked_for({**deepspeed, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}) == "zero3"
+    assert sharding_asked_for({**two, "ACCELERATE_USE_DEEPSPEED": "false"}) == "none"
+
+
 def test_a_command_to_go_on_with_names_the_number_of_processes() -> None:
     assert go_on("eagle-kit train c.yaml --resume", {}) == "Go on with: eagle-kit train c.yaml --resume"
     assert go_on("eagle-kit train", {"WORLD_SIZE": "1"}) == "Go on with: eagle-kit train"
@@ -158,11 +196,14 @@ def test_flags_of_the_launcher_that_would_have_no_effect_are_refused(
     [
         ("FSDP", {"FSDP_VERSION": "1"}, "fsdp_version 1"),
         ("FSDP", {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params true"),
+        ("FSDP", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward false"),
         ("FSDP", {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing true"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "deepspeed_config_file ds.json"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device cpu"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "offload_optimizer_device"),
         ("DEEPSPEED", {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "gradient_clipping 1.0"),
+        ("DEEPSPEED", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps 4"),
     ],
 )
 def test_sharding_settings_that_would_have_no_effect_are_refused(
@@ -280,4 +321,6 @@ def test_a_curriculum_gives_every_length_its_part_and_then_the_full_one() -> Non
     lengths = [ttt_length_at(training, step, 50) for step in range(60)]
     assert [lengths.count(k) for k in (2, 3, 4)] == [10, 10, 10] and lengths == sorted(lengths)
     assert lengths[30:] == [5] * 30
+    whole = TrainingConfig(ttt_length=3, ttt_curriculum={"start": 3, "share": 1.0})
+    assert [ttt_length_at(whole, step, 9) for step in (0, 8)] == [3, 3]
     assert ttt_length_at(TrainingConfig(ttt_length=5), 0, 50) == 5

@@ -5,29 +5,46 @@ import itertools
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from rank_processes import run_ranks
 from tiny import tiny_head, tiny_target
+from tiny_mixtures import v3
 from torch.testing import assert_close
 
-from eagle_kit.config.train import FeatureNoise, TrainingConfig
+from eagle_kit.config.train import FeatureNoise, HeadConfig, TrainConfig, TrainingConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds import registry
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.heads.dspark import DSparkHead
+from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
 from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.noise import add_noise
+from eagle_kit.train.optim.choose import make_strategy
 from eagle_kit.train.optim.ema import Ema
 from eagle_kit.train.optim.optimizer import MuonAdamW, make_optimizer, set_learning_rate
 from eagle_kit.train.optim.strategy import Replicated
 from eagle_kit.train.run.checkpoint import Checkpoint, TrainState, load_checkpoint, save_checkpoint
 
 MUON = TrainingConfig(
-    optimizer="muon", learning_rate=0.02, weight_decay=0.1, muon_learning_rate_ratio=3.0, betas=(0.8, 0.9)
+    optimizer="muon",
+    learning_rate=0.02,
+    weight_decay=0.1,
+    muon_learning_rate_ratio=3.0,
+    muon_momentum=0.8,
+    betas=(0.8, 0.9),
+    eps=0.1,
 )
 
 
 def make_head():
     return tiny_head(tiny_target())
+
+
+def config_of(head: HeadConfig) -> TrainConfig:
+    return TrainConfig(target="t", output_dir="o", data={"source": "a"}, head=head)
 
 
 def alone(head, training) -> Replicated:
@@ -56,11 +73,12 @@ def test_muon_moves_inner_matrices_and_adamw_the_output_layer_and_norms() -> Non
     inner = [p for n, p in other.named_parameters() if p.ndim == 2 and n != "lm_head.weight"]
     norms = [p for p in other.parameters() if p.ndim == 1]
     assert len(inner) >= 5 and len(norms) == 4
-    muon = torch.optim.Muon(inner, lr=0.06, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+    muon = torch.optim.Muon(inner, lr=0.06, weight_decay=0.1, momentum=0.8, adjust_lr_fn="match_rms_adamw")
     adamw = torch.optim.AdamW(
         [{"params": [other.lm_head.weight], "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
         lr=0.02,
         betas=(0.8, 0.9),
+        eps=0.1,
         fused=True,
     )
     optimizer = make_optimizer(head, MUON)
@@ -133,6 +151,61 @@ def test_processes_share_muon_s_matrices_and_have_what_one_alone_has(count: int)
     num_matrices = sum("momentum_buffer" in moments for moments in state["state"].values())
     shares = [each.num_momenta for each in shared]
     assert sum(shares) == num_matrices and max(shares) < num_matrices
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5, 1e9])
+def test_a_gradient_is_clipped_to_its_largest_norm_or_not_at_all(clip_norm: float | None) -> None:
+    """Told by plain steps along the gradient; the norm that is returned is that of before."""
+    head = make_head()
+    strategy = alone(head, TrainingConfig())
+    strategy.optimizer = torch.optim.SGD(head.parameters(), lr=1.0)
+    before = [p.detach().clone() for p in head.parameters()]
+    give_gradients(head, 0)
+    gradients = [p.grad.clone() for p in head.parameters()]
+    norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
+    assert strategy.update(0.25, clip_norm) == pytest.approx(norm, rel=1e-5) and norm > 1
+    factor = 0.25 * (0.5 / norm if clip_norm == 0.5 else 1.0)
+    for old, parameter, gradient in zip(before, head.parameters(), gradients, strict=True):
+        assert_close(parameter, old - factor * gradient, rtol=1e-4, atol=1e-6)
+        assert not parameter.grad.any(), "the next step begins with none"
+
+
+def test_a_step_whose_gradient_is_not_finite_is_not_taken() -> None:
+    head = make_head()
+    strategy = alone(head, TrainingConfig())
+    before = [p.detach().clone() for p in head.parameters()]
+    give_gradients(head, 0)
+    next(head.parameters()).grad[0] = torch.inf
+    assert not np.isfinite(strategy.update(0.1, 0.5))
+    assert all(torch.equal(a, b) for a, b in zip(before, head.parameters(), strict=True))
+    assert not strategy.optimizer.state and not any(p.grad.any() for p in head.parameters())
+
+
+def test_muon_leaves_embeddings_of_a_head_and_stacks_of_experts_to_adamw() -> None:
+    target = tiny_target().config
+    settings = HeadConfig(kind="dspark", num_layers=1, block_size=3, markov_rank=8)
+    dspark = DSparkHead(registry.training_kind(config_of(settings)).new_config(settings, target))
+    mixture = TargetConfig.from_dict({**v3().to_dict(), "architectures": ["DeepseekV3ForCausalLM"]})
+    for head in (dspark, MTPHead(MTPConfig(mixture, 1))):
+        head.bind(tiny_target().lm_head)
+        names = {id(p): name for name, p in head.named_parameters()}
+        optimizer = make_optimizer(head, MUON)
+        inner = [names[id(p)] for p in optimizer.param_groups[0]["params"]]
+        others = [names[id(p)] for group in optimizer.param_groups[1:] for p in group["params"]]
+        trained = [name for name, p in head.named_parameters() if p.requires_grad]
+        assert sorted([*inner, *others]) == sorted(trained)
+        assert all(head.get_parameter(name).ndim == 2 for name in inner) and len(inner) > 4
+        tables = [name for name, each in head.named_modules() if isinstance(each, torch.nn.Embedding)]
+        stacks = [name for name in trained if head.get_parameter(name).ndim == 3]
+        assert tables or stacks
+        assert {f"{name}.weight" for name in tables} | set(stacks) <= set(others)
+
+
+@pytest.mark.parametrize("sharding", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("setting", [{"optimizer": "muon"}, {"ema_decay": 0.9}])
+def test_what_needs_whole_weights_is_refused_where_they_are_sharded(sharding: str, setting: dict) -> None:
+    with pytest.raises(UserError, match=f"training.{next(iter(setting))} is .* needs whole weights"):
+        make_strategy(sharding, None, TrainingConfig(**setting), None)
 
 
 def test_the_default_is_torch_s_adamw_with_decay_on_matrices() -> None:

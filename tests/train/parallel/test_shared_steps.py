@@ -1,6 +1,8 @@
 """Optimiser steps that two processes share over gloo, against the same steps of one process alone."""
 
+import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from tiny import tiny_head, tiny_target
 from tiny_run import PackedRows, packed_row_of
 
 from eagle_kit.config.train import DataConfig, TrainConfig, TrainingConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.parallel.processes import make_accelerator
 from eagle_kit.train.run.checkpoint import TrainState
@@ -24,11 +27,20 @@ NUM_STEPS = 3
 
 
 class Trained(NamedTuple):
-    """What a process has after its steps."""
+    """What a process has after its steps.
+
+    Attributes:
+        results, state: of the steps, and the counters behind the last one.
+        weights: of the whole head after :data:`NUM_STEPS`.
+        moments: the whole state of the optimiser then, by name, end to end.
+        goes_on: two further steps of this head, and those of a new one that took over weights and moments.
+    """
 
     results: list[StepResult]
     state: TrainState
     weights: dict[str, torch.Tensor]
+    moments: dict[str, torch.Tensor]
+    goes_on: list[StepResult]
 
 
 def make_data() -> PackedRows:
@@ -42,8 +54,16 @@ def make_data() -> PackedRows:
     return PackedRows(rows)
 
 
-def train_tiny(ranks: Any, normalisation: str) -> Trained:
-    """Take :data:`NUM_STEPS` steps of four rows in one process of ``ranks``, or alone where that is None."""
+def moments_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The moments of all weights in an optimiser's state, by name, end to end."""
+    mine = [state["state"][number] for number in sorted(state["state"])]
+    names = ("step", "exp_avg", "exp_avg_sq")
+    return {name: torch.cat([each[name].flatten() for each in mine]).clone() for name in names}
+
+
+def train_tiny(ranks: Any, normalisation: str, sharding: str = "none") -> Trained:
+    """Take :data:`NUM_STEPS` steps of four rows in one process of ``ranks``, or alone where that is None, and
+    two more with the same and with a new head."""
     AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run, or of the forked parent's
     if ranks is not None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, though the processes have met
@@ -51,8 +71,10 @@ def train_tiny(ranks: Any, normalisation: str) -> Trained:
         ttt_length=3,
         sequences_per_step=4,
         learning_rate=1e-3,
-        max_steps=NUM_STEPS,
+        max_steps=NUM_STEPS + 2,
         loss_normalisation=normalisation,
+        clip_norm=0.1,
+        eps=1e-3,
         precision="float32",
     )
     config = TrainConfig(
@@ -63,24 +85,62 @@ def train_tiny(ranks: Any, normalisation: str) -> Trained:
     target = tiny_target()
     data = make_data()
     components = TrainingComponents(target, Path(), None, data)  # type: ignore[arg-type]
+    schedule = Schedule.from_config(training, len(data))
+
+    # The steps.
     head = tiny_head(target)
-    stepper = Stepper(config, accelerator, components, head, Schedule.from_config(training, len(data)))
+    stepper = Stepper(config, accelerator, components, head, schedule, sharding=sharding)
     state = TrainState()
     results = [stepper.step(state) for _ in range(NUM_STEPS)]
-    stepper.close()
+    after = replace(state)
+    whole = stepper.strategy.whole_head()
+    weights = {name: weight.detach().clone() for name, weight in whole.named_parameters()}
+    optimizer_state = copy.deepcopy(stepper.strategy.optimizer_state())
+    moments = moments_of(optimizer_state)
+
+    # A new head takes over what is saved, and both go on.
+    other = tiny_head(target, seed=5)
+    other.load_state_dict(weights, strict=False)
+    resumed = Stepper(config, accelerator, components, other, schedule, sharding=sharding)
+    resumed.strategy.load_optimizer_state(optimizer_state)
+    goes_on = [stepper.step(state) for _ in range(2)]
+    state = replace(after)
+    goes_on += [resumed.step(state) for _ in range(2)]
+    for each in (stepper, resumed):
+        each.close()
     AcceleratorState._reset_state(reset_partial_state=True)
-    weights = {name: weight.detach().clone() for name, weight in head.named_parameters()}
-    return Trained(results, state, weights)
+    return Trained(results, after, weights, moments, goes_on)
+
+
+def refuse_uneven(ranks: Any) -> str:
+    """What a process of several says of rows that they cannot share equally."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    said = []
+    for training in ({"sequences_per_step": 3}, {"sequences_per_step": 4, "gradient_accumulation": 4}):
+        config = TrainConfig(
+            target="t",
+            output_dir="o",
+            data=DataConfig(source="a"),
+            training={"precision": "float32", **training},
+        )
+        with pytest.raises(UserError) as refused:
+            make_accelerator(config)
+        said.append(refused.value.cause)
+    return "\n".join(said)
 
 
 @pytest.mark.essential
-@pytest.mark.parametrize("normalisation", ["tokens", "sequence"])
-def test_two_processes_take_the_steps_of_one(normalisation: str) -> None:
+@pytest.mark.parametrize(
+    ("normalisation", "sharding"), [("tokens", "none"), ("sequence", "none"), ("tokens", "fsdp2")]
+)
+def test_two_processes_take_the_steps_of_one(normalisation: str, sharding: str) -> None:
     alone = train_tiny(None, normalisation)
-    both: list[Trained] = run_ranks(2, train_tiny, normalisation, processes=FORK_SERVER)
+    both: list[Trained] = run_ranks(2, train_tiny, normalisation, sharding, processes=FORK_SERVER)
 
     for mine in both:
-        for ours, theirs in zip(mine.results, alone.results, strict=True):
+        steps = zip((*mine.results, *mine.goes_on), (*alone.results, *alone.goes_on), strict=True)
+        for ours, theirs in steps:
             assert ours.loss == pytest.approx(theirs.loss, rel=1e-6)
             assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=1e-5)
             assert ours.loss_per_step == pytest.approx(theirs.loss_per_step, rel=1e-6)
@@ -89,6 +149,16 @@ def test_two_processes_take_the_steps_of_one(normalisation: str) -> None:
             assert ours.simulated_accept_length == pytest.approx(theirs.simulated_accept_length)
         assert mine.state.tokens == alone.state.tokens
         assert mine.state.supervised_tokens == alone.state.supervised_tokens
+        assert mine.weights.keys() == alone.weights.keys()
         for name, weight in alone.weights.items():
             torch.testing.assert_close(mine.weights[name], weight, rtol=1e-4, atol=2e-5)
+        for name, moment in alone.moments.items():
+            torch.testing.assert_close(mine.moments[name], moment, rtol=1e-4, atol=1e-6)
     assert all(torch.equal(both[0].weights[name], both[1].weights[name]) for name in alone.weights)
+
+
+def test_rows_that_processes_cannot_share_equally_are_refused_by_all() -> None:
+    first, second = run_ranks(2, refuse_uneven, processes=FORK_SERVER)
+    assert first == second
+    assert "sequences_per_step is 3, which 2 processes cannot share equally" in first
+    assert "gradient_accumulation is 4, but a process has 2 rows" in first

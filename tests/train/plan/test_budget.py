@@ -74,6 +74,15 @@ def test_the_expectation_goes_through_what_was_measured_and_grows():
     assert found == sorted(found) and found[0] == 1.0 and found[-1] < 3.5
 
 
+def test_a_head_proposes_more_tokens_of_a_large_vocabulary_and_never_more_than_there_are():
+    sizes = {5000: 5000, 49_152: 8192, 65_536: 8192, 65_537: 32_000, 151_936: 32_000}
+    assert {vocab: budget.draft_vocab_size(vocab) for vocab in sizes} == sizes
+
+
+def test_rates_have_two_digits():
+    assert learning_rate(577) == 1.2e-3 and learning_rate(2048) == 3.4e-4
+
+
 def test_wider_targets_learn_at_a_lower_rate():
     assert learning_rate(576) == learning_rate(64) == 1.2e-3
     assert learning_rate(4096) == pytest.approx(1.7e-4)

@@ -1,5 +1,8 @@
 """The estimate agrees with real modules and with real allocations."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +12,15 @@ from eagle_kit.models.heads.dflash import DFlashConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.train.plan.costs import Costs, Workload, capture_flops, head_flops, make_workload
+from eagle_kit.train.plan.costs import (
+    Costs,
+    Layout,
+    Workload,
+    capture_flops,
+    data_workload,
+    head_flops,
+    make_workload,
+)
 from eagle_kit.train.plan.estimate import Session, make_estimate, measure_matmul_rate
 from eagle_kit.train.plan.sizes import head_sizes, num_weights
 
@@ -175,6 +186,57 @@ def test_cached_states_are_counted_on_disk() -> None:
     )
     states, best = 4 * 48 * 128 * 100, 4 * 128 * 100
     assert whole == 4 * states + best and half == 2 * states + best
+
+
+@pytest.mark.parametrize(("keep_last", "ema_decay"), [(1, None), (4, None), (4, 0.9)])
+def test_checkpoints_that_are_kept_and_the_average_of_weights_are_counted(keep_last, ema_decay) -> None:
+    """A checkpoint is written before the oldest one goes; it has weights, two moments and the average."""
+    plain, found = estimate(), estimate(keep_last=keep_last, ema_decay=ema_decay)
+    weights, copies = 4 * found.num_parameters, 3 + (ema_decay is not None)
+    assert found.disk == {
+        f"{keep_last + 1} checkpoints": copies * weights * (keep_last + 1),
+        "best": weights,
+    }
+    name = "head, gradient and optimiser"
+    assert plain.memory[name] == 4 * weights
+    assert found.memory[name] == (4 + (ema_decay is not None)) * weights
+
+
+def test_a_head_is_counted_by_its_sharding() -> None:
+    """Weight, gradient and two moments in fp32; ZeRO has another copy of the weights in shards, and where the
+    weights are shards a whole one is gathered."""
+    found = {name: Layout(4, "whole", name).head_bytes for name in ("none", "fsdp2", "zero2", "zero3")}
+    assert found == {"none": 16, "fsdp2": 4 + 4, "zero2": 4 + 4 + 12 / 4, "zero3": 4 + 20 / 4}
+
+
+def test_a_forward_is_an_average_one_of_the_data() -> None:
+    config = TrainConfig(
+        target="t", output_dir="o", data=DataConfig(source="c", max_length=64), training={"ttt_length": 3}
+    )
+
+    class Data(SimpleNamespace):
+        def __len__(self) -> int:
+            return 20
+
+    data: Any = Data(num_tokens=1000, num_conversations=40, num_supervised_tokens=250)
+    work = data_workload(config, data, 2)
+    assert (work.tokens, work.rows, work.steps, work.mean_context) == (100, 25, 3, 25 / 2)
+    data.num_conversations = 10  # of 100 tokens, which are cut into rows of 64
+    assert data_workload(config, data, 1).mean_context == 32
+
+
+def test_the_whole_report_of_a_session() -> None:
+    found = estimate(20, cache_hidden_states="disk")
+    lines = found.report().splitlines()
+    assert lines[0] == f"head    {found.num_parameters / 1e6:.2f} M trained weights"
+    assert lines[1].startswith(f"memory  {found.peak / 1e9:.2f} GB per process at the peak (")
+    assert lines[2].startswith(f"disk    {sum(found.disk.values()) / 1e9:.2f} GB (3 checkpoints")
+    assert lines[2].endswith("1000.0 free")
+    assert found.flops_per_step == 3 * 2 * head_flops(Eagle3Config.for_target(TARGET, 64), WORK)
+    online = estimate()
+    assert online.flops_per_step - found.flops_per_step == 3 * 2 * capture_flops(TARGET, WORK)
+    assert f"({found.flops_per_step / 1e9:.0f} GFLOP a step at 55% of 1 GFLOP/s" in lines[3]
+    assert lines[3].startswith("time    50 steps of ")
 
 
 def test_captures_of_the_first_epoch_are_in_the_time_and_later_steps_save_them() -> None:

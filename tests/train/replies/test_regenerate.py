@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -311,6 +312,120 @@ def test_replies_made_otherwise_or_of_unknown_settings_are_not_appended(tmp_path
         _run(Parrot(), source, out)
 
 
+VARIED = {
+    "max_turns": 1,
+    "max_prompt_tokens": 30,
+    "with_ids": True,
+    "shard": (0, 2),
+    "samples": 2,
+    "chat_template_kwargs": (TemplateVariant(kwargs={"enable_thinking": True}),),
+    "skip_refusals": True,
+    "skip_truncated": True,
+    "near_duplicates": 0.9,
+    "test_prompts": ("What is said in the test?",),
+}
+"""Another value for every option that decides the replies; the first is of ``limit``, which does not."""
+SAMPLING = {"max_tokens": 12, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "stop": ("!",)}
+
+
+def test_every_option_is_varied() -> None:
+    names = {field.name for field in fields(RegenerateOptions)}
+    assert names == {*VARIED, "sampling", "limit", "refusals"}
+
+
+@pytest.mark.parametrize("name", [*VARIED, *SAMPLING, "refusals"])
+def test_a_file_is_not_continued_with_another_option(tmp_path, name):
+    source, out = _source(tmp_path, [["a"], ["b"], ["c"]]), tmp_path / "out.jsonl"
+    before = {"skip_refusals": True} if name == "refusals" else {}
+    sampling = SamplingParams(max_tokens=512, seed=0)
+    if name == "samples":  # of greedy replies there is one
+        sampling = replace(sampling, temperature=0.8)
+    _run(Parrot(), source, out, limit=1, sampling=sampling, **before)
+    changed = {name: VARIED[name]} if name in VARIED else {}
+    if name in SAMPLING:
+        sampling = replace(sampling, **{name: SAMPLING[name]})
+    if name == "refusals":
+        changed = {"skip_refusals": True, "refusals": ("nein",)}
+    with pytest.raises(UserError, match=f"were made with {name} "):
+        _run(Parrot(), source, out, sampling=sampling, **changed)
+    assert len(_records(out)) == 1
+
+
+def test_a_file_of_before_an_option_existed_goes_on_with_its_default(tmp_path):
+    source, out = _source(tmp_path, [["a"], ["b"]]), tmp_path / "out.jsonl"
+    _run(Parrot(), source, out, limit=1)
+    path = out.with_suffix(".settings.json")
+    known = json.loads(path.read_text())
+    later = ("samples", "chat_template_kwargs", "skip_refusals", "refusals", "skip_truncated")
+    later += ("near_duplicates", "test_prompts")
+    path.write_text(json.dumps({name: value for name, value in known.items() if name not in later}))
+    for name in (
+        "chat_template_kwargs",
+        "skip_refusals",
+        "skip_truncated",
+        "near_duplicates",
+        "test_prompts",
+    ):
+        with pytest.raises(UserError, match=f"were made with {name} "):
+            _run(Parrot(), source, out, **{name: VARIED[name]})
+    assert _run(Parrot(), source, out).num_written == 1
+
+
+def test_a_file_of_before_there_were_patterns_of_refusals_has_none(tmp_path):
+    source, out = _source(tmp_path, [["a"], ["b"]]), tmp_path / "out.jsonl"
+    _run(Parrot(), source, out, limit=1, skip_refusals=True)
+    path = out.with_suffix(".settings.json")
+    known = json.loads(path.read_text())
+    del known["refusals"]
+    path.write_text(json.dumps(known))
+    with pytest.raises(UserError, match="were made with refusals "):
+        _run(Parrot(), source, out, skip_refusals=True, refusals=("nein",))
+    assert _run(Parrot(), source, out, skip_refusals=True).num_written == 1
+
+
+@pytest.mark.parametrize("name", ["limit", "max_turns", "max_prompt_tokens", "samples"])
+def test_none_at_all_of_something_is_refused(name):
+    with pytest.raises(UserError, match=f"{name} is 0"):
+        RegenerateOptions(SamplingParams(), **{name: 0})
+
+
+@pytest.mark.parametrize("similarity", [0.05, 1.0])
+def test_the_least_and_the_greatest_similarity_are_taken(similarity):
+    assert RegenerateOptions(SamplingParams(), near_duplicates=similarity).near_duplicates == similarity
+
+
+def test_a_prompt_as_long_as_it_may_be_is_answered(tmp_path):
+    out = tmp_path / "out.jsonl"
+    turns = [["e" * 19], ["f" * 20], ["ab", "c" * 13], ["ba", "c" * 14]]
+    report = _run(Parrot(), _source(tmp_path, turns), out, max_prompt_tokens=20)
+    assert [(r["id"], len(r["messages"])) for r in _records(out)] == [("c0", 2), ("c2", 4), ("c3", 2)]
+    assert sum(report.skipped.counts.values()) == 1 and report.shortened == {TOO_LONG: 1}
+
+
+def test_a_target_that_is_not_known_is_not_compared(tmp_path):
+    source, out = _source(tmp_path, [["a"], ["b"], ["c"]]), tmp_path / "out.jsonl"
+
+    def answer(target: str, limit: int):
+        options = RegenerateOptions(SamplingParams(max_tokens=512, seed=0), limit=limit)
+        return regenerate(EngineResponder(Parrot()), source, out, options, target=target, progress=False)
+
+    assert answer("first", 1).num_written == 1
+    with pytest.raises(UserError, match="were made with target first, but now it is second"):
+        answer("second", 2)
+    assert answer("", 2).num_written == 1
+
+
+def test_the_manifest_counts_all_sessions_and_the_report_this_one(tmp_path):
+    source, out = _source(tmp_path, [["a"], ["bcd"], ["a"], ["ef", "gh"]]), tmp_path / "out.jsonl"
+    assert str(_run(Parrot(), source, out, limit=1)) == "1 reply tokens"
+    report = _run(Parrot(), source, out)
+    assert str(report) == "7 reply tokens"
+    manifest = json.loads((tmp_path / "out.manifest.json").read_text())
+    assert manifest["conversations"] == 3
+    assert manifest["not_answered"] == {"the same human turns as an earlier conversation": 1}
+    assert manifest["settings"]["source"] == source and manifest["settings"]["max_tokens"] == 512
+
+
 class Agent:
     """Calls the tool where it is asked for rain, and answers the results; with thinking on it thinks
     first. Replies at a temperature differ by their seed. The prompt of every reply is kept."""
@@ -615,3 +730,10 @@ def test_messages_between_turns_wait_with_the_turn_they_belong_to():
     system, blocks = script(conversation, 3)
     assert [m["content"] for m in system] == ["d"]
     assert [[m["content"] for m in block] for block in blocks] == [["0"], ["1"], ["3", "4"], ["6", "7"]]
+
+
+def test_a_conversation_is_asked_up_to_an_empty_turn():
+    texts = ["a", " \n", "b"]
+    messages = tuple({"role": "user", "content": text} for text in texts)
+    _, blocks = script(Conversation("x", messages, "x"), 9)
+    assert [[m["content"] for m in block] for block in blocks] == [["a"]]

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from eagle_kit.cli.app import main
+from eagle_kit.core.errors import UserError
 from eagle_kit.train.replies import server as module
 from eagle_kit.train.replies.regenerate import TOO_LONG
 
@@ -51,17 +52,21 @@ def serving(script):
         def log_message(self, *args):
             pass
 
-        def send(self, status, body):
+        def send(self, status, body, headers=None):
             data = json.dumps(body).encode()
             self.send_response(status)
+            for name, value in (headers or {}).items():
+                self.send_header(name, value)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
 
         def do_GET(self):
+            assert self.path == "/v1/models"
             self.send(200, {"data": [{"id": name} for name in script.models]})
 
         def do_POST(self):
+            assert self.path == "/v1/chat/completions"
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             self.send(*script.post(body, dict(self.headers)))
 
@@ -131,6 +136,92 @@ def test_passing_failures_are_retried(source):
     with serving(script) as url:
         code, records = ask(source, url)
     assert code == 0 and len(records) == 20 and len(script.bodies) > 40
+
+
+def test_settings_of_replies_are_sent_and_an_address_may_end_in_v1(source):
+    script = Script()
+    sampling = ("--temperature", "0.7", "--top-k", "5", "--min-p", "0.1")
+    with serving(script) as url:
+        code, _ = ask(source, f"{url}/v1/", *sampling, "--limit", "1")
+    assert code == 0
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    sent = {name: script.bodies[0][name] for name in names}
+    assert sent == dict(zip(names, (32, 0.7, 1.0, 5, 0.1), strict=True))
+    assert "return_token_ids" not in script.bodies[0] and "Authorization" not in script.headers[0]
+
+
+def test_neutral_settings_are_sent_too(source):
+    """A server would take its model's own for them."""
+    script = Script()
+    with serving(script) as url:
+        assert ask(source, url, "--limit", "1")[0] == 0
+    body = script.bodies[0]
+    assert (body["top_k"], body["min_p"], body["repetition_penalty"], body["temperature"]) == (
+        -1,
+        0.0,
+        1.0,
+        0.0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"base_url": "127.0.0.1:8000"}, "--base-url is '127.0.0.1:8000'"),
+        ({"base_url": "http://x", "concurrency": 0}, "concurrency is 0"),
+        ({"base_url": "http://x", "retries": -1}, "retries are -1"),
+    ],
+)
+def test_a_server_that_cannot_be_asked_is_refused(options, cause):
+    with pytest.raises(UserError, match=cause):
+        module.ServerOptions(**options)
+
+
+@pytest.mark.parametrize("status", [408, 409, 425, 429, 500, 502, 503, 504])
+def test_every_passing_failure_is_tried_again(source, status):
+    script = Script(fails=lambda number: status if number == 1 else None)
+    with serving(script) as url:
+        code, records = ask(source, url, "--limit", "1", "--retries", "1")
+    assert code == 0 and len(records) == 1 and len(script.bodies) == 3
+
+
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_every_refusal_leaves_its_prompt_out(source, status):
+    script = Script(fails=lambda number: status if number == 5 else None)
+    with serving(script) as url:
+        code, records = ask(source, url)
+    assert code == 0 and len(records) == 19
+
+
+def test_a_server_that_says_how_long_to_wait_is_waited_for(monkeypatch, source):
+    waits = []
+
+    class Waiting(threading.Event):
+        def wait(self, timeout=None):
+            waits.append(timeout)
+            return False
+
+    class Busy(Script):
+        def post(self, body, headers):
+            status, answer = super().post(body, headers)
+            return (status, answer) if status == 200 else (status, answer, {"Retry-After": answers.pop(0)})
+
+    answers = ["3", "1000", "soon", "soon"]
+    script = Busy(fails=lambda number: 429 if number <= 4 else None)
+    real = module.ServerResponder.__init__
+
+    def init(self, options):
+        real(self, options)
+        self._stopped = Waiting()
+
+    monkeypatch.setattr(module.ServerResponder, "__init__", init)
+    with serving(script) as url:
+        code, records = ask(source, url, "--limit", "1", "--retries", "4")
+    assert code == 0 and len(records) == 1
+    told, most, third, fourth = waits[:4]
+    assert (told, most) == (3.0, module.MOST_WAIT)
+    assert 0.5 * 4 <= third / module.FIRST_WAIT <= 1.5 * 4, "the pause has doubled twice"
+    assert 0.5 * 8 <= fourth / module.FIRST_WAIT <= 1.5 * 8
 
 
 def test_a_server_that_dies_half_way_loses_nothing(source, capsys):

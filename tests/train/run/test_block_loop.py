@@ -4,12 +4,16 @@ import json
 
 import pytest
 import torch
+from tiny import tiny_target
 from tiny_run import make_config
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.checkpoints.validate import validate_draft
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.kinds.registry import training_kind
+from eagle_kit.models.heads.dspark import DSparkHead
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
 from eagle_kit.train.__main__ import main as train
@@ -42,6 +46,32 @@ def test_a_run_is_trained_judged_exported_and_served(tmp_path, head, method):
         llm = LLM(plain.target, folder, tokenizer=plain.tokenizer, max_context=64, shape="3,1,4")
         (reply,) = llm.generate(["a cat"], params)
         assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "weight", "reads_token"),
+    [
+        ({"confidence_head": True, "markov_rank": 8}, 0.5, True),
+        ({"confidence_head": True, "markov_rank": 0}, 0.5, False),
+        ({"confidence_head": False, "markov_rank": 8}, 0.0, False),
+    ],
+)
+def test_confidence_is_learned_where_there_is_a_head_for_it(settings, weight, reads_token):
+    training = {"confidence_weight": 0.5} if settings["confidence_head"] else {}
+    config = TrainConfig(
+        target="t",
+        output_dir="o",
+        data={"source": "a"},
+        head={"kind": "dspark", "num_layers": 1, "block_size": 3, **settings},
+        training=training,
+    )
+    kind = training_kind(config)
+    draft = kind.new_config(config.head, tiny_target().config)
+    assert kind.confidence_weight(config) == weight
+    assert (draft.has_confidence, draft.confidence_reads_token) == (weight > 0, reads_token)
+    assert draft.markov_rank == settings["markov_rank"]
+    names = [name for name, _ in DSparkHead(draft).named_parameters()]
+    assert any(name.startswith("confidence_head.") for name in names) == (weight > 0)
 
 
 def test_a_head_with_a_vocabulary_of_its_own_is_trained_on_the_text_and_gone_on_from(tmp_path):

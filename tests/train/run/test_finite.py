@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,14 +15,20 @@ from eagle_kit.train.optim.strategy import Strategy
 from eagle_kit.train.parallel.processes import with_precision
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    """Make the loss of some steps of one forward each, counted from 1, NaN."""
+def spoil(monkeypatch: pytest.MonkeyPatch, forwards: set[int], kind: str = "loss") -> None:
+    """Make the loss, or the gradient alone, of some forwards, counted from 1, NaN."""
     forward, calls = TTTModule.forward, [0]
 
     def spoiled(self: TTTModule, *args: object) -> object:
         out = forward(self, *args)  # type: ignore[arg-type]
         calls[0] += 1
-        return out._replace(loss=out.loss * float("nan")) if calls[0] in steps else out
+        if calls[0] not in forwards:
+            return out
+        if kind == "loss":
+            return out._replace(loss=out.loss * float("nan"))
+        loss = out.loss * 1.0
+        loss.register_hook(lambda gradient: gradient * float("nan"))
+        return out._replace(loss=loss)
 
     monkeypatch.setattr(TTTModule, "forward", spoiled)
 
@@ -53,6 +60,24 @@ def test_several_such_steps_in_a_row_end_the_run_with_the_row(
     named = re.search(r"not finite in 3 steps in a row; in step 6 with the packed rows ([\d, ]+)\.", told)
     assert named is not None
     assert len(named[1].split(",")) == 2, "the rows of this step alone"
+
+
+@pytest.mark.parametrize(("kind", "num_named"), [("loss", 1), ("gradient", 2)])
+def test_a_loss_gives_its_row_away_and_a_gradient_could_be_any_row_s_of_the_step(
+    make_run: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    num_named: int,
+) -> None:
+    """Two rows a step, each in a forward of its own; one of them is spoiled."""
+    run = make_run(training={"max_steps": 9})
+    spoil(monkeypatch, {4, 6, 8}, kind)
+    assert run() == 2
+    assert [row.get("skipped", False) for row in run.metrics()] == [False, True, True]
+    assert [row["loss"] is None for row in run.metrics()] == [False, *[kind == "loss"] * 2]
+    named = re.search(r"in step 4 with the packed rows ([\d, ]+)\.", capsys.readouterr().err)
+    assert named is not None and len(named[1].split(", ")) == num_named
 
 
 def test_backward_runs_outside_of_autocast(make_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,3 +121,15 @@ def test_precisions(
         {"target": "t", "data": {"source": "s"}, "output_dir": "o", "training": {"precision": asked}}
     )
     assert with_precision(config, on_gpu=on_gpu).training.precision == settled
+
+
+def test_captured_states_that_are_given_settle_the_precision(tmp_path: Path) -> None:
+    def settled(store: Path, asked: str) -> str:
+        data = {"store": str(store)}
+        settings = {"target": "t", "data": data, "output_dir": "o", "training": {"precision": asked}}
+        return with_precision(TrainConfig.model_validate(settings), on_gpu=False).training.precision
+
+    (tmp_path / "manifest.json").write_text('{"precision": "bfloat16", "tensors": {}}')
+    assert settled(tmp_path, "auto") == "bfloat16"
+    assert settled(tmp_path, "float32") == "float32", "which is refused where the store is read"
+    assert settled(tmp_path / "none", "auto") == "float32"

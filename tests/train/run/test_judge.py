@@ -130,6 +130,19 @@ def test_reply_of_one_token_has_no_verify(target: LlamaModel, trained_head: Eagl
     assert stats.num_verifies == 0 and stats.accept_length == 0.0
 
 
+def test_replies_that_differ_from_plain_decoding_are_counted_once_each(
+    target: LlamaModel, trained_head: Eagle3Head
+) -> None:
+    config = JudgeConfig(max_tokens=8, shapes=("3,1,4", "1,1,2"), batch_size=2)
+    judge = Judge(target, prompts(4, seed=1), config)
+    first = judge.judge(trained_head)
+    assert first.num_different == 0 and first.num_tokens == sum(map(len, judge.replies or []))
+    assert judge.replies is not None
+    for number in (1, 3):
+        judge.replies[number] = [*judge.replies[number][:-1], 0]
+    assert judge.judge(trained_head).num_different == 2, "of two shapes"
+
+
 def test_prompts_are_counted_by_category_too(target: LlamaModel, trained_head: Eagle3Head) -> None:
     config, found = JudgeConfig(max_tokens=16, shapes=("3,1,4", "1,1,2")), prompts(6, seed=1)
     names = ["a", "b", "b", "a", "b", "a"]

@@ -11,8 +11,11 @@ import torch
 import yaml
 
 from eagle_kit.checkpoints.draft import load_draft
+from eagle_kit.config.train import JudgeConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
+from eagle_kit.train.run.judge import choose_prompts
 
 
 def test_bfloat16_learns_judges_and_resumes_as_fp32_does(make_run: Callable) -> None:
@@ -97,16 +100,27 @@ def test_best_is_the_checkpoint_with_the_longest_decoded_accept_length(
     assert metadata["step"] == 4 and metadata["accept_length"] == {"3,1,4": 1.9}
 
 
-def test_patience_ends_the_run(make_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_patience_ends_the_run_after_worse_judgements_in_a_row(
+    make_run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A better one begins the count anew; an equal one is not better."""
     from eagle_kit.core.stats import SpecStats
     from eagle_kit.train.run import judge
 
+    scripted = iter((11, 11, 13, 12, 13))
     monkeypatch.setattr(
-        judge.Judge, "judge", lambda self, head: judge.Judgement({"3,1,4": SpecStats(10, 11)}, {}, 0)
+        judge.Judge,
+        "judge",
+        lambda self, head: judge.Judgement({"3,1,4": SpecStats(10, next(scripted))}, {}, 0),
     )
     run = make_run(judge={"every": 1, "patience": 2})
-    assert run() == 0
-    assert len(run.metrics()) == 3
+    assert run("--max-steps", "3") == 0
+    assert run("--resume") == 0
+    assert len(run.metrics()) == 5
+    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    assert [row["best"] for row in rows] == [True, False, True, False, False]
+    state = json.loads((run.output / "step-5" / "trainer" / "state.json").read_text())
+    assert (state["best_step"], state["best_accept_length"], state["num_worse"]) == (3, 1.3, 2)
 
 
 def test_sequence_normalisation_and_several_rows_a_forward_change_the_weights_only(
@@ -191,6 +205,36 @@ def test_prompts_that_do_not_fit_the_judge_s_context_are_counted(
     assert "No held-out prompt has room for 400" in capsys.readouterr().err
 
 
+def test_a_sample_of_the_data_is_shown_where_it_is_asked_for(
+    make_run: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run()
+    assert run("--dry-run", "data.preview=true") == 0
+    assert "sample  " in capsys.readouterr().out
+    assert run("--dry-run") == 0
+    assert "sample  " not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("steps", ["0", "-1"])
+def test_no_steps_at_all_are_refused(
+    make_run: Callable, capsys: pytest.CaptureFixture[str], steps: str
+) -> None:
+    run = make_run()
+    assert run("--max-steps", steps) == 2
+    assert f"--max-steps is {steps}" in capsys.readouterr().err and not run.output.exists()
+
+
+def test_prompts_are_the_first_that_have_room_for_a_reply() -> None:
+    config = JudgeConfig(every=1, prompts=3, max_tokens=8)
+    heldout = [[1] * length for length in (12, 13, 4, 5)]
+    assert choose_prompts(heldout, config, 20) == [0, 2], "of the first three, up to 20 - 8 tokens"
+    assert choose_prompts(heldout, JudgeConfig(every=0), 20) == []
+    with pytest.raises(UserError, match="no prompts are held out"):
+        choose_prompts([], config, 20)
+    with pytest.raises(UserError, match="has room for 8 more tokens in a context of 11"):
+        choose_prompts(heldout, config, 11)
+
+
 def test_wandb_that_is_not_installed_is_said_before_anything_is_written(
     make_run: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,12 +296,15 @@ def test_stop_after_saves_says_how_to_go_on_and_is_told_from_done(
     make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(training={"max_steps": 100000})
-    assert run("--stop-after", "1s") == 130
+    assert run("--stop-after", "1s", "--max-steps", "99999") == 130
     done = len(run.metrics())
     assert (run.output / f"step-{done}" / "trainer" / "state.json").exists()
     out = capsys.readouterr().out
     assert f"Stopped after step {done} of 100000." in out
-    assert f"Go on with: eagle-kit train {run.config} --stop-after 1s --resume\n" in out
+    again = f"eagle-kit train {run.config} --max-steps 99999 --stop-after 1s"
+    assert f"Go on with: {again} --resume\n" in out
+    about = json.loads((run.output / f"step-{done}" / "eagle_kit.json").read_text())
+    assert about["command"] == again
 
 
 def test_one_command_repeated_makes_a_step_each_time_and_comes_to_its_end(
@@ -282,9 +329,10 @@ def test_max_steps_is_done_and_says_how_to_go_on_without_it(
         assert run(*flag, "training.save_every=9") == 0
         out = capsys.readouterr().out
         assert f"Step {len(run.metrics())} of 3 is done, where --max-steps stops." in out and go_on in out
-    assert run("--max-steps", "3", "--resume", "training.save_every=9") == 0
+    assert run("--max-steps", "8", "--resume", "training.save_every=9") == 0, "the schedule is no longer"
     out = capsys.readouterr().out
     assert "All 3 steps are done." in out and "Go on with" not in out
+    assert len(run.metrics()) == 3
 
 
 def test_wandb_offline_writes_into_the_run_folder(make_run: Callable) -> None:

@@ -68,6 +68,19 @@ def test_the_account_says_what_is_drawn_without_a_run(
     assert "0% to 100%" in lines[0] and "50% to 100%" in lines[1]
     drawn = [int(line[-4]) for line in (chats, own)]
     assert sum(drawn) == 16 and drawn[1] in (5, 6)
+
+    # Conversations, rows and tokens that are held; rows and tokens drawn; the share of tokens; repetitions.
+    tokens = []
+    for line, weight in ((chats, "1"), (own, "2")):
+        documents, rows, held = (int(cell.replace(",", "")) for cell in line[1:4])
+        assert 0 < documents <= held and line[4] == weight
+        drawn_rows, drawn_tokens, _, repetitions = (float(c.strip("%").replace(",", "")) for c in line[-4:])
+        tokens.append(held * drawn_rows / rows)
+        assert drawn_tokens == pytest.approx(tokens[-1], abs=0.51)
+        assert repetitions == pytest.approx(drawn_rows / rows, abs=0.0051)
+    shares = [float(line[-2].strip("%")) for line in (chats, own)]
+    assert shares == pytest.approx([100 * each / sum(tokens) for each in tokens], abs=0.051)
+    assert f"about {sum(tokens):,.0f} tokens" in head
     assert not (tmp_path / "run").exists()
 
 

@@ -1,10 +1,14 @@
 """Rows of a mixture: shares, phases, repetitions; and its account."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from eagle_kit.config.train import DataConfig, SourceConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.run.order import DataOrder, Part
+from eagle_kit.train.run.order import DataOrder, Part, parts_of
 
 STEPS, SIZE = 250, 4
 
@@ -73,6 +77,38 @@ def test_an_order_is_a_function_of_seed_and_step_and_processes_share_it() -> Non
     assert order_of(*parts, seed=2).rows_of_step(200) != last
     shares = [order.share_of(200, process, 2) for process in range(2)]
     assert [row for share in shares for row in share] == last
+
+
+def test_parts_of_a_mixture_are_drawn_by_tokens_and_as_often_as_their_rows_may_be() -> None:
+    """A source of short rows is drawn more often, so that its share of the tokens is its weight."""
+    sources = (
+        SourceConfig(source="a", weight=3.0, phase=(0.0, 0.5), max_repeats=1.5),
+        SourceConfig(source="b", phase=(0.25, 1.0)),
+    )
+    held = [
+        SimpleNamespace(first=0, num_rows=7, num_tokens=70, name="short"),
+        SimpleNamespace(first=7, num_rows=20, num_tokens=2000, name="long"),
+    ]
+    data: Any = SimpleNamespace(parts=held)
+    assert parts_of(DataConfig(mix=sources), data) == [
+        Part(0, 7, 0.3, (0.0, 0.5), 10, "short"),
+        Part(7, 20, 0.01, (0.25, 1.0), None, "long"),
+    ]
+    data = SimpleNamespace(parts=held[:1])
+    with pytest.raises(UserError, match="data.mix has 2 sources, and the rows were packed of 1"):
+        parts_of(DataConfig(mix=sources), data)
+
+
+def test_a_step_that_takes_the_last_row_of_any_part_ends_a_pass() -> None:
+    order = order_of(Part(0, 30), Part(30, 13, weight=2.0))
+    found = taken(order)
+    counts = [0, 0]
+    ends = []
+    for place, part in enumerate(found):
+        counts[part] += 1
+        if counts[part] % order.parts[part].num_rows == 0:
+            ends.append(place // SIZE)
+    assert [step for step in range(STEPS) if order.ends_pass(step)] == sorted(set(ends)) and len(ends) > 50
 
 
 def test_one_part_alone_is_one_permutation_a_pass() -> None:

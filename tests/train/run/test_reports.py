@@ -5,12 +5,14 @@ import io
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -18,13 +20,19 @@ from tiny_run import make_config
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.cli import app
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.report.plots import has_matplotlib
 from eagle_kit.train.__main__ import main
-from eagle_kit.train.run import clock
+from eagle_kit.train.run import clock, progress
 from eagle_kit.train.run.clock import LAPS
+from eagle_kit.train.run.curves import RunCurves, smooth
+from eagle_kit.train.run.describe import judgement_line
 from eagle_kit.train.run.judge import Judge, Judgement
-from eagle_kit.train.run.report import compare_runs
+from eagle_kit.train.run.progress import format_seconds
+from eagle_kit.train.run.report import compare_runs, write_report
+from eagle_kit.train.run.trackers import check_trackers, draws_report, tracker_options
 
 
 def lines(path: Path) -> list[dict]:
@@ -80,8 +88,8 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
         folder,
         judge={"every": 10, "shapes": ["3,1,4", "2,2,5"]},
         head={"draft_vocab_size": 60},
-        training={"save_every": 10},
-        tracking={"report": True, "tensorboard": True},
+        training={"save_every": 10, "log_every": 2},
+        tracking={"report": True, "tensorboard": True, "project": "heads"},
     )
     judges: list[Judge] = []
     judge = Judge.judge
@@ -126,6 +134,34 @@ def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(reported
     assert row["vocab_coverage"] == sum(token in sayable for token in said) / len(said)
     assert 0 < row["vocab_coverage"] < 1
     assert row["tokens"] == sum(step["tokens"] for step in reported.steps())
+    spent = sum(step["tokens"] / step["tokens_per_s"] for step in reported.steps())
+    assert row["train_seconds"] == pytest.approx(spent, abs=0.06), "of both sessions"
+
+
+def test_a_checkpoint_and_the_last_lines_account_for_the_whole_run(reported: Reported) -> None:
+    about = json.loads((reported.folder / "step-20" / "eagle_kit.json").read_text())
+    state = json.loads((reported.folder / "step-20" / "trainer" / "state.json").read_text())
+    judged, steps = reported.judgements(), reported.steps()
+    tokens, supervised = (sum(step[name] for step in steps) for name in ("tokens", "supervised_tokens"))
+    assert (state["step"], state["tokens"], state["supervised_tokens"]) == (20, tokens, supervised)
+    assert (about["step"], about["tokens_seen"]) == (20, tokens)
+    assert about["seconds"] == pytest.approx(judged[-1]["train_seconds"], abs=0.11)
+    assert about["peak_memory_gb"] == pytest.approx(state["peak_memory_gb"], abs=1e-3)
+    data = about["data"]
+    assert 0 < data["supervised_tokens"] < data["tokens"] and data["conversations"] > 20
+    assert f"data    {data['conversations']} conversations, " in reported.said
+    assert (
+        f" rows, {data['tokens']} tokens, {data['supervised_tokens'] / data['tokens']:.0%} supervised; 6 "
+        in (reported.said)
+    )
+    assert f"vocab   60 of 300 cover {data['vocab_coverage']:.2%}" in reported.said
+    best = max(judged, key=lambda row: row["accept_length"]["3,1,4"])
+    assert (state["best_step"], state["best_accept_length"]) == (best["step"], best["accept_length"]["3,1,4"])
+    assert f"best    accept length {state['best_accept_length']:.3f} (3,1,4) at step {best['step']}" in (
+        reported.said
+    )
+    assert f"judging 0m0{sum(row['seconds'] for row in judged):.0f}s" in reported.said
+    assert f"curves  {reported.folder / 'report.html'}" in reported.said
 
 
 def test_the_laps_of_a_step_are_its_time(reported: Reported) -> None:
@@ -159,6 +195,35 @@ def test_a_run_leaves_a_page_that_needs_no_network(reported: Reported) -> None:
     assert not [path for path in reported.folder.rglob("*partial*")]
 
 
+@pytest.mark.parametrize("package", ["wandb", "tensorboard", "matplotlib"])
+def test_what_a_tracker_needs_is_asked_for_only_where_it_is_wanted(
+    monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    def config(**tracking: Any) -> TrainConfig:
+        return TrainConfig(target="t", output_dir="runs/mine/", data={"source": "a"}, tracking=tracking)
+
+    wanted = {
+        "wandb": {"wandb": "offline"},
+        "tensorboard": {"tensorboard": True},
+        "matplotlib": {"report": True},
+    }
+    monkeypatch.setitem(sys.modules, package, None)
+    for name, tracking in wanted.items():
+        if name == package:
+            with pytest.raises(UserError, match=f"{package} is not installed") as error:
+                check_trackers(config(**tracking))
+            assert f"tracking.{next(iter(tracking))}=" in error.value.remedy
+    check_trackers(config())
+    assert tracker_options(config()) == {}
+    assert tracker_options(config(wandb="online", tensorboard=True)) == {
+        "wandb": {"dir": "runs/mine/", "mode": "online", "name": "mine"},
+        "tensorboard": {},
+    }
+    assert tracker_options(config(tensorboard=True), step=7) == {"tensorboard": {"purge_step": 8}}
+    assert [draws_report(config(report=report)) for report in (True, False)] == [True, False]
+    assert draws_report(config()) == has_matplotlib()
+
+
 def test_a_page_is_drawn_again_by_its_command(reported: Reported, tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "judge.jsonl", "run.yaml"):
         shutil.copy(reported.folder / name, tmp_path)
@@ -180,14 +245,27 @@ def test_a_report_that_cannot_be_drawn_costs_no_step(
 def test_tensorboard_gets_judgements_and_steps_once(reported: Reported) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(reported.folder / "tensorboard" / "eagle-kit"))
+    events = EventAccumulator(str(reported.folder / "tensorboard" / "heads"))
     events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == list(range(1, 21))
+    logged = {event.step: event.value for event in events.Scalars("loss")}
+    assert list(logged) == list(range(2, 21, 2)), "every second step, as training.log_every says"
+    steps = {row["step"]: row for row in reported.steps()}
+    assert [logged[step] for step in logged] == pytest.approx([steps[step]["loss"] for step in logged])
+    third = [event.value for event in events.Scalars("match_per_step/2")]
+    assert third == pytest.approx([steps[step]["match_per_step"][2] for step in logged])
     assert [event.value for event in events.Scalars("decoded/3,1,4")] == pytest.approx(
         [row["accept_length"]["3,1,4"] for row in reported.judgements()]
     )
-    assert {"seconds/backward", "decoded/vocab_coverage", "decoded/3,1,4/at least 1"} <= set(
+    assert {"seconds/backward", "decoded/vocab_coverage", "simulated/3,1,4", "loss_per_step/0"} <= set(
         events.Tags()["scalars"]
+    )
+    reached = [event.value for event in events.Scalars("decoded/3,1,4/at least 1")]
+    assert reached == pytest.approx(
+        [
+            row["acceptance_per_position"]["3,1,4"][0]
+            for row in reported.judgements()
+            if row["acceptance_per_position"]["3,1,4"]
+        ]
     )
 
 
@@ -215,6 +293,124 @@ def test_patience_stops_a_run_that_no_longer_learns(make_run: Callable, capfd: p
     out = capfd.readouterr()
     assert "No better accept length in 2 judgements; stopped." in out.out
     assert "1 of 2 without a better one" in out.err
+
+
+def table_of(page: str, title: str) -> list[list[str]]:
+    """Cells of the page's table whose head or first column has ``title``."""
+    for table in re.findall(r"<table>(.*?)</table>", page):
+        rows = [re.findall(r"<t[hd]>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", table)]
+        if title in rows[0] or title in [row[0] for row in rows]:
+            return rows
+    raise AssertionError(f"no table of {title}")
+
+
+def test_a_page_has_the_figures_of_the_run_its_sources_and_its_judgements(tmp_path: Path) -> None:
+    """Thirteen judgements, the second one the best; a source that joins behind the first three steps."""
+    pytest.importorskip("matplotlib")
+    lengths = [1.2, 1.9, *[1.3 + i / 100 for i in range(11)]]
+    run = fake_run(tmp_path / "run", lengths)
+    metrics, judged = lines(run / "metrics.jsonl"), lines(run / "judge.jsonl")
+    for step, row in enumerate(metrics, 1):
+        row["simulated_accept_length_of"] = {"all": step / 10} | ({"late": 2.0} if step > 3 else {})
+    metrics[-1]["loss"] = None
+    for row, length in zip(judged, lengths, strict=True):
+        row["best"] = length in (1.2, 1.9)
+        row["accept_length_of"] = {"all": length, "late": length + 1}
+    for name, rows in (("metrics", metrics), ("judge", judged)):
+        (run / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = write_report(run, tmp_path / "out").read_text()
+
+    facts = dict(table_of(page, "steps"))
+    assert facts == {
+        "steps": "13",
+        "tokens": "1,300",
+        "rows with loss at step 0": "910",
+        "time in steps": "0m06s",
+        "time in judgements": "0m13s",
+        "loss": f"{3.0 / 12:.4f}",
+        "best accept length, 3,1,4": "1.900 at step 2",
+        "target&#x27;s own tokens the draft can say": "90.00%",
+    }
+    sources = table_of(page, "documents")[1:]
+    assert sources == [
+        ["all", "13", "0.150", "1.250", "1.900", "1.400"],
+        ["late", "10", "2.000", "2.000", "2.900", "2.400"],
+    ]
+    last = table_of(page, "3,1,4")[1:]
+    assert [row[:2] for row in last] == [
+        ["2 *", "1.900"],
+        *[[str(s), f"{lengths[s - 1]:.3f}"] for s in range(4, 14)],
+    ]
+    assert last[0][2] == "50 20 10"
+
+
+def test_curves_are_over_steps_tokens_and_time(tmp_path: Path) -> None:
+    run = RunCurves.read(fake_run(tmp_path / "run", [1.2, 1.5, 1.5]))
+    rows, lengths = run.accept_lengths("3,1,4")
+    assert lengths == [1.2, 1.5, 1.5] and run.best("3,1,4") == (rows[1], 1.5), "the first of equals"
+    assert run.x("step", rows[1:]) == [2, 3]
+    assert run.x("tokens", rows[1:]) == pytest.approx([2e-4, 3e-4])
+    assert run.x("time", rows[1:]) == pytest.approx([1 / 60, 1.5 / 60])
+    assert run.x("tokens", [{"step": 9}]) == [0.0]
+    assert (run.name, run.shapes, run.tokens) == ("run", ["3,1,4"], 300)
+    assert sum(run.seconds.values()) == pytest.approx(1.5) and set(run.seconds) == set(LAPS)
+    smoothed = smooth([1.0, None, 3.0])
+    assert smoothed == [1.0, 1.0, 3.0], "a short curve is not smoothed, and a gap adds nothing"
+    assert smooth([0.0] * 100 + [1.0] * 100)[110] == pytest.approx(1 - 0.8**11, rel=1e-6)
+    assert np.isnan(smooth([None])[0])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.4, "0m00s"), (75, "1m15s"), (3599, "59m59s"), (3600, "1h00m"), (3725, "1h02m"), (90061, "25h01m")],
+)
+def test_durations_are_shown(seconds: float, shown: str) -> None:
+    assert format_seconds(seconds) == shown
+
+
+def test_a_judgement_is_one_sentence() -> None:
+    row = {
+        "step": 40,
+        "accept_length": {"3,1,4": 1.25, "2,2,5": 1.5},
+        "simulated_accept_length": {"3,1,4": 1.2},
+        "acceptance_per_position": {"3,1,4": [0.5, 0.25], "2,2,5": [0.9]},
+        "accept_length_of": {"a": 1.1, "b": 1.4},
+        "vocab_coverage": 0.913,
+        "best": False,
+        "num_different_replies": 2,
+        "seconds": 61.0,
+    }
+    assert judgement_line(row, 1, 3) == (
+        "step 40: decoded accept length 3,1,4: 1.250, 2,2,5: 1.500 (simulated 3,1,4: 1.200), 50 25 % by "
+        "position (a 1.10, b 1.40), vocabulary covers 91.3%, 1 of 3 without a better one; 2 replies differ "
+        "from plain decoding [1m01s]"
+    )
+    plain = {**row, "simulated_accept_length": {}, "vocab_coverage": None, "best": True}
+    plain |= {"num_different_replies": 0, "accept_length_of": None}
+    assert judgement_line(plain, 0, 3) == (
+        "step 40: decoded accept length 3,1,4: 1.250, 2,2,5: 1.500 (simulated for chains only), 50 25 % by "
+        "position, the best so far [1m01s]"
+    )
+
+
+def test_the_progress_line_smooths_and_says_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps behind six of ten, two seconds each: two are left, or as long as ``--stop-after`` leaves."""
+    for stop_after, left in ((None, "0m04s"), (5.0, "0m01s"), (3.0, "0m00s")):
+        moments = iter((100.0, 102.0, 104.0))
+        monkeypatch.setattr(progress.time, "perf_counter", lambda moments=moments: next(moments))
+        with progress.ProgressLine(10, 6, stop_after) as line:
+            for step, loss in ((7, 2.0), (8, 4.0)):
+                result: Any = SimpleNamespace(
+                    loss=loss, simulated_of={"a": loss, "b": 1.0}, match_per_step=[0.5, 0.25]
+                )
+                result.simulated_accept_length, result.tokens_per_s = 1.75, 321.0
+                line.update(step, result)
+        monkeypatch.undo()
+        shown = capsys.readouterr().err.split("\r")[-1]
+        assert "step 8/10" in shown
+        assert f"loss 2.100 match 50 25 % accept 1.75 (a 2.10, b 1.00) 321 tok/s left {left}" in shown
 
 
 def test_runs_are_compared_by_label_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -121,6 +121,11 @@ def test_training_from_a_store_alone_is_training_online_to_the_bit(
     offline = str(run.folder / "offline")
     assert run(*STEPS, f"output_dir={offline}", f"data.store={elsewhere}", "data.source=null") == 0
     assert run.metrics("offline") == run.metrics()
+    about, offline_about = (
+        json.loads((Path(place) / "step-4" / "eagle_kit.json").read_text())["data"]
+        for place in (run.output, offline)
+    )
+    assert about == offline_about and about["source"] == str(run.folder / "chats.jsonl")
     assert not (run.folder / "cache").exists()
     first, second = (
         load_file(Path(place) / "step-4" / "model.safetensors") for place in (run.output, offline)
@@ -200,6 +205,8 @@ def test_a_store_that_does_not_fit_is_refused_with_the_field_and_both_values(
         ("training.state_format=fp8", "format", "computed", "fp8"),
         ("data.max_length=128", "data.max_length", "160", "128"),
         ("data.eval_conversations=3", "data.eval_conversations", "6", "3"),
+        ("data.limit=20", "data.limit", "null", "20"),
+        ("data.source=other.jsonl", "data.source", str(run.folder / "chats.jsonl"), "other.jsonl"),
         (
             f"target={other}",
             "target.weights",
@@ -360,6 +367,15 @@ def test_a_store_is_described_and_checked(make_run: Callable, capsys: pytest.Cap
     assert main(["data", "store", str(store.path), "--verify"]) == 0
     out = capsys.readouterr().out
     assert "inputs of layers [2, 2, 1]" in out and "Every byte is what was captured" in out
+    about = store.manifest()
+    data = about["data"]
+    size = sum(path.stat().st_size for path in store.path.glob("states-*"))
+    assert (
+        f"{data['rows']} of {data['rows']} rows, {data['tokens']} tokens, {size / 1e6:.1f} MB in 1 shards"
+        in out
+    )
+    assert f"rows of at most 160 tokens, {data['supervised_tokens']} supervised" in out
+    assert f"weights {about['target']['weights']}" in out and "float32, format computed" in out
     shard = next(store.path.glob("states-*"))
     content = bytearray(shard.read_bytes())
     content[-3000] ^= 4

@@ -2,10 +2,13 @@
 
 import json
 import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 from eagle_kit.cli.app import main
@@ -48,8 +51,6 @@ class Engine:
         return place
 
     def import_states(self, place, *arguments):
-        from accelerate.state import AcceleratorState
-
         command = ["data", "import-states", str(self.run.config), "--from", str(place)]
         try:
             return main([*command, "--out", str(self.run.folder / "imported"), *arguments])
@@ -69,8 +70,6 @@ def ids_of(run):
 
 
 def capture(run):
-    from accelerate.state import AcceleratorState
-
     try:
         return main(["data", "capture", str(run.config), "--out", str(run.folder / "store")])
     finally:
@@ -127,6 +126,101 @@ def test_another_convention_is_named(engine, capsys):
     assert found is not None and int(found[2]) == int(found[1]) + 1
 
 
+def test_a_last_state_that_is_another_is_named(engine, capsys):
+    """Of the last but one layer, and that of the last one taken for normed."""
+    layers = ids_of(engine.run)
+    place = engine.write([*layers, L])
+    assert engine.import_states(place, "--layers", *map(str, layers), "final") == 2
+    assert re.search(r"The last states are \d+% off those of the target here", capsys.readouterr().err)
+    unchecked = ("--layers", *map(str, layers), "final", "--no-check")
+    assert engine.import_states(place, *unchecked) == 0, "where nobody looks"
+
+
+def test_states_of_one_engine_are_not_added_to_those_of_another(engine, capsys):
+    layers = [*ids_of(engine.run), L]
+    place = engine.write(layers)
+    named = ("--layers", *map(str, layers))
+    assert engine.import_states(place, *named) == 0
+    capsys.readouterr()
+    words = ["data", "capture", str(engine.run.config), "--out", str(engine.run.folder / "imported")]
+    assert main(words) == 2
+    assert "were made with engine unknown, and now it is eagle-kit" in capsys.readouterr().err
+    assert engine.import_states(place) == 2
+    assert f"were made with layers {layers}, and now it is None" in capsys.readouterr().err
+    assert engine.import_states(place, *named, "--convention", "outputs") == 2
+    assert "were made with convention inputs, and now it is outputs" in capsys.readouterr().err
+    assert engine.import_states(place, *named) == 0, "as it was"
+
+
+FAKE = """#!{python}
+import hashlib, json, os, sys
+import numpy as np
+from safetensors.numpy import save_file
+assert os.path.dirname(sys.argv[1]) in os.environ["PYTHONPATH"].split(os.pathsep)
+spec = json.load(open(sys.argv[2]))
+with open("{log}", "a") as log:
+    log.write(json.dumps(spec) + "\\n")
+os.makedirs(spec["out"], exist_ok=True)
+for line in open(spec["texts"]):
+    ids = np.array(json.loads(line)["input_ids"], dtype=np.int64)
+    name = hashlib.sha256(ids.tobytes()).hexdigest()[:24]
+    if os.path.exists(f"{{spec['out']}}/{{name}}.safetensors"):
+        continue
+    states = np.full((len(ids), len(spec["layers"]), 64), 1 + ids[0] % 7, dtype=np.float32)
+    states *= np.arange(1, 1 + len(spec["layers"]), dtype=np.float32)[:, None]
+    save_file({{"hidden_states": states, "token_ids": ids}}, f"{{spec['out']}}/{{name}}.safetensors")
+    print("done", name, flush=True)
+    if spec["engine_args"].get("dies"):
+        print("out of memory", flush=True)
+        sys.exit(3)
+"""
+"""Stands for the Python of vLLM's environment: states of a text are a number of its first token's."""
+
+
+def test_an_engine_is_driven_and_goes_on_where_it_died(engine, capfd):
+    run = engine.run
+    fake, log = run.folder / "python", run.folder / "log"
+    fake.write_text(FAKE.format(python=sys.executable, log=log))
+    fake.chmod(0o755)
+    layers = sorted({*ids_of(run), L})
+    command = ["data", "capture", str(run.config), "--engine", "vllm", "--no-check", "--shard", "1/2"]
+    command += ["--out", str(run.folder / "driven"), "training.precision=float32", "--engine-python"]
+    # One that is not there, and one that dies behind its first text.
+    assert main([*command, str(run.folder / "nowhere")]) == 2
+    assert "Name the python of an environment with vLLM" in capfd.readouterr().err
+    died = [*command, str(fake), "--engine-args", '{"dies": 1}']
+    assert main(died) == 2
+    said = capfd.readouterr().err
+    assert "vLLM ended with the exit code 3" in said and "out of memory" in said
+
+    # What is there is kept by the next call, and another store is made by other arguments.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert main([*command, str(fake)]) == 0
+    specs = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [spec["engine_args"] for spec in specs] == [{"dies": 1}, {}]
+    assert specs[0]["out"] != specs[1]["out"]
+    for spec in specs:
+        assert spec["model"] == str(run.folder / "target") and spec["dtype"] == "float32"
+        assert spec["layers"] == layers
+        texts = [json.loads(line)["input_ids"] for line in Path(spec["texts"]).read_text().splitlines()]
+        assert spec["max_length"] == max(map(len, texts)) and 0 < len(texts) < len(engine.texts)
+        assert all(text in engine.texts for text in texts)
+    found = json.loads((run.folder / "driven" / "manifest.json").read_text())
+    assert found["made"]["engine"] == "vLLM"
+    again = "--shard 1/2 --engine vllm --engine-python"
+    assert again in found["made"]["command"] and "--no-check" in found["made"]["command"]
+    aux = next(tensor for name, tensor in shards(run.folder / "driven").items() if "aux" in name)
+    ratio = aux.float().unflatten(-1, (-1, 64)).mean(-1)
+    places = [1 + layers.index(layer) for layer in ids_of_head(run)]
+    torch.testing.assert_close(ratio / ratio[:, :1], torch.tensor(places).expand_as(ratio) / places[0])
+
+
+def ids_of_head(run):
+    from eagle_kit.models.loading.loader import read_target_config
+
+    return read_target_config(run.folder / "target").default_aux_layer_ids
+
+
 def test_what_is_missing_or_wrong_is_one_sentence(engine, capsys):
     layers = [*ids_of(engine.run), L]
     place = engine.write(layers, texts=engine.texts[:3])
@@ -134,6 +228,8 @@ def test_what_is_missing_or_wrong_is_one_sentence(engine, capsys):
     assert "has 3 texts" in capsys.readouterr().err
     assert engine.import_states(place, "--layers", "1", "2") == 2
     assert "the head needs" in capsys.readouterr().err
+    assert engine.import_states(place, "--layers", "1", "1", "4") == 2
+    assert "named twice" in capsys.readouterr().err
     assert engine.import_states(engine.folder / "nothing") == 2
     assert "no folder" in capsys.readouterr().err
 
