@@ -64,3 +64,8 @@ def test_names_are_found_whatever_their_capitals() -> None:
 def test_a_revision_does_not_hide_a_known_target() -> None:
     named, plain = (target_architecture(f"Qwen/Qwen3-8B{revision}") for revision in ("@main", ""))
     assert named == plain
+
+
+def test_an_architecture_is_read_once() -> None:
+    known = KNOWN_TARGETS["openai/gpt-oss-20b"]
+    assert known.architecture is known.architecture
