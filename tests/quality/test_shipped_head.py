@@ -13,7 +13,16 @@ from typing import Any
 import pinned_quality as pinned
 import pytest
 import torch
-from pinned_quality import FEW_SHAPE, FEW_TOKENS, HEAD, LEAST_LEAD, SHAPES, TARGET
+from pinned_quality import (
+    FEW_SHAPE,
+    FEW_TOKENS,
+    HEAD,
+    LEAST_LEAD,
+    NUM_DRAFTED_TOKENS,
+    NUM_TOKENS,
+    SHAPES,
+    TARGET,
+)
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.eval import EvalConfig
@@ -69,7 +78,7 @@ def test_plain_decoding_gives_the_pinned_tokens(llm, pins):
     """No exception is made for another machine: no two logits were closer than the lead that is pinned."""
     assert pins.least_lead >= LEAST_LEAD
     prompts = pinned.pinned_prompts()
-    outputs = pinned.decode(llm, prompts.values(), "none")
+    outputs = pinned.decode(llm, prompts.values(), "none", NUM_TOKENS)
     assert {name: output.token_ids for name, output in zip(prompts, outputs, strict=True)} == pins.tokens
 
 
@@ -77,10 +86,11 @@ def test_plain_decoding_gives_the_pinned_tokens(llm, pins):
 def test_sixteen_prompts_are_accepted_as_pinned(llm, pins, shape):
     prompts = pinned.pinned_prompts()
     assert len(prompts) == 16
-    outputs = pinned.decode(llm, prompts.values(), shape)
+    outputs = pinned.decode(llm, prompts.values(), shape, NUM_DRAFTED_TOKENS)
 
     # Text first: without it the counts mean nothing.
-    assert {name: output.token_ids for name, output in zip(prompts, outputs, strict=True)} == pins.tokens
+    tokens = {name: output.token_ids for name, output in zip(prompts, outputs, strict=True)}
+    assert tokens == {name: ids[:NUM_DRAFTED_TOKENS] for name, ids in pins.tokens.items()}
 
     stats = pinned.sum_of(outputs)
     want = pins.shapes[shape]

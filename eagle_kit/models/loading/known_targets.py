@@ -5,6 +5,7 @@ its model card or weight index. Loading a target does not use it but reads the f
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,9 @@ class KnownTarget:
     config: dict[str, Any]
     num_parameters: int
 
-    @property
+    @cached_property
     def architecture(self) -> TargetConfig:
-        """The config as parsed by the loader."""
+        """The config as parsed by the loader, once: a bridged one takes a model without weights."""
         return parse_target(self.config)
 
 

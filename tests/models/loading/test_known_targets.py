@@ -101,3 +101,8 @@ def test_a_config_in_the_hubs_cache_is_found_by_name_and_revision(tmp_path, monk
 def test_a_revision_does_not_hide_a_known_target() -> None:
     named, plain = (target_architecture(f"Qwen/Qwen3-8B{revision}") for revision in ("@main", ""))
     assert named == plain
+
+
+def test_an_architecture_is_read_once() -> None:
+    known = KNOWN_TARGETS["openai/gpt-oss-20b"]
+    assert known.architecture is known.architecture
