@@ -89,8 +89,8 @@ async def _return_memory() -> None:
 
 async def _raise_in_our_shape(request: Any, error: Any) -> Any:
     """Convert errors of the framework: unknown paths and methods."""
-    raise ApiError(
-        error.status_code,
-        f"{cut(request.method)} {cut(request.url.path)}: {error.detail}.",
-        headers=error.headers,
-    )
+    path = request.scope[
+        "path"
+    ]  # a URL of the framework would be made with what the client gives as its host
+    message = f"{cut(request.method)} {cut(path)}: {error.detail}."
+    raise ApiError(error.status_code, message, headers=error.headers)

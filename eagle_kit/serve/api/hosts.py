@@ -53,7 +53,9 @@ def check_host(headers: Mapping[bytes, bytes], allowed: frozenset[str]) -> None:
 
 
 def _name(url: bytes) -> str:
-    """Lower-case host of a URL, empty where there is none."""
+    """Lower-case host of a URL; empty where there is none, or a user beside it, which no browser sends."""
+    if b"@" in url:
+        return ""
     try:
         return (urlsplit(url.decode("ascii")).hostname or "").rstrip(".")
     except ValueError:
