@@ -23,7 +23,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/metrics")
-SINGLE_HEADERS = (b"authorization", b"content-type", b"x-request-id")
+SINGLE_HEADERS = (b"authorization", b"content-type", b"origin", b"x-request-id")
 """Headers of which a second one would be read by some programs on the way and not by others."""
 
 
