@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut
 from eagle_kit.serve.reply import EngineFailed, NotFinite, Overloaded
 
 INVALID = "invalid_request_error"
@@ -24,6 +24,8 @@ TYPES = {
     503: "service_unavailable",
 }
 MAX_MISTAKES = 100
+MAX_MESSAGE = 1000
+"""Characters of a message. What the client sent is cut before; this bounds what libraries quote of it."""
 TAG = re.compile(r"str|int|float|bool|constrained-\w+|[a-z-]+\[.*\]|[A-Z]\w*")
 """Parts of pydantic's error locations that name a branch of a union instead of a field."""
 
@@ -49,7 +51,9 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message = cut(message, MAX_MESSAGE)
+        self.param = None if param is None else cut(param)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -98,4 +102,4 @@ def _path(loc: tuple[int | str, ...]) -> str:
             path += f"[{part}]"
         elif not TAG.fullmatch(part):
             path += f".{part}" if path else part
-    return path
+    return cut(path)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from eagle_kit.core.errors import cut
 from eagle_kit.core.sampling_params import MAX_LOGPROBS
 
 MAX_CHOICES = 128
@@ -238,9 +239,9 @@ class ChatRequest(ChatMessages, Sampling):
             raise ValueError("top_logprobs needs logprobs to be true")
         choice, named = self.tool_choice, self.chosen_function
         if self.tools is None and choice not in (None, "none"):
-            raise ValueError(f"tool_choice {choice if named is None else named} needs tools")
+            raise ValueError(f"tool_choice {choice if named is None else cut(named)} needs tools")
         if named is not None and all(tool.function.name != named for tool in self.tools or ()):
-            raise ValueError(f"tool_choice names {named}, which is none of the tools")
+            raise ValueError(f"tool_choice names {cut(named)}, which is none of the tools")
         if self.must_call and self.has_grammar:
             raise ValueError("tool_choice excludes response_format and regex, unless it is none or auto")
         return self

@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
+from eagle_kit.core.errors import cut
 from eagle_kit.core.sampling_params import SamplingParams, Thought
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -42,6 +43,15 @@ PROBE_LASTS_S = 1.0
 FINISH_REASONS = {"context": "length"}
 """OpenAI's names of finish reasons, where they differ. `abort` is an extension: the server stopped, or /abort
 was called."""
+
+
+class RequestName(NamedTuple):
+    """What a request is aborted by: the address of its ``client``, and an ``id`` that the client chose
+    (``is_chosen``) or the server made."""
+
+    client: str
+    id: str
+    is_chosen: bool
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ class Service:
         self.token_names = TokenNames(llm.tokenizer)
         self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
         self.started_at = int(time.time())
-        self._live: dict[str, list[ReplyStream]] = {}
+        self._live: dict[RequestName, list[ReplyStream]] = {}
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
@@ -130,7 +140,7 @@ class Service:
         if name is not None and name != self.config.model_name:
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} is not served here; use {self.config.model_name!r}.",
+                f"The model {cut(name)!r} is not served here; use {self.config.model_name!r}.",
                 param="model",
                 code="model_not_found",
             )
@@ -140,7 +150,14 @@ class Service:
         self.check_model(body.model)
         count = num_prompts * body.num_choices
         self.engine.check_room(count)
-        client = http.client.host if http.client else ""
+        self._enter(http, count)
+
+    def count(self, http: Any) -> None:
+        """Count a request without replies against the client's limits. Raises ApiError 429."""
+        self._enter(http, 0)
+
+    def _enter(self, http: Any, count: int) -> None:
+        client = _client_of(http)
         self.limits.enter(client, count)
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
 
@@ -166,8 +183,9 @@ class Service:
             request.arrived_at = http.state.arrived_at
         replies = await self.engine.add(requests)
         request_id = http.state.request_id
-        self._live.setdefault(request_id, []).extend(replies)
-        http.state.cleanup.append(lambda: self._leave(request_id, replies))
+        name = RequestName(_client_of(http), request_id, http.state.has_own_id)
+        self._live.setdefault(name, []).extend(replies)
+        http.state.cleanup.append(lambda: self._leave(name, replies))
         return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
 
     async def probe(self) -> None:
@@ -204,12 +222,19 @@ class Service:
                 end.cancel()
                 reply.close()
 
-    def abort(self, request_id: str | None) -> int:
-        """Abort the replies of a request, named by its own or its response's id, or of all -> how many."""
-        given = request_id or ""
-        named = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
-        ids = list(self._live) if request_id is None else sorted(named)
-        replies = [reply for each in ids for reply in self._live.get(each, ()) if reply.finish_reason is None]
+    def abort(self, http: Any, request_id: str | None) -> int:
+        """Abort the replies of a request, named by its own or its response's id, or all replies of the client
+        -> how many.
+
+        An id that another client chose can be guessed, and is not found. One that the server made cannot.
+        """
+        client, given = _client_of(http), request_id or ""
+        ids = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
+        replies = []
+        for name, theirs in self._live.items():
+            is_own, is_named = name.client == client, name.id in ids
+            if (is_own and request_id is None) or (is_named and (is_own or not name.is_chosen)):
+                replies += [reply for reply in theirs if reply.finish_reason is None]
         for reply in replies:
             reply.close()
         return len(replies)
@@ -234,11 +259,16 @@ class Service:
             )
         ]
 
-    def _leave(self, request_id: str, replies: Sequence[ReplyStream]) -> None:
+    def _leave(self, name: "RequestName", replies: Sequence[ReplyStream]) -> None:
         for reply in replies:
             reply.close()
-        staying = [reply for reply in self._live.get(request_id, ()) if reply not in replies]
+        staying = [reply for reply in self._live.get(name, ()) if reply not in replies]
         if staying:
-            self._live[request_id] = staying
+            self._live[name] = staying
         else:
-            self._live.pop(request_id, None)
+            self._live.pop(name, None)
+
+
+def _client_of(http: Any) -> str:
+    """Address of the client of a request."""
+    return http.client.host if http.client else ""

@@ -8,7 +8,7 @@ named, or with ``required`` a list of objects of ``name`` and ``arguments``, and
 import json
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut
 from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.reply.calls import calls_of, make_call
@@ -38,7 +38,7 @@ def call_grammar(body: ChatRequest) -> Grammar:
             for key, about in parameters.pop(kind, {}).items():
                 if root.setdefault(kind, {}).setdefault(key, about) != about:
                     raise UserError(
-                        f"Two tools define {key!r} differently in their schemas.", "Rename one of them."
+                        f"Two tools define {cut(key)!r} differently in their schemas.", "Rename one of them."
                     )
         properties = {"name": {"const": function.name}, "arguments": parameters}
         required = {"required": list(properties), "additionalProperties": False}
