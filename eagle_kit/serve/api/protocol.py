@@ -180,7 +180,7 @@ class Sampling(Strict):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     no_stop_trim: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
+    skip_special_tokens: bool | None = None
     return_hidden_states: Literal[False] | None = None
 
     @model_validator(mode="after")
@@ -199,6 +199,11 @@ class Sampling(Strict):
     def num_choices(self) -> int:
         """Replies per prompt."""
         return self.n or 1
+
+    @property
+    def shows_special_tokens(self) -> bool:
+        """True if special tokens are part of the text."""
+        return self.skip_special_tokens is False
 
     @property
     def has_grammar(self) -> bool:
