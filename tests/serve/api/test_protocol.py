@@ -258,6 +258,28 @@ def test_every_parameter_reaches_the_engine(one_byte_a_step):
     assert engine.seen[1].params.grammar == Grammar("regex", "a+")
     assert chat(one_byte_a_step, response_format={"type": "json_object"}).status_code == 200
     assert engine.seen[2].params.grammar == Grammar("json_object", "")
+    assert chat(one_byte_a_step, allowed_token_ids=[7, 5], temperature=7.5, tools=[]).status_code == 200
+    assert engine.seen[3].params.allowed_token_ids == (7, 5) and engine.seen[3].params.temperature == 7.5
+
+
+@pytest.mark.parametrize(
+    ("body", "grammar"),
+    [
+        ({"guided_json": {"type": "object"}}, Grammar("json_schema", '{"type": "object"}')),
+        ({"guided_json": ' {"type":"object"}'}, Grammar("json_schema", '{"type": "object"}')),
+        ({"guided_regex": "a|b"}, Grammar("regex", "a|b")),
+        ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c")),
+        ({"structured_outputs": {"json": {"type": "object"}}}, Grammar("json_schema", '{"type": "object"}')),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["(", "b"]}}, Grammar("regex", r"\(|b")),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar("json_object", "")),
+    ],
+)
+def test_names_of_vllm_for_grammars_are_taken(one_byte_a_step, body, grammar):
+    for ask in (chat, complete):
+        one_byte_a_step.engine.seen.clear()
+        assert ask(one_byte_a_step, **body).status_code == 200
+        assert one_byte_a_step.engine.seen[0].params.grammar == grammar
 
 
 def test_logprobs_have_both_shapes_with_bytes_of_cut_characters(one_byte_a_step):
