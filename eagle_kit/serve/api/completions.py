@@ -30,13 +30,9 @@ class CompletionAnswer(Answer[CompletionRequest]):
         echoes: Sequence[str],
     ) -> None:
         super().__init__(service, body, generation)
-        shown = service.special_tokens if body.shows_special_tokens else frozenset()
-        self._offsets = []
-        for context in contexts:
-            for _ in range(body.num_choices):
-                detokenizer = Detokenizer(service.llm.tokenizer, shown, context)
-                self._offsets.append(TextOffsets(detokenizer))
+        self._contexts = contexts
         self._echoes = echoes
+        self._offsets: dict[int, TextOffsets] = {}
 
     @classmethod
     async def start(cls, service: Service, http: Any, body: CompletionRequest) -> "CompletionAnswer":
@@ -77,10 +73,20 @@ class CompletionAnswer(Answer[CompletionRequest]):
     async def _addition(self, index: int, delta: Delta) -> CompletionChoice:
         logprobs = None
         if self.body.logprobs is not None:
-            names, offsets = self.service.token_names, self._offsets[index]
-            logprobs = await off_loop_if_long(completion_logprobs, names, delta, offsets)
+            offsets = self._offsets_of(index)
+            logprobs = await off_loop_if_long(completion_logprobs, self.service.token_names, delta, offsets)
         reason = finish_reason(delta)
         return CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason)
+
+    def _offsets_of(self, index: int) -> TextOffsets:
+        """Offsets of the tokens of choice ``index``."""
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            shown = self.service.special_tokens if self.body.shows_special_tokens else frozenset()
+            context = self._contexts[index // self.body.num_choices]
+            offsets = TextOffsets(Detokenizer(self.service.llm.tokenizer, shown, context))
+            self._offsets[index] = offsets
+        return offsets
 
     def _echo(self, index: int) -> str:
         """Prompt of choice ``index``; empty where it is not to be repeated."""
