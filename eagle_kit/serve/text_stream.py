@@ -20,7 +20,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_IDS = 32
 """Tokens that may end in an unfinished character before the window is cut; a character has 4 bytes."""
 MAX_UNFINISHED_IDS = 3
-"""Last tokens of a prompt that may be the beginning of a character."""
+"""Last tokens of a text that may be the beginning of a character."""
 MIN_CONTEXT_IDS = 8
 """Tokens of a prompt that a reply is decoded behind, where these have a text."""
 MAX_ILL_FORMED_IDS = 64
@@ -126,11 +126,18 @@ class Detokenizer:
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             return self._show(text)
-        if len(self._window) - self._num_shown_ids > MAX_HELD_IDS:
-            return self._cut(text)
+
+        # Show what is before the unfinished character.
         settled = text.rstrip(REPLACEMENT)
-        new = settled[len(self._shown) :]
-        self._shown += new
+        if len(settled) > len(self._shown):
+            new = settled[len(self._shown) :]
+            self._shown = settled
+            return new
+
+        # An unfinished character makes the whole run of byte tokens ill-formed (SentencePiece).
+        new = self._show_finished()
+        if not new and len(self._window) - self._num_shown_ids > MAX_HELD_IDS:
+            return self._cut(text)
         return new
 
     def flush(self) -> str:
@@ -152,6 +159,24 @@ class Detokenizer:
         else:
             self._shown = text
         return new
+
+    def _show_finished(self) -> str:
+        """Return what is new in the text without the window's last tokens, which may be the beginning of a
+        character; empty where that text ends in another unfinished one."""
+        for count in range(1, MAX_UNFINISHED_IDS + 1):
+            finished = self._window[:-count]
+            if len(finished) <= self._num_shown_ids:
+                return ""
+            text = self._decode(finished)
+            if len(text) <= len(self._shown):
+                return ""
+            if not text.endswith(REPLACEMENT):
+                unfinished = self._window[-count:]
+                self._window = finished
+                new = self._show(text)
+                self._window = self._window + unfinished
+                return new
+        return ""
 
     def _cut(self, text: str) -> str:
         """Release the front of a long run of ill-formed bytes, up to a place that no later byte can
