@@ -111,4 +111,5 @@ def _echo_text(
         return prompt
     finished = prompt[: len(prompt) - len(context.unfinished)]
     skip = not body.shows_special_tokens
-    return service.llm.tokenizer.backend_tokenizer.decode(finished, skip_special_tokens=skip)
+    decode = service.llm.tokenizer.decode
+    return str(decode(finished, skip_special_tokens=skip, clean_up_tokenization_spaces=False))
