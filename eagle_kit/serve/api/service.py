@@ -17,7 +17,6 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
-from eagle_kit.serve.api.logprobs import TokenNames
 from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.api.params import make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
@@ -25,6 +24,8 @@ from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
 from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, ReplyStream
+from eagle_kit.serve.text_stream import TextContext, special_tokens
+from eagle_kit.serve.token_names import TokenNames
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -123,6 +124,7 @@ class Service:
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
+        self.special_tokens = special_tokens(llm.tokenizer)
         self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
         self.started_at = int(time.time())
         self._live: dict[RequestName, list[ReplyStream]] = {}
@@ -169,16 +171,21 @@ class Service:
         prefix: str,
         shown_tokens: frozenset[int] = frozenset(),
         thought: Thought | None = None,
+        contexts: Sequence[TextContext] = (),
     ) -> Generation:
         """Hand the replies to all ``prompts`` to the engine; they are aborted when the HTTP request is over.
 
         Args:
             http: the request, for its id and its cleanup.
             prefix: of the response's id.
-            shown_tokens: special tokens that are part of the text.
+            shown_tokens: special tokens that are part of the text; all are where the body says so.
             thought: reasoning behind which a grammar of the body begins.
+            contexts: of each prompt, the end that the text of its replies continues; empty where replies are
+                texts of their own.
         """
-        requests = await self.off_loop(self._requests, body, prompts, shown_tokens, thought)
+        shown = self.special_tokens if body.shows_special_tokens else shown_tokens
+        contexts = contexts or [TextContext()] * len(prompts)
+        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts)
         for request in requests:
             request.arrived_at = http.state.arrived_at
         replies = await self.engine.add(requests)
@@ -249,11 +256,12 @@ class Service:
         prompts: Sequence[list[int]],
         shown_tokens: frozenset[int],
         thought: Thought | None,
+        contexts: Sequence[TextContext],
     ) -> "list[Request]":
         llm, grammar = self.llm, make_grammar(body, thought)
         return [
-            llm.make_request(prompt, params, body.priority or 0, shown_tokens)
-            for prompt in prompts
+            llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)
+            for prompt, context in zip(prompts, contexts, strict=True)
             for params in sampling_params(
                 body, len(prompt), llm.max_context, llm.target.config.vocab_size, grammar
             )
