@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -97,6 +98,26 @@ def check_writable(folder: Path, remedy: str) -> None:
         raise UserError(f"{place} is a file, so there can be no folder {folder}.", remedy)
     if not os.access(place, os.W_OK | os.X_OK):
         raise UserError(f"The folder {place} cannot be written to.", remedy)
+
+
+def why_unsafe(path: Path) -> str | None:
+    """Why code in ``path`` may be that of another user, as a clause; None where it cannot be.
+
+    Others can write to it, own it, or can rename a folder above it.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    path = path.resolve()
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return "it belongs to another user"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "other users can write to it"
+    for parent in path.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"any user can rename what is in {parent}"
+    return None
 
 
 def check_disk_space(folder: Path, num_bytes: int, remedy: str = ANOTHER_FOLDER) -> None:
