@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
     cache_folder,
+    expand,
     remove,
     replacing,
     taking_turns,
@@ -88,7 +89,7 @@ def is_loaded() -> bool:
 def compiled_folder() -> Path:
     """Folder of what was compiled: ``EAGLE_KIT_CPP``, or ``cpp`` of the cache folder."""
     place = os.environ.get("EAGLE_KIT_CPP")
-    return Path(place).expanduser() if place else cache_folder() / "cpp"
+    return expand(place) if place else cache_folder() / "cpp"
 
 
 def halves_in_turns(panels: torch.Tensor) -> torch.Tensor:

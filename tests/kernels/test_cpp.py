@@ -716,9 +716,7 @@ class TestCompiling:
         cpp._load(["c++"])
         assert loads
 
-    @pytest.mark.skipif(
-        not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
-    )
+    @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
     @pytest.mark.parametrize("kind", ["folder", "library", "failure"])
     def test_what_another_user_wrote_is_not_loaded(self, kind, monkeypatch, tmp_path):
         """A failure that another user notes is not believed either."""

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.core.files import cache_folder, check_disk_space, replacing, taking_turns
+from eagle_kit.core.files import (
+    cache_folder,
+    check_disk_space,
+    expand,
+    replacing,
+    taking_turns,
+    writing_remedy,
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,8 @@ CONVERSION_VERSION = 2
 """Version of the conversion's output; increase it to invalidate earlier conversions."""
 TIKTOKEN = "tiktoken.model"
 ADD_TOKENIZER = "Convert it to a tokenizer.json, and add that to the folder."
-ANOTHER_CACHE = "Free some space there, or set EAGLE_KIT_CACHE to another folder."
+SET_CACHE = "set EAGLE_KIT_CACHE to another folder"
+ANOTHER_CACHE = f"Free some space there, or {SET_CACHE}."
 
 
 def resolve_target(name: str | Path) -> Path:
@@ -67,7 +75,7 @@ def resolve_model(name: str | Path, role: str) -> Path:
         UserError: ``name`` is none of these or cannot be obtained.
     """
     name = str(name)
-    folder = Path(name).expanduser()
+    folder = expand(name)
     repository = split_revision(name)[0]
     if not (name and folder.is_dir()):
         if name.lower() in PACKAGED_TARGETS:
@@ -218,7 +226,8 @@ def _convert_packaged(name: str) -> Path:
                 (work / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"The target {name} could not be converted in {folder.parent} ({error}).", ANOTHER_CACHE
+            f"The target {name} could not be converted in {folder.parent} ({error}).",
+            writing_remedy(error, SET_CACHE),
         ) from error
     return folder
 
