@@ -307,9 +307,7 @@ def _take_llama3(tape: Tape, tools: KnownTools) -> Reading[Taken]:
     return (yield from _take_json(tape, start, calls, depth=int(is_list)))
 
 
-def _take_json(
-    tape: Tape, start: int, calls: Callable[[Any], list[Call]], depth: int = 0
-) -> Reading[Taken]:
+def _take_json(tape: Tape, start: int, calls: Callable[[Any], list[Call]], depth: int = 0) -> Reading[Taken]:
     """Take the JSON value that begins at ``start``, of which ``depth`` brackets were read, once there is all
     of it."""
     if not (yield from read_json(tape, depth)):

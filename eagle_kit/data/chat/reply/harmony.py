@@ -19,7 +19,7 @@ MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
 BEHIND_ROLE = (CHANNEL, MESSAGE, CONSTRAIN, " to=")
 MOST_HEADER = 256
 """Characters of the longest header; what is longer is text."""
-RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+RECIPIENT = re.compile(r"\bto=([^\s<]++)")
 FUNCTIONS = "functions."
 
 
@@ -92,9 +92,12 @@ class HarmonyReader:
         text = self._held
         end = text.find(MESSAGE, 0, MOST_HEADER)
         if not self._is_header(text) or (end < 0 and len(text) >= MOST_HEADER):
+            begun = text.lstrip()
+            may_be_mark = any(mark.startswith(begun) and mark != begun for mark in (START, CHANNEL))
+            if begun and may_be_mark and not is_end and len(text) < MOST_HEADER:
+                return False
             self._begun, self._target, self._step = "", "content", self._in_text
             self._joins = False
-            begun = text.lstrip()
             mark = next((mark for mark in (START, CHANNEL) if begun.startswith(mark)), "")
             length = len(text) - len(begun) + len(mark)  # so that no marker is looked at again
             self._say(text[:length])
