@@ -55,6 +55,11 @@ def check_schema(schema: Any) -> dict[str, Any]:
         raise _refusal("", "is no object")
     for name in ("$schema", "$id"):  # a dialect of its own, or another base for references, inside is refused
         schema.pop(name, None)
+    for name in DEFINITIONS:
+        if schema.get(name) is None:  # null counts as missing
+            schema.pop(name, None)
+        elif not isinstance(schema[name], dict):
+            raise _refusal(name, "is no object")
     walk = _Walk(schema)
     definitions = [one for name in DEFINITIONS for one in _named(schema.get(name)).values()]
     if walk.depth(schema) + sum(map(walk.depth, definitions)) > MAX_DEPTH:
