@@ -7,6 +7,7 @@ product before it adds to it.
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ def repair() -> None:
 
     def patch_language_once(function: Any) -> Any:
         # The interpreter's own patches all of the language again for each call of a function by a kernel.
-        modules = [tl, *(module for module in (tl.core,) if module in _modules_of(function))]
+        modules = [tl, tl.core] if _imports(function, tl.core) else [tl]
         if any(tl.core.is_builtin(module.load) for module in modules):  # not patched
             return patch_language(function)
         return interpreter._LangPatchScope()
@@ -115,6 +116,7 @@ def repair() -> None:
     builder.is_repaired = True
 
 
-def _modules_of(function: Any) -> list[Any]:
-    """List the modules that a kernel's file has imported."""
-    return [value for value in function.__globals__.values() if inspect.ismodule(value)]
+@cache
+def _imports(function: Any, module: Any) -> bool:
+    """Return True if a kernel's file has imported a module."""
+    return any(value is module for value in function.__globals__.values())
