@@ -161,7 +161,8 @@ def test_the_card_holds_the_figures_of_this_draft_only(run, target, tmp_path):
 
 
 def test_an_evaluation_of_the_exported_folder_is_of_this_draft_too(run, target, tmp_path):
-    out, path = tmp_path / "draft", tmp_path / "summary.json"
+    out = tmp_path / "draft"
+    path = tmp_path / "summary.json"
     path.write_text(json.dumps(summary(other=tmp_path / "elsewhere", mine=out)))
     export_draft(run, out, target=target, facts=Facts(path))
     assert (out / "README.md").read_text().count("| ours | 5,4,16 |") == 1
@@ -189,10 +190,12 @@ def test_modules_in_fp8_are_multiplied_out_for_another_type(tmp_path):
     save_mtp_target(tmp_path / "target")
     save_draft(load_modules(tmp_path / "target"), tmp_path / "theirs", metadata={})
     path = tmp_path / "theirs" / "model.safetensors"
-    tensors, meant = load_file(path), {}
+    tensors = load_file(path)
+    meant = {}
     for name in [name for name in tensors if name.endswith("proj.weight") and "eh_proj" not in name]:
         values = (tensors[name] * 16).to(torch.float8_e4m3fn)
-        tensors[name], tensors[f"{name}_scale_inv"] = values, torch.full((1, 1), 1 / 16)
+        tensors[name] = values
+        tensors[f"{name}_scale_inv"] = torch.full((1, 1), 1 / 16)
         meant[name] = (values.float() / 16).bfloat16()
     save_file(tensors, path)
     raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
@@ -323,14 +326,17 @@ def test_the_card_tells_each_fact_of_a_run(metadata, line):
 
 def test_the_card_says_what_was_not_tried():
     config = tiny_head(tiny_target()).config
-    template, measured = "chat template it was trained with", "have not been measured."
-    gpu, sampled = "It has not been measured on a GPU", "sampled replies have not been measured"
+    template = "chat template it was trained with"
+    measured = "have not been measured."
+    gpu = "It has not been measured on a GPU"
+    sampled = "sampled replies have not been measured"
     found = "\n".join(lines_of())
     assert template in found and measured in found and gpu not in found and sampled not in found
     assert template not in "\n".join(lines_of(config=replace(config, template_hash="0123")))
     for device, temperature in (("cpu", 0.0), ("cuda:0", 0.7), ("cuda", None), (None, 1.0)):
         found = summary(mine=Path("head"))
-        found["target"]["device"], found["settings"]["temperature"] = device, temperature
+        found["target"]["device"] = device
+        found["settings"]["temperature"] = temperature
         text = "\n".join(lines_of(summary=found))
         assert (gpu in text) == (device in ("cpu", None)) and (sampled in text) == (not temperature)
         assert "Accept lengths per task have not been measured." not in text

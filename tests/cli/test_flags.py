@@ -337,7 +337,8 @@ def test_every_flag_of_a_capture_reaches_it(monkeypatch, tmp_path):
     monkeypatch.setattr(
         "eagle_kit.train.states.capture.capture", lambda config, options: asked.append(options) or 0
     )
-    out, config = tmp_path / "out", str(CONFIG)
+    out = tmp_path / "out"
+    config = str(CONFIG)
     words = ["data", "capture", config, "--out", str(out)]
     assert app.main(words) == 0
     assert app.main([*words, "--shard", "1/3", "--dry-run", "--verify", "seed=5"]) == 0
@@ -367,7 +368,8 @@ class Hub:
     """A repository that notes what is uploaded to it."""
 
     def __init__(self, asked, *given):
-        self.asked, self.given = asked, given
+        self.asked = asked
+        self.given = given
 
     def upload(self, folder):
         self.asked.append((self.given, folder))

@@ -106,7 +106,9 @@ class Commands:
     """
 
     def __init__(self, monkeypatch, stops=None):
-        self.stops, self.given, self.now = stops, [], 0.0
+        self.stops = stops
+        self.given = []
+        self.now = 0.0
         monkeypatch.setattr(make_draft, "_call", self)
         monkeypatch.setattr(make_draft, "time", SimpleNamespace(monotonic=lambda: self.now))
 
@@ -115,9 +117,11 @@ class Commands:
         program, *words = words[2:]
         self.given.append([program.rpartition(".")[2], *words])
         if words[0] == "data":
-            name, flags = words[1], dict(itertools.pairwise(words))
+            name = words[1]
+            flags = dict(itertools.pairwise(words))
         else:
-            name, flags = words[0], dict(itertools.pairwise(words))
+            name = words[0]
+            flags = dict(itertools.pairwise(words))
         if name == self.stops:
             self.stops = None
             return 130
@@ -143,7 +147,8 @@ class Commands:
         path.write_text((json.dumps({"messages": turns}) + "\n") * min(limit, 60))
 
     def train(self, config):
-        out, steps = Path(config["output_dir"]), config["training"]["max_steps"]
+        out = Path(config["output_dir"])
+        steps = config["training"]["max_steps"]
         (out / f"step-{steps}").mkdir(parents=True)
         about = {"data": {"tokens": 5000, "conversations": 100}}
         (out / f"step-{steps}" / "eagle_kit.json").write_text(json.dumps(about))
@@ -159,10 +164,13 @@ def flags_of(command):
 
 
 def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monkeypatch, capsys):
-    out, commands = tmp_path / "out", Commands(monkeypatch)
+    out = tmp_path / "out"
+    commands = Commands(monkeypatch)
     words[words.index("90s")] = "20m"
     assert main(words) == 0
-    target, source, tasks = words[1], words[words.index("--source") + 1], words[words.index("--tasks") + 1]
+    target = words[1]
+    source = words[words.index("--source") + 1]
+    tasks = words[words.index("--tasks") + 1]
     names = [" ".join(word for word in each[1:3] if word in ("data", "regenerate", "prompts")) or each[1]
              for each in commands.given]  # fmt: skip
     assert names == [

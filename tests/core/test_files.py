@@ -169,7 +169,8 @@ def test_an_interrupt_between_the_renames_keeps_the_older_folder(tmp_path, monke
 
 
 def test_a_turn_leaves_no_lock_and_others_wait_for_it(tmp_path):
-    path, order = tmp_path / "made", []
+    path = tmp_path / "made"
+    order = []
 
     def take(number):
         with taking_turns(path):

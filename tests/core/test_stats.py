@@ -18,7 +18,8 @@ def test_counts_of_several_verifies():
 
 @pytest.mark.parametrize("is_longer_first", [True, False])
 def test_a_sum_has_the_counts_of_both(is_longer_first):
-    short, long = SpecStats(), SpecStats()
+    short = SpecStats()
+    long = SpecStats()
     short.observe(2, 1)
     long.observe(5, 4, times=2)
     total, other = (long, short) if is_longer_first else (short, long)

@@ -64,10 +64,12 @@ def test_short_work_of_the_device_is_waited_for_without_sleep(ranks, monkeypatch
 
 
 def test_a_wait_for_the_device_ends_where_a_rank_is_lost_or_silent(ranks):
-    ranks.timeout_s, answers = 0.01, iter([False] * 100_000)
+    ranks.timeout_s = 0.01
+    answers = iter([False] * 100_000)
     with pytest.raises(RankLost, match=r"has not answered for 0\.01 seconds"):
         ranks.wait_for(SimpleNamespace(query=lambda: next(answers)))
-    ranks.timeout_s, ranks.lost = 60.0, None
+    ranks.timeout_s = 60.0
+    ranks.lost = None
     answers = iter([False, False])
 
     def query():

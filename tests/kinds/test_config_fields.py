@@ -227,7 +227,8 @@ def test_windows_of_another_project_are_causal_unless_they_say_otherwise():
 
 
 def test_layers_that_a_target_has_not_and_ids_that_are_one_off_are_found():
-    kind, plain = KINDS[DFlashConfig], base(DFlashConfig)
+    kind = KINDS[DFlashConfig]
+    plain = base(DFlashConfig)
 
     def found(ids):
         config = replace(plain, aux_layer_ids=ids)
@@ -264,7 +265,8 @@ def test_one_tensor_under_two_names_is_refused():
 
 @pytest.mark.parametrize("is_targets", [True, False])
 def test_an_output_layer_over_all_tokens_is_a_copy_of_the_targets(is_targets, recwarn):
-    target, kind = tiny_target(num_layers=12), KINDS[DFlashConfig]
+    target = tiny_target(num_layers=12)
+    kind = KINDS[DFlashConfig]
     files = kind.write(kind.head_class(base(DFlashConfig)), torch.float32)
     copy = target.head_weight.detach().clone()
     copy[3] += 0.0 if is_targets else 0.5

@@ -25,7 +25,8 @@ def test_a_text_has_as_many_bytes_as_its_slot(name, dtype):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_node_of_a_window_has_as_many_bytes_as_it_keeps(name):
-    spec, nodes = SPECS[name], 3
+    spec = SPECS[name]
+    nodes = 3
     kept = sum(channels for channels, _ in spec.convolutions) * nodes * 2
     for each in spec.recurrences:
         q, k = (torch.randn(1, nodes, each.num_key_heads, each.key_dim) for _ in range(2))

@@ -80,7 +80,8 @@ def test_bars_are_as_long_as_their_values_the_first_on_top():
     series = [BarSeries("one", [1.5, None], "red", [[1.4, 1.6], []]), BarSeries("two", [0.5, 2.0], "blue")]
     area = area_of(Bars("x", ["g", "h"], series, "title", line=1.25, start=1.0))
     bars = [(bar.get_x(), bar.get_width(), bar.get_facecolor()[:3]) for bar in area.patches]
-    red, blue = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
+    red = (1.0, 0.0, 0.0)
+    blue = (0.0, 0.0, 1.0)
     assert bars == [(1.0, 0.5, red), (1.0, -0.5, blue), (1.0, 1.0, blue)]
     first, second, third = (bar.get_y() + bar.get_height() / 2 for bar in area.patches)
     assert first < 0 < second < 0.5 < third and third == pytest.approx(1.2)
@@ -155,7 +156,8 @@ def drawn(monkeypatch, plot, record, path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    figures, save = [], Figure.savefig
+    figures = []
+    save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k))
     plot(record, path)
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -175,7 +177,8 @@ def test_a_roofline_has_the_knee_of_the_machine_and_a_point_a_case(monkeypatch, 
     record = {"ceilings": CEILINGS, "settings": {"device": "CPU"}, "cases": rows}
     roof, shares = drawn(monkeypatch, plot_roofline, record, tmp_path / "new" / "r.png")
     (line,) = roof.lines
-    across, up = line.get_xdata(), line.get_ydata()
+    across = line.get_xdata()
+    up = line.get_ydata()
     assert (across[1], up[1], up[2]) == pytest.approx((40.0, 8.0, 8.0))
     assert up[0] == pytest.approx(0.2 * across[0])
     assert [list(map(tuple, each.get_offsets())) for each in roof.collections] == [

@@ -209,7 +209,8 @@ def test_times_and_totals_count_everything_once(models, monkeypatch):
     """A prompt in three parts, one whose beginning is cached, and the first again behind a change of shapes:
     pages that were written without a draft lack its entries."""
     engine = make_engine(models, page_size=4, prefill_tokens=8)
-    now, totals = [0.0], engine.totals
+    now = [0.0]
+    totals = engine.totals
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def reply_to(number, prompt):

@@ -89,7 +89,8 @@ def test_every_parameter_has_its_effect_alone(models, greedy):
         "plain": {},
         "temperature": most_likely,
     }
-    prompt, engine = PROMPTS[1], make_engine(models, batch=4)
+    prompt = PROMPTS[1]
+    engine = make_engine(models, batch=4)
     requests = [
         Request(i, list(prompt), SamplingParams(max_tokens=10, ignore_eos=True, **params))
         for i, params in enumerate(cases.values())
@@ -124,7 +125,8 @@ def test_an_earlier_request_leaves_nothing_in_its_slot(models):
 )
 def test_penalties_go_on_behind_a_turn_of_another(models, penalties):
     params = SamplingParams(max_tokens=60, ignore_eos=True, **penalties)
-    long, short = Request(0, [1, 2], params), Request(1, [3], SamplingParams(max_tokens=3))
+    long = Request(0, [1, 2], params)
+    short = Request(1, [3], SamplingParams(max_tokens=3))
     engine = make_engine(models)
     engine.add_request(long)
     while len(long.token_ids) < 40:

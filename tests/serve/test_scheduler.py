@@ -452,7 +452,8 @@ def test_no_step_computes_more_prompt_tokens_than_memory_is_planned_for(monkeypa
     engine = engine_of(
         prefill_tokens=16, decode_prefill_tokens=decode_prefill_tokens, mixed_prefill_tokens=16
     )
-    computed, prefill = [], engine.runner.prefill
+    computed = []
+    prefill = engine.runner.prefill
 
     def counting(chunks):
         computed.append(sum(stop - start for _, start, stop, _ in chunks))

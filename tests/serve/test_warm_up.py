@@ -115,7 +115,8 @@ def test_nothing_is_captured_or_timed_in_traffic(tmp_path, options, shape, kinds
 )
 def test_a_smaller_warm_up_says_what_it_leaves_out(tmp_path, extent, left_out):
     llm = served(tmp_path, has_draft=False, shape="none")
-    engine, progress = llm.engine(), []
+    engine = llm.engine()
+    progress = []
     prepared = warm_up(engine, extent, on_step=lambda number, total: progress.append((number, total)))
     planned = graphs_of(llm.target.config, None, llm.config, extent, chooses_shapes=False)
     assert prepared.num_graphs == engine.num_graphs == planned.number

@@ -613,10 +613,8 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
     asked = "Write a function that returns the sum of all even numbers in a list of integers"
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"prompt": f"{asked}."}) + "\n")
-    earlier, later = (
-        "Say the alphabet backwards for me, please, letter by letter",
-        "Now say it forwards again",
-    )
+    earlier = "Say the alphabet backwards for me, please, letter by letter"
+    later = "Now say it forwards again"
     call = {"type": "function", "function": {"name": "ask", "arguments": {"texts": [asked, "now"]}}}
     question = {"role": "user", "content": "Hm?"}
     found = [

@@ -277,7 +277,8 @@ def test_layers_of_transformers_are_not_cast(folder):
 
 
 def test_ends_that_are_not_clear_are_refused(folder):
-    ends, whole = load_target(folder, torch.bfloat16, with_layers=False), load_target(folder, torch.bfloat16)
+    ends = load_target(folder, torch.bfloat16, with_layers=False)
+    whole = load_target(folder, torch.bfloat16)
     assert torch.equal(ends.head_weight, whole.head_weight) and ends.head_weight.dtype == torch.bfloat16
     assert torch.equal(ends.embed_tokens.weight, whole.embed_tokens.weight)
     assert not torch.equal(ends.embed_tokens.weight, ends.head_weight)

@@ -60,7 +60,8 @@ def test_a_chain_accepts_what_the_simulation_says(models):
 def chain_by_hand(head, features, embeds, root, steps):
     """Inputs of the output layer of a chain behind ``root``, a step after the other: a query sees keys from
     as many positions as the window has, its own included."""
-    window, seen = head.config.sliding_window or 10**6, []
+    window = head.config.sliding_window or 10**6
+    seen = []
 
     def attend(layer, q, k, v):
         seen.append((now, k, v))

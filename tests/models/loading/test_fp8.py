@@ -211,7 +211,8 @@ def test_other_quantisation_is_named(config, words):
 
 @pytest.mark.parametrize("front", [(), (3,)], ids=["a matrix", "experts"])
 def test_scales_of_every_shape_mean_their_outputs(front):
-    layout, weight = FP8Layout("_scale"), torch.randn(*front, 6, 8).to(E4M3)
+    layout = FP8Layout("_scale")
+    weight = torch.randn(*front, 6, 8).to(E4M3)
     shapes = layout.scale_shapes(tuple(weight.shape))
     assert set(shapes) == {(*front, 6, 1), (*front, 6), (*front, 1, 1), (*front, 1), front}
     for shape in shapes:

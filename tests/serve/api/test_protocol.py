@@ -148,7 +148,9 @@ def test_choices_have_seeds_in_a_row_and_prompts_are_counted_once(one_byte_a_ste
 
 def test_several_choices_stream_side_by_side(one_byte_a_step):
     stream = one_byte_a_step.openai.chat.completions.create(model="tiny", messages=MESSAGES, n=3, stream=True)
-    texts, roles, ends = ["", "", ""], [[], [], []], []
+    texts = ["", "", ""]
+    roles = [[], [], []]
+    ends = []
     for chunk in stream:
         choice = chunk.choices[0]
         texts[choice.index] += choice.delta.content or ""
@@ -568,7 +570,8 @@ def test_every_metric_is_a_number_of_its_own(scripted):
         engine.add_request(llm.make_request(prompt, SamplingParams(grammar=grammar)))
     for _ in range(3):
         engine.step()
-    totals, names = engine.totals, {}
+    totals = engine.totals
+    names = {}
     for i, name in enumerate(
         (
             "num_steps",

@@ -105,7 +105,8 @@ def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
 @pytest.mark.parametrize("kind", ["eagle1", "small model"])
 def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tree):
     """The children of every inner node are the most likely tokens behind its own path."""
-    head, small = eagle1(target), tiny_target(vocab_size=11, num_layers=2, seed=5)
+    head = eagle1(target)
+    small = tiny_target(vocab_size=11, num_layers=2, seed=5)
     draft = HeadDraftModel(head, target) if kind == "eagle1" else StandaloneDraftModel(small)
     engine = Engine(target, draft, resolved(1, 128, kv_tokens=300, page_size=4, tree=tree))
     topology = StaticDrafter.topology
@@ -126,7 +127,8 @@ def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tre
         return states[:1], small.logits(out[-1:])[0].argsort(descending=True)
 
     for length, draft in proposals:
-        drafted, parents = draft.tree.tokens[0], draft.tree.parents[0].tolist()
+        drafted = draft.tree.tokens[0]
+        parents = draft.tree.parents[0].tolist()
         behind = {0: (states[:length], text[1 : length + 1])}
         for node in range(len(parents)):
             if node:

@@ -151,8 +151,10 @@ def test_speed_is_arithmetic_over_the_assumed_rate() -> None:
 
 def test_a_report_has_the_figures_of_its_placements() -> None:
     planner = planner_of("llama-3.1-8b-eagle3", "h100-80g", "training.max_steps=1000")
-    costs, config = planner.costs, planner.costs.config
-    one, eight = planner.place(1), planner.place(8)
+    costs = planner.costs
+    config = planner.costs.config
+    one = planner.place(1)
+    eight = planner.place(8)
     text = report("c.yaml", planner, "h100-80g")
     lines = {line.split("  ")[0].strip(): line for line in text.splitlines()}
     met, total = costs.target_weights

@@ -141,7 +141,8 @@ def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(reported
 def test_a_checkpoint_and_the_last_lines_account_for_the_whole_run(reported: Reported) -> None:
     about = json.loads((reported.folder / "step-20" / "eagle_kit.json").read_text())
     state = json.loads((reported.folder / "step-20" / "trainer" / "state.json").read_text())
-    judged, steps = reported.judgements(), reported.steps()
+    judged = reported.judgements()
+    steps = reported.steps()
     tokens, supervised = (sum(step[name] for step in steps) for name in ("tokens", "supervised_tokens"))
     assert (state["step"], state["tokens"], state["supervised_tokens"]) == (20, tokens, supervised)
     assert (about["step"], about["tokens_seen"]) == (20, tokens)
@@ -309,7 +310,8 @@ def test_a_page_has_the_figures_of_the_run_its_sources_and_its_judgements(tmp_pa
     pytest.importorskip("matplotlib")
     lengths = [1.2, 1.9, *[1.3 + i / 100 for i in range(11)]]
     run = fake_run(tmp_path / "run", lengths)
-    metrics, judged = lines(run / "metrics.jsonl"), lines(run / "judge.jsonl")
+    metrics = lines(run / "metrics.jsonl")
+    judged = lines(run / "judge.jsonl")
     for step, row in enumerate(metrics, 1):
         row["simulated_accept_length_of"] = {"all": step / 10} | ({"late": 2.0} if step > 3 else {})
     metrics[-1]["loss"] = None
@@ -405,7 +407,8 @@ def test_the_progress_line_smooths_and_says_what_is_left(
                 result: Any = SimpleNamespace(
                     loss=loss, simulated_of={"a": loss, "b": 1.0}, match_per_step=[0.5, 0.25]
                 )
-                result.simulated_accept_length, result.tokens_per_s = 1.75, 321.0
+                result.simulated_accept_length = 1.75
+                result.tokens_per_s = 321.0
                 line.update(step, result)
         monkeypatch.undo()
         shown = capsys.readouterr().err.split("\r")[-1]

@@ -179,7 +179,8 @@ for line in open(spec["texts"]):
 
 def test_an_engine_is_driven_and_goes_on_where_it_died(engine, capfd):
     run = engine.run
-    fake, log = run.folder / "python", run.folder / "log"
+    fake = run.folder / "python"
+    log = run.folder / "log"
     fake.write_text(FAKE.format(python=sys.executable, log=log))
     fake.chmod(0o755)
     layers = sorted({*ids_of(run), L})
