@@ -175,7 +175,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _largest(*errors: float) -> float:
-    """The largest of the errors of several results; NaN where one of them is, which ``max`` may leave out."""
+    """The largest error of several results. It is NaN if one of them is; ``max`` may ignore a NaN."""
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 

@@ -454,6 +454,7 @@ def test_prompts_are_those_of_the_reference(variant, first_slot):
 @pytest.mark.parametrize("group", [1, 5, 7])
 def test_groups_of_heads_that_no_number_of_rows_is_a_multiple_of(group):
     """Query rows are computed 48 at a time, which begins within a group; each head has a sink of its own."""
+    # Prompts.
     text = Text()
     count = 40
     variant = AttentionVariant(0.2, Limits(window=30), 2.0, drawn(2 * group, seed=7))
@@ -467,6 +468,8 @@ def test_groups_of_heads_that_no_number_of_rows_is_a_multiple_of(group):
         for backend in (None, "reference")
     )
     torch.testing.assert_close(got, want)
+
+    # Windows that are chains.
     parents = torch.arange(-1, count - 1).clamp(min=0).expand(2, -1)
     k = drawn(2, 300, 24)
     v = drawn(2, 300, 24, seed=1)

@@ -53,11 +53,12 @@ def check_replays(body, *tensors):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_layers_of_all_variants(name):
+def test_layers_of_all_variants_attend_in_replays_as_in_eager_calls(name):
     variant = VARIANTS[name]
     plain = AttentionVariant(0.3)
     stores = drawn(2, 2, SCRATCH + 48, 16).bfloat16()
 
+    # Two plans, each shared by layers of one variant and another.
     def body(inputs):
         lengths = inputs[0]
         q = inputs[1]
@@ -69,6 +70,7 @@ def test_layers_of_all_variants(name):
         return tuple(window_attention(q, k, v, *each) for each in zip(plans, variants, strict=True))
 
     check_replays(body, drawn(3, NODES, 6, 16, seed=2).bfloat16(), *stores)
+    # The plans and variants differ in what they see.
     with torch.inference_mode():
         varied, other, usual, again = body(
             (torch.tensor(LENGTHS[1]), drawn(3, NODES, 6, 16).bfloat16(), *stores)

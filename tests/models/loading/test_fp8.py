@@ -231,9 +231,8 @@ def test_modelopts_own_file_says_the_quantisation_where_the_config_does_not(tmp_
     }
     with pytest.raises(UserError, match="modelopt, 'NVFP4'"):
         load_target(folder)
-    config = json.loads((folder / "config.json").read_text()) | {
-        "quantization_config": {"quant_method": "fp8"}
-    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_raw_config(folder)["quantization_config"] == {"quant_method": "fp8"}
 
