@@ -458,7 +458,7 @@ def test_runs_are_reported_under_the_labels_and_in_the_shape_that_were_given(mon
 REFUSED = {
     "data regenerate --source CHATS --out o.jsonl --model m": "--model and --api-key-env",
     "data regenerate --source CHATS --out o.jsonl --base-url http://x --draft d": "--draft is for our engine",
-    "data regenerate --source CHATS --out o.jsonl --base-url http://x --api-key-env NO_KEY": "NO_KEY is not set",
+    "data regenerate --source CHATS --out o.jsonl --base-url http://x --api-key-env NO_KEY": "is not set",
     "data prompts --source a --out b --limit 0": "--limit is below 1",
     "data prompts --source a --out b --limit 1 --skip -1": "--skip below 0",
     "data prompts --source a --out b --limit 1 --categories poems": "no prompts of poems",

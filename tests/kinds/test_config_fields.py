@@ -6,13 +6,12 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from tiny import tiny_target
-from tiny_mixtures import v3
+from tiny_mixtures import deepseek_v3_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.registry import head_kinds
 from eagle_kit.kinds.support.files import DraftFiles
-from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.dflash import DFlashConfig
 from eagle_kit.models.heads.dspark import DSparkConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config
@@ -21,9 +20,7 @@ from eagle_kit.models.heads.mtp import MTPConfig
 from eagle_kit.models.heads.p_eagle import PEagleConfig
 
 LLAMA = tiny_target(num_layers=12).config
-DEEPSEEK = TargetConfig.from_dict(
-    json.loads(v3(architectures=["DeepseekV3ForCausalLM"]).to_json_string(use_diff=False))
-)
+DEEPSEEK = deepseek_v3_target()
 KINDS = {kind.config_class: kind for kind in head_kinds()}
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPE |= {"original_max_position_embeddings": 64}

@@ -1,14 +1,13 @@
 """What a training config asks for: which settings each kind takes, the architecture that they make, and what
 a target has not."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tiny import tiny_target
-from tiny_mixtures import v3
+from tiny_mixtures import deepseek_v3_target
 
 from eagle_kit.config.train import HeadConfig, RegressionConfig, TrainConfig
 from eagle_kit.core.errors import UserError
@@ -16,13 +15,10 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.vocab_map import VocabMap
 from eagle_kit.kinds import registry
 from eagle_kit.kinds.kind import Start
-from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.dflash import spread_layers
 
 LLAMA = tiny_target(num_layers=12).config
-DEEPSEEK = TargetConfig.from_dict(
-    json.loads(v3(architectures=["DeepseekV3ForCausalLM"]).to_json_string(use_diff=False))
-)
+DEEPSEEK = deepseek_v3_target()
 ROWS = {"training.down_sample_ratio", "training.down_sample_ratio_min"}
 LOSS = {"training.loss", "training.dpace_alpha"}
 EAGLE3 = {

@@ -89,6 +89,8 @@ def test_every_parameter_has_its_effect_alone(models, greedy):
         "plain": {},
         "temperature": most_likely,
     }
+
+    # All in one batch.
     prompt = PROMPTS[1]
     engine = make_engine(models, batch=4)
     requests = [
@@ -97,6 +99,8 @@ def test_every_parameter_has_its_effect_alone(models, greedy):
     ]
     serve(engine, requests)
     found = {name: request.token_ids for name, request in zip(cases, requests, strict=True)}
+
+    # The effect of each.
     plain = greedy[1][:10]
     assert found["plain"] == found["top_k"] == found["top_p"] == found["min_p"] == plain
     assert found["bias"] == found["sampled bias"] == [5] * 10

@@ -154,7 +154,10 @@ def test_times_of_a_later_and_slower_machine_are_joined_by_what_plain_decoding_t
 def test_a_table_knows_contexts_apart(slow):
     """What was measured at one context says less of another."""
     points = [(size, shape, context) for size in (1, 4) for shape in QUICK for context in (64, 4096)]
-    times = [machine(*point) * (slow if point[2] > 1000 else 1) for point in points]
+    times = []
+    for size, shape, context in points:
+        factor = slow if context > 1000 else 1
+        times.append(factor * machine(size, shape, context))
     table = CostTable.fit([Timing(*point, time) for point, time in zip(points, times, strict=True)])
     for point, time in zip(points, times, strict=True):
         assert table.seconds(*point) == pytest.approx(time, rel=0.05)

@@ -194,14 +194,15 @@ def test_checkpoints_that_are_kept_and_the_average_of_weights_are_counted(keep_l
     plain = estimate()
     found = estimate(keep_last=keep_last, ema_decay=ema_decay)
     weights = 4 * found.num_parameters
-    copies = 3 + (ema_decay is not None)
+    has_average = ema_decay is not None
+    copies = 3 + has_average
     assert found.disk == {
         f"{keep_last + 1} checkpoints": copies * weights * (keep_last + 1),
         "best": weights,
     }
     name = "head, gradient and optimiser"
     assert plain.memory[name] == 4 * weights
-    assert found.memory[name] == (4 + (ema_decay is not None)) * weights
+    assert found.memory[name] == (4 + has_average) * weights
 
 
 def test_a_head_is_counted_by_its_sharding() -> None:
