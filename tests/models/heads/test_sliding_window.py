@@ -71,6 +71,7 @@ def chain_by_hand(head, features, embeds, root, steps):
         hidden = (at > now[:, None]) | (at <= now[:, None] - window)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
+    # The text up to the root in one go, then a token at a time.
     now = torch.arange(root + 1)
     outs = [head(features[: root + 1], embeds[1 : root + 2], now, attend)[-1:]]
     for step in range(1, steps):
