@@ -26,8 +26,8 @@ from eagle_kit.report.environment import command_line, cpu_model, describe_machi
 from eagle_kit.report.plots import require_matplotlib
 
 NAMED = ("max_batch_size", "dtype", "device", "max_context")
-"""Options of the engine that are always in the settings. Others are where they are not the default, but for
-the seed, which greedy decoding does not use."""
+"""Options of the engine that are always in the settings. Other options are in them unless they have their
+defaults. The engine's seed is never in them, since greedy decoding does not use it."""
 LOCK = ".lock"
 MOST_RECORDED = 8
 """Settings, plain decoding included, whose engines may keep recordings of cycles: up to 0.4 GB each."""

@@ -175,7 +175,7 @@ def _error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def _largest(*errors: float) -> float:
-    """The largest of the errors of several results; NaN where one of them is, which ``max`` may leave out."""
+    """The largest error of several results. It is NaN if one of them is; ``max`` may ignore a NaN."""
     return float(torch.tensor(errors, dtype=torch.float64).max())
 
 
@@ -315,7 +315,8 @@ def _outcome() -> float:
 def _rows() -> float:
     """Rows of two tables of different widths, moved to other rows; and an entry behind the two of row 3."""
     tables, at, to = [_randn(6, 5), torch.arange(6) * 7], torch.tensor([4, 1]), torch.tensor([0, 5])
-    entries, counts = _randn(6, 4, 3, seed=1), torch.full((6,), 2)
+    entries = _randn(6, 4, 3, seed=1)
+    counts = torch.full((6,), 2)
     expected = [table.clone() for table in (*tables, entries, counts)]
     for table in expected[:2]:
         table[[0, 5]] = table[[4, 1]]

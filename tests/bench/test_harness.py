@@ -11,7 +11,7 @@ from eagle_kit.bench.ceilings import Ceilings
 from eagle_kit.bench.options import Options
 from eagle_kit.bench.record import Record
 from eagle_kit.bench.runner import Benchmark, conduct
-from eagle_kit.bench.table import format_row
+from eagle_kit.bench.table import format_row, heading
 from eagle_kit.bench.verdict import at_least, at_most
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.timing import Timer, Timing, matmul_rates
@@ -116,22 +116,25 @@ def test_a_line_has_the_times_of_all_forms_and_the_figures():
         "share": 0.75,
         "gb_per_s": 1234.5,
         "tflop_per_s": 0.125,
-        "figures": {"accept": 3.14159, "lossless": True, "tokens": 5_000},
+        "figures": {"accept": 3.14159, "lossless": True, "tokens": 5_000, "shape": "auto"},
     }
+
+    # Figures are on a line of their own.
     times, figures = format_row(row).splitlines()
-    assert times.split() == [
-        *("the", "case", "200", "100..600", "150", "0.75", "1,234.5", "0.125"),
-        *("ours:", "theirs", "2.50,", "broken", "failed"),
-    ]
-    assert figures.split() == ["accept", "3.14,", "lossless", "yes,", "tokens", "5,000"]
-    assert format_row({"status": "ok", "case": "x", "figures": {"a": 1}}).split() == ["x", "a", "1"]
-    assert format_row({"status": "failed", "error": "E: it broke"}).split() == [
-        "FAILED:",
-        "E:",
-        "it",
-        "broke",
-    ]
-    assert format_row({"status": "left out", "reason": "no room"}).split() == ["left", "out:", "no", "room"]
+    assert " ".join(times.split()) == (
+        "the case 200 100..600 150 0.75 1,234.5 0.125 ours: theirs 2.50, broken failed"
+    )
+    assert figures == "      accept 3.14, lossless yes, tokens 5,000, shape auto"
+    assert "GB/s" in heading("g", row) and "GB/s" not in heading("g", {"times_us": {}})
+    assert heading("g", {}) == "g"
+
+    # Rows without times.
+    for status, line in (
+        ({"status": "ok", "figures": {"a": 1}}, "x a 1"),
+        ({"status": "failed", "error": "E: it broke"}, "x FAILED: E: it broke"),
+        ({"status": "left out", "reason": "no room"}, "x left out: no room"),
+    ):
+        assert " ".join(format_row({"case": "x", **status}).split()) == line
 
 
 def test_another_form_that_fails_is_recorded_and_ours_is_not_forgiven():

@@ -1,4 +1,4 @@
-"""What benchmarks judge and print of made-up rows: targets, lines of text, names of files."""
+"""Targets of benchmarks, judged on made-up rows, and names of their files."""
 
 import argparse
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 from eagle_kit.bench.engine.host import host_targets
 from eagle_kit.bench.engine.suite import engine_targets
 from eagle_kit.bench.options import Options
-from eagle_kit.bench.table import format_row, heading
 from eagle_kit.bench.train.step import training_targets
 from eagle_kit.bench.tune.cells import interval
 from eagle_kit.bench.tune.judge import verdicts
@@ -30,7 +29,10 @@ TUNED = [
     {"draft": "ours", "batch": 1, "task": "chat", "figures": {"auto over plain": 0.99}, "course": [0.99]},
     {"draft": "ours", "batch": 8, "figures": {"choosing us": 9.0, "share of a cycle": 0.003}},
     {
-        **{"draft": "ours", "batch": 1, "task": "chat", "peers": True},
+        "draft": "ours",
+        "batch": 1,
+        "task": "chat",
+        "peers": True,
         "figures": {"times transformers": 3.5, "times vLLM at its best": 1.3},
     },
 ]
@@ -38,6 +40,8 @@ TUNED = [
 
 def test_choosing_shapes_is_judged_by_the_worst_cell():
     found = {each.target: each for each in verdicts(["1,1,2", "4,1,5"], TUNED, True)}
+
+    # Against plain decoding and the best shape of a cell.
     plain, cold, best, mean, choosing, *worth = found.values()
     assert (plain.measured, plain.at, plain.met) == (0.97, "ours, batch 1, noise", False)
     assert (cold.measured, cold.at, cold.met) == (0.99, "ours", True)
@@ -45,6 +49,8 @@ def test_choosing_shapes_is_judged_by_the_worst_cell():
     auto = (2.0 * 1.1 * 0.97 * 1.2) ** 0.25
     assert (mean.measured, mean.at, mean.met) == (pytest.approx(auto), "1,1,2", True)
     assert (choosing.measured, choosing.at, choosing.met) == (0.003, "ours, batch 8", False)
+
+    # Against each target of a task.
     judged = [(each.wanted, each.measured, each.met) for each in worth]
     assert judged == [
         (1.25, 2.0, True),  # neither noise nor the other draft
@@ -58,8 +64,8 @@ def test_choosing_shapes_is_judged_by_the_worst_cell():
 
 def test_the_engine_is_judged_by_cycles_that_speculate_windows_and_the_host():
     def cycle(shape, share, case, **figures):
-        return {**{"group": "cycle", "status": "ok", "case": case, "shape": shape, "share": share},
-                "figures": figures}  # fmt: skip
+        row = {"group": "cycle", "status": "ok", "case": case, "shape": shape, "share": share}
+        return row | {"figures": figures}
 
     times = {"1 node": {"median": 2.0}, "8 nodes": {"median": 2.1}}
     rows = [
@@ -81,23 +87,16 @@ def test_the_engine_is_judged_by_cycles_that_speculate_windows_and_the_host():
 
 
 def test_the_host_and_training_are_judged_by_their_marks():
-    rows = [
-        {
-            "batch": batch,
-            "case": f"case {batch} {least}",
-            "status": status,
-            "figures": {"step us, least": least},
-        }
-        for batch, least, status in (
-            (64, 400.0, "ok"),
-            (64, 501.0, "ok"),
-            (256, 1400.0, "ok"),
-            (8, 9e9, "ok"),
-        )
-    ]
+    # The host's time of a step.
+    rows = []
+    for batch, least in ((64, 400.0), (64, 501.0), (256, 1400.0), (8, 9e9)):
+        row = {"batch": batch, "case": f"case {batch} {least}", "status": "ok"}
+        rows.append(row | {"figures": {"step us, least": least}})
     rows.append({"batch": 256, "case": "broken", "status": "failed"})
     found = [(each.wanted, each.measured, each.at, each.met) for each in host_targets(rows, True)]
     assert found == [(500.0, 501.0, "case 64 501.0", False), (1500.0, 1400.0, "case 256 1400.0", True)]
+
+    # Training against the published one.
     step = {"time ours/published": 0.4, "memory ours/kept logits": 0.6}
     rows = [{"group": "training step", "case": "T", "figures": step}, {"group": "rate", "figures": {}}]
     assert [(each.measured, each.met) for each in training_targets(rows, True)] == [(0.4, True), (0.6, False)]
@@ -112,21 +111,6 @@ def test_a_median_lies_in_its_interval_and_rounds_go_round_the_prompts():
     prompts = [[1], [2], [3]]
     assert part_of(prompts, 0, 2) == [[1], [2]] and part_of(prompts, 1, 2) == [[3], [1]]
     assert (name_of("runs/a/draft"), name_of("runs/a/best"), name_of("head")) == ("a", "best", "head")
-
-
-def test_a_row_is_a_line_with_its_spread_floor_and_what_takes_longer():
-    ours, theirs = ({"median": m, "low": m - 1, "high": m + 2000} for m in (10.0, 25.0))
-    row = {"case": "c", "status": "ok", "times_us": {"ours": ours, "theirs": theirs, "other": {"error": "x"}}}
-    row |= {"floor_us": 8.0, "share": 0.8, "gb_per_s": 1234.5, "tflop_per_s": 0.25}
-    line = format_row({**row, "figures": {"exact": True, "rate": 1.2345, "shape": "auto"}})
-    first, second = line.splitlines()
-    assert first.split()[:7] == ["c", "10", "9..2,010", "8", "0.80", "1,234.5", "0.250"]
-    assert first.split()[7:] == ["ours:", "theirs", "2.50,", "other", "failed"]
-    assert second.split(", ") == ["      exact yes", "rate 1.23", "shape auto"]
-    assert format_row({"case": "c", "status": "failed", "error": "E: x"}).endswith("FAILED: E: x")
-    assert format_row({"case": "c", "status": "left out", "reason": "no room"}).endswith("left out: no room")
-    assert heading("g", {}) == "g" and "GB/s" in heading("g", row)
-    assert "GB/s" not in heading("g", {"times_us": {}})
 
 
 def test_options_have_a_seed_of_their_own_and_files_names_of_date_and_device():

@@ -161,7 +161,8 @@ def test_the_card_holds_the_figures_of_this_draft_only(run, target, tmp_path):
 
 
 def test_an_evaluation_of_the_exported_folder_is_of_this_draft_too(run, target, tmp_path):
-    out, path = tmp_path / "draft", tmp_path / "summary.json"
+    out = tmp_path / "draft"
+    path = tmp_path / "summary.json"
     path.write_text(json.dumps(summary(other=tmp_path / "elsewhere", mine=out)))
     export_draft(run, out, target=target, facts=Facts(path))
     assert (out / "README.md").read_text().count("| ours | 5,4,16 |") == 1
@@ -178,26 +179,30 @@ def test_what_must_stay_exact_is_not_rounded_and_does_not_count_as_another_type(
     export_draft(tmp_path / "ours", tmp_path / "out")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(tensors[f"model.{name}"], head.get_parameter(name))
-    assert {t.dtype for key, t in tensors.items() if not key.endswith("e_score_correction_bias")} == {
-        torch.bfloat16
-    }
+    del tensors[f"model.{name}"]
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
     card = (tmp_path / "out" / "README.md").read_text()
     assert "in bfloat16" in card and "several types" not in card
 
 
 def test_modules_in_fp8_are_multiplied_out_for_another_type(tmp_path):
+    # Modules whose projections are sixteenths in fp8.
     save_mtp_target(tmp_path / "target")
     save_draft(load_modules(tmp_path / "target"), tmp_path / "theirs", metadata={})
     path = tmp_path / "theirs" / "model.safetensors"
-    tensors, meant = load_file(path), {}
+    tensors = load_file(path)
+    meant = {}
     for name in [name for name in tensors if name.endswith("proj.weight") and "eh_proj" not in name]:
         values = (tensors[name] * 16).to(torch.float8_e4m3fn)
-        tensors[name], tensors[f"{name}_scale_inv"] = values, torch.full((1, 1), 1 / 16)
+        tensors[name] = values
+        tensors[f"{name}_scale_inv"] = torch.full((1, 1), 1 / 16)
         meant[name] = (values.float() / 16).bfloat16()
     save_file(tensors, path)
     raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
     raw |= {"quantization_config": {"quant_method": "fp8", "weight_block_size": [256, 256]}}
     (tmp_path / "theirs" / "config.json").write_text(json.dumps(raw))
+
+    # In bfloat16 they are what they meant; in their own type they stay.
     export_draft(tmp_path / "theirs", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert meant and all(torch.equal(found[name], tensor) for name, tensor in meant.items())
@@ -284,10 +289,11 @@ WHERE_UNUSUAL = {
 
 
 def lines_of(metadata=None, config=None, **facts) -> list[str]:
-    config = tiny_head(tiny_target()).config if config is None else config
-    return model_card(
-        Card(EAGLE3, replace(config, target="tiny"), metadata or {}, "head", **facts)
-    ).splitlines()
+    """Lines of the card of a head."""
+    if config is None:
+        config = tiny_head(tiny_target()).config
+    card = Card(EAGLE3, replace(config, target="tiny"), metadata or {}, "head", **facts)
+    return model_card(card).splitlines()
 
 
 def test_the_card_names_each_setting_that_matters_and_no_other():
@@ -323,22 +329,29 @@ def test_the_card_tells_each_fact_of_a_run(metadata, line):
 
 def test_the_card_says_what_was_not_tried():
     config = tiny_head(tiny_target()).config
-    template, measured = "chat template it was trained with", "have not been measured."
-    gpu, sampled = "It has not been measured on a GPU", "sampled replies have not been measured"
+    template = "chat template it was trained with"
+    measured = "have not been measured."
+    gpu = "It has not been measured on a GPU"
+    sampled = "sampled replies have not been measured"
     found = "\n".join(lines_of())
     assert template in found and measured in found and gpu not in found and sampled not in found
     assert template not in "\n".join(lines_of(config=replace(config, template_hash="0123")))
+
+    # Measured on either device, greedily or not.
     for device, temperature in (("cpu", 0.0), ("cuda:0", 0.7), ("cuda", None), (None, 1.0)):
         found = summary(mine=Path("head"))
-        found["target"]["device"], found["settings"]["temperature"] = device, temperature
+        found["target"]["device"] = device
+        found["settings"]["temperature"] = temperature
         text = "\n".join(lines_of(summary=found))
         assert (gpu in text) == (device in ("cpu", None)) and (sampled in text) == (not temperature)
         assert "Accept lengths per task have not been measured." not in text
+
+    # From elsewhere.
     imported = {"imported": {"layout": "vLLM (layers.0.*)"}}
-    assert (
-        "* It was imported: vLLM (layers.0.*). Weights and numbers above are as they were there."
-        in lines_of(imported)
-    )
+    line = "* It was imported: vLLM (layers.0.*). Weights and numbers above are as they were there."
+    assert line in lines_of(imported)
+
+    # Tokens that it can propose.
     covered = {"data": {"vocab_coverage": 0.975}}
     assert any("67 of 131 tokens, 97.5 %" in line for line in lines_of(covered))
     assert not any("can propose" in line for line in lines_of(covered, replace(config, draft_vocab_size=131)))

@@ -97,6 +97,10 @@ def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
     assert "nothing" in calls[0] and "nothing" not in calls[1]
 
 
+LENGTHS = (2.25, 2.5, 2.75)
+"""Accept length of each shape of the made-up evaluation."""
+
+
 class Commands:
     """In place of the stages' processes: notes their commands, and leaves the files that each would leave,
     after ten seconds by the clock.
@@ -106,21 +110,26 @@ class Commands:
     """
 
     def __init__(self, monkeypatch, stops=None):
-        self.stops, self.given, self.now = stops, [], 0.0
+        self.stops = stops
+        self.given = []
+        self.now = 0.0
         monkeypatch.setattr(make_draft, "_call", self)
         monkeypatch.setattr(make_draft, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def __call__(self, words):
+        # Note the command.
         self.now += 10.0
         program, *words = words[2:]
         self.given.append([program.rpartition(".")[2], *words])
-        if words[0] == "data":
-            name, flags = words[1], dict(itertools.pairwise(words))
-        else:
-            name, flags = words[0], dict(itertools.pairwise(words))
+        flags = dict(itertools.pairwise(words))
+        name = words[0]
+        if name == "data":
+            name = words[1]
         if name == self.stops:
             self.stops = None
             return 130
+
+        # Leave its files.
         if name == "regenerate":
             self.regenerate(Path(flags["--out"]), int(flags["--limit"]))
         elif name == "prompts":
@@ -128,14 +137,7 @@ class Commands:
         elif name == "train":
             self.train(yaml.safe_load(Path(words[1]).read_text()))
         elif name == "eval":
-            rows = [
-                {**{"draft": "draft", "shape": shape, "task": "all", "category": "all"},
-                 "accept_length": length, "speedup": length - 1}
-                for shape, length in zip(make_draft.SHAPES, (2.25, 2.5, 2.75), strict=True)
-            ]  # fmt: skip
-            out = Path(flags["--out"])
-            out.mkdir()
-            (out / "summary.json").write_text(json.dumps({"rows": rows}))
+            self.evaluate(Path(flags["--out"]))
         return 0
 
     def regenerate(self, path, limit):
@@ -143,14 +145,23 @@ class Commands:
         path.write_text((json.dumps({"messages": turns}) + "\n") * min(limit, 60))
 
     def train(self, config):
-        out, steps = Path(config["output_dir"]), config["training"]["max_steps"]
+        out = Path(config["output_dir"])
+        steps = config["training"]["max_steps"]
         (out / f"step-{steps}").mkdir(parents=True)
         about = {"data": {"tokens": 5000, "conversations": 100}}
         (out / f"step-{steps}" / "eagle_kit.json").write_text(json.dumps(about))
-        rows = [{"tokens": 400, "tokens_per_s": 800.0 if step else 1.0, "seconds": {"capture": 0.25}}
-                for step in range(steps)]  # fmt: skip
+        row = {"tokens": 400, "tokens_per_s": 800.0, "seconds": {"capture": 0.25}}
+        rows = [row | {"tokens_per_s": 1.0}, *[row] * (steps - 1)]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (Path(config["data"]["cache_dir"]) / "states").mkdir(parents=True, exist_ok=True)
+
+    def evaluate(self, out):
+        rows = []
+        for shape, length in zip(make_draft.SHAPES, LENGTHS, strict=True):
+            row = {"draft": "draft", "shape": shape, "task": "all", "category": "all"}
+            rows.append(row | {"accept_length": length, "speedup": length - 1})
+        out.mkdir()
+        (out / "summary.json").write_text(json.dumps({"rows": rows}))
 
 
 def flags_of(command):
@@ -159,16 +170,17 @@ def flags_of(command):
 
 
 def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monkeypatch, capsys):
-    out, commands = tmp_path / "out", Commands(monkeypatch)
+    out = tmp_path / "out"
+    commands = Commands(monkeypatch)
     words[words.index("90s")] = "20m"
     assert main(words) == 0
-    target, source, tasks = words[1], words[words.index("--source") + 1], words[words.index("--tasks") + 1]
-    names = [" ".join(word for word in each[1:3] if word in ("data", "regenerate", "prompts")) or each[1]
-             for each in commands.given]  # fmt: skip
-    assert names == [
-        *("data regenerate", "train", "data prompts", "data regenerate", "data regenerate", "train"),
-        *("export", "eval", "export", "tune"),
-    ]
+    target = words[1]
+    source = words[words.index("--source") + 1]
+    tasks = words[words.index("--tasks") + 1]
+
+    # The stages in their order.
+    names = [command[2] if command[1] == "data" else command[1] for command in commands.given]
+    assert " ".join(names) == ("regenerate train prompts regenerate regenerate train export eval export tune")
     pilot, pilot_training, prompts, answers, replies, training, export, evaluation, card, tune = (
         commands.given
     )
@@ -180,26 +192,28 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
         flags = flags_of(command)
         assert (flags["--source"], flags["--out"]) == (asked, str(out / f"{file}.jsonl"))
         assert (flags["--target"], flags["--decontaminate"]) == (target, tasks)
-        assert (flags["--max-turns"], flags["--max-prompt-tokens"], flags["--max-tokens"]) == (
-            *("1", str(most)),
-            "256",
-        )
+        assert (flags["--max-turns"], flags["--max-tokens"]) == ("1", "256")
+        assert flags["--max-prompt-tokens"] == str(most)
+
+    # Numbers of replies and prompts.
     numbers = [int(flags_of(each)["--limit"]) for each in (pilot, prompts, answers, replies)]
     assert numbers[0] == 16 and numbers[1] == numbers[2] > 1
-    assert 0 <= numbers[3] + 60 - 3 * numbers[1] < 3, (
-        "as many more as the 60 answered prompts are short of a third"
-    )
+    missing = 3 * numbers[1] - 60
+    assert 0 <= numbers[3] - missing < 3, "the 60 answered prompts are to be a third"
+
+    # Training, export and evaluation.
     assert flags_of(prompts)["--source"] == source
     assert pilot_training[1:] == ["train", str(out / "pilot.yaml"), "--resume"]
     assert training[1:] == ["train", str(out / "training.yaml"), "--resume"]
-    assert export[1:] == [
-        *("export", str(out / "training"), "--out", str(out / "draft"), "--target", target),
-    ]
+    assert export[1:4] == ["export", str(out / "training"), "--out"]
+    assert export[4:] == [str(out / "draft"), "--target", target]
     assert card == [*export, "--eval", str(out / "eval")]
     assert flags_of(evaluation)["--draft"] == str(out / "draft")
     assert flags_of(evaluation)["--name"] == "draft" and flags_of(evaluation)["--tasks"] == tasks
     assert 2 <= int(flags_of(evaluation)["--limit"]) <= 32
     assert tune[1:3] == ["tune", str(out / "draft")] and "--ship" in tune and tune[-2:] == ["--passes", "1"]
+
+    # Measurements of the pilot.
     state = json.loads((out / make_draft.STATE).read_text())
     measured = state["done"]["pilot-training"]
     assert measured["tokens_per_s"] == 800.0, "the first steps are left out"
@@ -207,16 +221,19 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     assert measured["tokens_per_conversation"] == 50
     assert state["done"]["pilot-replies"]["conversations"] == 16
     assert not (out / "cache" / "states").exists(), "the disk is given back"
+
+    # The list of commands and the report.
     lines = (out / make_draft.COMMANDS).read_text().splitlines()
     assert [shlex.split(line)[1:] for line in lines] == [each[1:] for each in commands.given]
     report = (out / make_draft.REPORT).read_text()
     steps = yaml.safe_load((out / "training.yaml").read_text())["training"]["max_steps"]
     assert f"{400 * steps:,} tokens seen" in report and "| tune | 0.2 |" in report
-    for shape, length in zip(make_draft.SHAPES, (2.25, 2.5, 2.75), strict=True):
-        assert f"| {length:.2f} | {length - 1:.2f} |" in next(
-            line for line in report.splitlines() if line.startswith(f"| {shape} ")
-        )
+    for shape, length in zip(make_draft.SHAPES, LENGTHS, strict=True):
+        line = next(line for line in report.splitlines() if line.startswith(f"| {shape} "))
+        assert f"| {length:.2f} | {length - 1:.2f} |" in line
     assert report in capsys.readouterr().out
+
+    # A second call has nothing left to do.
     commands.given.clear()
     assert main(words) == 0 and not commands.given, "what is done is not done again"
 
@@ -232,14 +249,20 @@ def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path,
         assert config["data"]["decontaminate"] == [words[words.index("--tasks") + 1]]
         assert config["data"]["eval_conversations"] == 16 and config["training"]["optimizer"] == "muon"
         assert config["target"] == words[1]
+
+    # The pilot.
     assert pilot["data"]["limit"] == 200 and pilot["data"]["source"] == words[words.index("--source") + 1]
     assert pilot["judge"]["every"] == 0 and pilot["training"]["max_steps"] == 8
     assert pilot["training"]["cache_hidden_states"] == "off"
+
+    # The training.
     steps = training["training"]["max_steps"]
     assert steps > 8 and training["training"]["save_every"] == steps // 4
     assert training["training"]["cache_hidden_states"] in ("disk", "off")
     judgements = max(min(steps // 250, 4), 1)
     assert training["judge"]["every"] == -(-steps // judgements) <= steps
+
+    # Its mixture.
     raw, replies, answers = training["data"]["mix"]
     assert (raw["name"], replies["name"], answers["name"]) == ("raw", "replies", "answers")
     assert raw["phase"] == list(make_draft.RAW_PHASE)

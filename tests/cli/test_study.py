@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -255,43 +256,38 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
     study.write_text(yaml.safe_dump(raw))
     config = load_config(StudyConfig, study)
     for one in study_command.plan(config, study.parent):
-        put_head(one, judged=None if one.value is None else 1.0 + 100 * one.value)
+        if one.value is None:
+            put_head(one)
+        else:
+            put_head(one, judged=1.0 + 100 * one.value)
     choices = {"other": {"best": 3.0e-3}}
     put_head(study_command.plan(config, study.parent, choices)[-1], judged=1.2)
+    # The evaluation.
     asked = []
 
     def run_eval(target, drafts, config, *, out):
         asked.append((target, drafts, config, out))
-        names = [None, *drafts]
-        rows = [
-            {
-                "draft": name,
-                "shape": shape,
-                "task": task,
-                "category": "all",
-                "accept_length": 1.0 + len(names),
-            }
-            for name in names
-            for shape in ("2,1,3", "2,2,4")
-            for task in ("all", "prompts")
-        ]
+        rows = []
+        for name, shape, task in product([None, *drafts], ("2,1,3", "2,2,4"), ("all", "prompts")):
+            row = {"draft": name, "shape": shape, "task": task, "category": "all"}
+            rows.append(row | {"accept_length": 2.0 + len(drafts)})
         settings = {"shapes": list(config.shapes), "tasks": {}, "limit": 2, "max_tokens": 12, "seed": 5}
         about = {"date": "", "command": "", "machine": {}, "versions": {}, "greedy_identical": identical}
         return {**about, "settings": settings, "rows": rows}
 
     monkeypatch.setattr("eagle_kit.eval.runner.run_eval", run_eval)
     assert main(["study", str(study)]) == code
+
+    # What was measured.
     ((target, drafts, measured, out),) = asked
     assert target == str(tmp_path / "target") and out.parent == tmp_path / "out"
     assert list(drafts) == ["first s0", "other 0.003 s0", "first s3", "other 0.003 s3"]
     assert drafts["other 0.003 s3"] == tmp_path / "out" / "heads" / "other-0.003-s3"
     assert (measured.engine.max_batch_size, measured.engine.max_context, measured.plots) == (4, 96, False)
-    assert (measured.shapes, measured.limit, measured.max_tokens, measured.seed) == (
-        ("2,1,3", "2,2,4"),
-        2,
-        12,
-        5,
-    )
+    assert measured.shapes == ("2,1,3", "2,2,4")
+    assert (measured.limit, measured.max_tokens, measured.seed) == (2, 12, 5)
+
+    # The comparison.
     arms = json.loads((tmp_path / "out" / "study.json").read_text())["arms"]
     assert [arm["tokens_seen"] for arm in arms] == [[100, 103]] * 2
     assert [arm["parameters"] for arm in arms] == [[15, 15]] * 2, "a vocabulary map is no parameter"

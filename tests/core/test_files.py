@@ -169,12 +169,14 @@ def test_an_interrupt_between_the_renames_keeps_the_older_folder(tmp_path, monke
 
 
 def test_a_turn_leaves_no_lock_and_others_wait_for_it(tmp_path):
-    path, order = tmp_path / "made", []
+    path = tmp_path / "made"
+    order = []
 
     def take(number):
         with taking_turns(path):
             order.append(number)
-            time.sleep(0.05 * (number == 0))
+            if number == 0:
+                time.sleep(0.05)  # the others come meanwhile
             order.append(number)
 
     threads = [threading.Thread(target=take, args=(number,)) for number in range(3)]

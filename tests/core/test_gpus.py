@@ -20,6 +20,7 @@ def test_every_precision_has_its_rate():
 
 @pytest.mark.parametrize("name", GPUS)
 def test_a_kind_has_the_memory_of_its_name_and_units_of_one_scale(name):
-    gpu, size = GPUS[name], name.partition("-")[2].removesuffix("g")
+    gpu = GPUS[name]
+    size = name.partition("-")[2].removesuffix("g")
     assert not size or gpu.memory == int(size) * 1e9
     assert gpu.link < gpu.bandwidth < gpu.fp32 < gpu.bf16

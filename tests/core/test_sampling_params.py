@@ -41,7 +41,7 @@ ALLOWED = {
 def test_a_value_out_of_range_is_refused_by_its_name(name, value):
     with pytest.raises(UserError) as error:
         SamplingParams(**{name: value})
-    assert name in error.value.cause or (name, error.value.cause) == ("stop", "A stop text is empty.")
+    assert name in error.value.cause
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name in ALLOWED for value in ALLOWED[name]])

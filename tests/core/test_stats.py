@@ -18,10 +18,12 @@ def test_counts_of_several_verifies():
 
 @pytest.mark.parametrize("is_longer_first", [True, False])
 def test_a_sum_has_the_counts_of_both(is_longer_first):
-    short, long = SpecStats(), SpecStats()
+    short = SpecStats()
+    long = SpecStats()
     short.observe(2, 1)
     long.observe(5, 4, times=2)
-    total, other = (long, short) if is_longer_first else (short, long)
-    total.add(other)
+    parts = [long, short] if is_longer_first else [short, long]
+    total = parts[0]
+    total.add(parts[1])
     assert total.num_verifies == 3 and total.num_emitted_tokens == 12
     assert total.histogram == [0, 0, 1, 0, 0, 2] and total.num_accepted_at == [3, 2, 2, 2]

@@ -247,18 +247,18 @@ def test_other_settings_in_the_same_folder_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("place", "named"),
+    ("place", "other", "named"),
     [
-        ("eagle_kit.eval.runner.cpu_model", "cpu"),
-        ("torch.get_num_threads", "threads"),
-        ("torch.__version__", "torch"),
+        ("eagle_kit.eval.runner.cpu_model", lambda: "another", "cpu"),
+        ("torch.get_num_threads", lambda: 77, "threads"),
+        ("torch.__version__", "2.0", "torch"),
     ],
 )
 def test_answers_of_another_machine_are_not_gone_on_with(
-    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, named: str
+    prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, other: Any, named: str
 ) -> None:
     evaluate(prompts, tmp_path / "out", Fakes())
-    monkeypatch.setattr(place, "2.0" if named == "torch" else lambda: 77)
+    monkeypatch.setattr(place, other)
     with pytest.raises(UserError, match=rf"settings \({named} differ\)"):
         evaluate(prompts, tmp_path / "out", Fakes())
 

@@ -47,6 +47,8 @@ def test_arms_are_compared_by_the_means_of_their_heads(tmp_path):
     result = json.loads((tmp_path / "study.json").read_text())
     assert result["settings"] == {"tasks": {"t": "1", "u": "2"}, "limit": 4, "max_tokens": 9, "seed": 3}
     assert (result["date"], result["command"], result["greedy_identical"]) == ("today", "c", True)
+
+    # What each arm took, and its figures.
     first, other = result["arms"]
     assert (first["arm"], first["about"], other["about"]) == ("first", "as it is", "")
     assert first["tokens_seen"] == [1000, 2000] and other["seconds"] == [180.0, 240.0]

@@ -3,6 +3,7 @@
 import pickle
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -64,10 +65,12 @@ def test_short_work_of_the_device_is_waited_for_without_sleep(ranks, monkeypatch
 
 
 def test_a_wait_for_the_device_ends_where_a_rank_is_lost_or_silent(ranks):
-    ranks.timeout_s, answers = 0.01, iter([False] * 100_000)
+    ranks.timeout_s = 0.01
+    answers = iter([False] * 100_000)
     with pytest.raises(RankLost, match=r"has not answered for 0\.01 seconds"):
         ranks.wait_for(SimpleNamespace(query=lambda: next(answers)))
-    ranks.timeout_s, ranks.lost = 60.0, None
+    ranks.timeout_s = 60.0
+    ranks.lost = None
     answers = iter([False, False])
 
     def query():
@@ -92,22 +95,27 @@ def fail(error):
 
 def exchange(ranks):
     """Messages around the size of their buffer, tensors of different strides, work that fails on a rank."""
+    # Messages.
     sizes = range(collectives.INLINE_BYTES - 60, collectives.INLINE_BYTES + 10)
     sent = [bytes([size % 251]) * size for size in (0, *sizes, 3000)]
     heard = [ranks.agree(message if ranks.is_first else None) for message in sent]
     assert heard == sent
     assert len(pickle.dumps(sent[1])) < collectives.INLINE_BYTES - 8 < len(pickle.dumps(sent[-2]))
+
+    # Tensors.
     table = torch.arange(12.0).view(3, 4) + 100 * ranks.rank
     part = table.t() if ranks.is_first else table.t().contiguous()
     found = {"sum": ranks.sum(part), "stack": ranks.stack(part), "first": ranks.first(part)}
     found["join"] = ranks.join(table[:, : 1 + ranks.rank], 3)
+
+    # Errors, each heard by all ranks.
     errors = []
     for failing_ranks, error in (
         ([1], ValueError("of one")),
         ([1], Unportable("of a library")),
         ([0], KeyError(3)),
     ):
-        work = (lambda error=error: fail(error)) if ranks.rank in failing_ranks else (lambda: 5)
+        work = partial(fail, error) if ranks.rank in failing_ranks else int
         try:
             ranks.together(work)
         except Exception as raised:

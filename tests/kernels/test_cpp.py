@@ -454,7 +454,9 @@ def test_prompts_are_those_of_the_reference(variant, first_slot):
 @pytest.mark.parametrize("group", [1, 5, 7])
 def test_groups_of_heads_that_no_number_of_rows_is_a_multiple_of(group):
     """Query rows are computed 48 at a time, which begins within a group; each head has a sink of its own."""
-    text, count = Text(), 40
+    # Prompts.
+    text = Text()
+    count = 40
     variant = AttentionVariant(0.2, Limits(window=30), 2.0, drawn(2 * group, seed=7))
     queries = drawn(2, count, 2 * group, 24, seed=4)
     prompts = PrefillPlan(
@@ -466,8 +468,11 @@ def test_groups_of_heads_that_no_number_of_rows_is_a_multiple_of(group):
         for backend in (None, "reference")
     )
     torch.testing.assert_close(got, want)
+
+    # Windows that are chains.
     parents = torch.arange(-1, count - 1).clamp(min=0).expand(2, -1)
-    k, v = drawn(2, 300, 24), drawn(2, 300, 24, seed=1)
+    k = drawn(2, 300, 24)
+    v = drawn(2, 300, 24, seed=1)
     windows = WindowPlan(
         page_table=torch.randperm(20, generator=torch.Generator().manual_seed(1)).view(2, 10),
         page_size=8,
@@ -515,10 +520,16 @@ def test_what_does_not_fit_is_refused():
         rope_store(qkv, rotation, num_heads=6, rows=torch.tensor([0, 9, 1]), **stores)
 
 
-QKV, TABLE, ROWS = drawn(3, 10, 24), drawn(3, 1, 24), torch.tensor([0, 2, 1])
-STORE, ONE = torch.zeros(2, 9, 24), torch.ones(1, dtype=torch.int64)
-QUERIES, BITS, BORDERS = drawn(2, 6, 24), torch.ones(1, 2, dtype=torch.int64), torch.tensor([0, 2])
-TABLES, START = ONE[None], ONE - 1
+QKV = drawn(3, 10, 24)
+TABLE = drawn(3, 1, 24)
+ROWS = torch.tensor([0, 2, 1])
+STORE = torch.zeros(2, 9, 24)
+ONE = torch.ones(1, dtype=torch.int64)
+QUERIES = drawn(2, 6, 24)
+BITS = torch.ones(1, 2, dtype=torch.int64)
+BORDERS = torch.tensor([0, 2])
+TABLES = ONE[None]
+START = ONE - 1
 """Arguments that fit: keys of 9 rows, and a window or a prompt of two queries."""
 
 
@@ -776,7 +787,8 @@ class TestCompiling:
     )
     def test_what_was_compiled_for_something_else_is_not_loaded(self, monkeypatch, tmp_path, change):
         """Homes are shared by machines, and torch, compilers and sources are upgraded."""
-        sources, loads = tmp_path / "csrc", []
+        sources = tmp_path / "csrc"
+        loads = []
         shutil.copytree(cpp.FOLDER, sources)
         monkeypatch.setattr(cpp, "FOLDER", sources)
         monkeypatch.setattr(cpp, "_run", lambda command: "1")

@@ -79,7 +79,8 @@ def test_a_wrong_operation_is_noticed(name, monkeypatch):
 
 def test_a_wrong_form_of_an_operation_is_noticed_and_named(monkeypatch):
     """Those of other libraries; the torch form of the same operation is right."""
-    flash, product = cpu.TTTAttention.apply, onednn.matmul
+    flash = cpu.TTTAttention.apply
+    product = onednn.matmul
     wrong = SimpleNamespace(apply=lambda *args: flash(*args) * 1.001)
     monkeypatch.setattr(cpu, "TTTAttention", wrong)
     expected = {("ttt_attention", "CPU flash")}

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hostile import with_one_other_value
 from tiny import tiny_head, tiny_target
-from tiny_mixtures import v3
+from tiny_mixtures import deepseek_v3_target
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.formats.recognise import recognise
@@ -14,7 +14,6 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.registry import find_head_kind
 from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.kinds.support.findings import check_fit
-from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
@@ -27,9 +26,7 @@ LEFT_OUT = ("use_aux_norm", "norm_before_fc", "bias", "qkv_bias", "quantization_
 
 
 def heads():
-    deepseek = TargetConfig.from_dict(
-        json.loads(v3(architectures=["DeepseekV3ForCausalLM"]).to_json_string(use_diff=False))
-    )
+    deepseek = deepseek_v3_target()
     sizes = {"hidden_size": 48, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 96}
     rest = {"vocab_size": 131, "rms_norm_eps": 1e-5, "rope_theta": 1e4, "rope_scaling": None}
     return {

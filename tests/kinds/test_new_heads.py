@@ -1,14 +1,13 @@
 """What a training config asks for: which settings each kind takes, the architecture that they make, and what
 a target has not."""
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tiny import tiny_target
-from tiny_mixtures import v3
+from tiny_mixtures import deepseek_v3_target
 
 from eagle_kit.config.train import HeadConfig, RegressionConfig, TrainConfig
 from eagle_kit.core.errors import UserError
@@ -16,23 +15,28 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.vocab_map import VocabMap
 from eagle_kit.kinds import registry
 from eagle_kit.kinds.kind import Start
-from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.dflash import spread_layers
 
 LLAMA = tiny_target(num_layers=12).config
-DEEPSEEK = TargetConfig.from_dict(
-    json.loads(v3(architectures=["DeepseekV3ForCausalLM"]).to_json_string(use_diff=False))
-)
+DEEPSEEK = deepseek_v3_target()
 ROWS = {"training.down_sample_ratio", "training.down_sample_ratio_min"}
 LOSS = {"training.loss", "training.dpace_alpha"}
 EAGLE3 = {
-    *("head.draft_vocab_size", "head.vocab_map", "head.aux_layer_ids", "head.lm_head_init"),
-    *("head.intermediate_size", "training.feature_noise"),
+    "head.draft_vocab_size",
+    "head.vocab_map",
+    "head.aux_layer_ids",
+    "head.lm_head_init",
+    "head.intermediate_size",
+    "training.feature_noise",
 }
 FLAGS = {"head.fc_norm", "head.norm_output", "head.norm_before_residual"}
 OF_ITS_OWN = {"head.sliding_window", "head.start_from", "head.init", "training.detach_steps"}
 BLOCK = {
-    *("head.num_layers", "head.mask_token_id", "head.block_size", "head.sliding_window", "head.start_from"),
+    "head.num_layers",
+    "head.mask_token_id",
+    "head.block_size",
+    "head.sliding_window",
+    "head.start_from",
     "training.num_anchors",
 }
 DSPARK = {"head.markov_rank", "head.markov_head_type", "head.confidence_head", "training.confidence_weight"}
@@ -110,7 +114,9 @@ def test_a_kind_takes_its_settings_and_refuses_those_of_others(kind):
 
 
 def new_config(kind, target=LLAMA, **head):
-    settings = HeadConfig(kind=kind, **{"draft_vocab_size": 67} | head if takes_size(kind) else head)
+    if takes_size(kind):
+        head = {"draft_vocab_size": 67, **head}
+    settings = HeadConfig(kind=kind, **head)
     return registry.training_kind(train_config(kind)).new_config(settings, target)
 
 
@@ -156,9 +162,11 @@ def test_modules_are_as_many_as_asked_for_or_as_the_target_has():
     assert new_config("mtp", replace(DEEPSEEK, num_mtp_layers=0)).num_modules == 1
     assert new_config("mtp", replace(DEEPSEEK, num_mtp_layers=2)).num_modules == 2
     assert new_config("mtp", replace(DEEPSEEK, num_mtp_layers=2), num_modules=3).num_modules == 3
-    assert (
-        new_config("eagle3-mla", DEEPSEEK).mla == DEEPSEEK.mla and new_config("eagle3", DEEPSEEK).mla is None
-    )
+
+
+def test_latents_of_a_head_are_those_of_its_target():
+    assert new_config("eagle3-mla", DEEPSEEK).mla == DEEPSEEK.mla
+    assert new_config("eagle3", DEEPSEEK).mla is None
 
 
 @pytest.mark.parametrize(

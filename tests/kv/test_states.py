@@ -25,7 +25,8 @@ def test_a_text_has_as_many_bytes_as_its_slot(name, dtype):
 
 @pytest.mark.parametrize("name", SPECS)
 def test_a_node_of_a_window_has_as_many_bytes_as_it_keeps(name):
-    spec, nodes = SPECS[name], 3
+    spec = SPECS[name]
+    nodes = 3
     kept = sum(channels for channels, _ in spec.convolutions) * nodes * 2
     for each in spec.recurrences:
         q, k = (torch.randn(1, nodes, each.num_key_heads, each.key_dim) for _ in range(2))
@@ -43,7 +44,6 @@ def test_a_node_of_a_window_has_as_many_bytes_as_it_keeps(name):
 def test_pairs_of_nodes_need_memory_where_channels_decay_by_themselves():
     """Three products of keys in fp32, of the largest layer."""
     small, large = (RecurrenceSpec(2, heads, 5, 6, per_channel=True) for heads in (2, 4))
-    assert (
-        StateSpec((), (small, large, SPECS["delta rule"].recurrences[0])).num_bytes_of_pair == 3 * 4 * 5 * 4
-    )
+    spec = StateSpec((), (small, large, SPECS["delta rule"].recurrences[0]))
+    assert spec.num_bytes_of_pair == 3 * 4 * 5 * 4
     assert SPECS["delta rule"].num_bytes_of_pair == SPECS["convolutions alone"].num_bytes_of_pair == 0

@@ -349,6 +349,8 @@ def test_a_new_head_is_a_layer_of_its_target(kind):
     assert draft.draft_vocab_size == (67 if drafted else 300)
     if not drafted:
         assert (draft.mask_token_id, draft.num_layers, draft.qk_norm) == (299, 5, True)
-        assert (draft.most_steps, draft.predicts_next) == ((7, True) if kind is DSparkConfig else (15, False))
+        is_dspark = kind is DSparkConfig
+        assert draft.most_steps == (7 if is_dspark else 15)
+        assert draft.predicts_next == is_dspark
     changed = kind.for_target(target, *drafted, intermediate_size=50, aux_layer_ids=(1, 3))
     assert (changed.intermediate_size, changed.aux_layer_ids) == (50, (1, 3))

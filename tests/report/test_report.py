@@ -72,6 +72,11 @@ def area_of(panel):
     return area
 
 
+def points_of(area):
+    """Points of every series of an area."""
+    return [list(map(tuple, series.get_offsets())) for series in area.collections]
+
+
 def texts_of(area):
     return [text.get_text() for text in area.texts]
 
@@ -80,7 +85,8 @@ def test_bars_are_as_long_as_their_values_the_first_on_top():
     series = [BarSeries("one", [1.5, None], "red", [[1.4, 1.6], []]), BarSeries("two", [0.5, 2.0], "blue")]
     area = area_of(Bars("x", ["g", "h"], series, "title", line=1.25, start=1.0))
     bars = [(bar.get_x(), bar.get_width(), bar.get_facecolor()[:3]) for bar in area.patches]
-    red, blue = (1.0, 0.0, 0.0), (0.0, 0.0, 1.0)
+    red = (1.0, 0.0, 0.0)
+    blue = (0.0, 0.0, 1.0)
     assert bars == [(1.0, 0.5, red), (1.0, -0.5, blue), (1.0, 1.0, blue)]
     first, second, third = (bar.get_y() + bar.get_height() / 2 for bar in area.patches)
     assert first < 0 < second < 0.5 < third and third == pytest.approx(1.2)
@@ -95,6 +101,7 @@ def test_bars_are_as_long_as_their_values_the_first_on_top():
 
 
 def test_curves_have_their_bands_marks_and_limits():
+    # Lines, band and mark.
     curve = Curve([1, 2], [3.0, 4.0], "a", "red", low=[2.5, 3.5], high=[3.5, 6.0], mark=(2, 4.0))
     pale = Curve([1, 2], [1.0, 1.5], "", "blue", faint=True)
     area = area_of(Curves("x", "y", [curve, pale], "title", limits=(0, None), legend="kinds", whole=True))
@@ -106,6 +113,8 @@ def test_curves_have_their_bands_marks_and_limits():
     edges = band.get_paths()[0].vertices[:, 1]
     assert (edges.min(), edges.max()) == (2.5, 6.0)
     assert area.get_ylim()[0] == 0 and area.get_ylim()[1] > 6.0
+
+    # Legend, names and ticks.
     legend = area.get_legend()
     assert legend.get_title().get_text() == "kinds"
     assert [text.get_text() for text in legend.get_texts()] == ["a"], "without a label it is left out"
@@ -155,8 +164,14 @@ def drawn(monkeypatch, plot, record, path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    figures, save = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: figures.append(self) or save(self, *a, **k))
+    figures = []
+    save = Figure.savefig
+
+    def note(self, *args, **options):
+        figures.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", note)
     plot(record, path)
     assert path.read_bytes().startswith(b"\x89PNG")
     return figures[0].axes
@@ -172,20 +187,17 @@ def test_a_roofline_has_the_knee_of_the_machine_and_a_point_a_case(monkeypatch, 
         "c": row("matmul", flops=900, bytes=3, tflop_per_s=6.0, share=0.75),
         "d": {"group": "left out"},
     }
+
+    # The roof: its slope, its knee and its points.
     record = {"ceilings": CEILINGS, "settings": {"device": "CPU"}, "cases": rows}
     roof, shares = drawn(monkeypatch, plot_roofline, record, tmp_path / "new" / "r.png")
     (line,) = roof.lines
-    across, up = line.get_xdata(), line.get_ydata()
+    across = line.get_xdata()
+    up = line.get_ydata()
     assert (across[1], up[1], up[2]) == pytest.approx((40.0, 8.0, 8.0))
     assert up[0] == pytest.approx(0.2 * across[0])
-    assert [list(map(tuple, each.get_offsets())) for each in roof.collections] == [
-        [(2.0, 0.2)],
-        [(300.0, 6.0)],
-    ]
-    assert [list(map(tuple, each.get_offsets())) for each in shares.collections] == [
-        [(50.0, 0.0), (25.0, 0.0)],
-        [(75.0, 1.0)],
-    ]
+    assert points_of(roof) == [[(2.0, 0.2)], [(300.0, 6.0)]]
+    assert points_of(shares) == [[(50.0, 0.0), (25.0, 0.0)], [(75.0, 1.0)]]
     assert [label.get_text() for label in shares.get_yticklabels()] == ["norm", "matmul"]
 
 
@@ -203,8 +215,7 @@ def test_cycles_are_drawn_over_their_floors_and_rates_over_the_batch(monkeypatch
     }
     record = {"ceilings": {**CEILINGS, "sheet_bytes_per_s": 3e11}, "settings": {}, "cases": rows}
     times, rates = drawn(monkeypatch, plot_cycles, record, tmp_path / "c.png")
-    points = [list(map(tuple, each.get_offsets())) for each in times.collections]
-    assert points == [[(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)], [(0.5, 2.0)], [(1.0, 5.0)]]
+    assert points_of(times) == [[(1.0, 2.0), (1.0, 3.0), (1.0, 4.0)], [(0.5, 2.0)], [(1.0, 5.0)]]
     (line,) = rates.lines
     assert list(line.get_xdata()) == [1, 8] and list(line.get_ydata()) == [10.0, 40.0], "shortest context"
     slopes = [line.get_ydata()[0] / line.get_xdata()[0] for line in times.lines]

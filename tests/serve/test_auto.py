@@ -217,7 +217,9 @@ def test_timing_leaves_an_engine_as_it_was(lag, monkeypatch):
 def test_shapes_that_lost_in_a_smaller_batch_or_need_more_memory_are_not_timed():
     """They lost if a cycle takes longer than plain ones for 3 of 4 drafts and the bonus token would."""
     engine = make(max_batch_size=3, shape="1,1,2").engine()
-    chain, tree, wide = SHAPES[0], SHAPES[1], SpecShape(3, 8, 22)
+    chain = SHAPES[0]
+    tree = SHAPES[1]
+    wide = SpecShape(3, 8, 22)
     assert 2 * wide.tokens <= engine.config.most_rows < 3 * wide.tokens
     plan = Plan([Point(1, 10), Point(2, 10), Point(3, 10)], [chain, tree, wide], 1, 1)
     seconds = {NO_SPECULATION: 1.0, chain: 1.8, tree: 3.2, wide: 3.2}

@@ -208,8 +208,10 @@ def test_a_cached_beginning_is_not_computed_again_and_changes_nothing(models, sh
 def test_times_and_totals_count_everything_once(models, monkeypatch):
     """A prompt in three parts, one whose beginning is cached, and the first again behind a change of shapes:
     pages that were written without a draft lack its entries."""
+    # A clock that goes on by 100 while a request waits and by 1 a step.
     engine = make_engine(models, page_size=4, prefill_tokens=8)
-    now, totals = [0.0], engine.totals
+    now = [0.0]
+    totals = engine.totals
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def reply_to(number, prompt):
@@ -223,6 +225,7 @@ def test_times_and_totals_count_everything_once(models, monkeypatch):
                 assert engine.kv_usage == pytest.approx(len(request.allocation) / engine.page_pool.num_pages)
         return request.output()
 
+    # A prompt in three parts, then one whose beginning is cached.
     long = [(3 * i * i) % 11 for i in range(20)]
     first = reply_to(0, long)
     assert (first.prefill_s, first.decode_s) == (2.0, 4.0)
@@ -233,6 +236,7 @@ def test_times_and_totals_count_everything_once(models, monkeypatch):
     assert totals.num_generated_tokens == 10 and totals.num_finished == {"length": 2}
     assert (totals.num_drafts, totals.num_draft_tokens) == (0, 0)
 
+    # The first again, with drafts.
     engine.use_shape(SpecShape(4, 1, 5))
     third = reply_to(2, list(long))
     assert third.num_cached_tokens == 0 and third.token_ids == first.token_ids

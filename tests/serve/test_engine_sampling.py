@@ -89,13 +89,18 @@ def test_every_parameter_has_its_effect_alone(models, greedy):
         "plain": {},
         "temperature": most_likely,
     }
-    prompt, engine = PROMPTS[1], make_engine(models, batch=4)
+
+    # All in one batch.
+    prompt = PROMPTS[1]
+    engine = make_engine(models, batch=4)
     requests = [
         Request(i, list(prompt), SamplingParams(max_tokens=10, ignore_eos=True, **params))
         for i, params in enumerate(cases.values())
     ]
     serve(engine, requests)
     found = {name: request.token_ids for name, request in zip(cases, requests, strict=True)}
+
+    # The effect of each.
     plain = greedy[1][:10]
     assert found["plain"] == found["top_k"] == found["top_p"] == found["min_p"] == plain
     assert found["bias"] == found["sampled bias"] == [5] * 10
@@ -164,7 +169,8 @@ def test_an_earlier_request_leaves_nothing_in_its_slot(models):
 )
 def test_penalties_go_on_behind_a_turn_of_another(models, penalties):
     params = SamplingParams(max_tokens=60, ignore_eos=True, **penalties)
-    long, short = Request(0, [1, 2], params), Request(1, [3], SamplingParams(max_tokens=3))
+    long = Request(0, [1, 2], params)
+    short = Request(1, [3], SamplingParams(max_tokens=3))
     engine = make_engine(models)
     engine.add_request(long)
     while len(long.token_ids) < 40:

@@ -124,7 +124,8 @@ def test_a_storm_of_events_loses_nothing(
             assert STOP not in tokens[:-1]
         if request.match is None:
             assert request.num_shown == len(tokens) - (request.finish_reason == "stop")
-    totals, served = engine.totals, finished + alive
+    totals = engine.totals
+    served = finished + alive
     admitted = [request for request in served if request.admitted_at > 0.0]
     assert totals.num_preemptions == sum(request.num_preemptions for request in served)
     assert totals.num_generated_tokens == sum(len(request.token_ids) for request in served)

@@ -169,6 +169,8 @@ def test_the_log_of_n_grams_has_its_place_on_the_host(models):
     assert (plan.ngram_log, plain.ngram_log) == (config.ngram.max_bytes, 0)
     assert plain.free - plan.free == plan.ngram_log
     assert "n-gram log" in str(plan) and "n-gram log" not in str(plain)
+
+    # Logits, tokens and a host without room.
     wide = config.replace(max_batch_size=32)
     logits = [plan_memory(target, None, each, place=place).logits for each in (config, wide)]
     assert [each // (2 * 4 * target.config.vocab_size) for each in logits] == [64, 32 * 6], "rows of windows"

@@ -98,7 +98,8 @@ def plain(models):
 def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape, drafts):
     engine = make_engine(models, 4)
     requests = requests_of()
-    policy, timed = Fixed(SpecShape.parse(shape), drafts), []
+    policy = Fixed(SpecShape.parse(shape), drafts)
+    timed = []
     policy.observe_time = lambda *given: timed.append(given)
     engine.use_shape(policy)
     rows = serve_watched(engine, requests)

@@ -164,8 +164,10 @@ def test_memory_is_planned_for_what_a_draft_misses_where_it_may_miss_something(m
 
 @pytest.mark.parametrize("drafts", [{}, {"sampled_drafts": True}], ids=["deterministic", "sampled"])
 def test_the_draft_says_how_sure_it_is_of_its_next_token(models, drafts):
-    engine, chain = make_engine(models, 2, **drafts), SpecShape(2, 1, 3)
-    seen, left = [], []
+    engine = make_engine(models, 2, **drafts)
+    chain = SpecShape(2, 1, 3)
+    seen = []
+    left = []
     policy = ShapePolicy(lambda *_: 1.0, AcceptanceTable.even([chain]), {1: [chain]})
     policy.choose = lambda eases, context: chain
     policy.see = lambda ease, probability: seen.append(probability)

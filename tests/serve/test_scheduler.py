@@ -419,7 +419,8 @@ def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of
 def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, fits):
     """Others have a page each to grow into, and pages that they share with the victim stay theirs."""
     config = resolved(4, 512, page_size=4)
-    pool = PagePool(10 if is_shared else 8, 4)
+    num_pages = 10 if is_shared else 8
+    pool = PagePool(num_pages, 4)
     scheduler = Scheduler(pool, config.replace(kv_tokens=40), room=4, needs_last=False)
     prompts = [[1] * 9, [1] * 9] if is_shared else [[1], [2]]
     far, near = requests_of(prompts, max_tokens=400)
@@ -427,7 +428,10 @@ def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, 
         admitted(scheduler, [request])
         request.num_computed = request.num_verified = request.num_to_compute
         pool.publish(request.allocation, request.prompt_ids)
-    assert pool.num_available == 4 and near.num_cached_tokens == (8 if is_shared else 0)
+    assert pool.num_available == 4
+    assert near.num_cached_tokens == 8 * is_shared
+
+    # A request that does or does not fit into what the victim would free.
     far.num_sat_out = 3 * TURN
     (waiting,) = requests_of([[3] * length], first=10, max_tokens=400)
     scheduler.add(waiting)
@@ -452,7 +456,8 @@ def test_no_step_computes_more_prompt_tokens_than_memory_is_planned_for(monkeypa
     engine = engine_of(
         prefill_tokens=16, decode_prefill_tokens=decode_prefill_tokens, mixed_prefill_tokens=16
     )
-    computed, prefill = [], engine.runner.prefill
+    computed = []
+    prefill = engine.runner.prefill
 
     def counting(chunks):
         computed.append(sum(stop - start for _, start, stop, _ in chunks))

@@ -1,5 +1,7 @@
 """Tiny models of transformers for every target with latent attention or experts; sizes are odd on purpose."""
 
+import json
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -52,6 +54,12 @@ def v2(**changes) -> DeepseekV2Config:
 
 def v3(**changes) -> DeepseekV3Config:
     return DeepseekV3Config(**SIZES | MLA | MIXTURE | changes)
+
+
+def deepseek_v3_target(**changes) -> TargetConfig:
+    """Config of a tiny DeepSeek-V3, as the loader reads it from a config.json with all keys."""
+    config = v3(architectures=["DeepseekV3ForCausalLM"], **changes)
+    return TargetConfig.from_dict(json.loads(config.to_json_string(use_diff=False)))
 
 
 DEEPSEEK = {

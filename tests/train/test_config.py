@@ -121,7 +121,8 @@ def test_a_store_names_what_decides_the_rows_of_a_source(settings: dict, is_anot
     ],
 )
 def test_what_is_set_beside_a_store_must_be_what_it_was_captured_with(settings: dict) -> None:
-    plain, given = DataConfig(store="s"), DataConfig(store="s", **settings)
+    plain = DataConfig(store="s")
+    given = DataConfig(store="s", **settings)
     assert plain.explicit == {} and set(given.explicit) >= set(settings)
 
 

@@ -136,7 +136,9 @@ def test_a_draft_reads_what_it_has_missed_in_the_time_of_as_many_rows(table):
 
 
 def test_times_of_a_later_and_slower_machine_are_joined_by_what_plain_decoding_takes():
-    chain, tree, plain = SpecShape(2, 1, 3), SpecShape(3, 4, 8), NO_SPECULATION
+    chain = SpecShape(2, 1, 3)
+    tree = SpecShape(3, 4, 8)
+    plain = NO_SPECULATION
     before = [Timing(1, plain, 64, 0.02), Timing(1, chain, 64, 0.03)]
     later = [Timing(1, plain, 70, 0.04), Timing(1, tree, 70, 0.08)]
     elsewhere = [Timing(1, plain, 1024, 0.06), Timing(1, tree, 1024, 0.09), Timing(4, tree, 64, 0.1)]
@@ -152,7 +154,10 @@ def test_times_of_a_later_and_slower_machine_are_joined_by_what_plain_decoding_t
 def test_a_table_knows_contexts_apart(slow):
     """What was measured at one context says less of another."""
     points = [(size, shape, context) for size in (1, 4) for shape in QUICK for context in (64, 4096)]
-    times = [machine(*point) * (slow if point[2] > 1000 else 1) for point in points]
+    times = []
+    for size, shape, context in points:
+        factor = slow if context > 1000 else 1
+        times.append(factor * machine(size, shape, context))
     table = CostTable.fit([Timing(*point, time) for point, time in zip(points, times, strict=True)])
     for point, time in zip(points, times, strict=True):
         assert table.seconds(*point) == pytest.approx(time, rel=0.05)

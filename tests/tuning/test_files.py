@@ -35,12 +35,8 @@ def test_what_was_measured_here_is_found_again():
     costs = make_costs()
     files.save_costs(costs)
     found = files.find_costs(KEY, None)
-    assert (found.timings, found.date, found.tuned_to, found.is_quick) == (
-        costs.timings,
-        costs.date,
-        8,
-        False,
-    )
+    assert (found.timings, found.date) == (costs.timings, costs.date)
+    assert (found.tuned_to, found.is_quick) == (8, False)
     assert files.find_acceptance("abc", None) is None
     assert found.table.seconds(1, CHAIN, 64) == costs.table.seconds(1, CHAIN, 64)
     assert files.find_costs({**KEY, "dtype": "bfloat16"}, None) is None

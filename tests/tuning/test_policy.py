@@ -96,15 +96,13 @@ def test_a_batch_has_the_menu_of_the_next_size_and_the_largest_that_of_the_last(
     menus = {1: SHAPES[:2], 4: SHAPES[2:3], 16: SHAPES[3:]}
     policy = ShapePolicy(seconds, AcceptanceTable.even(SHAPES, AVERAGE), menus)
     found = {size: policy.menu(size)[1:] for size in (1, 2, 4, 5, 16, 17, 64)}
-    wanted = {
-        1: SHAPES[1:2],
-        **dict.fromkeys((2, 4), SHAPES[2:3]),
-        **dict.fromkeys((5, 16, 17, 64), SHAPES[3:]),
-    }
+    wanted = {1: SHAPES[1:2]}
+    wanted |= dict.fromkeys((2, 4), SHAPES[2:3])
+    wanted |= dict.fromkeys((5, 16, 17, 64), SHAPES[3:])
     assert found == wanted
-    assert policy.menus == {
-        size: [NO_SPECULATION, *(s for s in menu if s.steps)] for size, menu in menus.items()
-    }
+    for size, menu in menus.items():
+        assert policy.menus[size] == [NO_SPECULATION, *(shape for shape in menu if shape.steps)]
+    assert policy.menus.keys() == menus.keys()
 
 
 CLASSES = (0.3, 0.7)

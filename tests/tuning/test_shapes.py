@@ -47,7 +47,11 @@ def test_a_menu_is_for_short_and_long_contexts():
     """Here trees are cheap behind short prompts and chains behind long ones: both are on the menu."""
 
     def seconds(batch_size, shape, context):
-        return 30e-3 + (5e-3 * (shape.topk > 1) if context > 500 else 5e-3 * (shape.topk == 1)) * shape.steps
+        is_tree = shape.topk > 1
+        is_long = context > 500
+        if is_tree == is_long:
+            return 30e-3 + 5e-3 * shape.steps
+        return 30e-3
 
     table = average_acceptance().table
     assert {shape.topk > 1 for shape in choose_menu(seconds, table, 1, table.shapes)} == {True, False}

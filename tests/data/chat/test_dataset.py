@@ -424,6 +424,7 @@ def test_all_that_the_rows_depend_on_makes_other_data(tmp_path: Path, tokenizer:
         settings = {"mix": ({"source": source, **(part or {})},), **more}
         return prepare(tmp_path, used, Settings(**settings)).fingerprint
 
+    # Another tokenizer, another file of the same bytes.
     plain = fingerprint()
     assert fingerprint({"weight": 5.0}) == plain
     larger = load_tokenizer(make_target(tmp_path / "larger"))
@@ -431,6 +432,8 @@ def test_all_that_the_rows_depend_on_makes_other_data(tmp_path: Path, tokenizer:
     larger.add_tokens(["Question"])
     other = tmp_path / "b.jsonl"
     other.write_bytes(Path(source).read_bytes())
+
+    # Each setting alone.
     made = [
         plain,
         fingerprint({"name": "named"}),
@@ -456,6 +459,7 @@ def test_all_that_the_rows_depend_on_makes_other_data(tmp_path: Path, tokenizer:
 
 def test_arguments_that_are_long_or_many_do_not_tell_modes_apart(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ style or '' }}{{ who or '' }}" + tokenizer.chat_template
+    # Of the longest name and one more character, of the most categories and one more.
     most = dataset.LONGEST_MODE
     groups = []
     for found in (
@@ -469,6 +473,8 @@ def test_arguments_that_are_long_or_many_do_not_tell_modes_apart(tmp_path: Path,
         ]
         source = write(tmp_path / "all.jsonl", chats)
         groups.append(prepare(tmp_path, tokenizer, Settings(source)).groups)
+
+    # A name that is too long is left out; too many categories are those of their source.
     assert groups[0] == ["all: c0, style=a", "all: c1, style=b"]
     assert groups[1] == [f"all: c{i}, style={name}, who={'w' * most}" for i, name in enumerate("ab")]
     assert groups[2] == [f"all: c{i}, style={i}" for i in range(dataset.MOST_CATEGORIES)]
@@ -613,10 +619,8 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
     asked = "Write a function that returns the sum of all even numbers in a list of integers"
     task = tmp_path / "task.jsonl"
     task.write_text(json.dumps({"prompt": f"{asked}."}) + "\n")
-    earlier, later = (
-        "Say the alphabet backwards for me, please, letter by letter",
-        "Now say it forwards again",
-    )
+    earlier = "Say the alphabet backwards for me, please, letter by letter"
+    later = "Now say it forwards again"
     call = {"type": "function", "function": {"name": "ask", "arguments": {"texts": [asked, "now"]}}}
     question = {"role": "user", "content": "Hm?"}
     found = [

@@ -268,7 +268,8 @@ def test_distributions_that_differ_by_rounding_leave_the_target_s(triton_device)
 def test_a_probability_of_the_threshold_itself_is_accepted(triton_device, backend, single, accepted):
     """0.25 of four tokens: the uniform alone would refuse it."""
     device = triton_device if backend == "triton" else "cpu"
-    probs, tokens = torch.full((1, 2, 4), 0.25, device=device), torch.tensor([[0, 3]], device=device)
+    probs = torch.full((1, 2, 4), 0.25, device=device)
+    tokens = torch.tensor([[0, 3]], device=device)
     uniforms = torch.full((1, 2), 0.9, dtype=torch.float64, device=device)
     window = tokens, torch.zeros_like(tokens), uniforms, uniforms[:, 0]
     out = accept_relaxed(probs, *window, 1, single, 1.0, backend=backend)

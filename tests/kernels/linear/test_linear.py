@@ -75,9 +75,12 @@ def test_weights_in_fp8_are_widened_in_pieces_with_their_biases(monkeypatch, dty
     """Scales of rows and of blocks; gradients of the inputs and of the bias."""
     monkeypatch.setitem(fp8.PIECE, "cpu", elements)
     generator = torch.Generator().manual_seed(elements)
-    x, bias = torch.randn(5, 37, generator=generator), torch.randn(22, generator=generator)
+    x = torch.randn(5, 37, generator=generator)
+    bias = torch.randn(22, generator=generator)
     by_row = quantize_fp8(torch.randn(22, 37, generator=generator))
     by_block = FP8Weight(by_row.values, torch.rand(8, 3, generator=generator) / 448, (3, 16))
+
+    # Results and gradients are those of the wide weights.
     for weight in (by_row, by_block):
         layer = FP8Linear(weight, bias.to(dtype))
         layer.bias.requires_grad_()

@@ -48,7 +48,8 @@ def test_keys_behind_a_chunk_are_not_attended_to():
 
 
 def test_chunks_of_positions_are_refused_where_slots_are_unused():
-    q, rows = torch.zeros(3, 2, 16), torch.zeros(2, 16, 16)
+    q = torch.zeros(3, 2, 16)
+    rows = torch.zeros(2, 16, 16)
     starts = torch.tensor([1])
     plan = PrefillPlan(torch.tensor([[0, 1]]), 8, torch.tensor([0, 3]), starts, 1, 3)
     with pytest.raises(AssertionError, match="chunks"):

@@ -155,7 +155,8 @@ STREAMS = TARGET_UNIFORMS, DRAFT_UNIFORMS, VERIFY_UNIFORMS
 @pytest.mark.parametrize("pair", list(combinations(STREAMS, 2)), ids=str)
 def test_uniforms_of_all_purposes_are_independent(pair):
     """Else a draft would be drawn, accepted, or replaced by one number."""
-    seeds, positions = torch.arange(300), torch.arange(200).expand(300, 200)
+    seeds = torch.arange(300)
+    positions = torch.arange(200).expand(300, 200)
     value, bound = chi_square(*(position_uniforms(seeds, positions, stream) for stream in pair), 16)
     assert value < bound
 

@@ -61,6 +61,8 @@ def test_rows_that_reach_further_than_a_window_are_refused():
     assert plan.within(3, 2).reach == 1
     with pytest.raises(AssertionError, match="own keys"):
         plan.within(3, 3)
-    q, k, own = torch.zeros(8, 2, 2, 4), torch.zeros(T, 2, 4), torch.zeros(8, 2, 2, 4)
+    q = torch.zeros(8, 2, 2, 4)
+    k = torch.zeros(T, 2, 4)
+    own = torch.zeros(8, 2, 2, 4)
     with pytest.raises(AssertionError):
         anchored_attention(q, k, k, own, own, plan, 0.5, is_causal=True)

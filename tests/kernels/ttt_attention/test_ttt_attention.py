@@ -30,7 +30,8 @@ def test_flash_form_equals_the_reference(length, own, block_rows):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_masks_that_are_too_many_to_keep_are_made_for_each_step(monkeypatch, backend):
     generator = torch.Generator().manual_seed(5)
-    rows, doc_start = torch.arange(2, 30), torch.tensor([0] * 9 + [9] * 21)
+    rows = torch.arange(2, 30)
+    doc_start = torch.tensor([0] * 9 + [9] * 21)
     shapes = [(28, 4, 8), (30, 2, 8), (30, 2, 8), (28, 2, 2, 8), (28, 2, 2, 8)]
     inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
     found = []

@@ -12,7 +12,9 @@ from tests.kernels.test_variant import VARIANTS
 
 pytestmark = pytest.mark.skipif(not cpu_graph.available(), reason="torch without TorchScript's graphs")
 
-PAGE, SCRATCH, NODES = 8, 480, 4
+PAGE = 8
+SCRATCH = 480
+NODES = 4
 LENGTHS = ((3, 131, 20), (150, 0, 7), (150, 151, 149))
 
 
@@ -51,18 +53,24 @@ def check_replays(body, *tensors):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_layers_of_all_variants(name):
-    variant, plain = VARIANTS[name], AttentionVariant(0.3)
+def test_layers_of_all_variants_attend_in_replays_as_in_eager_calls(name):
+    variant = VARIANTS[name]
+    plain = AttentionVariant(0.3)
     stores = drawn(2, 2, SCRATCH + 48, 16).bfloat16()
 
+    # Two plans, each shared by layers of one variant and another.
     def body(inputs):
-        lengths, q, (k, v) = inputs[0], inputs[1], inputs[2:]
-        first, second = plan_of(lengths), plan_of(lengths + 1)
+        lengths = inputs[0]
+        q = inputs[1]
+        k, v = inputs[2:]
+        first = plan_of(lengths)
+        second = plan_of(lengths + 1)
         plans = first, second, first, first
         variants = variant, variant, plain, variant
         return tuple(window_attention(q, k, v, *each) for each in zip(plans, variants, strict=True))
 
     check_replays(body, drawn(3, NODES, 6, 16, seed=2).bfloat16(), *stores)
+    # The plans and variants differ in what they see.
     with torch.inference_mode():
         varied, other, usual, again = body(
             (torch.tensor(LENGTHS[1]), drawn(3, NODES, 6, 16).bfloat16(), *stores)

@@ -156,7 +156,8 @@ def test_a_gate_in_bf16_chooses_by_sums_in_fp32():
     half = gate().bfloat16()
     with torch.no_grad():
         half.weight.zero_()
-        half.weight[3, 0], half.weight[5, :2] = 1.0, torch.tensor([1.0, 2.0**-10])
+        half.weight[3, 0] = 1.0
+        half.weight[5, :2] = torch.tensor([1.0, 2.0**-10])
     ids, weights = half(torch.tensor([[64.0, 64.0, 0.0, 0.0]], dtype=torch.bfloat16))
     assert ids.tolist() == [[5, 3]] and weights.dtype == torch.float32
     assert weights[0, 0] > weights[0, 1]

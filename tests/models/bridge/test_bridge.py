@@ -194,11 +194,15 @@ def test_layers_of_every_sort_compute_what_transformers_computes(kind, tmp_path)
     attention; a window that the config alone has."""
     if family_config(kind) is None:
         pytest.skip(f"this transformers does not know {kind}")
+
+    # Logits.
     model = family_model(kind)
     target = load_target(save(model, tmp_path, architectures=["AnotherForCausalLM"]))
     ids = torch.randint(3, 131, (23,), generator=torch.Generator().manual_seed(0))
     exact = model(input_ids=ids[None], use_cache=False).logits[0]
     torch.testing.assert_close(logits(target, ids)[0], exact, rtol=1e-4, atol=1e-4)
+
+    # What only some of them have.
     if kind == "gpt2":  # whose norm has a bias too
         weight = model.transformer.ln_f.weight
         torch.testing.assert_close(target.norm_weight, weight, rtol=1e-4, atol=1e-4)
@@ -277,7 +281,8 @@ def test_layers_of_transformers_are_not_cast(folder):
 
 
 def test_ends_that_are_not_clear_are_refused(folder):
-    ends, whole = load_target(folder, torch.bfloat16, with_layers=False), load_target(folder, torch.bfloat16)
+    ends = load_target(folder, torch.bfloat16, with_layers=False)
+    whole = load_target(folder, torch.bfloat16)
     assert torch.equal(ends.head_weight, whole.head_weight) and ends.head_weight.dtype == torch.bfloat16
     assert torch.equal(ends.embed_tokens.weight, whole.embed_tokens.weight)
     assert not torch.equal(ends.embed_tokens.weight, ends.head_weight)

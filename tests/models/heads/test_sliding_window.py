@@ -60,7 +60,8 @@ def test_a_chain_accepts_what_the_simulation_says(models):
 def chain_by_hand(head, features, embeds, root, steps):
     """Inputs of the output layer of a chain behind ``root``, a step after the other: a query sees keys from
     as many positions as the window has, its own included."""
-    window, seen = head.config.sliding_window or 10**6, []
+    window = head.config.sliding_window or 10**6
+    seen = []
 
     def attend(layer, q, k, v):
         seen.append((now, k, v))
@@ -70,6 +71,7 @@ def chain_by_hand(head, features, embeds, root, steps):
         hidden = (at > now[:, None]) | (at <= now[:, None] - window)
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
 
+    # The text up to the root in one go, then a token at a time.
     now = torch.arange(root + 1)
     outs = [head(features[: root + 1], embeds[1 : root + 2], now, attend)[-1:]]
     for step in range(1, steps):

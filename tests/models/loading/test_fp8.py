@@ -211,7 +211,8 @@ def test_other_quantisation_is_named(config, words):
 
 @pytest.mark.parametrize("front", [(), (3,)], ids=["a matrix", "experts"])
 def test_scales_of_every_shape_mean_their_outputs(front):
-    layout, weight = FP8Layout("_scale"), torch.randn(*front, 6, 8).to(E4M3)
+    layout = FP8Layout("_scale")
+    weight = torch.randn(*front, 6, 8).to(E4M3)
     shapes = layout.scale_shapes(tuple(weight.shape))
     assert set(shapes) == {(*front, 6, 1), (*front, 6), (*front, 1, 1), (*front, 1), front}
     for shape in shapes:
@@ -230,9 +231,8 @@ def test_modelopts_own_file_says_the_quantisation_where_the_config_does_not(tmp_
     }
     with pytest.raises(UserError, match="modelopt, 'NVFP4'"):
         load_target(folder)
-    config = json.loads((folder / "config.json").read_text()) | {
-        "quantization_config": {"quant_method": "fp8"}
-    }
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8"}
     (folder / "config.json").write_text(json.dumps(config))
     assert read_raw_config(folder)["quantization_config"] == {"quant_method": "fp8"}
 

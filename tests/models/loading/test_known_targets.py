@@ -84,7 +84,8 @@ def test_scales_of_a_known_target_are_those_of_its_config(tmp_path) -> None:
 
 def test_a_config_in_the_hubs_cache_is_found_by_name_and_revision(tmp_path, monkeypatch) -> None:
     """As ``huggingface_hub`` lays it out, without a network."""
-    commit, repo = "0123456789" * 4, tmp_path / "models--org--own"
+    commit = "0123456789" * 4
+    repo = tmp_path / "models--org--own"
     (repo / "snapshots" / commit).mkdir(parents=True)
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text(commit)

@@ -93,9 +93,8 @@ def test_one_client_has_its_limits(scripted):
         wait_until(lambda: server.service.engine.num_live == 1)
         answer = server.http.post(CHAT, json=body(n=2))
         assert answer.status_code == 429 and answer.json()["error"]["type"] == "rate_limit_error"
-        assert (
-            answer.json()["error"]["code"] == "too_many_parallel_requests" and answer.headers["retry-after"]
-        )
+        assert answer.json()["error"]["code"] == "too_many_parallel_requests"
+        assert answer.headers["retry-after"]
         several = {"prompt": ["a", "b"], "max_tokens": 3}
         assert server.http.post("/v1/completions", json=several).status_code == 429
         with httpx.Client(transport=httpx.HTTPTransport(local_address="127.0.0.2"), timeout=30) as other:
@@ -523,6 +522,8 @@ def test_a_client_that_has_read_again_is_not_cut_off(scripted, monkeypatch):
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.settimeout(10)
             connection.connect(("127.0.0.1", server.port))
+
+            # It reads the beginning, pauses until its buffer is full, and reads the rest.
             connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{text}".encode())
             answer = connection.recv(100_000)
             time.sleep(0.1)  # its buffer is full meanwhile
@@ -530,6 +531,8 @@ def test_a_client_that_has_read_again_is_not_cut_off(scripted, monkeypatch):
             left = size - len(answer.partition(b"\r\n\r\n")[2])
             while left > 0:
                 left -= len(connection.recv(200_000))
+
+            # It asks again on the same connection.
             time.sleep(1.3)  # longer than it may leave anything unread
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 200 " in connection.recv(2000)

@@ -167,6 +167,7 @@ def test_a_temperature_may_be_any_number_from_zero_on():
 
 
 def test_texts_and_lists_are_allowed_up_to_their_bounds():
+    # Lists, texts and tables.
     for name, (item, fewest, most) in LENGTHS.items():
         assert is_allowed(**{name: [item] * most}) and not is_allowed(**{name: [item] * (most + 1)})
         assert is_allowed(**{name: [item] * fewest})
@@ -175,13 +176,17 @@ def test_texts_and_lists_are_allowed_up_to_their_bounds():
         assert is_allowed(**{name: "a" * most}) and not is_allowed(**{name: "a" * (most + 1)})
         assert not is_allowed(**{name: ""})
     for name, most in (("logit_bias", 2**15), ("metadata", 64), ("chat_template_kwargs", 64)):
-        value = "x" if name == "metadata" else 1
+        value = {"metadata": "x"}.get(name, 1)
         assert is_allowed(**{name: {str(i): value for i in range(most)}})
         assert not is_allowed(**{name: {str(i): value for i in range(most + 1)}})
+
+    # Values within them.
     for bias in (-100, 100):
         assert is_allowed(logit_bias={"1": bias}) and not is_allowed(logit_bias={"1": 1.01 * bias})
     for choice in ([], [TOOL] * 2):
         assert not is_allowed(modalities=choice)
+
+    # Prompts of a completion.
     prompt = json.dumps({"prompt": [[5]] * 4096, "logprobs": 20, "n": 1}).encode()
     assert len(parse(CompletionRequest, prompt).prompts) == 4096
     for wrong in ({"prompt": [[5]] * 4097}, {"prompt": ["a"] * 4097}, {"prompt": "a", "logprobs": -1}):

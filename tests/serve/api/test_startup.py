@@ -176,6 +176,8 @@ def test_the_self_test_compares_with_plain_decoding_and_resets_the_counters(toke
 def test_causes_of_low_acceptance_say_what_a_check_of_the_two_found(tmp_path):
     target = str(test_validate.make_target(tmp_path / "small"))
     draft = str(test_validate.make_draft(tmp_path / "draft", target="another", template="0123456789abcdef"))
+
+    # Each subject by its cause, with the remedy where something is wrong.
     findings = {finding.subject: finding for finding in validate_draft(draft, target)}
     causes = causes_of_low_acceptance(draft, target, "bfloat16")
     subjects = ["target", "chat template", "layer ids", None, "vocabulary", None]

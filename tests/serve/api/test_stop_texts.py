@@ -79,7 +79,9 @@ def test_a_call_a_step_behind_replies_the_same(models, expected):
 def test_a_server_replies_the_same(models, expected, lag):
     prompts, params, outputs, totals = expected
     llm = make(models, lag)
-    engine, observed, waited = llm.engine(), Counter(), Counter()
+    engine = llm.engine()
+    observed = Counter()
+    waited = Counter()
     begun = time.perf_counter()
 
     class Observer:

@@ -105,7 +105,9 @@ def test_a_proposed_eagle1_chain_is_that_of_the_published_forward(target):
 @pytest.mark.parametrize("kind", ["eagle1", "small model"])
 def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tree):
     """The children of every inner node are the most likely tokens behind its own path."""
-    head, small = eagle1(target), tiny_target(vocab_size=11, num_layers=2, seed=5)
+    # An engine that drafts trees.
+    head = eagle1(target)
+    small = tiny_target(vocab_size=11, num_layers=2, seed=5)
     draft = HeadDraftModel(head, target) if kind == "eagle1" else StandaloneDraftModel(small)
     engine = Engine(target, draft, resolved(1, 128, kv_tokens=300, page_size=4, tree=tree))
     topology = StaticDrafter.topology
@@ -116,6 +118,7 @@ def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tre
     text = torch.tensor(request.prompt_ids + request.token_ids)
     states = target(text, torch.arange(len(text)), target.causal()).hidden
 
+    # The draft's forward, and its tree node by node.
     def following(hidden, tokens):
         """State and ranked tokens behind the last one."""
         if kind == "eagle1":
@@ -126,7 +129,8 @@ def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tre
         return states[:1], small.logits(out[-1:])[0].argsort(descending=True)
 
     for length, draft in proposals:
-        drafted, parents = draft.tree.tokens[0], draft.tree.parents[0].tolist()
+        drafted = draft.tree.tokens[0]
+        parents = draft.tree.parents[0].tolist()
         behind = {0: (states[:length], text[1 : length + 1])}
         for node in range(len(parents)):
             if node:
@@ -140,9 +144,9 @@ def test_every_node_of_a_tree_is_that_of_the_published_forward(target, kind, tre
             if tree == "static":
                 assert children == topology.children(node)
                 ranks = [topology.ranks[child] for child in children]
+                assert drafted[children].tolist() == ranked[ranks].tolist()
             else:
-                ranks = list(range(len(children)))
-            assert sorted(drafted[children].tolist()) == sorted(ranked[ranks].tolist())
+                assert sorted(drafted[children].tolist()) == sorted(ranked[: len(children)].tolist())
             behind[node] = torch.cat((hidden, state)), tokens
     assert len(proposals) > 2
 

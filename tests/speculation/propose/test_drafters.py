@@ -53,7 +53,8 @@ def rows_of(drafter, depths: int, b: int = 3) -> torch.Tensor:
 def test_a_grown_draft_is_as_sure_as_its_first_token_is_likely(models):
     drafter, sampled = (drafter_of(models, "eagle3", sampled_drafts=each) for each in (False, True))
     probs = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    best, features = probs.topk(3), torch.zeros(4, 48)
+    best = probs.topk(3)
+    features = torch.zeros(4, 48)
     state = DraftState(best.indices, best.values.log(), features)
     torch.testing.assert_close(drafter.confidence(state), best.values[:, 0])
     chain = DraftState(best.indices[:, :1], best.values[:, :1].log(), features)
@@ -67,7 +68,8 @@ def test_a_grown_draft_is_as_sure_as_its_first_token_is_likely(models):
 @torch.no_grad()
 def test_a_ready_draft_is_as_sure_as_its_first_token_is_likely(models, name, is_sampled):
     drafter = drafter_of(models, name, sampled_drafts=is_sampled)
-    rows, roots = rows_of(drafter, 4), torch.tensor([1, 2, 3])
+    rows = rows_of(drafter, 4)
+    roots = torch.tensor([1, 2, 3])
     found = drafter.confidence(drafter.drafted(rows, Kept(4, 2, True), roots))
     first = drafter.model.logits(rows.view(3, 4, -1)[:, 0])
     torch.testing.assert_close(found, first.softmax(-1).amax(-1))
@@ -80,10 +82,13 @@ def test_a_ready_draft_is_as_sure_as_its_first_token_is_likely(models, name, is_
 def test_a_head_that_tells_its_confidence_gives_that_of_every_depth(models, is_sampled):
     """The product over the greedy chain of what it says of each of its tokens behind the one before."""
     drafter = drafter_of(models, "dspark", sampled_drafts=is_sampled)
-    rows, roots = rows_of(drafter, 4), torch.tensor([1, 2, 3])
+    rows = rows_of(drafter, 4)
+    roots = torch.tensor([1, 2, 3])
     found = drafter.confidence(drafter.drafted(rows, Kept(4, 2, True), roots))
     logits = DraftLogits(drafter.model, rows.view(3, 4, -1))
-    before, product, expected = roots, torch.ones(3), []
+    before = roots
+    product = torch.ones(3)
+    expected = []
     for depth in range(4):
         told = drafter.model.head.confidence_logits(rows.view(3, 4, -1)[:, depth], before)
         product = product * told.sigmoid()
@@ -176,8 +181,10 @@ def test_sampled_drafts_have_the_filters_of_their_request(models, params, kept):
 def test_a_token_map_cuts_the_correction_of_a_block_too(target):
     hot = torch.tensor([4, 2, 9, 0, 7])
     head = tiny_dspark(target).eval()
-    whole, cut = HeadDraftModel(head, target), HeadDraftModel(head, target, hot)
-    rows, before = torch.randn(2, 3, 48), torch.tensor([[1, 5], [8, 0]])
+    whole = HeadDraftModel(head, target)
+    cut = HeadDraftModel(head, target, hot)
+    rows = torch.randn(2, 3, 48)
+    before = torch.tensor([[1, 5], [8, 0]])
     all_logits, logits = (DraftLogits(model, rows).behind(1, before) for model in (whole, cut))
     torch.testing.assert_close(logits, all_logits[..., hot])
     own = tiny_head(target, draft_vocab_size=9)

@@ -149,7 +149,8 @@ def test_each_threshold_is_of_its_own_kind(single, acc, share):
     """A draft of probability 0.4 is accepted for it alone, or for its share of the other threshold."""
     num = 4000
     probs = torch.tensor([0.1, 0.4, 0.5]).expand(num, 2, 3)
-    roots, seeds = torch.zeros(num, dtype=torch.int64), torch.arange(num)
+    roots = torch.zeros(num, dtype=torch.int64)
+    seeds = torch.arange(num)
     drafted = DraftOutput(chain_build(roots, roots[:, None] + 1), Deterministic())
     result = accept(probs, drafted, Relaxed(single, acc), seeds, roots, 1)
     assert result.num_accepted.double().mean().item() == pytest.approx(share, abs=0.03)

@@ -164,7 +164,9 @@ def test_a_gradient_is_clipped_to_its_largest_norm_or_not_at_all(clip_norm: floa
     gradients = [p.grad.clone() for p in head.parameters()]
     norm = float(torch.cat([gradient.flatten() for gradient in gradients]).norm())
     assert strategy.update(0.25, clip_norm) == pytest.approx(norm, rel=1e-5) and norm > 1
-    factor = 0.25 * (0.5 / norm if clip_norm == 0.5 else 1.0)
+    factor = 0.25
+    if clip_norm == 0.5:
+        factor *= 0.5 / norm
     for old, parameter, gradient in zip(before, head.parameters(), gradients, strict=True):
         assert_close(parameter, old - factor * gradient, rtol=1e-4, atol=1e-6)
         assert not parameter.grad.any(), "the next step begins with none"
@@ -186,6 +188,8 @@ def test_muon_leaves_embeddings_of_a_head_and_stacks_of_experts_to_adamw() -> No
     settings = HeadConfig(kind="dspark", num_layers=1, block_size=3, markov_rank=8)
     dspark = DSparkHead(registry.training_kind(config_of(settings)).new_config(settings, target))
     mixture = TargetConfig.from_dict({**v3().to_dict(), "architectures": ["DeepseekV3ForCausalLM"]})
+
+    # Every trained tensor has one optimiser.
     for head in (dspark, MTPHead(MTPConfig(mixture, 1))):
         head.bind(tiny_target().lm_head)
         names = {id(p): name for name, p in head.named_parameters()}

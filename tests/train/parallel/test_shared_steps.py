@@ -62,8 +62,8 @@ def moments_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def train_tiny(ranks: Any, normalisation: str, sharding: str = "none") -> Trained:
-    """Take :data:`NUM_STEPS` steps of four rows in one process of ``ranks``, or alone where that is None, and
-    two more with the same and with a new head."""
+    """Take :data:`NUM_STEPS` steps of four rows in one process of ``ranks``, or alone where that is None.
+    Two more follow with the same head and with a new one."""
     AcceleratorState._reset_state(reset_partial_state=True)  # of an earlier run, or of the forked parent's
     if ranks is not None:
         os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, though the processes have met

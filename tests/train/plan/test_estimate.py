@@ -191,15 +191,18 @@ def test_cached_states_are_counted_on_disk() -> None:
 @pytest.mark.parametrize(("keep_last", "ema_decay"), [(1, None), (4, None), (4, 0.9)])
 def test_checkpoints_that_are_kept_and_the_average_of_weights_are_counted(keep_last, ema_decay) -> None:
     """A checkpoint is written before the oldest one goes; it has weights, two moments and the average."""
-    plain, found = estimate(), estimate(keep_last=keep_last, ema_decay=ema_decay)
-    weights, copies = 4 * found.num_parameters, 3 + (ema_decay is not None)
+    plain = estimate()
+    found = estimate(keep_last=keep_last, ema_decay=ema_decay)
+    weights = 4 * found.num_parameters
+    has_average = ema_decay is not None
+    copies = 3 + has_average
     assert found.disk == {
         f"{keep_last + 1} checkpoints": copies * weights * (keep_last + 1),
         "best": weights,
     }
     name = "head, gradient and optimiser"
     assert plain.memory[name] == 4 * weights
-    assert found.memory[name] == (4 + (ema_decay is not None)) * weights
+    assert found.memory[name] == (4 + has_average) * weights
 
 
 def test_a_head_is_counted_by_its_sharding() -> None:

@@ -150,21 +150,30 @@ def test_speed_is_arithmetic_over_the_assumed_rate() -> None:
 
 
 def test_a_report_has_the_figures_of_its_placements() -> None:
+    # The plan for one and eight GPUs.
     planner = planner_of("llama-3.1-8b-eagle3", "h100-80g", "training.max_steps=1000")
-    costs, config = planner.costs, planner.costs.config
-    one, eight = planner.place(1), planner.place(8)
+    costs = planner.costs
+    config = planner.costs.config
+    one = planner.place(1)
+    eight = planner.place(8)
     text = report("c.yaml", planner, "h100-80g")
     lines = {line.split("  ")[0].strip(): line for line in text.splitlines()}
+
+    # Sizes of target and head.
     met, total = costs.target_weights
     assert f"{total / 1e9:.2f} B weights, {met / 1e9:.2f} B of them for one token" in lines["target"]
     rows = f"{config.training.sequences_per_step} of {config.data.max_length} tokens a step, 7 steps"
     assert rows in text and f"{costs.head.total / 1e9:.3f} B trained weights, 32000 of 128256 tokens" in text
+
+    # Memory.
     memory = [line.split() for line in text.splitlines() if line.startswith("  ")]
     runtime = next(line for line in memory if line[0] == "runtime")
     assert runtime[1:] == [f"{each.memory['runtime'] / 1e9:.1f}" for each in (one, eight)]
     assert memory[-1] == ["peak", f"{one.peak / 1e9:.1f}", f"{eight.peak / 1e9:.1f}"]
     judge = next(line for line in memory if line[0] == "judge")
     assert judge[1:] == [f"{each.memory['judge'] / 1e9:.1f}" for each in (one, eight)]
+
+    # Time, disk and days.
     assert f"{one.seconds_per_step:.2f} s a step, {one.tokens_per_day / 1e6:.0f} M tokens a day" in text
     assert f"{eight.seconds_per_step:.2f} s a step, {eight.tokens_per_day / 1e6:.0f} M tokens a day" in text
     tokens = 1000 * config.training.sequences_per_step * config.data.max_length

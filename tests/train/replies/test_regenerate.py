@@ -335,7 +335,8 @@ def test_every_option_is_varied() -> None:
 
 @pytest.mark.parametrize("name", [*VARIED, *SAMPLING, "refusals"])
 def test_a_file_is_not_continued_with_another_option(tmp_path, name):
-    source, out = _source(tmp_path, [["a"], ["b"], ["c"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["a"], ["b"], ["c"]])
+    out = tmp_path / "out.jsonl"
     before = {"skip_refusals": True} if name == "refusals" else {}
     sampling = SamplingParams(max_tokens=512, seed=0)
     if name == "samples":  # of greedy replies there is one
@@ -352,7 +353,8 @@ def test_a_file_is_not_continued_with_another_option(tmp_path, name):
 
 
 def test_a_file_of_before_an_option_existed_goes_on_with_its_default(tmp_path):
-    source, out = _source(tmp_path, [["a"], ["b"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["a"], ["b"]])
+    out = tmp_path / "out.jsonl"
     _run(Parrot(), source, out, limit=1)
     path = out.with_suffix(".settings.json")
     known = json.loads(path.read_text())
@@ -372,7 +374,8 @@ def test_a_file_of_before_an_option_existed_goes_on_with_its_default(tmp_path):
 
 
 def test_a_file_of_before_there_were_patterns_of_refusals_has_none(tmp_path):
-    source, out = _source(tmp_path, [["a"], ["b"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["a"], ["b"]])
+    out = tmp_path / "out.jsonl"
     _run(Parrot(), source, out, limit=1, skip_refusals=True)
     path = out.with_suffix(".settings.json")
     known = json.loads(path.read_text())
@@ -403,7 +406,8 @@ def test_a_prompt_as_long_as_it_may_be_is_answered(tmp_path):
 
 
 def test_a_target_that_is_not_known_is_not_compared(tmp_path):
-    source, out = _source(tmp_path, [["a"], ["b"], ["c"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["a"], ["b"], ["c"]])
+    out = tmp_path / "out.jsonl"
 
     def answer(target: str, limit: int):
         options = RegenerateOptions(SamplingParams(max_tokens=512, seed=0), limit=limit)
@@ -416,7 +420,8 @@ def test_a_target_that_is_not_known_is_not_compared(tmp_path):
 
 
 def test_the_manifest_counts_all_sessions_and_the_report_this_one(tmp_path):
-    source, out = _source(tmp_path, [["a"], ["bcd"], ["a"], ["ef", "gh"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["a"], ["bcd"], ["a"], ["ef", "gh"]])
+    out = tmp_path / "out.jsonl"
     assert str(_run(Parrot(), source, out, limit=1)) == "1 reply tokens"
     report = _run(Parrot(), source, out)
     assert str(report) == "7 reply tokens"

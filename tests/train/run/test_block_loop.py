@@ -57,7 +57,9 @@ def test_a_run_is_trained_judged_exported_and_served(tmp_path, head, method):
     ],
 )
 def test_confidence_is_learned_where_there_is_a_head_for_it(settings, weight, reads_token):
-    training = {"confidence_weight": 0.5} if settings["confidence_head"] else {}
+    training = {}
+    if settings["confidence_head"]:
+        training["confidence_weight"] = 0.5
     config = TrainConfig(
         target="t",
         output_dir="o",

@@ -81,6 +81,7 @@ def test_an_order_is_a_function_of_seed_and_step_and_processes_share_it() -> Non
 
 def test_parts_of_a_mixture_are_drawn_by_tokens_and_as_often_as_their_rows_may_be() -> None:
     """A source of short rows is drawn more often, so that its share of the tokens is its weight."""
+    # Sources, and the rows that were packed of them.
     sources = (
         SourceConfig(source="a", weight=3.0, phase=(0.0, 0.5), max_repeats=1.5),
         SourceConfig(source="b", phase=(0.25, 1.0)),

@@ -139,27 +139,30 @@ def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(reported
 
 
 def test_a_checkpoint_and_the_last_lines_account_for_the_whole_run(reported: Reported) -> None:
+    # The checkpoint's figures are sums of the steps.
     about = json.loads((reported.folder / "step-20" / "eagle_kit.json").read_text())
     state = json.loads((reported.folder / "step-20" / "trainer" / "state.json").read_text())
-    judged, steps = reported.judgements(), reported.steps()
+    judged = reported.judgements()
+    steps = reported.steps()
     tokens, supervised = (sum(step[name] for step in steps) for name in ("tokens", "supervised_tokens"))
     assert (state["step"], state["tokens"], state["supervised_tokens"]) == (20, tokens, supervised)
     assert (about["step"], about["tokens_seen"]) == (20, tokens)
     assert about["seconds"] == pytest.approx(judged[-1]["train_seconds"], abs=0.11)
     assert about["peak_memory_gb"] == pytest.approx(state["peak_memory_gb"], abs=1e-3)
+
+    # The lines that are printed at the start.
     data = about["data"]
     assert 0 < data["supervised_tokens"] < data["tokens"] and data["conversations"] > 20
     assert f"data    {data['conversations']} conversations, " in reported.said
-    assert (
-        f" rows, {data['tokens']} tokens, {data['supervised_tokens'] / data['tokens']:.0%} supervised; 6 "
-        in (reported.said)
-    )
+    share = data["supervised_tokens"] / data["tokens"]
+    assert f" rows, {data['tokens']} tokens, {share:.0%} supervised; 6 " in reported.said
     assert f"vocab   60 of 300 cover {data['vocab_coverage']:.2%}" in reported.said
+
+    # The lines that are printed at the end.
     best = max(judged, key=lambda row: row["accept_length"]["3,1,4"])
     assert (state["best_step"], state["best_accept_length"]) == (best["step"], best["accept_length"]["3,1,4"])
-    assert f"best    accept length {state['best_accept_length']:.3f} (3,1,4) at step {best['step']}" in (
-        reported.said
-    )
+    line = f"best    accept length {state['best_accept_length']:.3f} (3,1,4) at step {best['step']}"
+    assert line in reported.said
     assert f"judging 0m0{sum(row['seconds'] for row in judged):.0f}s" in reported.said
     assert f"curves  {reported.folder / 'report.html'}" in reported.said
 
@@ -207,12 +210,16 @@ def test_what_a_tracker_needs_is_asked_for_only_where_it_is_wanted(
         "tensorboard": {"tensorboard": True},
         "matplotlib": {"report": True},
     }
+
+    # A package that is missing is asked for by its own setting.
     monkeypatch.setitem(sys.modules, package, None)
     for name, tracking in wanted.items():
         if name == package:
             with pytest.raises(UserError, match=f"{package} is not installed") as error:
                 check_trackers(config(**tracking))
             assert f"tracking.{next(iter(tracking))}=" in error.value.remedy
+
+    # Options of the trackers, and the page of curves.
     check_trackers(config())
     assert tracker_options(config()) == {}
     assert tracker_options(config(wandb="online", tensorboard=True)) == {
@@ -260,13 +267,8 @@ def test_tensorboard_gets_judgements_and_steps_once(reported: Reported) -> None:
         events.Tags()["scalars"]
     )
     reached = [event.value for event in events.Scalars("decoded/3,1,4/at least 1")]
-    assert reached == pytest.approx(
-        [
-            row["acceptance_per_position"]["3,1,4"][0]
-            for row in reported.judgements()
-            if row["acceptance_per_position"]["3,1,4"]
-        ]
-    )
+    by_position = [row["acceptance_per_position"]["3,1,4"] for row in reported.judgements()]
+    assert reached == pytest.approx([shares[0] for shares in by_position if shares])
 
 
 def test_judgements_of_processes_add_up() -> None:
@@ -307,11 +309,15 @@ def table_of(page: str, title: str) -> list[list[str]]:
 def test_a_page_has_the_figures_of_the_run_its_sources_and_its_judgements(tmp_path: Path) -> None:
     """Thirteen judgements, the second one the best; a source that joins behind the first three steps."""
     pytest.importorskip("matplotlib")
+    # A made-up run.
     lengths = [1.2, 1.9, *[1.3 + i / 100 for i in range(11)]]
     run = fake_run(tmp_path / "run", lengths)
-    metrics, judged = lines(run / "metrics.jsonl"), lines(run / "judge.jsonl")
+    metrics = lines(run / "metrics.jsonl")
+    judged = lines(run / "judge.jsonl")
     for step, row in enumerate(metrics, 1):
-        row["simulated_accept_length_of"] = {"all": step / 10} | ({"late": 2.0} if step > 3 else {})
+        row["simulated_accept_length_of"] = {"all": step / 10}
+        if step > 3:
+            row["simulated_accept_length_of"]["late"] = 2.0
     metrics[-1]["loss"] = None
     for row, length in zip(judged, lengths, strict=True):
         row["best"] = length in (1.2, 1.9)
@@ -320,6 +326,7 @@ def test_a_page_has_the_figures_of_the_run_its_sources_and_its_judgements(tmp_pa
         (run / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = write_report(run, tmp_path / "out").read_text()
 
+    # Its three tables.
     facts = dict(table_of(page, "steps"))
     assert facts == {
         "steps": "13",
@@ -337,10 +344,8 @@ def test_a_page_has_the_figures_of_the_run_its_sources_and_its_judgements(tmp_pa
         ["late", "10", "2.000", "2.000", "2.900", "2.400"],
     ]
     last = table_of(page, "3,1,4")[1:]
-    assert [row[:2] for row in last] == [
-        ["2 *", "1.900"],
-        *[[str(s), f"{lengths[s - 1]:.3f}"] for s in range(4, 14)],
-    ]
+    later = [[str(step), f"{lengths[step - 1]:.3f}"] for step in range(4, 14)]
+    assert [row[:2] for row in last] == [["2 *", "1.900"], *later]
     assert last[0][2] == "50 20 10"
 
 
@@ -369,6 +374,7 @@ def test_durations_are_shown(seconds: float, shown: str) -> None:
 
 
 def test_a_judgement_is_one_sentence() -> None:
+    # Not the best one, with everything that there can be.
     row = {
         "step": 40,
         "accept_length": {"3,1,4": 1.25, "2,2,5": 1.5},
@@ -385,6 +391,8 @@ def test_a_judgement_is_one_sentence() -> None:
         "position (a 1.10, b 1.40), vocabulary covers 91.3%, 1 of 3 without a better one; 2 replies differ "
         "from plain decoding [1m01s]"
     )
+
+    # The best one, with as little as possible.
     plain = {**row, "simulated_accept_length": {}, "vocab_coverage": None, "best": True}
     plain |= {"num_different_replies": 0, "accept_length_of": None}
     assert judgement_line(plain, 0, 3) == (
@@ -399,15 +407,16 @@ def test_the_progress_line_smooths_and_says_what_is_left(
     """Two steps behind six of ten, two seconds each: two are left, or as long as ``--stop-after`` leaves."""
     for stop_after, left in ((None, "0m04s"), (5.0, "0m01s"), (3.0, "0m00s")):
         moments = iter((100.0, 102.0, 104.0))
-        monkeypatch.setattr(progress.time, "perf_counter", lambda moments=moments: next(moments))
+        clock = SimpleNamespace(perf_counter=moments.__next__)
+        monkeypatch.setattr(progress, "time", clock)
         with progress.ProgressLine(10, 6, stop_after) as line:
             for step, loss in ((7, 2.0), (8, 4.0)):
                 result: Any = SimpleNamespace(
                     loss=loss, simulated_of={"a": loss, "b": 1.0}, match_per_step=[0.5, 0.25]
                 )
-                result.simulated_accept_length, result.tokens_per_s = 1.75, 321.0
+                result.simulated_accept_length = 1.75
+                result.tokens_per_s = 321.0
                 line.update(step, result)
-        monkeypatch.undo()
         shown = capsys.readouterr().err.split("\r")[-1]
         assert "step 8/10" in shown
         assert f"loss 2.100 match 50 25 % accept 1.75 (a 2.10, b 1.00) 321 tok/s left {left}" in shown

@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 
 from eagle_kit.cli.app import main
-from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.train.algorithm.target_features import positions_of
 
 L = 4
@@ -64,8 +64,6 @@ def engine(make_run, tmp_path_factory):
 
 
 def ids_of(run):
-    from eagle_kit.models.loading.loader import read_target_config
-
     return sorted(set(read_target_config(run.folder / "target").default_aux_layer_ids))
 
 
@@ -179,7 +177,8 @@ for line in open(spec["texts"]):
 
 def test_an_engine_is_driven_and_goes_on_where_it_died(engine, capfd):
     run = engine.run
-    fake, log = run.folder / "python", run.folder / "log"
+    fake = run.folder / "python"
+    log = run.folder / "log"
     fake.write_text(FAKE.format(python=sys.executable, log=log))
     fake.chmod(0o755)
     layers = sorted({*ids_of(run), L})
@@ -205,20 +204,17 @@ def test_an_engine_is_driven_and_goes_on_where_it_died(engine, capfd):
         texts = [json.loads(line)["input_ids"] for line in Path(spec["texts"]).read_text().splitlines()]
         assert spec["max_length"] == max(map(len, texts)) and 0 < len(texts) < len(engine.texts)
         assert all(text in engine.texts for text in texts)
+
+    # The store says how it was made, and has the states of the head's layers.
     found = json.loads((run.folder / "driven" / "manifest.json").read_text())
     assert found["made"]["engine"] == "vLLM"
     again = "--shard 1/2 --engine vllm --engine-python"
     assert again in found["made"]["command"] and "--no-check" in found["made"]["command"]
     aux = next(tensor for name, tensor in shards(run.folder / "driven").items() if "aux" in name)
     ratio = aux.float().unflatten(-1, (-1, 64)).mean(-1)
-    places = [1 + layers.index(layer) for layer in ids_of_head(run)]
+    head_layers = read_target_config(run.folder / "target").default_aux_layer_ids
+    places = [1 + layers.index(layer) for layer in head_layers]
     torch.testing.assert_close(ratio / ratio[:, :1], torch.tensor(places).expand_as(ratio) / places[0])
-
-
-def ids_of_head(run):
-    from eagle_kit.models.loading.loader import read_target_config
-
-    return read_target_config(run.folder / "target").default_aux_layer_ids
 
 
 def test_what_is_missing_or_wrong_is_one_sentence(engine, capsys):
