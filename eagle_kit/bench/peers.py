@@ -35,7 +35,9 @@ def transformers_model(target: str, like: torch.Tensor) -> Any:
     """Load a target in transformers, with the dtype and on the device of a weight."""
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(str(resolve_target(target)), dtype=like.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        str(resolve_target(target)), dtype=like.dtype, trust_remote_code=False
+    )
     return model.to(like.device).eval()
 
 

@@ -27,10 +27,10 @@ from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.optim.strategy import Replicated
 
-LENGTH = 24
+LENGTH = 15
 TTT_LENGTH = 2
 DRAFT_VOCAB_SIZE = 101
-PROMPTS, SHAPE, PAGES = (5, 12, 9), SpecShape(1, 1, 2), 4
+PROMPTS, SHAPE, PAGES = (3, 6, 5), SpecShape(1, 1, 2), 4
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "trainer's step": {"rows": 0, "capture": 0, "forward": 0, "backward": 0, "figures": 1, "update": 1},
     "prefill": {"prompts": 0, "draft and verify": 0},
@@ -47,9 +47,9 @@ class PackedRow:
         """Row ``number``, from a generator of this seed."""
         generator = np.random.default_rng(number)
         doc_start, reply = np.zeros(LENGTH, np.int64), np.full(LENGTH, -1)
-        group = (np.arange(LENGTH) >= 8).astype(np.int32)
-        for which, (start, stop) in enumerate(((0, 8), (8, 17), (17, LENGTH))):
-            doc_start[start:stop], reply[start + 4 : stop] = start, which
+        group = (np.arange(LENGTH) >= 5).astype(np.int32)
+        for which, (start, stop) in enumerate(((0, 5), (5, 10), (10, LENGTH))):
+            doc_start[start:stop], reply[start + 2 : stop] = start, which
         ids = generator.integers(0, DRAFT_VOCAB_SIZE, LENGTH)
         return SimpleNamespace(ids=ids, reply=reply, doc_start=doc_start, group=group)
 
@@ -119,8 +119,8 @@ def count_prefill() -> PretendGPU:
         whole, part, last = requests
         with gpu.phase("prompts"):
             runner.set_pages(requests)
-            runner.prefill([Chunk(last, 0, 4)])
-            runner.prefill([Chunk(whole, 0, PROMPTS[0]), Chunk(part, 0, 8), Chunk(last, 4, PROMPTS[2])])
+            runner.prefill([Chunk(last, 0, 2)])
+            runner.prefill([Chunk(whole, 0, PROMPTS[0]), Chunk(part, 0, 5), Chunk(last, 2, PROMPTS[2])])
         with gpu.phase("draft and verify"):
             results = runner.decode([whole, last], SHAPE)
     assert results.copy.wait().num_emitted.min() >= 1

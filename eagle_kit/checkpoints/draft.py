@@ -13,12 +13,18 @@ from filelock import FileLock
 from eagle_kit.checkpoints.formats.convert import read_draft
 from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import ANOTHER_FOLDER, cache_folder, check_disk_space, replacing
+from eagle_kit.core.files import (
+    CHOOSE_ANOTHER,
+    cache_folder,
+    check_disk_space,
+    replacing,
+    writing_remedy,
+)
 from eagle_kit.kinds.registry import find_head_kind, find_kind, kind_of
 from eagle_kit.kinds.support.files import CONFIG, METADATA, WEIGHTS, open_draft
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.loading.source import ANOTHER_CACHE, resolve_model, target_revision
+from eagle_kit.models.loading.source import SET_CACHE, resolve_model, target_revision
 from eagle_kit.models.targets.target import Target
 from eagle_kit.tuning.files import SHIPPED
 
@@ -70,7 +76,7 @@ def write_draft(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    folder = Path(os.path.abspath(folder))
+    folder = Path(os.path.realpath(folder))
     _check_replaceable(folder)
     texts = {
         CONFIG: json.dumps(dict(config), indent=2) + "\n",
@@ -89,7 +95,9 @@ def write_draft(
             for name, text in texts.items():
                 (partial / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"The draft could not be written to {folder} ({error}).", ANOTHER_FOLDER) from error
+        raise UserError(
+            f"The draft could not be written to {folder} ({error}).", writing_remedy(error, CHOOSE_ANOTHER)
+        ) from error
 
 
 def _check_replaceable(folder: Path) -> None:
@@ -135,7 +143,9 @@ def resolve_draft(name: str | Path, target: TargetConfig | None = None) -> Path:
                 tensors = {key: tensor.contiguous() for key, tensor in ours.tensors.items()}
                 write_draft(converted, tensors, ours.config, metadata=ours.metadata)
     except OSError as error:
-        raise UserError(f"The draft {name} could not be converted ({error}).", ANOTHER_CACHE) from error
+        raise UserError(
+            f"The draft {name} could not be converted ({error}).", writing_remedy(error, SET_CACHE)
+        ) from error
     return converted
 
 

@@ -12,6 +12,8 @@ import torch
 
 from eagle_kit.core.errors import UserError
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def load_token_map(path: str | Path, vocab_size: int) -> torch.Tensor:
     """Target ids int64 ``[Vd]`` in the order of the file.
@@ -27,6 +29,7 @@ def load_token_map(path: str | Path, vocab_size: int) -> torch.Tensor:
     path = Path(path)
     ids = _read(path)
     if isinstance(ids, torch.Tensor):
+        _check_tensor(ids, path, vocab_size)
         ids = ids.tolist()
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise UserError(f"The token map {path} is not a list of token ids.", "Give a list of whole numbers.")
@@ -44,8 +47,25 @@ def load_token_map(path: str | Path, vocab_size: int) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def _check_tensor(ids: torch.Tensor, path: Path, vocab_size: int) -> None:
+    """Raise UserError before a tensor becomes a list that is larger than its file, or cannot become one."""
+    is_list = ids.layout is torch.strided and ids.device.type == "cpu" and ids.dim() == 1
+    if not is_list or ids.dtype not in INTEGERS:
+        raise UserError(f"The token map {path} is not a list of token ids.", "Give a list of whole numbers.")
+    if len(ids) > vocab_size:
+        raise UserError(
+            f"The token map {path} has {len(ids)} ids, and the target has {vocab_size}.",
+            "Use the map that was made for this target.",
+        )
+
+
 def _read(path: Path) -> Any:
     """Whatever the file holds; of a safetensors file its only tensor."""
+    if path.exists() and not path.is_file():
+        raise UserError(
+            f"The token map {path} cannot be read: it is not a file.",
+            "Give a .pt, .safetensors or .json file.",
+        )
     try:
         match path.suffix.lower():
             case ".json":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.process import INTERRUPTED, num_cores
+from eagle_kit.core.process import INTERRUPTED, end_with_parent, num_cores
 
 POLL_S = 0.5
 STOPPED = (INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
@@ -41,7 +41,12 @@ class Job:
         with self.log.open("ab") as file:
             self.begin = file.tell()
             return subprocess.Popen(
-                self.words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+                self.words,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+                preexec_fn=end_with_parent(),
             )
 
     def failure(self, code: int) -> UserError:

@@ -22,7 +22,15 @@ from typing import Any
 
 from eagle_kit.cli.jobs import STOPPED, interruptible
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_writable, read_object, remove, sole_writer, write_json_atomically
+from eagle_kit.core.files import (
+    check_writable,
+    read_object,
+    remove,
+    sole_writer,
+    write_json_atomically,
+    write_text_atomically,
+)
+from eagle_kit.core.process import end_with_parent
 from eagle_kit.train.plan.budget import (
     OWN_PHASE,
     RAW_PHASE,
@@ -396,7 +404,7 @@ class Making:
             },
             "judge": {"every": every if judged else 0, "prompts": HELD_OUT, "max_tokens": 64},
         }
-        path.write_text(yaml.safe_dump(raw, sort_keys=False))
+        write_text_atomically(path, yaml.safe_dump(raw, sort_keys=False))
         return path
 
     def _train(self, config: Path) -> tuple[str, ...]:
@@ -468,7 +476,7 @@ class Making:
         lines += ["| stage | minutes |", "|---|--:|"]
         lines += [f"| {stage} | {seconds / 60:.1f} |" for stage, seconds in spent.items()]
         lines += [f"| all | {self._spent_s / 60:.1f} |", "", f"Commands: {COMMANDS}.", ""]
-        (self.out / REPORT).write_text("\n".join(lines))
+        write_text_atomically(self.out / REPORT, "\n".join(lines))
         print("\n".join(lines))
         print(f"The draft is in {self.draft}: eagle-kit serve {self.draft} {' '.join(self._target())}")
 
@@ -487,7 +495,7 @@ def _rate_without_capture(row: dict[str, Any]) -> float:
 def _call(words: Sequence[str]) -> int:
     """Run a command on this terminal; when it is interrupted, it saves, and is waited for."""
     patient = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S)}
-    process = subprocess.Popen(words, start_new_session=True, env=patient)
+    process = subprocess.Popen(words, start_new_session=True, env=patient, preexec_fn=end_with_parent())
     try:
         return process.wait()
     except KeyboardInterrupt:

@@ -27,6 +27,9 @@ SHAPE_DEFAULTS = SpecShape(5, 4, 8)
 PLANNED_GPU = "h100-80g"
 KEY_VARIABLE = "EAGLE_KIT_API_KEY"
 SERVER_FLAGS = {
+    "host": "--host",
+    "allowed_host": "--allowed-host",
+    "forwarded_allow_ips": "--forwarded-allow-ips",
     "api_key": "--api-key",
     "model_name": "--served-model-name",
     "max_queued": "--max-queued-requests",
@@ -86,7 +89,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpu", metavar="KIND", help=f"kind of GPU of --plan (default {PLANNED_GPU})")
     http = parser.add_argument_group("HTTP")
-    http.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
     add_flags(http, ServerConfig, SERVER_FLAGS)
     spec = parser.add_argument_group("speculation")
@@ -124,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--gpu is of --plan, which was not given.", "Give both, or --device.")
     from eagle_kit.data.chat.reply.choice import check_names
     from eagle_kit.serve.api.app import check_packages, create_app
+    from eagle_kit.serve.api.hosts import is_loopback
     from eagle_kit.serve.api.server import bind, run_forever
     from eagle_kit.serve.api.startup import find_model, warnings_as_lines
     from eagle_kit.serve.llm import LLM
@@ -131,11 +134,15 @@ def run(args: argparse.Namespace) -> int:
 
     check_packages()
     args.model_name = Path(args.model).resolve().name if args.model_name is None else args.model_name
+    if args.api_key is not None:
+        say(f"warning: other users of this machine see the --api-key; set ${KEY_VARIABLE} instead.")
     args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     server_config = options_of(args, ServerConfig, SERVER_FLAGS)
     check_names(server_config.reasoning_parser, server_config.tool_call_parser)
     is_first = config.tensor_parallel == 1 or not launched_rank()
-    sock = bind(args.host, args.port) if is_first else None
+    sock = bind(server_config.host, args.port) if is_first else None
+    if is_first and server_config.api_key is None and not is_loopback(server_config.host):
+        say(f"warning: whoever reaches this machine may use the server; set a key as ${KEY_VARIABLE}.")
     draft, target = (args.model, args.target) if args.draft is None else (args.draft, args.model)
     model = check_algorithm(args, find_model(draft, target, DEFAULT_TARGET))
     try:

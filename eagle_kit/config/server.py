@@ -1,12 +1,15 @@
 """Options of the HTTP server. Torch-free."""
 
+import ipaddress
+import re
 from typing import Literal
 
 from pydantic import Field, field_validator
 
 from eagle_kit.config.options import Options
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 
+HOST_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 WarmUpExtent = Literal["all", "usual", "none"]
 
 
@@ -16,7 +19,14 @@ class ServerConfig(Options):
     Attributes:
         model_name: name that /v1/models lists and requests may give; default the last part of the model's
             path.
-        api_key: bearer token that clients must send; default $EAGLE_KIT_API_KEY, or none.
+        host: address to listen on.
+        allowed_host: names, separated by commas, that the headers Host and Origin of requests may hold
+            besides those of loopback. Without it the headers are checked where no key is set and the server
+            listens on loopback.
+        forwarded_allow_ips: addresses or networks of proxies, separated by commas, whose X-Forwarded-For
+            names the client; without it the header is not read.
+        api_key: bearer token that clients must send; default $EAGLE_KIT_API_KEY, or none. Other users of the
+            machine see a key that is given here, and not one of the environment.
         max_queued: requests that may wait besides those that run; more get 503.
         max_parallel_per_client: replies that one client may have in progress; more get 429.
         max_requests_per_minute: requests of one client per minute; more get 429.
@@ -34,6 +44,9 @@ class ServerConfig(Options):
     """
 
     model_name: str
+    host: str = "127.0.0.1"
+    allowed_host: str | None = None
+    forwarded_allow_ips: str | None = None
     api_key: str | None = None
     max_queued: int = Field(default=256, ge=0)
     max_parallel_per_client: int | None = Field(default=None, ge=1)
@@ -51,6 +64,36 @@ class ServerConfig(Options):
             raise UserError("The served model's name is empty.", "Give some text.")
         return name
 
+    @field_validator("allowed_host")
+    @classmethod
+    def _names_are_hosts(cls, text: str | None) -> str | None:
+        for name in () if text is None else text.split(","):
+            if not (HOST_NAME.fullmatch(name.strip()) or _is_address(name.strip().strip("[]"))):
+                raise UserError(
+                    f"The allowed host {shown(name)} is no name of a host.",
+                    "Give names or addresses without a scheme or a port, separated by commas.",
+                )
+        return text
+
+    @field_validator("forwarded_allow_ips")
+    @classmethod
+    def _proxies_are_addresses(cls, text: str | None) -> str | None:
+        for name in () if text is None else text.split(","):
+            try:
+                ipaddress.ip_network(name.strip())
+            except ValueError:
+                raise UserError(
+                    f"The proxy {shown(name)} is no address or network.",
+                    "Give those of your proxies, such as 127.0.0.1 or 10.0.0.0/24, separated by commas.",
+                ) from None
+        return text
+
+    @property
+    def host_names(self) -> frozenset[str]:
+        """Names of :attr:`allowed_host`, in lower case."""
+        given = (self.allowed_host or "").split(",")
+        return frozenset(name.strip().strip("[]").rstrip(".").lower() for name in given if name.strip())
+
     @field_validator("api_key")
     @classmethod
     def _key_fits_a_header(cls, key: str | None) -> str | None:
@@ -61,3 +104,11 @@ class ServerConfig(Options):
                 "without a key.",
             )
         return key
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

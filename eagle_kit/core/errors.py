@@ -30,6 +30,11 @@ def in_seconds(count: float) -> str:
     return f"{count:g} second{'' if count == 1 else 's'}"
 
 
+def cut(text: str, most: int = 200) -> str:
+    """``text``, or its first ``most`` characters and an ellipsis."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def shown(value: object) -> str:
     """``repr`` of a value that a user gave, cut to 60 characters."""
     text = repr(value)

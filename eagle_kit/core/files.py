@@ -3,8 +3,10 @@
 import errno
 import json
 import os
+import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,24 +14,57 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.process import is_alive
 
-ANOTHER_FOLDER = "Free some space or choose another folder."
+CHOOSE_ANOTHER = "choose another folder"
+ANOTHER_FOLDER = f"Free some space, or {CHOOSE_ANOTHER}."
 COPY_AGAIN = "Copy it again from its source."
 MAX_TEXT = 1 << 28
 """Bytes of the largest text file that is read whole."""
+OS_ERROR = re.compile(r"os error (\d+)")
+"""Number of a system's error in the text of one from Rust, as safetensors raises it."""
+NO_SPACE = {str(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
+NOT_WRITABLE = {str(number) for number in (errno.EROFS, errno.EACCES, errno.EPERM)}
 
 
 def cache_folder() -> Path:
     """Cache folder: ``EAGLE_KIT_CACHE``, or ``eagle_kit`` in the user's cache folder."""
     root = os.environ.get("EAGLE_KIT_CACHE")
     if root:
-        return Path(root).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "eagle_kit"
+        return expand(root)
+    return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "eagle_kit"
+
+
+def expand(path: str | Path) -> Path:
+    """``path`` with the home folder in place of ``~``. Raises UserError where no such folder is known."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise UserError(
+            f"The home folder in {str(path)!r} is not known.",
+            "Set HOME, or give the whole path; EAGLE_KIT_CACHE is that of the cache.",
+        ) from None
+
+
+def writing_remedy(error: Exception, otherwise: str) -> str:
+    """What to do where ``error`` kept a file from being written.
+
+    Args:
+        otherwise: the other way out, such as "choose another folder".
+    """
+    numbers = {str(getattr(error, "errno", None)), *OS_ERROR.findall(str(error))}
+    if numbers & NO_SPACE:
+        return f"Free some space, or {otherwise}."
+    if numbers & NOT_WRITABLE:
+        return f"Make it writable, or {otherwise}."
+    return f"{otherwise[0].upper()}{otherwise[1:]}."
 
 
 def read_text(path: Path, remedy: str = COPY_AGAIN, max_bytes: int = MAX_TEXT) -> str:
     """Read UTF-8 text of at most ``max_bytes``. Raises UserError."""
+    if path.is_fifo() and os.path.exists(os.path.realpath(path)):  # not that of a shell's <(command)
+        raise UserError(f"{path} is a pipe, which may never end.", remedy)
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes + 1)
@@ -67,6 +102,14 @@ def read_json(path: Path, remedy: str = COPY_AGAIN) -> Any:
     return value
 
 
+def check_name(name: str, where: Path) -> None:
+    """Raise UserError unless ``name``, which the file ``where`` gives, is that of a file beside it."""
+    if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
+        raise UserError(
+            f"{where} names the file {shown(name)}, which is not a name of a file in its folder.", COPY_AGAIN
+        )
+
+
 def is_unicode(text: str) -> bool:
     """True if ``text`` can be written: it has no lone surrogate."""
     try:
@@ -99,6 +142,26 @@ def check_writable(folder: Path, remedy: str) -> None:
         raise UserError(f"The folder {place} cannot be written to.", remedy)
 
 
+def why_unsafe(path: Path) -> str | None:
+    """Why code in ``path`` may be that of another user, as a clause; None where it cannot be.
+
+    Others can write to it, own it, or can rename a folder above it.
+    """
+    if not hasattr(os, "geteuid"):
+        return None
+    path = path.resolve()
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return "it belongs to another user"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return "other users can write to it"
+    for parent in path.parents:
+        mode = parent.stat().st_mode
+        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            return f"any user can rename what is in {parent}"
+    return None
+
+
 def check_disk_space(folder: Path, num_bytes: int, remedy: str = ANOTHER_FOLDER) -> None:
     """Raise UserError when the disk of ``folder`` has less than ``num_bytes`` free."""
     free = shutil.disk_usage(nearest_folder(folder)).free
@@ -129,7 +192,8 @@ def sole_writer(of: Path, lock: Path) -> Iterator[None]:
             raise UserError(f"Another process is writing to {of}.", "Wait for it, or stop it.") from None
         except OSError as error:
             raise UserError(
-                f"{lock} cannot be written: {error.strerror or error}.", ANOTHER_FOLDER
+                f"{lock} cannot be written: {error.strerror or error}.",
+                writing_remedy(error, CHOOSE_ANOTHER),
             ) from error
         try:
             yield
@@ -165,13 +229,19 @@ def replacing(path: Path) -> Iterator[Path]:
 
     A reader sees what was there before or all of the new, whose bytes are on the disk first. When the body
     raises, what was there stays and the new is deleted; a killed process leaves ``.NAME.HOST.PID.partial``,
-    and between two renames of a folder what was there before as ``.NAME.HOST.PID.old``.
+    and between two renames of a folder what was there before as ``.NAME.HOST.PID.old``, which the next call
+    puts back. A link stays, and its target is replaced. Modes and owners of what was there are kept.
+
+    Raises:
+        UserError: ``path`` is a device, a pipe or a socket.
     """
+    path = _link_target(path)
+    tidy(path)
     work, old = _beside(path, "partial"), _beside(path, "old")
-    remove(work)
     try:
         yield work
         _sync(work)
+        _keep_modes(path, work)
         if work.is_dir() and path.is_dir():  # a file never takes the place of a folder
             path.rename(old)
         work.replace(path)
@@ -186,8 +256,9 @@ def replacing(path: Path) -> Iterator[Path]:
 def making(folder: Path) -> Iterator[Path]:
     """Yield a path beside ``folder`` to make a folder at, and put it in its place at the end, unless another
     process was first: its folder stays, whole at any moment."""
+    folder = _link_target(folder)
+    tidy(folder)
     work = _beside(folder, "partial")
-    remove(work)
     try:
         yield work
         _sync(work)
@@ -198,6 +269,51 @@ def making(folder: Path) -> Iterator[Path]:
                 raise
     finally:
         remove(work)
+
+
+def tidy(path: Path) -> None:
+    """Put right what processes of this machine left that ended while they replaced ``path``.
+
+    What was there before them is put back where nothing is now; anything else of them is deleted.
+    """
+    try:
+        names = os.listdir(path.parent)
+    except FileNotFoundError:
+        return
+    start = f".{path.name}.{socket.gethostname()}."
+    for name in sorted(names):  # of a process, .old comes before .partial
+        process, _, kind = name.removeprefix(start).partition(".")
+        if not (name.startswith(start) and process.isdecimal() and kind in ("old", "partial")):
+            continue
+        if int(process) != os.getpid() and is_alive(int(process)):
+            continue
+        left = path.with_name(name)
+        if kind == "old" and not path.exists():
+            left.rename(path)
+        else:
+            remove(left)
+
+
+def _link_target(path: Path) -> Path:
+    """``path``, or what it is a link to. Raises UserError for what is neither a file nor a folder."""
+    path = Path(os.path.realpath(path))
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"{path} is neither a file nor a folder.", "Give the path of a file or a folder.")
+    return path
+
+
+def _keep_modes(path: Path, work: Path) -> None:
+    """Give ``work``, and files in it, mode and owner of what is at their places in ``path``."""
+    for new in (work, *work.rglob("*")) if work.is_dir() else (work,):
+        before = path / new.relative_to(work)
+        if before.is_file() != new.is_file() or before.is_dir() != new.is_dir():
+            continue
+        found = before.stat()
+        made = new.stat()
+        if (found.st_uid, found.st_gid) != (made.st_uid, made.st_gid):
+            with suppress(OSError):  # only root can give a file to another user
+                os.chown(new, found.st_uid, found.st_gid)
+        new.chmod(stat.S_IMODE(found.st_mode))
 
 
 def _beside(path: Path, kind: str) -> Path:
@@ -214,15 +330,17 @@ def _sync(written: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a file, or a folder with all in it; one that is not there is no error."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
-    elif path.exists():
+    elif path.exists() or path.is_symlink():
         path.unlink()
 
 
 def write_bytes_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` so that a reader sees the old file or the new one, never a part."""
     with replacing(path) as work:
+        if path.is_file():  # what is private is private from the first byte on
+            work.touch(0o600)
         work.write_bytes(data)
 
 

@@ -1,8 +1,11 @@
 """CPU cores and threads of the process, and its end."""
 
+import ctypes
 import os
+import signal
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
@@ -15,6 +18,8 @@ milliseconds, and beside any other program two threads are slower than one; asle
 of their speed on a quiet machine. Figures are in docs/training.md."""
 IS_OURS = "EAGLE_KIT_SPINCOUNT"
 """Set where this package has set how long threads wait, for processes that are started from here."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's ``prctl``: the signal that a process gets when its parent has ended."""
 _is_late = False
 
 
@@ -58,6 +63,36 @@ def busy_cores() -> float:
 def is_busy() -> bool:
     """Return True if more than half of the cores were busy."""
     return busy_cores() > 0.5 * num_cores()
+
+
+def is_alive(process: int) -> bool:
+    """Return True if a process of this machine has the id ``process``."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # of another user
+        return True
+    return True
+
+
+def end_with_parent() -> Callable[[], None] | None:
+    """Make a ``preexec_fn`` by which a child gets SIGTERM when the thread that starts it has ended, however
+    that ends; None where the system is not Linux.
+
+    A child in a session of its own would live on after ``kill -9`` of its parent and hold its files.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    set_option = ctypes.CDLL(None).prctl  # found here: a child that was forked may not load libraries
+    parent = os.getpid()
+
+    def end_it() -> None:
+        set_option(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it has ended meanwhile
+            os._exit(1)
+
+    return end_it
 
 
 def end_at_once(code: int) -> NoReturn:

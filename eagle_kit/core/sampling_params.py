@@ -51,6 +51,8 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit for every occurrence in the reply.
         presence_penalty: subtracted from the logit of every token that is in the reply.
         logit_bias: token id -> number added to its logit.
+        allowed_token_ids: tokens that the reply may have, at least one; None allows all. The reply ends by
+            itself only where one of the model's end tokens is among them. Not together with ``grammar``.
         logprobs: number of most likely alternatives to report besides the sampled token, 0 to 20; None
             reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before all of the
             above.
@@ -73,6 +75,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -102,6 +105,10 @@ class SamplingParams:
             raise UserError(f"seed is {self.seed}.", "Give a 64-bit whole number.")
         if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
             raise UserError("logit_bias has a number that is not finite.", "Give finite numbers.")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise UserError("allowed_token_ids is empty.", "Leave it out, or name a token.")
+        if self.allowed_token_ids is not None and self.grammar is not None:
+            raise UserError("allowed_token_ids and a grammar exclude each other.", "Leave out one of them.")
         if any(not text for text in self.stop):
             raise UserError("A stop text is empty.", "Leave it out, or give some text.")
 
@@ -109,6 +116,11 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         """True if every token is the most likely one."""
         return self.temperature == 0.0
+
+    @property
+    def has_bias(self) -> bool:
+        """True if numbers that do not depend on other tokens are added to logits."""
+        return bool(self.logit_bias) or self.allowed_token_ids is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -5,6 +5,7 @@ from typing import Any
 
 from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import expand
 from eagle_kit.data.chat.dataset import PreparedData, load_prepared, prepare_dataset
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
@@ -28,7 +29,7 @@ def load_packed_data(
     """
     if settings.store is None:
         return prepare_dataset(settings, tokenizer, draft_vocab_size, vocab_map, progress=progress)
-    folder = Path(settings.store).expanduser()
+    folder = expand(settings.store)
     manifest = need_manifest(folder)
     remedy = "Restore the setting, or capture anew with eagle-kit data capture."
     check_fields(

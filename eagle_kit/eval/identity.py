@@ -6,6 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 from eagle_kit.core.output import RequestOutput
+from eagle_kit.serve.token_names import TokenNames
 
 
 @dataclass(frozen=True)
@@ -68,4 +69,4 @@ def _shown(token: int | None, text: str) -> str:
 def _token_text(engine: Any, token: int | None) -> str:
     if token is None or engine.tokenizer is None:
         return ""
-    return str(engine.tokenizer.decode([token]))
+    return TokenNames(engine.tokenizer).of(token)[0]

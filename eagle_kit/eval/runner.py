@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_json_atomically
+from eagle_kit.core.files import sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.tasks.sets import Task, load_tasks
 from eagle_kit.eval.answers import (
@@ -28,6 +28,7 @@ from eagle_kit.report.plots import require_matplotlib
 NAMED = ("max_batch_size", "dtype", "device", "max_context")
 """Options of the engine that are always in the settings. Other options are in them unless they have their
 defaults. The engine's seed is never in them, since greedy decoding does not use it."""
+LOCK = ".lock"
 MOST_RECORDED = 8
 """Settings, plain decoding included, whose engines may keep recordings of cycles: up to 0.4 GB each."""
 
@@ -86,34 +87,39 @@ def run_eval(
         **engine.model_dump(mode="json", exclude={*NAMED, "seed"}, exclude_defaults=True),
         **_speed_settings(),
     }
-    store = AnswerStore(Path(out), settings, runs)
-    params = SamplingParams(max_tokens=config.max_tokens)
-    decoder = Decoder(loaded, runs, params, engine.max_batch_size, store, show_progress=not quiet)
-    if decoder.num_pending:
-        if engines is None:
-            records = len(runs) <= MOST_RECORDED
-            if not (records or quiet):
-                print(f"note: cycles on a CPU are not recorded, {len(runs)} settings would keep too many.")
-            engines = functools.partial(make_engines, config=engine, records=records)
-        made = dict(zip([None, *drafts], engines(str(target), list(map(str, places.values()))), strict=True))
-        check_prompts(made[None], loaded)
-        where, real_dtype = place(made[None])
-        store.start(
-            {
-                "target": {"name": _public_name(target), "device": where, "dtype": real_dtype},
-                "machine": describe_machine(where),
-                "versions": describe_versions(),
-                "command": command or command_line(),
-                "date": now(),
-            }
+    with sole_writer(Path(out), Path(out) / LOCK):
+        store = AnswerStore(Path(out), settings, runs)
+        params = SamplingParams(max_tokens=config.max_tokens)
+        decoder = Decoder(loaded, runs, params, engine.max_batch_size, store, show_progress=not quiet)
+        if decoder.num_pending:
+            if engines is None:
+                records = len(runs) <= MOST_RECORDED
+                if not (records or quiet):
+                    print(
+                        f"note: cycles on a CPU are not recorded, {len(runs)} settings would keep too many."
+                    )
+                engines = functools.partial(make_engines, config=engine, records=records)
+            made = dict(
+                zip([None, *drafts], engines(str(target), list(map(str, places.values()))), strict=True)
+            )
+            check_prompts(made[None], loaded)
+            where, real_dtype = place(made[None])
+            store.start(
+                {
+                    "target": {"name": _public_name(target), "device": where, "dtype": real_dtype},
+                    "machine": describe_machine(where),
+                    "versions": describe_versions(),
+                    "command": command or command_line(),
+                    "date": now(),
+                }
+            )
+            try:
+                decoder.run(made)
+            finally:
+                made[None].close()
+        return _finish(
+            store, runs, loaded, {name: str(path) for name, path in drafts.items()}, config.plots, quiet
         )
-        try:
-            decoder.run(made)
-        finally:
-            made[None].close()
-    return _finish(
-        store, runs, loaded, {name: str(path) for name, path in drafts.items()}, config.plots, quiet
-    )
 
 
 def _finish(

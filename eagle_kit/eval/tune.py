@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import torch
 
+from eagle_kit.checkpoints.torch_file import save_torch_file
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object, remove, replacing, sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
@@ -178,7 +179,7 @@ class _Work:
         rest = part.confidence, part.truth, list(part.lengths)
         data = kind, part.steps, part.topk, list(part.candidates), *rest
         with replacing(self._place / f"recording-{number}.pt") as path:
-            torch.save(data, path)
+            save_torch_file(data, path)
 
     def timings(self) -> dict[Visit, list[Timing]]:
         """Read the timings by visit."""

@@ -82,9 +82,7 @@ def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> boo
 
 def _need_cpp() -> None:
     if not cpp.available():
-        raise UserError(
-            f"The operations in C++ are not at hand: {cpp.problem()}.", "Set CXX to a C++ compiler."
-        )
+        raise cpp.problem() or UserError("The operations in C++ are not at hand.", cpp.ANOTHER_COMPILER)
 
 
 def _is_plain_fp32(tensor: torch.Tensor) -> bool:

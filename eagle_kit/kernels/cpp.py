@@ -15,6 +15,7 @@ cache folder. Tried with GCC 12 on Linux, and compiled by clang.
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,17 +23,31 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from eagle_kit.core.files import cache_folder, replacing, taking_turns
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import (
+    cache_folder,
+    expand,
+    remove,
+    replacing,
+    taking_turns,
+    why_unsafe,
+    write_text_atomically,
+)
 
 SOURCES = ("linear.cpp", "attention.cpp", "layers.cpp", "logits.cpp", "rows.cpp")
 HEADERS = ("threads.h", "vectors.h")
 FOLDER = Path(__file__).parent / "csrc"
+ANOTHER_COMPILER = "Set CXX to a C++ compiler for C++20."
+REMOVE_CAUSE = "Remove that cause, or set CXX to a C++ compiler for C++20."
+SOURCE_ERROR = re.compile(r":\d+(:\d+)?: error: ")
+"""An error at a place of a source. Fatal errors are of files that cannot be written or found."""
 COMPARED_ROWS, MANY_ROWS, COMPARED_TERMS = 29, 97, 200
 """As many rows as two blocks of the products have, and more; as many as have blocks that fetch nothing; and
 as many terms as two chunks have, and more."""
@@ -44,24 +59,26 @@ def available() -> bool:
     machine has not, which takes some seconds, and warns where it cannot."""
     found = problem()
     if found is not None and not _is_refused():
-        warnings.warn(
-            f"Decoding on this CPU is slower than it could be: {found}. Set CXX to a C++ compiler.",
-            stacklevel=2,
-        )
+        warnings.warn(f"Decoding on this CPU is slower than it could be. {found}", stacklevel=2)
     return found is None
 
 
 @cache
-def problem() -> str | None:
+def problem() -> UserError | None:
     """Say why the operations are not at hand; None where they are."""
     if _is_refused():
-        return "EAGLE_KIT_CPP is 0"
+        return UserError("EAGLE_KIT_CPP is 0.", "Unset it.")
     if not hasattr(torch.ops.eagle_kit_cpp, "linear"):  # two copies in a process cannot be
         try:
             _load(shlex.split(os.environ.get("CXX", "")) or _default_compiler())
+        except UserError as error:
+            return error
         except (OSError, RuntimeError, ValueError) as error:
-            return str(error).partition("\n")[0]
-    return None if _sums_in_one_order() else "its C++ compiler adds up in another order for other rows"
+            reason = str(error).partition("\n")[0]
+            return UserError(f"The operations in C++ cannot be compiled: {reason}.", REMOVE_CAUSE)
+    if not _sums_in_one_order():
+        return UserError("The C++ compiler adds up in another order for other rows.", ANOTHER_COMPILER)
+    return None
 
 
 def is_loaded() -> bool:
@@ -72,7 +89,7 @@ def is_loaded() -> bool:
 def compiled_folder() -> Path:
     """Folder of what was compiled: ``EAGLE_KIT_CPP``, or ``cpp`` of the cache folder."""
     place = os.environ.get("EAGLE_KIT_CPP")
-    return Path(place).expanduser() if place else cache_folder() / "cpp"
+    return expand(place) if place else cache_folder() / "cpp"
 
 
 def halves_in_turns(panels: torch.Tensor) -> torch.Tensor:
@@ -92,29 +109,73 @@ def _default_compiler() -> list[str]:
 
 
 def _load(compiler: list[str]) -> None:
-    """Load the library for this machine, compiled where the cache has none that can be loaded."""
+    """Load the library for this machine, compiled where the cache has none that can be loaded.
+
+    Only what this user or root has written is loaded, from a folder in which nobody else can write.
+
+    Raises:
+        UserError: others can write to the folder, or the compiler does not take the sources.
+        RuntimeError: the compiler fails for another reason, which may not be there the next time.
+        OSError: the folder cannot be written, or what was compiled cannot be loaded.
+    """
+    # The library and its folder.
     command = [*compiler, *_flags()]
     version = _run([*compiler, "--version"])
-    library = compiled_folder() / f"{_key([*command, version])}.so"
-    library.parent.mkdir(parents=True, exist_ok=True)
-    failed = library.with_suffix(".failed")
+    folder = compiled_folder()
+    library = folder / f"{_key([*command, version])}.so"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    if (reason := why_unsafe(folder)) is not None:
+        raise UserError(
+            f"The folder of compiled operations, {folder}, is not used, since {reason}.",
+            "Take that access away, or set EAGLE_KIT_CPP to a folder that is yours alone.",
+        )
+
+    # It is compiled once, and again where it is of another system, or cut off.
     for attempt in range(2):
-        with taking_turns(library):
-            if failed.exists():
-                raise RuntimeError(failed.read_text())
-            if not library.exists():
-                try:
-                    _compile(command, library)
-                except RuntimeError as error:
-                    failed.write_text(str(error))
-                    raise
+        if not _is_ours(library):
+            with taking_turns(library):
+                _compile_once(command, library)
         try:
             torch.ops.load_library(str(library))
             return
         except OSError:
             if attempt:
                 raise
-            library.unlink(missing_ok=True)  # of another system, or cut off
+            library.unlink(missing_ok=True)
+
+
+def _compile_once(command: list[str], library: Path) -> None:
+    """Compile where another process has not meanwhile, and note an error in the sources, which would come
+    again each time. Any other failure, such as a full disk or a compiler that was killed, is not noted."""
+    if _is_ours(library):
+        return
+    failed = library.with_suffix(".failed")
+    if _is_ours(failed):
+        raise _refuses_sources(failed.read_text(), failed)
+    for planted in (library, failed):
+        remove(planted)
+    try:
+        _compile(command, library)
+    except SourceError as error:
+        with suppress(OSError):  # then it is found again the next time
+            write_text_atomically(failed, str(error))
+            failed.chmod(0o644)
+        raise _refuses_sources(str(error), failed) from None
+    library.chmod(0o755)
+
+
+def _is_ours(path: Path) -> bool:
+    """Return True for a file that is there and can be written by this user and root alone."""
+    return path.is_file() and why_unsafe(path) is None
+
+
+def _refuses_sources(reason: str, failed: Path) -> UserError:
+    return UserError(
+        f"The operations in C++ cannot be compiled: {reason}.",
+        f"{ANOTHER_COMPILER[:-1]}; to try the same one again, delete {failed}.",
+    )
 
 
 def _compile(command: list[str], library: Path) -> None:
@@ -130,6 +191,10 @@ def _compile(command: list[str], library: Path) -> None:
         _run([*command, "-shared", *objects, "-o", str(path), *links])
 
 
+class SourceError(RuntimeError):
+    """The compiler does not take a source, and will not the next time."""
+
+
 def _run(command: list[str]) -> str:
     """Run a compiler -> what it says. Raises RuntimeError with its first error, and OSError."""
     environment = {**os.environ, "LC_ALL": "C"}
@@ -137,7 +202,8 @@ def _run(command: list[str]) -> str:
     if done.returncode:
         lines = done.stderr.splitlines()
         said = next((line for line in lines if "error" in line), lines[0] if lines else "it says nothing")
-        raise RuntimeError(f"{command[0]} fails: {said.strip()}")
+        is_of_source = done.returncode > 0 and SOURCE_ERROR.search(said)
+        raise (SourceError if is_of_source else RuntimeError)(f"{command[0]} fails: {said.strip()}")
     return done.stdout
 
 

@@ -7,6 +7,7 @@ product before it adds to it.
 """
 
 import inspect
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -87,6 +88,35 @@ def repair() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
 
     interpreter._patch_lang_tensor = patch
+    patch_language = interpreter._patch_lang
+
+    def patch_language_once(function: Any) -> Any:
+        # The interpreter's own patches all of the language again for each call of a function by a kernel.
+        modules = [tl, tl.core] if _imports(function, tl.core) else [tl]
+        if any(tl.core.is_builtin(module.load) for module in modules):  # not patched
+            return patch_language(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_language_once
+    plain_dtype = interpreter._get_np_dtype
+    numpy_dtypes: dict[Any, np.dtype[Any]] = {}
+
+    def numpy_dtype(kind: Any) -> np.dtype[Any]:
+        # The interpreter's own makes a table of all types for each value.
+        scalar = kind.scalar
+        if isinstance(scalar, tl.pointer_type):
+            return np.dtype(np.uint64)
+        if scalar not in numpy_dtypes:
+            numpy_dtypes[scalar] = plain_dtype(scalar)
+        return numpy_dtypes[scalar]
+
+    interpreter._get_np_dtype = numpy_dtype
     builder.cast_impl, builder.create_fp_to_fp, builder.create_dot = cast, convert, dot
     builder.create_fma = multiply_add
     builder.is_repaired = True
+
+
+@cache
+def _imports(function: Any, module: Any) -> bool:
+    """Return True if a kernel's file has imported a module."""
+    return any(value is module for value in function.__globals__.values())

@@ -31,13 +31,15 @@ class StandaloneKind(DraftKind):
         """See :class:`~eagle_kit.kinds.kind.DraftKind`: vocabulary, tokenizer, context."""
         folder = Path(files.where)
         draft = read_target_config(folder)
-        for name, check in (("layers", _check_layers), ("vocabulary", _check_vocabulary)):
-            try:
-                check(draft, target.config)
-            except UserError as error:
-                return [Finding("error", name, error.cause, error.remedy)]
+        try:
+            _check_layers(draft, target.config)
+        except UserError as error:
+            return [Finding("error", "layers", error.cause, error.remedy)]
+        vocabulary = _check_vocabulary(folder, draft, target)
+        if vocabulary.level == "error":
+            return [vocabulary]
         return [
-            Finding("ok", "vocabulary", f"{draft.vocab_size}, as the target's."),
+            vocabulary,
             _check_tokenizer(folder, target.folder),
             check_context(draft.max_position_embeddings, target.config),
             _check_weights(files),
@@ -46,15 +48,14 @@ class StandaloneKind(DraftKind):
     def draft_model(
         self, files: DraftFiles, target: Target, token_map: torch.Tensor | None = None
     ) -> StandaloneDraftModel:
-        """See :class:`~eagle_kit.kinds.kind.DraftKind`. Only sizes are compared: ids that mean other tokens
-        keep the output right and are hardly ever accepted."""
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`. Tokenizers are not compared: ids that mean other
+        tokens keep the output right and are hardly ever accepted."""
         weight = target.embed_tokens.weight
         config = read_target_config(Path(files.where))
         _check_layers(config, target.config)
-        _check_vocabulary(config, target.config)
         model = load_target(files.where, weight.dtype, weight.device)
         pack_weights(model)
-        return StandaloneDraftModel(model, token_map)
+        return StandaloneDraftModel(model, token_map, target.config.vocab_size)
 
 
 STANDALONE = StandaloneKind()
@@ -76,17 +77,31 @@ def _check_layers(draft: TargetConfig, target: TargetConfig) -> None:
         )
 
 
-def _check_vocabulary(draft: TargetConfig, target: TargetConfig) -> None:
-    if draft.vocab_size != target.vocab_size:
-        raise UserError(
-            f"The draft model has a vocabulary of {draft.vocab_size}, the target one of {target.vocab_size}.",
-            OTHER_FAMILY,
-        )
+def _check_vocabulary(folder: Path, draft: TargetConfig, target: TargetFolder) -> Finding:
+    """Compare the numbers of tokens. Another number is the padding of one tokenizer where the ids that both
+    have are the same tokens."""
+    own, others = draft.vocab_size, target.config.vocab_size
+    if own == others:
+        return Finding("ok", "vocabulary", f"{own}, as the target's.")
+    cause = f"The draft model has a vocabulary of {own}, the target one of {others}"
+    try:
+        ids = [_ids_below(min(own, others), model) for model in (folder, target.folder)]
+    except UserError:
+        return Finding("error", "vocabulary", f"{cause}, and a tokenizer is missing.", OTHER_FAMILY)
+    if ids[0] != ids[1]:
+        return Finding("error", "vocabulary", f"{cause}, and their ids are other tokens.", OTHER_FAMILY)
+    return Finding("ok", "vocabulary", f"{own}, the target's {others}; the ids of both are the same tokens.")
+
+
+def _ids_below(count: int, folder: Path) -> dict[str, int]:
+    """Tokens of a tokenizer with an id below ``count``."""
+    return {token: number for token, number in load_tokenizer(folder).get_vocab().items() if number < count}
 
 
 def _check_tokenizer(draft: Path, target: Path) -> Finding:
+    count = min(read_target_config(draft).vocab_size, read_target_config(target).vocab_size)
     try:
-        same = load_tokenizer(draft).get_vocab() == load_tokenizer(target).get_vocab()
+        same = _ids_below(count, draft) == _ids_below(count, target)
     except UserError:
         return Finding("warning", "tokenizer", "a tokenizer is missing.", "Compare them by hand.")
     if same:

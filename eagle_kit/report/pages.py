@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_bytes_atomically, write_text_atomically
+from eagle_kit.core.files import write_bytes_atomically, write_text_atomically, writing_remedy
 from eagle_kit.report.tables import Table
 
 STYLE = (
@@ -55,6 +55,6 @@ def write_page(folder: Path, title: str, parts: Sequence[Table | Picture | str])
     except OSError as error:
         raise UserError(
             f"The report could not be written to {folder}: {error.strerror or error}.",
-            "Free some space, or name another folder with --out.",
+            writing_remedy(error, "name another folder with --out"),
         ) from error
     return page

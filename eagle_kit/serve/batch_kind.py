@@ -67,4 +67,4 @@ def level_of(params: Sequence[SamplingParams]) -> Level:
 
 def adjusts_logits(params: SamplingParams) -> bool:
     """Return True if penalties or biases change a request's logits before they are filtered."""
-    return params.has_penalties or bool(params.logit_bias)
+    return params.has_penalties or params.has_bias

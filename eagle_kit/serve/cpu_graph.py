@@ -19,6 +19,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +65,55 @@ class _Operation(NamedTuple):
     result: Any
 
 
+class _Argument(NamedTuple):
+    name: str
+    default: Any
+    kind: Any
+
+
+class _Signature(NamedTuple):
+    """What a recording needs of an operation's schema, which torch makes anew for each question.
+
+    Attributes:
+        returns: types of the results.
+        takes_tensor: of each argument, whether its type is a tensor.
+    """
+
+    name: str
+    text: str
+    arguments: tuple[_Argument, ...]
+    names: frozenset[str]
+    takes_tensor: tuple[bool, ...]
+    returns: tuple[Any, ...]
+    reads: bool
+
+
+@cache
+def _signature_of(function: Any) -> _Signature:
+    schema = function._schema
+    arguments = tuple(_Argument(each.name, each.default_value, each.type) for each in schema.arguments)
+    return _Signature(
+        name=schema.name,
+        text=str(schema),
+        arguments=arguments,
+        names=frozenset(each.name for each in arguments),
+        takes_tensor=tuple(str(each.kind) == "Tensor" for each in arguments),
+        returns=tuple(each.type for each in schema.returns),
+        reads=bool(READING & set(function.tags)),
+    )
+
+
 class _Recorder(TorchDispatchMode):
     """Mode that records operations and keeps their tensors alive, so that no two have one id."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[_Operation] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch then does not import its compiler, a second of work, to leave this mode out."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func, args):
@@ -82,11 +126,11 @@ class _Recorder(TorchDispatchMode):
 
 def _reads(function: Any, args: tuple[Any, ...]) -> bool:
     """Return True if an operation returns a number, or a tensor whose size depends on numbers."""
-    name = function._schema.name
-    if name == "aten::index":
+    signature = _signature_of(function)
+    if signature.name == "aten::index":
         kinds = [index.dtype for index in args[1] if index is not None]
         return torch.bool in kinds or torch.uint8 in kinds
-    return (name == "aten::where" and len(args) == 1) or bool(READING & set(function.tags))
+    return (signature.name == "aten::where" and len(args) == 1) or signature.reads
 
 
 class _NoReads(TorchFunctionMode):
@@ -219,8 +263,8 @@ class Recording:
                 made.output().setType(torch._C.ListType(element))
                 return made.output()
             if name == "NumberType" and isinstance(given, bool):
-                if schema.name not in WRITING:
-                    raise CaptureError(f"{given} is given to {schema.name} as a number")
+                if signature.name not in WRITING:
+                    raise CaptureError(f"{given} is given to {signature.name} as a number")
                 given = int(given)
             try:
                 return constant(float(given) if name == "FloatType" else given)
@@ -229,20 +273,20 @@ class Recording:
 
         for called, given, kwargs, result in self._operations:
             function, args = _written_as(called, given)
-            schema = function._schema
-            if len(args) > len(schema.arguments) or kwargs.keys() - {each.name for each in schema.arguments}:
-                raise CaptureError(f"{called} was taken for {schema}")
+            signature = _signature_of(function)
+            if len(args) > len(signature.arguments) or kwargs.keys() - signature.names:
+                raise CaptureError(f"{called} was taken for {signature.text}")
             operands = []
-            for place, argument in enumerate(schema.arguments):
-                default = kwargs.get(argument.name, argument.default_value)
-                operands.append(operand(args[place] if place < len(args) else default, argument.type))
-            made = node(schema.name, operands, len(schema.returns))
-            for output, returned in zip(made.outputs(), schema.returns, strict=True):
-                if returned.type.kind() != "TensorType":
-                    output.setType(returned.type)
-            if made.schema() != str(schema):
+            for place, argument in enumerate(signature.arguments):
+                default = kwargs.get(argument.name, argument.default)
+                operands.append(operand(args[place] if place < len(args) else default, argument.kind))
+            made = node(signature.name, operands, len(signature.returns))
+            for output, returned in zip(made.outputs(), signature.returns, strict=True):
+                if returned.kind() != "TensorType":
+                    output.setType(returned)
+            if made.schema() != signature.text:
                 raise CaptureError(f"{function} was taken for {made.schema()}")
-            results = result if len(schema.returns) > 1 else (result,) * len(schema.returns)
+            results = result if len(signature.returns) > 1 else (result,) * len(signature.returns)
             for output, mine in zip(made.outputs(), results, strict=True):
                 if isinstance(mine, list | tuple):
                     unpacked = node("prim::ListUnpack", [output], len(mine))
@@ -294,8 +338,8 @@ def _written_as(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, .
         if args[1] not in VIEWED_TYPES:
             raise CaptureError(f"a view as {args[1]}")
         return torch.ops.eagle_kit_cpu.bits_as.default, (args[0], VIEWED_TYPES.index(args[1]))
-    takes = [str(argument.type) for argument in function._schema.arguments[: len(args)]]
-    if any(kind == "Tensor" and isinstance(x, int | float) for kind, x in zip(takes, args, strict=True)):
+    takes_tensor = _signature_of(function).takes_tensor[: len(args)]
+    if any(takes and isinstance(x, int | float) for takes, x in zip(takes_tensor, args, strict=True)):
         return function.overloadpacket.Scalar, args
     return function, args
 

@@ -231,6 +231,10 @@ class Engine:
         top = self.target.config.vocab_size
         if not all(0 <= token < top for token in request.params.logit_bias):
             raise UserError(f"logit_bias names a token outside 0..{top - 1}.", "Use the target's token ids.")
+        if not all(0 <= token < top for token in request.params.allowed_token_ids or ()):
+            raise UserError(
+                f"allowed_token_ids names a token outside 0..{top - 1}.", "Use the target's token ids."
+            )
         self.prepare(request)
 
     def add_request(self, request: Request) -> None:

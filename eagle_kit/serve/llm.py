@@ -45,7 +45,7 @@ from eagle_kit.serve.options import (
 )
 from eagle_kit.serve.ranks import Group, Start, follow, join_ranks
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.text_stream import TextStream
+from eagle_kit.serve.text_stream import TextContext, TextStream
 from eagle_kit.serve.tune import can_tune, tuned_policy
 from eagle_kit.serve.warm_up import Prepared, warm_up
 from eagle_kit.speculation.propose.choice import drafter_class
@@ -497,12 +497,13 @@ class LLM:
         params: SamplingParams,
         priority: int = 0,
         shown_tokens: frozenset[int] = frozenset(),
+        context: TextContext = TextContext(),  # noqa: B008
     ) -> Request:
         """Make a request for the engine: tokenised, and numbered in the order of the calls; special tokens of
-        ``shown_tokens`` are part of its text."""
+        ``shown_tokens`` are part of its text, which continues the ``context``."""
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens)
+            stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens, context=context)
         elif params.stop:
             raise UserError(
                 "A stop text was given to a model without a tokenizer.", "Pass tokenizer= to LLM."

@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.core.shape import MAX_WINDOW
 from eagle_kit.kernels.rows import append_rows, gather_rows, write_rows
-from eagle_kit.kernels.sampling import LARGEST
+from eagle_kit.kernels.sampling import write_bias
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.serve.batch_kind import adjusts_logits
 from eagle_kit.serve.grammar.masks import num_bytes
@@ -180,13 +180,10 @@ class Slots:
             return
         counts, bias, prompt_mask = self.make_tables(vocab_size)
         self._adjusted.add(slot)
-        counts[slot] = bias[slot] = 0
+        counts[slot] = 0
+        write_bias(bias[slot], params)
         prompt_mask[slot] = False
         prompt_mask[slot].index_fill_(0, to_device(request.prompt_ids, root.device), True)
-        if params.logit_bias:
-            tokens = to_device(list(params.logit_bias), root.device)
-            values = [min(max(value, -LARGEST), LARGEST) for value in params.logit_bias.values()]
-            bias[slot, tokens] = to_device(values, root.device, bias.dtype)
         known = to_device(request.token_ids, root.device) if request.token_ids else root
         counts[slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
 

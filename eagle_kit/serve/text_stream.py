@@ -10,15 +10,86 @@ text ends in ill-formed bytes, which sampling at a high temperature does produce
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_kit.data.chat.reply.parts import len_of_beginning
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_IDS = 32
 """Tokens that may end in an unfinished character before the window is cut; a character has 4 bytes."""
+MAX_UNFINISHED_IDS = 3
+"""Last tokens of a text that may be the beginning of a character."""
+MIN_CONTEXT_IDS = 8
+"""Tokens of a prompt that a reply is decoded behind, where these have a text."""
+MAX_ILL_FORMED_IDS = 64
+"""Tokens of a prompt that are searched for the beginning of a character."""
+
+
+class TextContext(NamedTuple):
+    """End of a prompt that the text of a reply continues.
+
+    Attributes:
+        shown: tokens whose text comes before the reply's.
+        unfinished: the prompt's last tokens, which begin a character; it is part of the reply's text.
+    """
+
+    shown: tuple[int, ...] = ()
+    unfinished: tuple[int, ...] = ()
+
+
+def text_context(
+    tokenizer: Any, prompt_ids: Sequence[int], *, is_text: bool, skip_special_tokens: bool = True
+) -> TextContext:
+    """Select the end of a prompt that a reply has to be decoded behind.
+
+    Args:
+        tokenizer: see :class:`Detokenizer`.
+        prompt_ids: the prompt.
+        is_text: the prompt was tokenised from a text, so its last character is complete.
+        skip_special_tokens: special tokens are no text.
+    """
+    rust = _rust(tokenizer)
+
+    def decode(start: int, stop: int) -> str:
+        return rust.decode(list(prompt_ids[start:stop]), skip_special_tokens=skip_special_tokens)
+
+    # Find the last complete character. A prompt that ends in ill-formed bytes throughout is complete.
+    end = len(prompt_ids)
+    if not is_text:
+        for stop in range(end, max(-1, end - MAX_UNFINISHED_IDS - 1), -1):
+            if not decode(_context_start(decode, stop), stop).endswith(REPLACEMENT):
+                end = stop
+                break
+    return TextContext(tuple(prompt_ids[_context_start(decode, end) : end]), tuple(prompt_ids[end:]))
+
+
+def _context_start(decode: Callable[[int, int], str], stop: int) -> int:
+    """Go back from ``stop`` to where the tokens have a text that begins with a whole character, or over
+    :data:`MAX_ILL_FORMED_IDS` tokens of a text that does not."""
+    size = MIN_CONTEXT_IDS
+    while size < stop:
+        for start in range(stop - size, max(-1, stop - size - 4), -1):
+            text = decode(start, stop)
+            if text and not text.startswith(REPLACEMENT):
+                return start
+        if text and size >= MAX_ILL_FORMED_IDS:
+            return stop - size
+        size *= 2
+    return 0
+
+
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Return the ids of all special tokens."""
+    added = _rust(tokenizer).get_added_tokens_decoder().items()
+    return frozenset(token for token, about in added if about.special)
+
+
+def _rust(tokenizer: Any) -> Any:
+    """Return the Rust tokenizer itself: the wrapper around it costs five times the decoding of a short
+    window."""
+    return getattr(tokenizer, "backend_tokenizer", None) or tokenizer
 
 
 class Detokenizer:
@@ -31,19 +102,22 @@ class Detokenizer:
     Args:
         tokenizer: a fast Hugging Face tokenizer, or anything with its ``decode``.
         shown: special tokens that are text all the same; others are left out.
+        context: end of the prompt that the text continues; empty for a text of its own.
     """
 
-    def __init__(self, tokenizer: Any, shown: frozenset[int] = frozenset()) -> None:
-        # The Rust tokenizer itself: the wrapper around it costs five times the decoding of a short window.
-        self._tokenizer = getattr(tokenizer, "backend_tokenizer", None) or tokenizer
+    def __init__(
+        self,
+        tokenizer: Any,
+        shown: frozenset[int] = frozenset(),
+        context: TextContext = TextContext(),  # noqa: B008
+    ) -> None:
+        self._tokenizer = _rust(tokenizer)
         self._skip = not shown
-        self._hidden: set[int] = set()
-        if shown:
-            added = self._tokenizer.get_added_tokens_decoder().items()
-            self._hidden = {token for token, about in added if about.special} - shown
-        self._window: list[int] = []
-        self._num_shown_ids = 0
-        self._shown = ""
+        self._hidden = special_tokens(tokenizer) - shown if shown else frozenset()
+        self._window = list(context.shown)
+        self._num_shown_ids = len(self._window)
+        self._shown = self._decode(self._window) if self._window else ""
+        self._window += context.unfinished
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Decode further tokens -> their text, without an unfinished character at the end."""
@@ -52,11 +126,18 @@ class Detokenizer:
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             return self._show(text)
-        if len(self._window) - self._num_shown_ids > MAX_HELD_IDS:
-            return self._cut(text)
+
+        # Show what is before the unfinished character.
         settled = text.rstrip(REPLACEMENT)
-        new = settled[len(self._shown) :]
-        self._shown += new
+        if len(settled) > len(self._shown):
+            new = settled[len(self._shown) :]
+            self._shown = settled
+            return new
+
+        # An unfinished character makes the whole run of byte tokens ill-formed (SentencePiece).
+        new = self._show_finished()
+        if not new and len(self._window) - self._num_shown_ids > MAX_HELD_IDS:
+            return self._cut(text)
         return new
 
     def flush(self) -> str:
@@ -78,6 +159,24 @@ class Detokenizer:
         else:
             self._shown = text
         return new
+
+    def _show_finished(self) -> str:
+        """Return what is new in the text without the window's last tokens, which may be the beginning of a
+        character; empty where that text ends in another unfinished one."""
+        for count in range(1, MAX_UNFINISHED_IDS + 1):
+            finished = self._window[:-count]
+            if len(finished) <= self._num_shown_ids:
+                return ""
+            text = self._decode(finished)
+            if len(text) <= len(self._shown):
+                return ""
+            if not text.endswith(REPLACEMENT):
+                unfinished = self._window[-count:]
+                self._window = finished
+                new = self._show(text)
+                self._window = self._window + unfinished
+                return new
+        return ""
 
     def _cut(self, text: str) -> str:
         """Release the front of a long run of ill-formed bytes, up to a place that no later byte can
@@ -101,6 +200,7 @@ class TextStream:
         tokenizer: see :class:`Detokenizer`.
         stop: texts that end the reply, none of them empty.
         shown: see :class:`Detokenizer`.
+        context: see :class:`Detokenizer`.
 
     Attributes:
         text: final text so far; it only grows.
@@ -115,6 +215,7 @@ class TextStream:
         tokenizer: Any,
         stop: Sequence[str] = (),
         shown: frozenset[int] = frozenset(),
+        context: TextContext = TextContext(),  # noqa: B008
     ) -> None:
         assert all(stop), "an empty stop text would end every reply"
         self.text = ""
@@ -124,7 +225,7 @@ class TextStream:
         self.failure: BaseException | None = None
         self._reading = threading.Lock()
         self._stop = tuple(stop)
-        self._detokenizer = Detokenizer(tokenizer, shown)
+        self._detokenizer = Detokenizer(tokenizer, shown, context)
         self._held = ""
 
     @property

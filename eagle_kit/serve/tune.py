@@ -12,9 +12,10 @@ from torch import nn
 from tqdm import tqdm
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import writing_remedy
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.backend import uses_cpp
-from eagle_kit.models.loading.source import ANOTHER_CACHE
+from eagle_kit.models.loading.source import SET_CACHE
 from eagle_kit.report.environment import cpu_model, now, package_versions
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.timing import Plan, Point, time_cycles
@@ -93,7 +94,7 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
             save_costs(costs)
         except OSError as error:
             text = "What was measured cannot be kept, and is measured at each start: %s. %s"
-            _log.warning(text, error, ANOTHER_CACHE)
+            _log.warning(text, error, writing_remedy(error, SET_CACHE))
     return policy_of(engine, Tuned(costs, found, is_average))
 
 

@@ -53,7 +53,9 @@ def pretrain(config: PretrainConfig, *, resume: bool = False) -> bool:
     run.mkdir(parents=True, exist_ok=True)
     tokenizer, ids = _read_text(config.text, run)
     tokenizer.save_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(_model_config(config, tokenizer))
+    model = transformers.AutoModelForCausalLM.from_config(
+        _model_config(config, tokenizer), trust_remote_code=False
+    )
     model.config.architectures = [type(model).__name__]
     size = sum(parameter.numel() for parameter in model.parameters())
     print(f"{size / 1e6:.1f} M parameters, {len(ids) / 1e6:.1f} M tokens")

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -64,6 +65,32 @@ def rename(tensors: dict, old: str, new: str) -> None:
 def same(a, b) -> bool:
     a, b = a.state_dict(), b.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_draft_is_written_through_a_link_to_another_disk(head, folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "new").symlink_to(tmp_path / "disk" / "new")
+    for name in ("link", "new"):
+        save_draft(head, tmp_path / name, metadata={"tokens_seen": 13})
+        assert (tmp_path / name).is_symlink() and read_metadata(tmp_path / name) == {"tokens_seen": 13}
+    assert read_metadata(folder) == {"tokens_seen": 13}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "draft", "link", "new"]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(28, "Free some space"), (30, "Make it writable"), (13, "Make it writable")]
+)
+def test_the_remedy_of_a_draft_that_cannot_be_written_is_that_of_the_error(
+    head, tmp_path, monkeypatch, number, remedy
+):
+    def refused(*args, **options):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("safetensors.torch.save_file", refused)
+    with pytest.raises(UserError) as caught:
+        save_draft(head, tmp_path / "draft", metadata={})
+    assert caught.value.remedy.startswith(remedy)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_saved_head_comes_back_to_the_bit(head, folder):

@@ -1,6 +1,7 @@
 """Hot-token maps: four kinds of files, and what is refused."""
 
 import json
+import os
 import time
 
 import pytest
@@ -51,10 +52,10 @@ def test_an_id_that_is_there_twice_is_refused(tmp_path, suffix):
 
 
 def test_a_late_duplicate_in_a_map_of_a_whole_vocabulary_is_found_at_once(tmp_path):
-    ids = [*range(200_000), 199_999]
+    ids = [*range(199_999), 199_998]
     torch.save(torch.tensor(ids), tmp_path / "map.pt")
     start = time.perf_counter()
-    with pytest.raises(UserError, match="199999 twice"):
+    with pytest.raises(UserError, match="199998 twice"):
         load_token_map(tmp_path / "map.pt", 200_000)
     assert time.perf_counter() - start < 2
 
@@ -68,6 +69,29 @@ def test_a_late_duplicate_in_a_map_of_a_whole_vocabulary_is_found_at_once(tmp_pa
 def test_what_is_no_list_of_whole_numbers_is_refused(tmp_path, value):
     torch.save(value, tmp_path / "map.pt")
     with pytest.raises(UserError, match="not a list of token ids"):
+        load_token_map(tmp_path / "map.pt", 1271)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.zeros(1, dtype=torch.int64).expand(10**10),
+        torch.zeros(1, dtype=torch.int64).expand(10**5, 10**5),
+        torch.zeros(5, dtype=torch.int64).to_sparse(),
+        torch.zeros(5, dtype=torch.int64, device="meta"),
+    ],
+    ids=["80 GB", "80 GB of lists", "sparse", "meta"],
+)
+def test_a_tensor_that_is_larger_than_its_file_or_no_list_is_refused(tmp_path, value, monkeypatch):
+    torch.save(value, tmp_path / "map.pt")
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda ids: pytest.fail("it became a list"))
+    with pytest.raises(UserError, match="not a list of token ids|has 10000000000 ids"):
+        load_token_map(tmp_path / "map.pt", 1271)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "map.pt")
+    with pytest.raises(UserError, match="not a file"):
         load_token_map(tmp_path / "map.pt", 1271)
 
 

@@ -64,6 +64,9 @@ ENGINE = {
     "--speculative-accept-threshold-acc": ("accept_threshold_acc", 0.25),
 }
 SERVER = {
+    "--host": ("host", "127.0.0.2"),
+    "--allowed-host": ("allowed_host", "model.example,other.example"),
+    "--forwarded-allow-ips": ("forwarded_allow_ips", "127.0.0.1,10.0.0.0/8"),
     "--api-key": ("api_key", "key"),
     "--served-model-name": ("model_name", "name"),
     "--max-queued-requests": ("max_queued", 3),

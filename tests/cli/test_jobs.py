@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -54,6 +55,44 @@ def test_jobs_finish_in_order_and_share_the_cores(tmp_path, monkeypatch):
     assert {job.log.read_text().strip() for job in jobs} == {str(cores)}
     run_jobs(jobs[:1], 64, "test")
     assert jobs[0].log.read_text().split() == [str(cores), "1"]
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from eagle_kit.cli import make_draft
+from eagle_kit.cli.jobs import Job
+words = [sys.executable, "-c", sys.argv[2]]
+if sys.argv[1] == "study":
+    Job("a", words, Path(sys.argv[3]), print).start({}).wait()
+else:
+    make_draft._call(words)
+"""
+CHILD = """
+import signal, sys, time
+def stop(*_):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("begun", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the system of Linux")
+@pytest.mark.parametrize("command", ["study", "make-draft"])
+def test_a_job_saves_and_ends_when_its_parent_is_killed(tmp_path, command):
+    """Otherwise it trains on, and the command that is given again fails, for its files are held."""
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        words = [sys.executable, "-c", PARENT, command, CHILD, str(log)]
+        parent = subprocess.Popen(words, stdout=out)
+    while "begun" not in log.read_text():
+        time.sleep(0.02)
+    parent.kill()
+    parent.wait()
+    while "saved" not in log.read_text():  # for as long as a test may take
+        time.sleep(0.02)
 
 
 def test_what_follows_a_job_begins_while_others_still_run(tmp_path):

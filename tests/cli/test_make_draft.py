@@ -273,6 +273,30 @@ def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path,
     load_config(TrainConfig, out / "training.yaml")
 
 
+@pytest.mark.parametrize("name", ["pilot.yaml", "training.yaml"])
+def test_a_config_that_was_half_written_is_written_again(words, tmp_path, monkeypatch, capsys, name):
+    """A whole line more or less is valid YAML, of another recipe."""
+    Commands(monkeypatch)
+    words[words.index("90s")] = "20m"
+
+    def half(write):
+        def written(path, data, *options, **named):
+            if name not in path.name:
+                return write(path, data, *options, **named)
+            write(path, data[: len(data) // 2], *options, **named)
+            raise OSError(28, "No space left on device")
+
+        return written
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", half(Path.write_text))
+        patch.setattr(Path, "write_bytes", half(Path.write_bytes))
+        assert main(words) == 2
+    assert not [path for path in (tmp_path / "out").iterdir() if name in path.name]
+    assert main(words) == 0
+    assert yaml.safe_load((tmp_path / "out" / name).read_text())["judge"]
+
+
 def test_what_was_interrupted_is_done_once_more_and_no_more(words, tmp_path, monkeypatch, capsys):
     commands = Commands(monkeypatch, stops="export")
     words[words.index("90s")] = "2h"

@@ -59,6 +59,7 @@ def test_flags_mean_our_options(flags, wanted):
     ("flags", "cause"),
     [
         (("--enable-dp-attention", "--tp-size", "4", "--dp-size", "2"), "--dp-size is 2, and 4 ranks share"),
+        (("--enable-dp-attention", "--tp-size", "4", "--dp-size", "1"), "--dp-size is 1, and 4 ranks share"),
         (("--enable-dp-attention",), "among the ranks of tensor parallelism, and there is one"),
         (("--dp-size", "2"), "a server is one replica"),
         (("--tp-size", "4", "--ep-size", "2"), "--ep-size is 2, and 4 ranks share"),

@@ -9,6 +9,7 @@ from fake_llm import VOCABULARY, FakeLLM
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import sole_writer
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.eval.decoder import batch_decode_seconds
 from eagle_kit.eval.identity import first_difference
@@ -185,6 +186,15 @@ def test_a_stopped_run_goes_on_where_it_stopped(prompts: Path, tmp_path: Path, c
     assert records(out) == records(tmp_path / "whole")
     about = ("command", "date", "machine", "versions", "target")
     assert {name: summary[name] for name in about} == begun["about"], "what is said is of the first start"
+
+
+def test_two_processes_do_not_write_one_evaluation(prompts: Path, tmp_path: Path) -> None:
+    """The later one would begin with the answers that it found, and drop those that came meanwhile."""
+    out = tmp_path / "out"
+    with sole_writer(out, out / ".lock"), pytest.raises(UserError, match="Another process is writing"):
+        evaluate(prompts, out, Fakes())
+    evaluate(prompts, out, Fakes())
+    assert not (out / ".lock").exists()
 
 
 def test_a_finished_run_is_summed_up_again_without_loading_a_model(prompts: Path, tmp_path: Path) -> None:

@@ -59,13 +59,18 @@ def make(models: tuple[Any, Any], mode: GraphMode = "off", **options: Any) -> LL
 
 
 def replies(
-    llm: LLM, shape: str | None = None, tokens: int = pick(96, 8), match: Any = None, **sampling: Any
+    llm: LLM,
+    shape: str | None = None,
+    tokens: int = pick(96, 8),
+    match: Any = None,
+    prompts: list[list[int]] = PROMPTS,
+    **sampling: Any,
 ) -> list[list[int]]:
-    """Of all prompts, held to the grammar ``match``; the pool is checked after every step."""
+    """Of the prompts, held to the grammar ``match``; the pool is checked after every step."""
     engine = llm.engine(None if shape is None else ShapeTable.parse(shape))
     requests = [
         llm.make_request(p, SamplingParams(max_tokens=tokens + i % 3, ignore_eos=True, **sampling))
-        for i, p in enumerate(PROMPTS)
+        for i, p in enumerate(prompts)
     ]
     for request in requests:
         request.match = match

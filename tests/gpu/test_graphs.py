@@ -198,11 +198,14 @@ def test_nobody_reads_what_nobody_wrote(mode, shape):
 
 @pytest.mark.parametrize("shape", pick(["none", "4,1,5", "5,4,16"], ["2,2,4"]))
 def test_the_kernels_say_what_the_reference_says(shape):
-    models, tokens = trained(), pick(96, 2)
+    """A rehearsal has few tokens, and pages that hold fewer than a prompt."""
+    models = trained()
+    options = pick({}, {"page_size": 4})
+    given = pick({"tokens": 96}, {"tokens": 2, "prompts": PROMPTS[:3]})
     with use("reference"):
-        expected = replies(make(models), shape, tokens=tokens)
+        expected = replies(make(models, **options), shape, **given)
     with use("triton"):
-        assert replies(make(models), shape, tokens=tokens) == expected
+        assert replies(make(models, **options), shape, **given) == expected
 
 
 def busy(dtype: torch.dtype, policy: ShapePolicy | None = None):

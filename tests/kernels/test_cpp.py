@@ -617,6 +617,30 @@ def test_cpp_is_refused_where_it_is_not_at_hand(monkeypatch):
         rms_norm(drawn(3, 8), drawn(8), 1e-5, backend="cpp")
 
 
+def failing(monkeypatch, error):
+    """Every compilation raises ``error``."""
+
+    def compile_(command, library):
+        raise error
+
+    monkeypatch.setattr(cpp, "_compile", compile_)
+    monkeypatch.setattr(cpp, "_run", lambda command: "1")
+    monkeypatch.setattr(cpp, "_key", lambda command: "key")
+
+
+def planted(monkeypatch, folder):
+    """Put a library into ``folder``; returns the bytes of what is loaded instead of loading it."""
+    loads = []
+    folder.mkdir(mode=0o700)
+    (folder / "key.so").write_bytes(b"planted")
+    (folder / "key.so").chmod(0o755)
+    monkeypatch.setattr(cpp, "_compile", lambda command, library: library.write_bytes(b"compiled"))
+    monkeypatch.setattr(cpp, "_run", lambda command: "1")
+    monkeypatch.setattr(cpp, "_key", lambda command: "key")
+    monkeypatch.setattr(cpp.torch.ops, "load_library", lambda path: loads.append(Path(path).read_bytes()))
+    return loads
+
+
 class TestCompiling:
     """As a process does that has not loaded the operations."""
 
@@ -632,7 +656,7 @@ class TestCompiling:
     )
     def test_it_is_said_why_they_are_not_at_hand(self, compiler, found, monkeypatch, tmp_path):
         monkeypatch.setenv("CXX", compiler)
-        assert found in cpp.problem.__wrapped__()
+        assert found in cpp.problem.__wrapped__().cause
         assert not [*tmp_path.rglob("*.so")]
 
     def test_a_compiler_that_fails_is_not_asked_again(self, monkeypatch, tmp_path):
@@ -640,16 +664,91 @@ class TestCompiling:
         script = tmp_path / "compiler"
         script.write_text(
             '#!/bin/sh\n[ "$2" = --version ] && echo 1 && exit\n'
-            f"echo . >> {tmp_path}/calls; printf 'x.cpp: error: \\351\\n' >&2; exit 1\n"
+            f"echo . >> {tmp_path}/calls; printf 'x.cpp:1:2: error: \\351\\n' >&2; exit 1\n"
         )
         script.chmod(0o755)
         monkeypatch.setenv("CXX", f"{script} -w")
         calls = tmp_path / "calls"
-        assert "error" in cpp.problem.__wrapped__()
+        assert "error" in cpp.problem.__wrapped__().cause
         asked = calls.read_text()  # as many times as there are sources, or fewer: the first failure ends it
         assert asked
-        assert "error" in cpp.problem.__wrapped__()
+        assert "error" in cpp.problem.__wrapped__().cause
         assert calls.read_text() == asked
+
+    @pytest.mark.parametrize(
+        "ending",
+        [
+            "echo 'x.cpp:9:1: fatal error: error writing to x.s: No space left on device' >&2; exit 1",
+            "echo 'virtual memory exhausted: Cannot allocate memory' >&2; exit 1",
+            "echo 'x.cpp:9:1: internal compiler error: Killed (program cc1plus)' >&2; exit 4",
+            "echo 'x.cpp:1:9: fatal error: bit: No such file or directory' >&2; exit 1",
+            "echo 'x.cpp:9:1: error: half a line' >&2; kill -9 $$",
+            "exit 1",
+        ],
+    )
+    def test_a_failure_that_may_not_come_again_is_not_remembered(self, ending, monkeypatch, tmp_path):
+        """A disk that was full, memory that was short, a compiler that was killed, a header now installed."""
+        script = tmp_path / "compiler"
+        script.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo 1 && exit\n{ending}\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        assert str(script) in cpp.problem.__wrapped__().cause
+        assert not [*(tmp_path / "cpp").iterdir()]
+
+    def test_a_remembered_failure_says_the_file_that_remembers_it(self, monkeypatch, tmp_path):
+        failing(monkeypatch, cpp.SourceError("x.cpp:1:2: error: y"))
+        first = cpp.problem.__wrapped__()
+        again = cpp.problem.__wrapped__()
+        assert str(first) == str(again) and str(tmp_path / "cpp" / "key.failed") in again.remedy
+        assert (tmp_path / "cpp").stat().st_mode & 0o777 == 0o700
+
+    def test_a_failure_that_cannot_be_noted_is_told_as_it_is(self, monkeypatch, tmp_path):
+        def full(path, text):
+            raise OSError(28, "No space left on device")
+
+        failing(monkeypatch, cpp.SourceError("x.cpp:1:2: error: y"))
+        monkeypatch.setattr(cpp, "write_text_atomically", full)
+        assert "x.cpp:1:2: error: y" in cpp.problem.__wrapped__().cause
+        assert not [*(tmp_path / "cpp").iterdir()]
+
+    @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777, 0o722])
+    def test_a_folder_in_which_others_can_write_is_not_loaded_from(self, mode, monkeypatch, tmp_path):
+        loads = planted(monkeypatch, tmp_path / "cpp")
+        (tmp_path / "cpp").chmod(mode)
+        found = cpp.problem.__wrapped__()
+        assert str(tmp_path / "cpp") in found.cause and "EAGLE_KIT_CPP" in found.remedy
+        assert not loads
+
+    def test_a_folder_below_one_in_which_others_can_rename_it_is_not_loaded_from(self, monkeypatch, tmp_path):
+        loads = planted(monkeypatch, tmp_path / "cpp")
+        tmp_path.chmod(0o777)
+        assert str(tmp_path) in cpp.problem.__wrapped__().cause and not loads
+        tmp_path.chmod(0o1777)
+        cpp._load(["c++"])
+        assert loads
+
+    @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+    @pytest.mark.parametrize("kind", ["folder", "library", "failure"])
+    def test_what_another_user_wrote_is_not_loaded(self, kind, monkeypatch, tmp_path):
+        """A failure that another user notes is not believed either."""
+        loads = planted(monkeypatch, tmp_path / "cpp")
+        if kind == "failure":
+            (tmp_path / "cpp" / "key.so").rename(tmp_path / "cpp" / "key.failed")
+        place = {"folder": "", "library": "key.so", "failure": "key.failed"}[kind]
+        os.chown(tmp_path / "cpp" / place, 65534, 65534)
+        if kind == "folder":
+            assert "another user" in cpp.problem.__wrapped__().cause and not loads
+            return
+        cpp._load(["c++"])
+        assert loads == [b"compiled"]
+
+    @pytest.mark.parametrize("mode", [0o777, 0o664, 0o646])
+    def test_a_library_that_others_can_write_is_compiled_again(self, mode, monkeypatch, tmp_path):
+        loads = planted(monkeypatch, tmp_path / "cpp")
+        (tmp_path / "cpp" / "key.so").chmod(mode)
+        cpp._load(["c++"])
+        assert loads == [b"compiled"]
+        assert (tmp_path / "cpp" / "key.so").stat().st_mode & 0o777 == 0o755
 
     def test_a_library_that_does_not_load_is_compiled_again(self, monkeypatch, tmp_path):
         loads = []
@@ -704,7 +803,7 @@ class TestCompiling:
 
 def test_they_can_be_refused(monkeypatch):
     monkeypatch.setenv("EAGLE_KIT_CPP", "0")
-    assert cpp.problem.__wrapped__() == "EAGLE_KIT_CPP is 0"
+    assert cpp.problem.__wrapped__().cause == "EAGLE_KIT_CPP is 0."
 
 
 def test_it_is_warned_once_that_they_are_missing(monkeypatch):

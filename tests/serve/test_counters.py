@@ -30,7 +30,10 @@ def test_counters_are_read_whoever_writes_them():
     assert (theirs.counters, theirs.accepted_at) == (ours.counters, ours.accepted_at)
     assert (ours.engine, theirs.engine) == ("eagle-kit", "vLLM")
     two = TEXT + TEXT.replace('"m"', '"other engine"')
-    assert parse_metrics(two).counters["generation_tokens"] == 50, "engines of one server are added up"
+    both = parse_metrics(two)
+    assert both.counters["generation_tokens"] == 50, "engines of one server are added up"
+    assert both.accepted_at == {0: 18.0, 1: 12.0}
+    assert both.cycles == {"4,1,5": 14.0, "none": 4.0}
 
 
 def test_the_difference_is_of_the_time_between():

@@ -7,6 +7,8 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from fork_server import FORK_SERVER
+from recorded_alone import record_without_compiler
 from sweep import sweep
 from tiny import tiny_head, tiny_target
 from tiny_mixtures import randomised
@@ -434,3 +436,11 @@ def test_the_default_on_a_cpu_records_what_runs_often():
     llm.generate([[1, 2]], SamplingParams(max_tokens=8, ignore_eos=True))
     assert llm.engine().runner.graphs.num_graphs == 1
     assert not isinstance(LLM(target, graph_mode="off").engine().runner.graphs, CpuGraphs)
+
+
+def test_a_recording_does_not_import_torchs_compiler():
+    """That takes longer than some hundred cycles of a small model."""
+    process = FORK_SERVER.Process(target=record_without_compiler)
+    process.start()
+    process.join()
+    assert process.exitcode == 0

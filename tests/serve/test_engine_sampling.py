@@ -110,9 +110,49 @@ def test_every_parameter_has_its_effect_alone(models, greedy):
     assert all(each != plain for each in others) and found["repetition"] != found["frequency"]
 
 
+@pytest.mark.parametrize("shape", [None, "3,1,4", "3,3,8"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 1e30, "seed": 3},
+        {"temperature": 1.0, "seed": 3, "top_p": 0.9, "frequency_penalty": 2.0, "presence_penalty": 2.0},
+        {"temperature": 0.5, "seed": 3, "logit_bias": {5: 1e300, 6: -1e300, 7: -1e300}},
+    ],
+    ids=str,
+)
+def test_only_allowed_tokens_are_emitted(models, shape, params):
+    """Whatever the temperature makes of the others, and whatever their biases are."""
+    allowed = {"max_tokens": 24, "ignore_eos": True, "allowed_token_ids": (6, 7, 9), **params}
+    found = [request.token_ids for request in decode(models, shape, prompts=PROMPTS[:3], **allowed)]
+    assert {token for tokens in found for token in tokens} <= {6, 7, 9}
+    assert found == [request.token_ids for request in decode(models, None, prompts=PROMPTS[:3], **allowed)]
+    if params.get("temperature") == 1e30:
+        assert {token for tokens in found for token in tokens} == {6, 7, 9}
+
+
+def test_allowed_tokens_are_the_distribution_without_the_others(models):
+    params = SamplingParams(temperature=0.8, allowed_token_ids=(2, 5, 9), logit_bias={5: 1.0})
+    logits = torch.randn(1, 1, 131)
+    batch = make_sampling_batch([params], [[1]], [0], 131, logits.device)
+    root = torch.zeros(1, 1, dtype=torch.int64)
+    probs = target_probs(adjust_logits(logits, batch, root, root + 1), batch)[0, 0]
+    expected = torch.zeros(131)
+    kept = torch.tensor([2, 5, 9])
+    expected[kept] = ((logits[0, 0, kept] + torch.tensor([0.0, 1.0, 0.0])) / 0.8).softmax(0)
+    assert torch.allclose(probs, expected, atol=1e-6) and int((probs > 0).sum()) == 3
+
+
+@pytest.mark.parametrize("given", [{"allowed_token_ids": ()}, {"allowed_token_ids": (10**6,)}], ids=str)
+def test_tokens_that_cannot_be_allowed_are_refused(models, given):
+    with pytest.raises(UserError, match="allowed_token_ids"):
+        decode(models, None, prompts=[[1]], **given)
+
+
 def test_an_earlier_request_leaves_nothing_in_its_slot(models):
     """Neither tokens of its prompt, which one penalty counts, nor of its reply, nor biases."""
     earlier = [{"repetition_penalty": 3.0, "logit_bias": {5: 3.0}}, {"frequency_penalty": 1.0}]
+    earlier.append({"allowed_token_ids": (5, 6)})
     later = [{"repetition_penalty": 3.0}, {"frequency_penalty": 1.0}, {"presence_penalty": 1.0}]
     for before in earlier:
         for params in later:

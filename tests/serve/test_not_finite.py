@@ -12,6 +12,7 @@ from tiny_engine import make_engine
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import is_finite
+from eagle_kit.kernels.backend import use
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
@@ -130,6 +131,27 @@ def test_a_prompt_that_is_preempted_in_the_middle_is_cached_where_it_is_finite(l
         engine.step()
         engine.check()
     assert request.finish_reason == ("error" if bad else "length")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("vocab", [256, pytest.param(250, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("shape", [None, "2,1,3"])
+def test_the_request_ends_alone_by_the_kernels_of_a_gpu(triton_device, vocab, shape):
+    """A row of NaN gives a token of the vocabulary, also where its last chunk of 256 is full: the next kernel
+    reads the token's embedding."""
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    target = tiny_target(vocab, num_layers=1, tie_word_embeddings=False).to(triton_device)
+    pair = target, None if shape is None else tiny_head(target).to(triton_device)
+    prompts = [[3, 4], [5, 20]]
+    with use("triton"):
+        expected = replies(engine_of(pair, shape), prompts, params)
+        poison = expected[1][1]
+        assert poison not in expected[0]
+        with torch.no_grad():
+            target.embed_tokens.weight[poison] = math.nan
+        good, bad = serve(engine_of(pair, shape), prompts, params)
+    assert bad.finish_reason == "error" and bad.token_ids == expected[1][:2]
+    assert good.finish_reason == "length" and good.token_ids == expected[0]
 
 
 def test_finite_rows():

@@ -220,3 +220,19 @@ def test_special_tokens_that_are_shown_are_text_and_others_are_not(size):
     plain.push(mixed)
     plain.finish()
     assert plain.text == tokenizer.decode(ids, skip_special_tokens=True) == "finalにほん 🙂"
+
+
+@pytest.mark.parametrize("first", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [2, 3, 4, 5])
+def test_characters_of_byte_tokens_are_shown_though_no_run_ends_with_one(byte_fallback, first, size):
+    """A run that ends within a character is ill-formed as a whole to the decoder, however long it is."""
+    ids = [1, *(8 + byte for byte in ("\U0001f600" * 20 + "ж€" * 10).encode()), 2]
+    stream = TextStream(byte_fallback)
+    stream.push(ids[:first])
+    longest = 0
+    for at in range(first, len(ids), size):
+        before = len(stream.text)
+        stream.push(ids[at : at + size])
+        longest = max(longest, len(stream.text) - before)
+    stream.finish()
+    assert stream.text == byte_fallback.decode(ids) and longest < 10

@@ -20,6 +20,13 @@ class FakeTokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(f"w{token}" for token in ids)
 
+    @property
+    def backend_tokenizer(self) -> "FakeTokenizer":
+        return self
+
+    def get_vocab_size(self) -> int:
+        return 0
+
 
 class FakeLLM:
     """``accepted`` draft tokens are kept in every verify; ``wrong`` maps positions to other tokens.

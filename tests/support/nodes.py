@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from fork_server import FORK_SERVER
+
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -87,3 +89,45 @@ def run_nodes(count: int, per_node: int, *command: str, launcher: Launcher = tor
     ended = finish(start_nodes(count, per_node, *command, launcher=launcher))
     assert all(node.code == 0 for node in ended), "\n".join(node.said for node in ended)
     return ended
+
+
+def train_on_forked_nodes(count: int, arguments: Sequence[str], timeout_s: float = 180) -> list[int | None]:
+    """Run ``eagle-kit train`` on ``count`` machines with one process each, which are forked and not launched.
+
+    They have the environment that ``torchrun`` gives, and cost no imports.
+
+    Returns:
+        The exit code of each; None for one that has not ended in time.
+    """
+    with bound_socket() as sock:
+        port = sock.getsockname()[1]
+        nodes = [
+            FORK_SERVER.Process(target=_train_on_node, args=(node, count, port, list(arguments)), daemon=True)
+            for node in range(count)
+        ]
+        for node in nodes:
+            node.start()
+        for node in nodes:
+            node.join(timeout_s)
+        codes = [node.exitcode for node in nodes]
+        for node in nodes:
+            node.kill()
+    return codes
+
+
+def _train_on_node(node: int, count: int, port: int, arguments: list[str]) -> None:
+    import torch
+
+    from eagle_kit.train.__main__ import main
+
+    torch.set_num_threads(1)
+    os.environ |= {
+        "RANK": str(node),
+        "WORLD_SIZE": str(count),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    sys.exit(main(arguments))

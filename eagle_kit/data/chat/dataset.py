@@ -16,7 +16,16 @@ import numpy as np
 
 from eagle_kit.config.train import DataConfig, SourceConfig, template_variants
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import cache_folder, read_json, read_object, read_text, replacing, taking_turns
+from eagle_kit.core.files import (
+    cache_folder,
+    expand,
+    read_json,
+    read_object,
+    read_text,
+    replacing,
+    taking_turns,
+    writing_remedy,
+)
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt, Unusable
 from eagle_kit.data.chat.packing import PackedRow, join, pack
@@ -149,7 +158,7 @@ class PreparedData:
 
 def cache_root(settings: DataConfig) -> Path:
     """Folder of tokenised data and captured states: ``data.cache_dir``, else the cache of targets."""
-    return Path(settings.cache_dir).expanduser() if settings.cache_dir else cache_folder()
+    return expand(settings.cache_dir) if settings.cache_dir else cache_folder()
 
 
 def prepare_dataset(
@@ -202,7 +211,7 @@ def load_prepared(
             folder=folder,
             vocab_map=build_vocab_map(counts, size, fingerprint, of)
             if vocab_map is None
-            else load_vocab_map(Path(vocab_map).expanduser(), of, size, counts),
+            else load_vocab_map(expand(vocab_map), of, size, counts),
             fingerprint=fingerprint,
             **summary,
         )
@@ -229,7 +238,7 @@ def _fill_cache(
     except OSError as error:
         raise UserError(
             f"The tokenised data could not be written to {folder} ({error}).",
-            "Free some space, or set data.cache_dir to another folder.",
+            writing_remedy(error, "set data.cache_dir to another folder"),
         ) from error
 
 
@@ -455,7 +464,7 @@ def _fingerprint(settings: DataConfig, tokenizer: Any, excluded: ExcludedSets) -
     for file in (file for source in settings.sources for file in source.files):
         if file.startswith("package:"):
             parts.append(package_file_size(file.removeprefix("package:")))
-        path = Path(file).expanduser()
+        path = expand(file)
         if path.is_file():
             stat = path.stat()
             parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]

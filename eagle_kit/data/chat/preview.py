@@ -23,8 +23,12 @@ def preview(chat: TokenizedChat, tokenizer: Any, *, color: bool | None = None, m
     ids, reply = chat.ids[:max_tokens], chat.reply[:max_tokens]
     borders = [0, *(np.nonzero(np.diff(reply))[0] + 1).tolist(), len(ids)]
     parts = []
+    num_chars = 0
     for start, stop in pairwise(borders):
-        text = tokenizer.decode(ids[start:stop].tolist())
+        # A part is decoded behind all before it, since a decoder may drop the blank of its first token.
+        whole = tokenizer.decode(ids[:stop].tolist())
+        text = whole[num_chars:]
+        num_chars = len(whole)
         if reply[start] >= 0:
             parts.append(f"{before}{text}{after}")
         else:

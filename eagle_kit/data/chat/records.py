@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import MAX_TEXT, json_problem, parse_json
+from eagle_kit.core.files import MAX_TEXT, expand, json_problem, parse_json
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.messages import Unusable
 
@@ -113,7 +113,7 @@ def _records(source: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     elif source.startswith("datasets:"):
         yield from _datasets_records(source.removeprefix("datasets:"))
     else:
-        yield from _file_records(Path(source).expanduser(), skipped)
+        yield from _file_records(expand(source), skipped)
 
 
 def check_source(source: str) -> None:
@@ -121,7 +121,7 @@ def check_source(source: str) -> None:
     if source.startswith("package:"):
         _package_path(source.removeprefix("package:"))
     elif not source.startswith("datasets:"):
-        _reader_of(Path(source).expanduser())
+        _reader_of(expand(source))
 
 
 def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:

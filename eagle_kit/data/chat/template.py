@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut
 from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.messages import (
     ChatPrompt,
@@ -72,7 +72,7 @@ def _refused(error: Exception) -> Unusable:
     if isinstance(error, Unusable):
         return error
     kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-    return Unusable(f"the chat template refuses it: {kind}{error}")
+    return Unusable(f"the chat template refuses it: {kind}{cut(str(error))}")
 
 
 def chat_template(tokenizer: Any, tools: Sequence[Tool] = ()) -> str:
@@ -105,9 +105,9 @@ def check_prompt(tokenizer: Any, prompt: ChatPrompt) -> None:
     reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
     for name in prompt.chat_template_kwargs:
         if name in reserved:
-            raise Unusable(f"{name} is no argument of a chat template of its own")
+            raise Unusable(f"{cut(name)} is no argument of a chat template of its own")
         if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise Unusable(f"the chat template does not read {name}")
+            raise Unusable(f"the chat template does not read {cut(name)}")
     probes: dict[str, str] = {}
 
     def probe(what: str) -> str:

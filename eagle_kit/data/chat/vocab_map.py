@@ -63,7 +63,16 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
         tokens = found.d2t + np.arange(len(found.d2t))
         if found.d2t.dtype != np.int64 or not np.array_equal(np.flatnonzero(found.t2d), tokens):
             raise ValueError("d2t and t2d name different tokens")
-    except (OSError, EOFError, KeyError, TypeError, ValueError, AttributeError, BadZipFile) as error:
+    except (
+        OSError,
+        EOFError,
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        BadZipFile,
+        MemoryError,
+    ) as error:
         raise UserError(
             f"The vocabulary map {path} cannot be read ({error}).",
             "Make one with eagle-kit data vocab CONFIG --out FILE.",

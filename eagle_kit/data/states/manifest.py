@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import read_object
+from eagle_kit.core.files import check_name, read_object
 
 VERSION = 1
 NAME = "manifest.json"
@@ -52,8 +52,14 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     manifest = read_object(path, "Copy it again, or capture again.")
-    if not isinstance(manifest.get("tensors"), dict):
+    shards = manifest.get("shards") or []
+    has_paths = isinstance(shards, list) and all(
+        isinstance(shard, dict) and isinstance(shard.get("path"), str) for shard in shards
+    )
+    if not has_paths or not isinstance(manifest.get("tensors"), dict):
         raise UserError(f"{path} is not the manifest of a store.", "Copy it again, or capture again.")
+    for shard in shards:
+        check_name(shard["path"], path)
     return manifest
 
 
@@ -118,6 +124,7 @@ def check_data_files(folder: Path, manifest: Mapping[str, Any], *, whole: bool) 
     """Raise UserError when a file of the packed rows is missing or of another size; or, for ``whole``, of
     other bytes."""
     for name, about in field(manifest, "data.files").items():
+        check_name(name, folder / NAME)
         path = folder / DATA / name
         size = path.stat().st_size if path.exists() else None
         if size != about["bytes"] or (whole and hash_file(path) != about["sha256"]):

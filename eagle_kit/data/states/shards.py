@@ -77,6 +77,8 @@ def num_bytes(parts: Iterable[Parts]) -> int:
 
 def read_shard(path: Path) -> Shard:
     """The shard in ``path``, by its header; raises :class:`Damaged` when the file is not of its size."""
+    if not path.is_file():  # a pipe would never end
+        raise Damaged("is not a file")
     try:
         with safe_open(path, "pt") as file:
             about = file.metadata()

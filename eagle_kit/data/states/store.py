@@ -8,7 +8,6 @@ different rows.
 Bytes and dtypes are those of :mod:`eagle_kit.data.states.format`.
 """
 
-import os
 import shutil
 import socket
 import warnings
@@ -20,7 +19,14 @@ import torch
 from safetensors import SafetensorError
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, making, remove, write_json_atomically
+from eagle_kit.core.files import (
+    check_disk_space,
+    making,
+    remove,
+    write_json_atomically,
+    writing_remedy,
+)
+from eagle_kit.core.process import is_alive
 from eagle_kit.data.states.format import choose_layers, decode, encode, is_finite
 from eagle_kit.data.states.manifest import (
     DATA,
@@ -49,7 +55,7 @@ SHARD_BYTES = 256 * 2**20
 LAYERS = "aux"
 """Name of the states of the captured layers, side by side."""
 ANOTHER = "Restore the setting, or capture into another folder."
-WITHOUT_STORE = "Free some space, or choose another disk with --out, or data.cache_dir for the cache."
+WITHOUT_STORE = "choose another disk with --out, or data.cache_dir for the cache"
 
 
 class StateStore:
@@ -176,12 +182,13 @@ class StateStore:
         first = min(self._buffer)
         try:
             self._start()
-            check_disk_space(self.folder, 2 * num_bytes(self._buffer.values()), WITHOUT_STORE)
+            need = 2 * num_bytes(self._buffer.values())
+            check_disk_space(self.folder, need, f"Free some space, or {WITHOUT_STORE}.")
             self._take(write_shard(self.folder, self._buffer))
         except (OSError, SafetensorError, Damaged) as error:
             raise UserError(
                 f"The captured states of row {first} could not be written to {self.folder}: {error}.",
-                WITHOUT_STORE,
+                writing_remedy(error, WITHOUT_STORE),
             ) from error
         self._buffer = {}  # after the rows have their place: another thread may look for them meanwhile
 
@@ -308,15 +315,5 @@ def remove_leftovers(folder: Path) -> None:
     """Delete half-written files of processes of this machine that are no more."""
     for path in folder.glob(f".*.{socket.gethostname()}.*.partial"):
         owner = path.name.split(".")[-2]
-        if owner.isdigit() and not _is_alive(int(owner)):
+        if owner.isdigit() and not is_alive(int(owner)):
             remove(path)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True

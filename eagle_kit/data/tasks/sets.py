@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import parse_json
+from eagle_kit.core.files import expand, parse_json
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.tasks.records import FORMS, EvalPrompt, human_eval_turn, read_record
 
@@ -120,7 +120,7 @@ def load_task(name: str | Path) -> Task:
     if name == "ours":
         data = files("eagle_kit.data.tasks").joinpath("prompts.jsonl").read_bytes()
         return Task("ours", tuple(_parse(data, "prompts.jsonl", "ours")))
-    path = Path(name).expanduser()
+    path = expand(name)
     if not path.is_file():
         raise UserError(f"There is no task and no file {str(name)!r}.", _where_to_get(str(name)))
     try:

@@ -13,6 +13,7 @@ from eagle_kit.kernels.sampling.distribution import (
     target_distribution,
     target_probs,
     token_logprobs,
+    write_bias,
 )
 from eagle_kit.kernels.sampling.uniform import (
     DRAFT_UNIFORMS,
@@ -43,4 +44,5 @@ __all__ = [
     "target_probs",
     "token_logprobs",
     "window_uniforms",
+    "write_bias",
 ]

@@ -89,12 +89,10 @@ def make_sampling_batch(
     if repetition is not None:
         repetition = repetition.clamp(min=SMALLEST)
     bias = prompt_mask = counts = None
-    if with_tables and any(p.logit_bias for p in params):
-        rows = [i for i, p in enumerate(params) for _ in p.logit_bias]
-        tokens = [token for p in params for token in p.logit_bias]
-        values = [min(max(v, -LARGEST), LARGEST) for p in params for v in p.logit_bias.values()]
+    if with_tables and any(p.has_bias for p in params):
         bias = torch.zeros(len(params), vocab_size, device=device)
-        bias[to_device(rows, device), to_device(tokens, device)] = to_device(values, device, bias.dtype)
+        for row, p in zip(bias, params, strict=True):
+            write_bias(row, p)
     if with_tables and repetition is not None:
         rows = [i for i, prompt in enumerate(prompts) for _ in prompt]
         tokens = [token for prompt in prompts for token in prompt]
@@ -116,6 +114,20 @@ def make_sampling_batch(
         prompt_mask=prompt_mask,
         counts=counts,
     )
+
+
+def write_bias(row: torch.Tensor, params: SamplingParams) -> None:
+    """Write a request's biases into ``row`` fp32 ``[V]``: -inf for tokens that are not allowed."""
+    row.zero_()
+    if params.logit_bias:
+        tokens = to_device(list(params.logit_bias), row.device)
+        values = [min(max(value, -LARGEST), LARGEST) for value in params.logit_bias.values()]
+        row[tokens] = to_device(values, row.device, row.dtype)
+    if params.allowed_token_ids is not None:
+        allowed = to_device(list(params.allowed_token_ids), row.device)
+        forbidden = torch.full_like(row, float("-inf"))
+        forbidden.index_fill_(0, allowed, 0.0)
+        row += forbidden
 
 
 def adjust_logits(

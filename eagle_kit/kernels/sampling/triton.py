@@ -45,9 +45,11 @@ def row_best(values, m, chunks, CPAD: tl.constexpr):
 
 @triton.jit
 def row_argmax(values, ids, m, chunks, CPAD: tl.constexpr):
-    """Lowest id of the largest value of row ``m``."""
+    """Lowest id of the largest value of row ``m``; of a row of NaN, some id of the vocabulary."""
     c = tl.arange(0, CPAD)
     value = tl.load(values + m * chunks + c, c < chunks, float("-inf"))
+    # A chunk of NaN alone equals no maximum, and the id of padding would be left.
+    value = tl.where(value == value, value, float("-inf"))
     at = tl.load(ids + m * chunks + c, c < chunks, _NO_ID)
     return tl.min(tl.where(value == tl.max(value, 0), at, _NO_ID), 0)
 

@@ -137,7 +137,8 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # unpickling raises whatever the broken bytes make it raise
         raise UserError(f"The file {path} is corrupt or truncated.", "Copy or download it again.") from error
     if not isinstance(tensors, dict) or not all(
-        isinstance(value, torch.Tensor) for value in tensors.values()
+        isinstance(value, torch.Tensor) and value.layout is torch.strided and value.device.type == "cpu"
+        for value in tensors.values()
     ):
         raise UserError(f"The file {path} is not a table of tensors.", "Use the draft's published weights.")
     return tensors

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import expand
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.fp8_layout import FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.loader import parse_target, read_raw_config, read_target_config
@@ -513,7 +514,7 @@ def _find(name: str) -> tuple[Path | KnownTarget, str]:
     """Folder with the ``config.json`` of a target, or an entry of the table, and the source in words."""
     from huggingface_hub import try_to_load_from_cache
 
-    path = Path(name).expanduser()
+    path = expand(name)
     if name and path.is_dir():
         return path, f"{path}/config.json"
     packaged = PACKAGED_TARGETS.get(name.lower())

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.core.files import COPY_AGAIN, read_object
+from eagle_kit.core.files import COPY_AGAIN, check_name, read_object
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged, load_ends
@@ -90,7 +90,9 @@ def check_activation(config: dict[str, Any], where: str) -> None:
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
     """Open a file whose tensors are read by name. Raises UserError, now or while they are read, when it is
-    missing, truncated or corrupt."""
+    missing, truncated or corrupt, or is no file, such as a pipe, which would never end."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{path} is not a file.", "Give a complete model folder.")
     try:
         with safe_open(str(path), framework="pt") as file:
             yield file
@@ -139,6 +141,8 @@ def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> l
         shards = read_table(read_object(index), "weight_map", str(index))
         if not shards or not all(isinstance(file, str) for file in shards.values()):
             raise UserError(f"The index {index} names no shards.", COPY_AGAIN)
+        for file in shards.values():
+            check_name(file, index)
         return [
             folder / file
             for file in sorted({file for name, file in shards.items() if wanted is None or wanted(name)})
@@ -184,6 +188,7 @@ def load_target(
                 "Leave the quantization out.",
             )
         if with_layers:
+            weight_files(folder)  # transformers would follow an index out of the folder
             return load_bridged(folder, config, dtype, device)
         return load_ends(folder, config, read_published(folder, _is_outside_layers), dtype).to(device)
     published = read_published(folder, None if with_layers else _is_outside_layers)

@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import cache_folder, check_disk_space, replacing, taking_turns
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.files import (
+    cache_folder,
+    check_disk_space,
+    expand,
+    replacing,
+    taking_turns,
+    writing_remedy,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,10 @@ LOG_IN = "Log in with hf auth login, or set HF_TOKEN."
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
 """Version of the conversion's output; increase it to invalidate earlier conversions."""
-ANOTHER_CACHE = "Free some space there, or set EAGLE_KIT_CACHE to another folder."
+TIKTOKEN = "tiktoken.model"
+ADD_TOKENIZER = "Convert it to a tokenizer.json, and add that to the folder."
+SET_CACHE = "set EAGLE_KIT_CACHE to another folder"
+ANOTHER_CACHE = f"Free some space there, or {SET_CACHE}."
 
 
 def resolve_target(name: str | Path) -> Path:
@@ -65,7 +75,7 @@ def resolve_model(name: str | Path, role: str) -> Path:
         UserError: ``name`` is none of these or cannot be obtained.
     """
     name = str(name)
-    folder = Path(name).expanduser()
+    folder = expand(name)
     repository = split_revision(name)[0]
     if not (name and folder.is_dir()):
         if name.lower() in PACKAGED_TARGETS:
@@ -94,12 +104,30 @@ def target_revision(folder: Path) -> str | None:
 
 
 def load_tokenizer(folder: str | Path) -> Any:
-    """Load the fast tokenizer of a model folder. Raises UserError when there is none."""
+    """Load the fast tokenizer of a model folder, whose own code is never run.
+
+    Raises:
+        UserError: there is no tokenizer, it cannot be read, it is a slow one, or it needs code of the folder.
+    """
     from transformers import AutoTokenizer
 
+    # A tokenizer whose rules are in the folder's code is refused by name.
+    own_code = _tokenizer_code(Path(folder))
+    if not (Path(folder) / "tokenizer.json").is_file():
+        if (Path(folder) / TIKTOKEN).is_file():
+            raise UserError(
+                f"The tokenizer in {folder} is {TIKTOKEN}, which does not hold the rules that split a text.",
+                ADD_TOKENIZER,
+            )
+        if own_code is not None:
+            raise _needs_code(folder, own_code)
+
+    # Any other one is read from its files.
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # readers raise errors of many kinds on a broken file
+        if own_code is not None and "trust_remote_code" in str(error):
+            raise _needs_code(folder, own_code) from error
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(
             f"The folder {folder} has no tokenizer that can be read ({reason[0]}).",
@@ -111,6 +139,28 @@ def load_tokenizer(folder: str | Path) -> Any:
             "Add the model's tokenizer.json to the folder.",
         )
     return tokenizer
+
+
+def _tokenizer_code(folder: Path) -> str | None:
+    """Name of the class in Python code of the folder that ``tokenizer_config.json`` asks for, if any."""
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # transformers says what is wrong with it
+    table = config.get("auto_map") if isinstance(config, dict) else None
+    classes = table.get("AutoTokenizer") if isinstance(table, dict) else table
+    if isinstance(classes, str):
+        return classes
+    if not isinstance(classes, list):
+        return None
+    return next((name for name in classes if isinstance(name, str)), None)
+
+
+def _needs_code(folder: str | Path, name: str) -> UserError:
+    return UserError(
+        f"The tokenizer in {folder} is Python code of that folder ({shown(name)}), which is never run.",
+        ADD_TOKENIZER,
+    )
 
 
 def _download(name: str, role: str) -> Path:
@@ -176,7 +226,8 @@ def _convert_packaged(name: str) -> Path:
                 (work / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"The target {name} could not be converted in {folder.parent} ({error}).", ANOTHER_CACHE
+            f"The target {name} could not be converted in {folder.parent} ({error}).",
+            writing_remedy(error, SET_CACHE),
         ) from error
     return folder
 
@@ -212,7 +263,7 @@ def _dequantise(source: Path, out: Path) -> None:
 
     out.mkdir()
     model = AutoModelForCausalLM.from_pretrained(
-        str(source.parent), gguf_file=source.name, dtype=torch.float32
+        str(source.parent), gguf_file=source.name, dtype=torch.float32, trust_remote_code=False
     )
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
@@ -224,7 +275,9 @@ def _dequantise(source: Path, out: Path) -> None:
         config.pop(key, None)
     config |= {"architectures": [type(model).__name__], "dtype": "float32"}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    tokenizer = AutoTokenizer.from_pretrained(
+        str(source.parent), gguf_file=source.name, trust_remote_code=False
+    )
     _restore_digits(tokenizer, source)
     tokenizer.model_max_length = config["max_position_embeddings"]
     tokenizer.save_pretrained(str(out))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut
 from eagle_kit.kernels.cpu_memory import release_free_memory
 from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.api.hosts import allowed_hosts
 from eagle_kit.serve.api.middleware import RequestContext
 from eagle_kit.serve.api.routes_generate import add_generation_routes
 from eagle_kit.serve.api.routes_operate import add_operation_routes
@@ -69,7 +70,12 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
     add_operation_routes(app, service)
     # Everything is raised up to the outermost layer, which writes errors in one place.
     app.add_exception_handler(HTTPException, _raise_in_our_shape)
-    app.add_middleware(RequestContext, draining=service.engine.draining, api_key=config.api_key)
+    app.add_middleware(
+        RequestContext,
+        draining=service.engine.draining,
+        api_key=config.api_key,
+        allowed_hosts=allowed_hosts(config),
+    )
     return app
 
 
@@ -83,6 +89,8 @@ async def _return_memory() -> None:
 
 async def _raise_in_our_shape(request: Any, error: Any) -> Any:
     """Convert errors of the framework: unknown paths and methods."""
-    raise ApiError(
-        error.status_code, f"{request.method} {request.url.path}: {error.detail}.", headers=error.headers
-    )
+    path = request.scope[
+        "path"
+    ]  # a URL of the framework would be made with what the client gives as its host
+    message = f"{cut(request.method)} {cut(path)}: {error.detail}."
+    raise ApiError(error.status_code, message, headers=error.headers)

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from eagle_kit.core.errors import cut
 from eagle_kit.serve.api.errors import ApiError, from_validation
 from eagle_kit.serve.api.sse import ClientGone
 from eagle_kit.serve.reply import Overloaded
@@ -30,7 +31,7 @@ def body_of(model: type[ModelT], max_bytes: int, draining: asyncio.Event) -> Cal
     async def read(request: Request) -> ModelT:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(415, f"The content type is {kind or 'missing'}; send application/json.")
+            raise ApiError(415, f"The content type is {cut(kind) or 'missing'}; send application/json.")
         return parse(model, await _in_time(_read(request, max_bytes), draining))
 
     return read

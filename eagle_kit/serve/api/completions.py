@@ -1,6 +1,6 @@
 """`POST /v1/completions`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -12,6 +12,7 @@ from eagle_kit.serve.api.protocol import CompletionRequest
 from eagle_kit.serve.api.responses import CompletionChoice, CompletionChunk, CompletionResponse
 from eagle_kit.serve.api.service import Generation, Service
 from eagle_kit.serve.reply import Delta
+from eagle_kit.serve.text_stream import Detokenizer, TextContext, text_context
 
 
 class CompletionAnswer(Answer[CompletionRequest]):
@@ -20,30 +21,39 @@ class CompletionAnswer(Answer[CompletionRequest]):
     response, event = CompletionResponse, CompletionChunk
     kinds = ("text_completion", "text_completion")
 
-    def __init__(self, service: Service, body: CompletionRequest, generation: Generation) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionRequest,
+        generation: Generation,
+        contexts: Sequence[TextContext],
+        echoes: Sequence[str],
+    ) -> None:
         super().__init__(service, body, generation)
-        self._offsets = [TextOffsets(service.llm.tokenizer) for _ in generation.replies]
-        self._echoes = [""] * len(generation.prompts)
+        self._contexts = contexts
+        self._echoes = echoes
+        self._offsets: dict[int, TextOffsets] = {}
 
     @classmethod
     async def start(cls, service: Service, http: Any, body: CompletionRequest) -> "CompletionAnswer":
         """See :class:`Answer`."""
         service.enter(http, body, len(body.prompts))
+
         # One by one, so that others have their turn in the thread that tokenises.
-        prompts = [
-            list(prompt)
-            if isinstance(prompt, list)
-            else await service.off_loop(text_prompt, service.llm, prompt, service.max_chars)
-            for prompt in body.prompts
-        ]
-        answer = cls(service, body, await service.generate(http, body, prompts, "cmpl"))
+        given: Sequence[str | list[int]] = body.prompts
+        prompts = []
+        contexts = []
+        for prompt in given:
+            ids, context = await service.off_loop(_read_prompt, service, body, prompt)
+            prompts.append(ids)
+            contexts.append(context)
+
+        generation = await service.generate(http, body, prompts, "cmpl", contexts=contexts)
+        echoes: list[str] = []
         if body.echo:
-            decode = service.llm.tokenizer.decode
-            answer._echoes = [
-                prompt if isinstance(prompt, str) else await service.off_loop(decode, prompt)
-                for prompt in body.prompts
-            ]
-        return answer
+            for prompt, context in zip(given, contexts, strict=True):
+                echoes.append(await service.off_loop(_echo_text, service, body, prompt, context))
+        return cls(service, body, generation, contexts, echoes)
 
     async def choice(self, index: int, delta: Delta) -> CompletionChoice:
         """See :class:`Answer`."""
@@ -63,11 +73,43 @@ class CompletionAnswer(Answer[CompletionRequest]):
     async def _addition(self, index: int, delta: Delta) -> CompletionChoice:
         logprobs = None
         if self.body.logprobs is not None:
-            names, offsets = self.service.token_names, self._offsets[index]
-            logprobs = await off_loop_if_long(completion_logprobs, names, delta, offsets)
+            offsets = self._offsets_of(index)
+            logprobs = await off_loop_if_long(completion_logprobs, self.service.token_names, delta, offsets)
         reason = finish_reason(delta)
         return CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason)
 
+    def _offsets_of(self, index: int) -> TextOffsets:
+        """Offsets of the tokens of choice ``index``."""
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            shown = self.service.special_tokens if self.body.shows_special_tokens else frozenset()
+            context = self._contexts[index // self.body.num_choices]
+            offsets = TextOffsets(Detokenizer(self.service.llm.tokenizer, shown, context))
+            self._offsets[index] = offsets
+        return offsets
+
     def _echo(self, index: int) -> str:
-        """Prompt of choice ``index`` when it is to be repeated."""
-        return self._echoes[index // self.body.num_choices]
+        """Prompt of choice ``index``; empty where it is not to be repeated."""
+        return self._echoes[index // self.body.num_choices] if self._echoes else ""
+
+
+def _read_prompt(
+    service: Service, body: CompletionRequest, prompt: str | list[int]
+) -> tuple[list[int], TextContext]:
+    """Token ids of a prompt, and its end that the text of the replies continues."""
+    is_text = isinstance(prompt, str)
+    ids = text_prompt(service.llm, prompt, service.max_chars) if isinstance(prompt, str) else list(prompt)
+    skip = not body.shows_special_tokens
+    return ids, text_context(service.llm.tokenizer, ids, is_text=is_text, skip_special_tokens=skip)
+
+
+def _echo_text(
+    service: Service, body: CompletionRequest, prompt: str | list[int], context: TextContext
+) -> str:
+    """Text of a prompt, without the beginning of a character that is part of the reply."""
+    if isinstance(prompt, str):
+        return prompt
+    finished = prompt[: len(prompt) - len(context.unfinished)]
+    skip = not body.shows_special_tokens
+    decode = service.llm.tokenizer.decode
+    return str(decode(finished, skip_special_tokens=skip, clean_up_tokenization_spaces=False))

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut
 from eagle_kit.serve.reply import EngineFailed, NotFinite, Overloaded
 
 INVALID = "invalid_request_error"
@@ -24,8 +24,17 @@ TYPES = {
     503: "service_unavailable",
 }
 MAX_MISTAKES = 100
+MAX_MESSAGE = 1000
+"""Characters of a message. What the client sent is cut before; this bounds what libraries quote of it."""
 TAG = re.compile(r"str|int|float|bool|constrained-\w+|[a-z-]+\[.*\]|[A-Z]\w*")
 """Parts of pydantic's error locations that name a branch of a union instead of a field."""
+LIMITS = {
+    *("too_long", "too_short", "string_too_long", "string_too_short"),
+    *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
+}
+"""Types of pydantic's errors of a value that has the right type and is out of range."""
+EXPECTED = "Input should be "
+OBJECT = re.compile("a valid dictionary")
 
 
 class ApiError(Exception):
@@ -49,7 +58,9 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.code = status, code
+        self.message = cut(message, MAX_MESSAGE)
+        self.param = None if param is None else cut(param)
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -75,11 +86,12 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Convert the deepest of pydantic's errors, which is in the branch that the sender meant."""
+    """Convert the error of the branch that the sender meant: a limit that was passed, else the deepest one,
+    else the one of the last item. A value that no branch takes is told what each of them takes."""
     if (count := error.error_count()) > MAX_MISTAKES:  # to list them would take long, and much memory
         return ApiError(400, f"The body has {count} mistakes. Compare it with /docs.", code="many_mistakes")
     details = error.errors(include_url=False, include_input=False, include_context=False)
-    detail = max(details, key=lambda item: len(item["loc"]))
+    detail = max(details, key=_closeness)
     if detail["type"] == "json_invalid":
         return ApiError(400, f"The body is no JSON that can be read: {detail['msg']}.", code="invalid_json")
     param = _path(detail["loc"])
@@ -88,7 +100,19 @@ def from_validation(error: ValidationError) -> ApiError:
             400, f"The parameter {param} is not supported.", param=param, code="unsupported_parameter"
         )
     message = detail["msg"].removeprefix("Value error, ")
+    if message.startswith(EXPECTED):
+        same = [other["msg"] for other in details if _path(other["loc"]) == param]
+        expected = [other.removeprefix(EXPECTED) for other in same if other.startswith(EXPECTED)]
+        expected = ["an object" if OBJECT.match(other) else other for other in expected]
+        if detail["type"] not in LIMITS:
+            message = EXPECTED + ", or ".join(dict.fromkeys(expected))
     return ApiError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
+
+
+def _closeness(detail: Any) -> tuple[bool, int, int]:
+    """How far a branch of a union got until its error."""
+    loc = detail["loc"]
+    return detail["type"] in LIMITS, len(loc), sum(part for part in loc if isinstance(part, int))
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -98,4 +122,4 @@ def _path(loc: tuple[int | str, ...]) -> str:
             path += f"[{part}]"
         elif not TAG.fullmatch(part):
             path += f".{part}" if path else part
-    return path
+    return cut(path)

@@ -8,10 +8,11 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from eagle_kit.serve.api.errors import ApiError, as_api_error
+from eagle_kit.serve.api.hosts import check_host
 from eagle_kit.serve.api.sse import ClientGone
 from eagle_kit.serve.reply import EngineFailed, Overloaded
 
@@ -22,24 +23,33 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/metrics")
-SINGLE_HEADERS = (b"authorization", b"content-type", b"x-request-id")
+SINGLE_HEADERS = (b"authorization", b"content-type", b"origin", b"x-request-id")
 """Headers of which a second one would be read by some programs on the way and not by others."""
 
 
 class RequestContext:
     """Outermost ASGI layer. Sets ``request.state.request_id`` (the client's ``X-Request-Id``, or a new one,
-    sent back as a header), ``request.state.arrived_at`` (``time.perf_counter()``) and
-    ``request.state.cleanup``, a list of functions that are called when the request is over: answered, failed,
-    or left by its client before a response even began.
+    sent back as a header), ``request.state.has_own_id`` (whether the client chose it),
+    ``request.state.arrived_at`` (``time.perf_counter()``) and ``request.state.cleanup``, a list of functions
+    that are called when the request is over: answered, failed, or left by its client before a response even
+    began.
 
     Args:
         app: the rest.
         draining: once it is set, connections end with their responses: the next request is another server's.
         api_key: demanded as a bearer token everywhere but at :data:`OPEN_PATHS`; None demands nothing.
+        allowed_hosts: see :func:`~eagle_kit.serve.api.hosts.allowed_hosts`.
     """
 
-    def __init__(self, app: App, draining: asyncio.Event, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        draining: asyncio.Event,
+        api_key: str | None = None,
+        allowed_hosts: frozenset[str] | None = None,
+    ) -> None:
         self.app, self._draining, self._key = app, draining, api_key
+        self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -47,10 +57,12 @@ class RequestContext:
             return
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        has_own_id = REQUEST_ID.fullmatch(given) is not None
+        request_id = given if has_own_id else uuid.uuid4().hex.encode()
         cleanup: list[Callable[[], None]] = []
         state = scope.setdefault("state", {})
         state["request_id"], state["cleanup"] = request_id.decode(), cleanup
+        state["has_own_id"] = has_own_id
         state["arrived_at"] = time.perf_counter()
         started = False
 
@@ -65,7 +77,10 @@ class RequestContext:
             await send(message)
 
         try:
+            _check_length(scope["http_version"], headers)
             self._check_single(scope["headers"])
+            if self._allowed_hosts is not None:
+                check_host(headers, self._allowed_hosts)
             self._authorise(scope["path"], headers.get(b"authorization", b""))
             await self.app(scope, receive, send_with_id)
         except ClientGone:
@@ -103,6 +118,17 @@ class RequestContext:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+def _check_length(http_version: str, headers: Mapping[bytes, bytes]) -> None:
+    """Raise ApiError 400, which closes the connection, where programs may differ in the end of a body (RFC
+    9112, 6.3): what follows may be a request that another client is taken to have sent."""
+    if b"transfer-encoding" in headers and (b"content-length" in headers or http_version == "1.0"):
+        raise ApiError(
+            400,
+            "The body has a Transfer-Encoding beside a Content-Length or HTTP/1.0; send one of them.",
+            headers={"Connection": "close"},
+        )
 
 
 async def send_error(error: ApiError, send: Send) -> None:

@@ -1,6 +1,7 @@
 """Conversion of request parameters to :class:`SamplingParams`."""
 
 import json
+import re
 from typing import Any
 
 from eagle_kit.core.errors import UserError
@@ -12,6 +13,8 @@ NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
+META = re.compile(r"[\\.+*?()|\[\]{}^$]")
+"""Signs that mean something in a regular expression."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `/v1/completions`; a chat goes on until the context is full."""
 
@@ -37,6 +40,7 @@ def sampling_params(
         **given,
         "top_k": max(body.top_k or 0, 0),
         "logit_bias": _logit_bias(body.logit_bias, vocab_size),
+        "allowed_token_ids": _allowed(body, vocab_size),
         "logprobs": _logprobs(body),
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
         "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
@@ -95,6 +99,12 @@ def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, fl
     return dict(zip(ids, map(float, (given or {}).values()), strict=True))
 
 
+def _allowed(body: Sampling, vocab_size: int) -> tuple[int, ...] | None:
+    if body.allowed_token_ids is None:
+        return None
+    return _in_vocabulary(body.allowed_token_ids, vocab_size, "allowed_token_ids")
+
+
 def _in_vocabulary(ids: list[int], vocab_size: int, name: str) -> tuple[int, ...]:
     for token in ids:
         if not 0 <= token < vocab_size:
@@ -112,11 +122,15 @@ def make_grammar(body: Sampling, thought: Thought | None = None) -> Grammar | No
     """
     if isinstance(body, ChatRequest) and body.must_call:
         return call_grammar(body)._replace(thought=thought)
-    if body.regex is not None:
-        return Grammar("regex", body.regex, thought)
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
+    if not body.constraints:
         return None
-    if wanted.json_schema is not None:
-        return Grammar("json_schema", json.dumps(wanted.json_schema.json_schema), thought)
-    return Grammar("json_object", thought=thought)
+    (constraint,) = body.constraints
+    kind, value = constraint
+    if kind == "json_object":
+        return Grammar("json_object", thought=thought)
+    if kind == "json_schema":
+        return Grammar("json_schema", json.dumps(value), thought)
+    if isinstance(value, list):
+        value = "|".join(META.sub(r"\\\g<0>", text) for text in value)
+    assert isinstance(value, str)
+    return Grammar("regex", value, thought)

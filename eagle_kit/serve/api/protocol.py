@@ -6,10 +6,12 @@ that common clients work: `user`, `metadata`, `safety_identifier`, `prompt_cache
 adds to every body (those of its server's parameters that have no ``null``).
 """
 
-from typing import Annotated, Any, Literal, TypeVar
+import json
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from eagle_kit.core.errors import cut
 from eagle_kit.core.sampling_params import MAX_LOGPROBS
 
 MAX_CHOICES = 128
@@ -20,6 +22,29 @@ Count = Annotated[int, Field(ge=1, lt=2**31)]
 ItemT = TypeVar("ItemT")
 Several = Annotated[list[ItemT], Field(fail_fast=True)]
 """List whose validation stops at the first wrong item, since a body can hold a million of them."""
+
+
+def _read_schema(schema: Any) -> Any:
+    """Read a schema that was given as the text of a JSON object; others are returned as they are."""
+    if not isinstance(schema, str):
+        return schema
+    try:
+        value = json.loads(schema, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError("a JSON schema is an object, or the text of one")
+    return value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+Schema = Annotated[dict[str, Any], BeforeValidator(_read_schema, json_schema_input_type=dict[str, Any] | str)]
+Pattern = Annotated[str, Field(min_length=1, max_length=65536)]
+Choice = Annotated[str, Field(min_length=1, max_length=1024)]
+Choices = Annotated[Several[Choice], Field(min_length=1, max_length=256)]
 
 
 class Strict(BaseModel):
@@ -141,6 +166,42 @@ class ResponseFormat(Strict):
         return self
 
 
+class Constraint(NamedTuple):
+    """What a reply must match: ``value`` is a schema, a regular expression, texts of which the reply is one,
+    or None for any JSON object."""
+
+    kind: Literal["json_object", "json_schema", "regex", "choice"]
+    value: dict[str, Any] | str | list[str] | None
+
+
+class StructuredOutputs(Strict):
+    """Constraint on the reply by vLLM's names; exactly one of them."""
+
+    json_schema: Annotated[Schema | None, Field(alias="json")] = None
+    regex: Pattern | None = None
+    choice: Choices | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "StructuredOutputs":
+        if len(self.constraints) != 1:
+            raise ValueError("give exactly one of json, regex, choice and json_object: true")
+        return self
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        """Those that were given."""
+        found = [
+            Constraint("json_schema", self.json_schema),
+            Constraint("regex", self.regex),
+            Constraint("choice", self.choice),
+        ]
+        given = [each for each in found if each.value is not None]
+        if self.json_object:
+            given.append(Constraint("json_object", None))
+        return given
+
+
 class StreamOptions(Strict):
     """Options of a stream."""
 
@@ -157,7 +218,7 @@ class Sampling(Strict):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -166,12 +227,17 @@ class Sampling(Strict):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=2**15)] | None = None
+    allowed_token_ids: Annotated[Several[Token], Field(min_length=1, max_length=2**15)] | None = None
     stop: StopText | Annotated[Several[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[Several[Token], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     response_format: ResponseFormat | None = None
-    regex: Annotated[str, Field(min_length=1, max_length=65536)] | None = None
+    regex: Pattern | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: Pattern | None = None
+    guided_choice: Choices | None = None
     return_speculation: bool | None = None
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
@@ -180,19 +246,19 @@ class Sampling(Strict):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     no_stop_trim: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
+    skip_special_tokens: bool | None = None
     return_hidden_states: Literal[False] | None = None
 
     @model_validator(mode="after")
     def _check_sampling(self) -> "Sampling":
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options belong to a stream; set stream to true")
-        if (
-            self.regex is not None
-            and self.response_format is not None
-            and self.response_format.type != "text"
-        ):
-            raise ValueError("regex and response_format exclude each other")
+        if len(self.constraints) > 1:
+            raise ValueError(
+                "regex, response_format, structured_outputs and guided_* exclude each other; give one of them"
+            )
+        if self.has_grammar and self.allowed_token_ids is not None:
+            raise ValueError("allowed_token_ids excludes response_format, regex and their other names")
         return self
 
     @property
@@ -201,10 +267,33 @@ class Sampling(Strict):
         return self.n or 1
 
     @property
+    def shows_special_tokens(self) -> bool:
+        """True if special tokens are part of the text."""
+        return self.skip_special_tokens is False
+
+    @property
     def has_grammar(self) -> bool:
         """True if replies must match something."""
+        return bool(self.constraints)
+
+    @property
+    def constraints(self) -> list[Constraint]:
+        """What replies must match, by whatever name it was given; at most one."""
+        found = [
+            Constraint("regex", self.regex),
+            Constraint("json_schema", self.guided_json),
+            Constraint("regex", self.guided_regex),
+            Constraint("choice", self.guided_choice),
+        ]
+        given = [each for each in found if each.value is not None]
+        if self.structured_outputs is not None:
+            given += self.structured_outputs.constraints
         wanted = self.response_format
-        return self.regex is not None or (wanted is not None and wanted.type != "text")
+        if wanted is not None and wanted.json_schema is not None:
+            given.append(Constraint("json_schema", wanted.json_schema.json_schema))
+        elif wanted is not None and wanted.type == "json_object":
+            given.append(Constraint("json_object", None))
+        return given
 
 
 class ChatMessages(Strict):
@@ -212,7 +301,7 @@ class ChatMessages(Strict):
     ``enable_thinking``."""
 
     messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)]
-    tools: Annotated[Several[Tool], Field(min_length=1, max_length=512)] | None = None
+    tools: Annotated[Several[Tool], Field(max_length=512)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
 
 
@@ -237,12 +326,15 @@ class ChatRequest(ChatMessages, Sampling):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         choice, named = self.tool_choice, self.chosen_function
-        if self.tools is None and choice not in (None, "none"):
-            raise ValueError(f"tool_choice {choice if named is None else named} needs tools")
+        allowed = (None, "none") if self.tools is None else (None, "none", "auto")
+        if not self.tools and choice not in allowed:
+            raise ValueError(f"tool_choice {choice if named is None else cut(named)} needs tools")
         if named is not None and all(tool.function.name != named for tool in self.tools or ()):
-            raise ValueError(f"tool_choice names {named}, which is none of the tools")
+            raise ValueError(f"tool_choice names {cut(named)}, which is none of the tools")
         if self.must_call and self.has_grammar:
             raise ValueError("tool_choice excludes response_format and regex, unless it is none or auto")
+        if self.must_call and self.allowed_token_ids is not None:
+            raise ValueError("tool_choice excludes allowed_token_ids, unless it is none or auto")
         return self
 
     @property
@@ -293,7 +385,7 @@ class TokenizeRequest(Strict):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Several[Message], Field(min_length=1, max_length=4096)] | None = None
-    tools: Annotated[Several[Tool], Field(min_length=1, max_length=512)] | None = None
+    tools: Annotated[Several[Tool], Field(max_length=512)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     add_special_tokens: bool | None = None
 

@@ -51,9 +51,10 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         response.status_code = 503 if status == "unhealthy" else 200
         return HealthReport(status=status)
 
-    @app.get("/health_generate", responses={**ill, **error_responses(401)})
-    async def health_generate(response: Response) -> HealthReport:
+    @app.get("/health_generate", responses={**ill, **error_responses(401, 429)})
+    async def health_generate(http: Request, response: Response) -> HealthReport:
         """Health, tested by one generated token within the last second or from now on."""
+        service.count(http)
         try:
             await service.probe()
             return HealthReport(status="ok")
@@ -73,12 +74,14 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
 
     @app.post(
         "/abort",
-        responses=error_responses(400, 401, 408, 413, 415),
+        responses=error_responses(400, 401, 408, 413, 415, 429),
         openapi_extra=body_schema(app, AbortRequest),
     )
     async def abort(
         http: Request,
         body: AbortRequest = Depends(body_of(AbortRequest, limit, draining)),  # noqa: B008
     ) -> Aborted:
-        """End replies early; their readers get what there is, with the finish reason `abort`."""
-        return Aborted(num_aborted=service.abort(body.request_id))
+        """End the client's replies early, or any by an id that the server made; their readers get what there
+        is, with the finish reason `abort`."""
+        service.count(http)
+        return Aborted(num_aborted=service.abort(http, body.request_id))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.serve.api.hosts import resolve
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -32,13 +33,11 @@ def bind(host: str, port: int) -> socket.socket:
     if not 0 <= port <= 65535:  # the resolver would take it modulo 65536
         raise UserError(f"The port {port} cannot be used.", "Choose a --port from 0 to 65535.")
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        family, kind, protocol, _, address = resolve(host, port)
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a name with a part that is too long
         raise UserError(
             f"The address {host}:{port} cannot be used ({error}).", "Choose another --port or --host."
         ) from error
@@ -91,6 +90,10 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
     uvicorn_config = uvicorn.Config(
         app,
         http=connection_class(),
+        ws="none",
+        # uvicorn's default lets every program on this machine choose its address.
+        proxy_headers=service.config.forwarded_allow_ips is not None,
+        forwarded_allow_ips=service.config.forwarded_allow_ips,
         log_level="warning",
         access_log=False,
         lifespan="on",

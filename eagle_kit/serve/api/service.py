@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
+from eagle_kit.core.errors import cut
 from eagle_kit.core.sampling_params import SamplingParams, Thought
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
-from eagle_kit.serve.api.logprobs import TokenNames
 from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.api.params import make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
@@ -24,6 +24,8 @@ from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
 from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, ReplyStream
+from eagle_kit.serve.text_stream import TextContext, special_tokens
+from eagle_kit.serve.token_names import TokenNames
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -42,6 +44,15 @@ PROBE_LASTS_S = 1.0
 FINISH_REASONS = {"context": "length"}
 """OpenAI's names of finish reasons, where they differ. `abort` is an extension: the server stopped, or /abort
 was called."""
+
+
+class RequestName(NamedTuple):
+    """What a request is aborted by: the address of its ``client``, and an ``id`` that the client chose
+    (``is_chosen``) or the server made."""
+
+    client: str
+    id: str
+    is_chosen: bool
 
 
 @dataclass(frozen=True)
@@ -113,9 +124,10 @@ class Service:
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
+        self.special_tokens = special_tokens(llm.tokenizer)
         self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
         self.started_at = int(time.time())
-        self._live: dict[str, list[ReplyStream]] = {}
+        self._live: dict[RequestName, list[ReplyStream]] = {}
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
@@ -130,7 +142,7 @@ class Service:
         if name is not None and name != self.config.model_name:
             raise ApiError(
                 404,
-                f"The model {name[:200]!r} is not served here; use {self.config.model_name!r}.",
+                f"The model {cut(name)!r} is not served here; use {self.config.model_name!r}.",
                 param="model",
                 code="model_not_found",
             )
@@ -140,7 +152,14 @@ class Service:
         self.check_model(body.model)
         count = num_prompts * body.num_choices
         self.engine.check_room(count)
-        client = http.client.host if http.client else ""
+        self._enter(http, count)
+
+    def count(self, http: Any) -> None:
+        """Count a request without replies against the client's limits. Raises ApiError 429."""
+        self._enter(http, 0)
+
+    def _enter(self, http: Any, count: int) -> None:
+        client = _client_of(http)
         self.limits.enter(client, count)
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
 
@@ -152,22 +171,28 @@ class Service:
         prefix: str,
         shown_tokens: frozenset[int] = frozenset(),
         thought: Thought | None = None,
+        contexts: Sequence[TextContext] = (),
     ) -> Generation:
         """Hand the replies to all ``prompts`` to the engine; they are aborted when the HTTP request is over.
 
         Args:
             http: the request, for its id and its cleanup.
             prefix: of the response's id.
-            shown_tokens: special tokens that are part of the text.
+            shown_tokens: special tokens that are part of the text; all are where the body says so.
             thought: reasoning behind which a grammar of the body begins.
+            contexts: of each prompt, the end that the text of its replies continues; empty where replies are
+                texts of their own.
         """
-        requests = await self.off_loop(self._requests, body, prompts, shown_tokens, thought)
+        shown = self.special_tokens if body.shows_special_tokens else shown_tokens
+        contexts = contexts or [TextContext()] * len(prompts)
+        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts)
         for request in requests:
             request.arrived_at = http.state.arrived_at
         replies = await self.engine.add(requests)
         request_id = http.state.request_id
-        self._live.setdefault(request_id, []).extend(replies)
-        http.state.cleanup.append(lambda: self._leave(request_id, replies))
+        name = RequestName(_client_of(http), request_id, http.state.has_own_id)
+        self._live.setdefault(name, []).extend(replies)
+        http.state.cleanup.append(lambda: self._leave(name, replies))
         return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
 
     async def probe(self) -> None:
@@ -204,12 +229,19 @@ class Service:
                 end.cancel()
                 reply.close()
 
-    def abort(self, request_id: str | None) -> int:
-        """Abort the replies of a request, named by its own or its response's id, or of all -> how many."""
-        given = request_id or ""
-        named = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
-        ids = list(self._live) if request_id is None else sorted(named)
-        replies = [reply for each in ids for reply in self._live.get(each, ()) if reply.finish_reason is None]
+    def abort(self, http: Any, request_id: str | None) -> int:
+        """Abort the replies of a request, named by its own or its response's id, or all replies of the client
+        -> how many.
+
+        An id that another client chose can be guessed, and is not found. One that the server made cannot.
+        """
+        client, given = _client_of(http), request_id or ""
+        ids = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
+        replies = []
+        for name, theirs in self._live.items():
+            is_own, is_named = name.client == client, name.id in ids
+            if (is_own and request_id is None) or (is_named and (is_own or not name.is_chosen)):
+                replies += [reply for reply in theirs if reply.finish_reason is None]
         for reply in replies:
             reply.close()
         return len(replies)
@@ -224,21 +256,27 @@ class Service:
         prompts: Sequence[list[int]],
         shown_tokens: frozenset[int],
         thought: Thought | None,
+        contexts: Sequence[TextContext],
     ) -> "list[Request]":
         llm, grammar = self.llm, make_grammar(body, thought)
         return [
-            llm.make_request(prompt, params, body.priority or 0, shown_tokens)
-            for prompt in prompts
+            llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)
+            for prompt, context in zip(prompts, contexts, strict=True)
             for params in sampling_params(
                 body, len(prompt), llm.max_context, llm.target.config.vocab_size, grammar
             )
         ]
 
-    def _leave(self, request_id: str, replies: Sequence[ReplyStream]) -> None:
+    def _leave(self, name: "RequestName", replies: Sequence[ReplyStream]) -> None:
         for reply in replies:
             reply.close()
-        staying = [reply for reply in self._live.get(request_id, ()) if reply not in replies]
+        staying = [reply for reply in self._live.get(name, ()) if reply not in replies]
         if staying:
-            self._live[request_id] = staying
+            self._live[name] = staying
         else:
-            self._live.pop(request_id, None)
+            self._live.pop(name, None)
+
+
+def _client_of(http: Any) -> str:
+    """Address of the client of a request."""
+    return http.client.host if http.client else ""

@@ -8,7 +8,7 @@ named, or with ``required`` a list of objects of ``name`` and ``arguments``, and
 import json
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut, shown
 from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.reply.calls import calls_of, make_call
@@ -24,7 +24,7 @@ def call_grammar(body: ChatRequest) -> Grammar:
     the request allows no more.
 
     Raises:
-        UserError: definitions of one name in the schemas of several tools differ.
+        UserError: definitions of one name in the schemas of several tools differ, or are no object.
     """
     functions = [tool.function for tool in body.tools or ()]
     if (name := body.chosen_function) is not None:
@@ -35,10 +35,18 @@ def call_grammar(body: ChatRequest) -> Grammar:
     for function in functions:
         parameters = _parameters(function)
         for kind in DEFINITIONS:
-            for key, about in parameters.pop(kind, {}).items():
+            definitions = parameters.pop(kind, None)
+            if definitions is None:
+                continue
+            if not isinstance(definitions, dict):
+                raise UserError(
+                    f"The parameters of the function {shown(function.name)} have {kind}, which is no object.",
+                    "Give an object of schemas by name, or leave it out.",
+                )
+            for key, about in definitions.items():
                 if root.setdefault(kind, {}).setdefault(key, about) != about:
                     raise UserError(
-                        f"Two tools define {key!r} differently in their schemas.", "Rename one of them."
+                        f"Two tools define {cut(key)!r} differently in their schemas.", "Rename one of them."
                     )
         properties = {"name": {"const": function.name}, "arguments": parameters}
         required = {"required": list(properties), "additionalProperties": False}

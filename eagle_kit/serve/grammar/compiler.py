@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut
 from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.serve.grammar.protocols import Match
 from eagle_kit.serve.grammar.schema_rules import MAX_SCHEMA_CHARS, check_pattern, check_schema
@@ -222,4 +222,4 @@ def _not_compiled(name: str, reason: str) -> UserError:
 
 
 def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300]
+    return cut(" ".join(str(error).split()))

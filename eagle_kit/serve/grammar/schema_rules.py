@@ -9,7 +9,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, cut, shown
 
 MAX_SCHEMA_CHARS = 131_072
 MAX_SCHEMA_SIZE = 4096
@@ -55,6 +55,11 @@ def check_schema(schema: Any) -> dict[str, Any]:
         raise _refusal("", "is no object")
     for name in ("$schema", "$id"):  # a dialect of its own, or another base for references, inside is refused
         schema.pop(name, None)
+    for name in DEFINITIONS:
+        if schema.get(name) is None:  # null counts as missing
+            schema.pop(name, None)
+        elif not isinstance(schema[name], dict):
+            raise _refusal(name, "is no object")
     walk = _Walk(schema)
     definitions = [one for name in DEFINITIONS for one in _named(schema.get(name)).values()]
     if walk.depth(schema) + sum(map(walk.depth, definitions)) > MAX_DEPTH:
@@ -97,7 +102,7 @@ class _Walk:
         self._charge(schema)
         for name in given:
             if name not in KEYWORDS:
-                raise _refusal(f"{path}/{name}"[:200], "is not supported")
+                raise _refusal(f"{path}/{name}", "is not supported")
         for name in ALONE:
             if name in schema and len(given) > 1:
                 raise _refusal(f"{path}/{name}", "has keywords beside it, and is supported only alone")
@@ -114,7 +119,7 @@ class _Walk:
             if form in FREE_FORMATS:
                 del schema["format"]
             elif form not in FORMATS:
-                raise _refusal(f"{path}/format", f"is {form!r}, which is not supported")
+                raise _refusal(f"{path}/format", f"is {shown(form)}, which is not supported")
         least, required = schema.get("minProperties"), schema.get("required")
         num_sure = len(required) if isinstance(required, list) else 0
         if isinstance(least, int) and least > max(1, num_sure):
@@ -143,8 +148,9 @@ class _Walk:
         if not any(
             _are_distinct(each, tag) for tag in (None, *sorted(set.intersection(*objects or [set()])))
         ):
+            where = cut(path.lstrip("/")) or "root"
             raise UserError(
-                f"The json schema's {path.lstrip('/') or 'root'} has branches in oneOf that both may match.",
+                f"The json schema's {where} has branches in oneOf that both may match.",
                 "Use anyOf, or tell them apart by type, or by a required property with different const.",
             )
 
@@ -213,7 +219,7 @@ def _named(value: Any) -> dict[str, Any]:
 
 def _refusal(where: str, why: str) -> UserError:
     return UserError(
-        f"The json schema's {where.lstrip('/') or 'root'} {why}.",
+        f"The json schema's {cut(where.lstrip('/')) or 'root'} {why}.",
         "Leave it out, and check the reply instead.",
     )
 

@@ -174,13 +174,25 @@ class StandaloneDraftModel(DraftModel):
     """A whole small model of the target's vocabulary. It reads no target states, and its entries begin with
     the first token.
 
+    The embedding may have another number of rows than the target's (padding of the same tokenizer). Ids that
+    only one of them has are never proposed, and one that the target emits all the same is read as the last.
+
     Args:
+        model: the small model.
         token_map: see :class:`DraftModel`.
+        target_vocab_size: rows of the target's embedding; None where there are as many.
     """
 
     first_slot, is_whole_model = 0, True
 
-    def __init__(self, model: Target, token_map: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, model: Target, token_map: torch.Tensor | None = None, target_vocab_size: int | None = None
+    ) -> None:
+        own_size = model.config.vocab_size
+        target_size = own_size if target_vocab_size is None else target_vocab_size
+        self._last_token = own_size - 1 if target_size > own_size else None
+        if target_size != own_size:
+            token_map = _shared_ids(token_map, min(own_size, target_size))
         super().__init__(model.lm_head, token_map)
         self.state_dtype = self.dtype
         self.model, self.cache, self.variants = model, model.config.cache, model.variants
@@ -198,7 +210,8 @@ class StandaloneDraftModel(DraftModel):
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
-        hidden = self.model(rows.tokens, rows.positions, attend).hidden
+        tokens = rows.tokens if self._last_token is None else rows.tokens.clamp(max=self._last_token)
+        hidden = self.model(tokens, rows.positions, attend).hidden
         hidden = hidden if wanted is None else hidden.index_select(0, wanted)
         return StepOutput(hidden, hidden)
 
@@ -211,3 +224,13 @@ class StandaloneDraftModel(DraftModel):
         """See :class:`DraftModel`."""
         logits: torch.Tensor = self.model.logit_form(self.output(read))
         return logits
+
+
+def _shared_ids(token_map: torch.Tensor | None, count: int) -> torch.Tensor:
+    """Ids below ``count`` that may be proposed."""
+    if token_map is None:
+        return torch.arange(count)
+    shared = token_map[token_map < count]
+    if not len(shared):
+        raise UserError("The token map names no token that the draft model has.", "Use another token map.")
+    return shared

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import expand
 from eagle_kit.core.process import num_cores, warn_of_spinning
 from eagle_kit.data.states.manifest import read_manifest
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
@@ -38,7 +38,7 @@ def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainC
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower() == "bf16"
     precision = "bfloat16" if on_gpu or launched else "float32"
     if config.data.store is not None:
-        store = read_manifest(Path(config.data.store).expanduser())
+        store = read_manifest(expand(config.data.store))
         precision = str((store or {}).get("precision", precision))
     return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
 

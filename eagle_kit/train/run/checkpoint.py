@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
+from eagle_kit.checkpoints.torch_file import save_torch_file
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, replacing
+from eagle_kit.core.files import check_disk_space, replacing, writing_remedy
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.optim.ema import Ema
 from eagle_kit.train.optim.optimizer import optimizer_name
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 ADAMW_COPIES = 2
 """Moments that AdamW keeps per weight."""
 RAW_WEIGHTS = "weights.pt"
-FREE_SPACE_AND_RESUME = "Free some space or move the run folder to another disk, then go on with --resume."
+MOVE_AND_RESUME = "move the run folder to another disk, then go on with --resume"
+FREE_SPACE_AND_RESUME = f"Free some space, or {MOVE_AND_RESUME}."
 
 
 @dataclass
@@ -80,14 +82,14 @@ def save_checkpoint(
             save_draft(head, partial, metadata=dict(metadata))
             trainer = partial / "trainer"
             trainer.mkdir()
-            torch.save(dict(optimizer_state), trainer / "optimizer.pt")
+            save_torch_file(dict(optimizer_state), trainer / "optimizer.pt")
             if ema is not None:
-                torch.save(ema.raw(), trainer / RAW_WEIGHTS)
+                save_torch_file(ema.raw(), trainer / RAW_WEIGHTS)
             (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1), encoding="utf-8")
     except OSError as error:
         raise UserError(
             f"The checkpoint {folder} could not be written: {error.strerror or error}.",
-            FREE_SPACE_AND_RESUME,
+            writing_remedy(error, MOVE_AND_RESUME),
         ) from error
 
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from eagle_kit.config.loading.yaml_file import dump_mapping, read_mapping
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_writable, sole_writer, write_text_atomically
+from eagle_kit.core.files import check_writable, sole_writer, write_text_atomically, writing_remedy
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.run.metrics import JsonLines
 
@@ -151,7 +151,7 @@ class RunFolder:
         except OSError as error:
             raise UserError(
                 f"The output folder {self.path} cannot be written: {error.strerror or error}.",
-                "Free some space, or set another one with output_dir=FOLDER.",
+                writing_remedy(error, "set another one with output_dir=FOLDER"),
             ) from error
 
     def _tidy(self) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import parse_json, write_text_atomically
+from eagle_kit.core.files import parse_json, write_text_atomically, writing_remedy
 
 
 class JsonLines:
@@ -42,5 +42,5 @@ class JsonLines:
         except OSError as error:
             raise UserError(
                 f"{self.path} could not be written: {error.strerror or error}.",
-                "Free some space or repair the folder, then go on with --resume.",
+                writing_remedy(error, "repair the folder, then go on with --resume"),
             ) from error

@@ -8,6 +8,7 @@ import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import expand
 from eagle_kit.data.chat.dataset import PreparedData, cache_root
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
@@ -159,7 +160,7 @@ def states_manifest(
 
 
 def _given_store(config: TrainConfig, manifest: dict[str, Any]) -> StateStore:
-    folder = Path(str(config.data.store)).expanduser()
+    folder = expand(str(config.data.store))
     wanted = state_manifest.identity(manifest)
     layer_ids = wanted.pop("layer_ids")  # the store may have others besides
     if "state_format" not in config.training.model_fields_set:

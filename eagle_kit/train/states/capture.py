@@ -21,7 +21,7 @@ import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_disk_space, check_writable, nearest_folder, replacing
+from eagle_kit.core.files import check_disk_space, check_writable, expand, nearest_folder, replacing
 from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.data.states import manifest as state_manifest
@@ -129,7 +129,7 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
         raise UserError(
             "data.store is set, but what is captured comes from conversations.", "Set data.store=null."
         )
-    out = options.out.expanduser()
+    out = expand(options.out)
     _check_out(out)
     config, process = with_precision(config), make_process_state(config)
     with watching(config, process):

@@ -10,6 +10,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
+from eagle_kit.core.process import end_with_parent
 
 WORKER = Path(__file__).parent / "worker" / "eagle_kit_vllm.py"
 LAST_LINES = 12
@@ -59,6 +60,7 @@ def compute_states(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            preexec_fn=end_with_parent(),
             env={**os.environ, "PYTHONPATH": str(WORKER.parent)},  # its own workers find the connector there
         )
     except OSError as error:

@@ -3,8 +3,10 @@
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_run import make_target
+from tiny_tokenizers import llama2_like
 
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.preview import DIM, GREEN, RESET, preview
@@ -56,3 +58,10 @@ def test_output_that_is_no_terminal_gets_no_colour(
 def test_a_chat_without_replies_has_no_marks(tokenizer: Any, chat: TokenizedChat) -> None:
     chat.reply[:] = -1
     assert "⟦" not in preview(chat, tokenizer, color=False)
+
+
+def test_blanks_between_parts_are_kept() -> None:
+    tokenizer = llama2_like()
+    ids = np.asarray(tokenizer("the cat sat on", add_special_tokens=False)["input_ids"], dtype=np.int32)
+    chat = TokenizedChat(ids, np.asarray([-1, 0, 0, *[-1] * (len(ids) - 3)], dtype=np.int32))
+    assert preview(chat, tokenizer, color=False) == "the⟦ cat sat⟧ on"

@@ -241,6 +241,29 @@ def test_a_single_bit_anywhere_is_found_by_reading_everything(tmp_path: Path) ->
         opened.verify()
 
 
+@pytest.mark.parametrize("path", ["../states/x.safetensors", "/tmp/x", "", 5, None])
+def test_a_manifest_with_shards_outside_is_refused(tmp_path: Path, data: Path, path: object) -> None:
+    fill(store := StateStore(tmp_path / "states", manifest(), data), 0)
+    store.flush()
+    store.finish()
+    about = json.loads((tmp_path / "states" / "manifest.json").read_text())
+    about["shards"][0]["path"] = path
+    (tmp_path / "states" / "manifest.json").write_text(json.dumps(about))
+    with pytest.raises(UserError, match="not a name of a file|not the manifest of a store"):
+        StateStore(tmp_path / "states")
+
+
+def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path: Path, data: Path) -> None:
+    fill(store := StateStore(tmp_path / "states", manifest(), data), 0)
+    store.flush()
+    store.finish()
+    shard = next((tmp_path / "states").glob("*.safetensors"))
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(UserError, match="is not a file"):
+        StateStore(tmp_path / "states")
+
+
 def test_a_store_that_grows_sets_damaged_shards_aside_and_captures_their_rows_again(
     tmp_path: Path, data: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """Loading a target: sharded or not, with every tensor checked and errors named."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -91,6 +92,29 @@ def test_a_missing_shard_is_named(folder):
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="model-00001-of-00002.safetensors is missing"):
+        load_target(folder)
+
+
+OUTSIDE = ["../other/a.safetensors", "/tmp/a.safetensors", "sub/a.safetensors", "..", "", "a\\b", "a\0b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("kind", ["llama", "olmo2"])
+def test_an_index_that_leaves_its_folder_is_refused(folder, tmp_path_factory, name, kind):
+    """Also where transformers reads the weights. The tensors of another folder were loaded."""
+    if kind == "olmo2":
+        change_config(folder, model_type="olmo2", architectures=["Olmo2ForCausalLM"])
+    index = {"weight_map": {"model.norm.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="not a name of a file"):
+        load_target(folder)
+
+
+def test_a_pipe_in_place_of_weights_is_not_waited_for(folder):
+    index = {"weight_map": {"model.norm.weight": "a.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.mkfifo(folder / "a.safetensors")
+    with pytest.raises(UserError, match="is not a file"):
         load_target(folder)
 
 

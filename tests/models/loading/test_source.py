@@ -57,7 +57,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path):
 def test_a_slow_tokenizer_is_refused(tmp_path, monkeypatch):
     """It has no offsets, by which replies are found."""
     slow = SimpleNamespace(is_fast=False)
-    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder: slow)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda folder, **options: slow)
     with pytest.raises(UserError, match="is a slow one"):
         load_tokenizer(tmp_path)
 

@@ -18,7 +18,8 @@ from eagle_kit.serve.api.server import bind, make_server
 @contextmanager
 def serving(llm: Any, engine: Any, **settings: Any) -> Iterator[SimpleNamespace]:
     """A running server with its ``url``, ``service`` and ``stop()``."""
-    app = create_app(llm, engine, ServerConfig(**{"model_name": "tiny", "grace_period_s": 0.0, **settings}))
+    usual = {"model_name": "tiny", "grace_period_s": 0.0, "allowed_host": "x"}
+    app = create_app(llm, engine, ServerConfig(**{**usual, **settings}))
     sock = bind("127.0.0.1", 0)
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

@@ -115,6 +115,23 @@ def test_structured_replies_match_their_grammar(real_server):
             create(real_server, **options)
 
 
+@pytest.mark.parametrize("choice", ["x|y (z).", "50% \\n", "[q]{2}^$ é", "two\nlines"])
+def test_one_of_the_choices_is_written_as_it_is(real_server, choice):
+    for body in ({"guided_choice": [choice, "b"]}, {"structured_outputs": {"choice": [choice, "b"]}}):
+        answer = create(real_server, seed=1, extra_body=body).choices[0]
+        assert answer.message.content in (choice, "b") and answer.finish_reason == "stop"
+
+
+def test_only_allowed_tokens_are_sent(real_server):
+    ids = real_server.http.post("/tokenize", json={"prompt": "xyz"}).json()["tokens"]
+    body = {"allowed_token_ids": ids}
+    for temperature in (0, 100.0):
+        answer = create(
+            real_server, seed=1, temperature=temperature, max_completion_tokens=30, extra_body=body
+        )
+        assert set(answer.choices[0].message.content) <= set("xyz")
+
+
 def test_errors_are_the_clients_own_exceptions(real_server):
     with pytest.raises(openai.BadRequestError, match="best_of"):
         real_server.openai.completions.create(model="tiny", prompt="a", best_of=3)

@@ -46,7 +46,7 @@ def test_a_key_is_demanded_everywhere_but_for_health_and_metrics(scripted):
         assert not is_open
 
 
-@pytest.mark.parametrize("name", ["Authorization", "Content-Type", "X-Request-Id"])
+@pytest.mark.parametrize("name", ["Authorization", "Content-Type", "Origin", "X-Request-Id"])
 def test_a_header_that_decides_is_refused_when_it_comes_twice(scripted, name):
     with serving(*scripted("abc"), api_key="secret") as server:
         headers = [("Authorization", "Bearer secret"), ("Content-Type", "application/json")]

@@ -19,13 +19,14 @@ from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.serve.api.logprobs import (
     TextOffsets,
-    TokenNames,
     chat_logprobs,
     completion_logprobs,
     off_loop_if_long,
 )
 from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.reply import Delta
+from eagle_kit.serve.text_stream import Detokenizer
+from eagle_kit.serve.token_names import TokenNames
 from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving
 
@@ -131,7 +132,7 @@ def test_bodies_as_the_router_of_sglang_sends_them_on_are_answered(one_byte_a_st
     assert answer.status_code == 200
     assert complete(one_byte_a_step, **both, echo=False, stream=False).status_code == 200
     for name, value in {**both, **reasoning}.items():
-        if name != "ignore_eos":
+        if name not in ("ignore_eos", "skip_special_tokens"):
             answer = chat(one_byte_a_step, **{name: not value})
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
@@ -259,6 +260,28 @@ def test_every_parameter_reaches_the_engine(one_byte_a_step):
     assert engine.seen[1].params.grammar == Grammar("regex", "a+")
     assert chat(one_byte_a_step, response_format={"type": "json_object"}).status_code == 200
     assert engine.seen[2].params.grammar == Grammar("json_object", "")
+    assert chat(one_byte_a_step, allowed_token_ids=[7, 5], temperature=7.5, tools=[]).status_code == 200
+    assert engine.seen[3].params.allowed_token_ids == (7, 5) and engine.seen[3].params.temperature == 7.5
+
+
+@pytest.mark.parametrize(
+    ("body", "grammar"),
+    [
+        ({"guided_json": {"type": "object"}}, Grammar("json_schema", '{"type": "object"}')),
+        ({"guided_json": ' {"type":"object"}'}, Grammar("json_schema", '{"type": "object"}')),
+        ({"guided_regex": "a|b"}, Grammar("regex", "a|b")),
+        ({"guided_choice": ["a.b", "c"]}, Grammar("regex", r"a\.b|c")),
+        ({"structured_outputs": {"json": {"type": "object"}}}, Grammar("json_schema", '{"type": "object"}')),
+        ({"structured_outputs": {"regex": "a+"}}, Grammar("regex", "a+")),
+        ({"structured_outputs": {"choice": ["(", "b"]}}, Grammar("regex", r"\(|b")),
+        ({"structured_outputs": {"json_object": True, "regex": None}}, Grammar("json_object", "")),
+    ],
+)
+def test_names_of_vllm_for_grammars_are_taken(one_byte_a_step, body, grammar):
+    for ask in (chat, complete):
+        one_byte_a_step.engine.seen.clear()
+        assert ask(one_byte_a_step, **body).status_code == 200
+        assert one_byte_a_step.engine.seen[0].params.grammar == grammar
 
 
 def test_logprobs_have_both_shapes_with_bytes_of_cut_characters(one_byte_a_step):
@@ -319,8 +342,12 @@ def test_tokens_of_all_bytes_are_known_by_them(tokenizer):
     text = "".join(map(chr, places))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert b"".join(names.of(token)[1] for token in ids) == text.encode()
-    alone = SimpleNamespace(decode=lambda ids, skip_special_tokens: "\ufffd")
-    letters = SimpleNamespace(backend_tokenizer=alone, convert_ids_to_tokens=lambda id: f"<0x{id:02X}>")
+    alone = SimpleNamespace(
+        decode=lambda ids, skip_special_tokens: "\ufffd" * len(ids),
+        id_to_token=lambda id: f"<0x{id:02X}>",
+        get_vocab_size=lambda: 256,
+    )
+    letters = SimpleNamespace(backend_tokenizer=alone)
     names = TokenNames(letters)
     assert [names.of(byte)[1] for byte in range(256)] == [bytes([byte]) for byte in range(256)]
 
@@ -330,7 +357,7 @@ def test_a_probability_of_zero_is_a_number_of_json(tokenizer):
     names = TokenNames(tokenizer)
     (chosen,) = chat_logprobs(names, [70], entries).content
     assert [chosen.logprob, *(top.logprob for top in chosen.top_logprobs)] == [-9999.0, -9999.0, -0.5]
-    found = completion_logprobs(names, [70], entries, TextOffsets(tokenizer))
+    found = completion_logprobs(names, [70], entries, TextOffsets(Detokenizer(tokenizer)))
     assert found.token_logprobs == [-9999.0]
     assert sorted(found.top_logprobs[0].values()) == [-9999.0, -0.5]
 

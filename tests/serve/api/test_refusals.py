@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from eagle_kit.serve.api.body import parse
-from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.api.errors import ApiError, from_validation
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
 from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving, wait_until
@@ -54,7 +55,6 @@ def refused(server, path, response, status, param=None):
         (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
         (CHAT, {"temperature": True}, "temperature"),
         (CHAT, {"temperature": "1"}, "temperature"),
-        (CHAT, {"temperature": 2.5}, "temperature"),
         (CHAT, {"temperature": -0.1}, "temperature"),
         (CHAT, {"top_p": 0}, "top_p"),
         (CHAT, {"top_k": -2}, "top_k"),
@@ -80,7 +80,6 @@ def refused(server, path, response, status, param=None):
         (CHAT, {"logit_bias": [1]}, "logit_bias"),
         (CHAT, {"tool_choice": "any", "tools": [TOOL]}, "tool_choice"),
         (CHAT, {"tool_choice": {**TOOL, "more": 1}, "tools": [TOOL]}, "tool_choice.more"),
-        (CHAT, {"tools": []}, "tools"),
         (CHAT, {"tools": [{"type": "web_search"}]}, None),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format"),
@@ -98,10 +97,22 @@ def refused(server, path, response, status, param=None):
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (COMPLETE, {"prompt": []}, "prompt"),
         (COMPLETE, {"prompt": None}, "prompt"),
-        (COMPLETE, {"prompt": [1, "a"]}, None),
-        (COMPLETE, {"prompt": [[]]}, None),
-        (COMPLETE, {"prompt": [1, True]}, None),
-        (COMPLETE, {"prompt": [-1]}, None),
+        (COMPLETE, {"prompt": [1, "a"]}, "prompt[1]"),
+        (COMPLETE, {"prompt": ["a", 1]}, "prompt[1]"),
+        (COMPLETE, {"prompt": [[1], []]}, "prompt[1]"),
+        (COMPLETE, {"prompt": [1, True]}, "prompt[1]"),
+        (COMPLETE, {"prompt": [-1]}, "prompt[0]"),
+        (CHAT, {"allowed_token_ids": []}, "allowed_token_ids"),
+        (CHAT, {"allowed_token_ids": [1, -1]}, "allowed_token_ids[1]"),
+        (CHAT, {"bad_words": ["a"]}, "bad_words"),
+        (CHAT, {"guided_json": "[1]"}, "guided_json"),
+        (CHAT, {"guided_json": '{"maximum": NaN}'}, "guided_json"),
+        (CHAT, {"guided_json": 5}, "guided_json"),
+        (CHAT, {"guided_choice": []}, "guided_choice"),
+        (CHAT, {"structured_outputs": {}}, "structured_outputs"),
+        (CHAT, {"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        (CHAT, {"structured_outputs": {"json_object": False}}, "structured_outputs"),
+        (CHAT, {"structured_outputs": {"grammar": "x"}}, "structured_outputs.grammar"),
     ],
 )
 def test_a_wrong_or_unsupported_parameter_is_named(server, path, change, param):
@@ -110,7 +121,6 @@ def test_a_wrong_or_unsupported_parameter_is_named(server, path, change, param):
 
 
 BOUNDS = {
-    "temperature": (-0.01, 0, 2, 2.01),
     "top_p": (0, 0.01, 1, 1.01),
     "top_k": (-2, -1, 2**31 - 1, 2**31),
     "min_p": (-0.01, 0, 1, 1.01),
@@ -129,7 +139,9 @@ LENGTHS = {
     "stop": ("a", 0, 16),
     "stop_token_ids": (5, 0, 256),
     "messages": (USER, 1, 4096),
-    "tools": (TOOL, 1, 512),
+    "tools": (TOOL, 0, 512),
+    "allowed_token_ids": (5, 1, 2**15),
+    "guided_choice": ("a", 1, 256),
 }
 """Of every list: an item, the fewest and the most of it."""
 
@@ -147,6 +159,11 @@ def is_allowed(**change):
 def test_numbers_are_allowed_up_to_their_bounds(name):
     more = {"logprobs": True} if name == "top_logprobs" else {}
     assert [is_allowed(**{name: value}, **more) for value in BOUNDS[name]] == [False, True, True, False]
+
+
+def test_a_temperature_may_be_any_number_from_zero_on():
+    assert is_allowed(temperature=0) and is_allowed(temperature=2.5) and is_allowed(temperature=1e300)
+    assert not is_allowed(temperature=-0.01)
 
 
 def test_texts_and_lists_are_allowed_up_to_their_bounds():
@@ -201,6 +218,16 @@ SCHEMA = {"name": "s", "schema": {}}
     ("change", "is_right"),
     [
         ({"tool_choice": "none"}, True),
+        ({"tools": []}, True),
+        ({"tools": [], "tool_choice": "auto"}, True),
+        ({"tools": [], "tool_choice": "required"}, False),
+        ({"tools": [], "tool_choice": NAMED}, False),
+        ({"allowed_token_ids": [5], "regex": "a"}, False),
+        ({"allowed_token_ids": [5], "tools": [TOOL], "tool_choice": "required"}, False),
+        ({"guided_json": {}, "regex": "a"}, False),
+        ({"guided_json": {}, "response_format": {"type": "text"}}, True),
+        ({"guided_json": {}, "structured_outputs": {"json": {}}}, False),
+        ({"guided_regex": "a", "tools": [TOOL], "tool_choice": "required"}, False),
         ({"tool_choice": NAMED, "tools": [TOOL]}, True),
         ({"tool_choice": "required", "tools": [TOOL], "response_format": {"type": "text"}}, True),
         ({"tool_choice": "auto", "tools": [TOOL], "regex": "a"}, True),
@@ -249,6 +276,12 @@ def test_what_goes_together_in_a_chat(change, is_right):
         (CHAT, {"logit_bias": {"x": 1}}, "no token id"),
         (CHAT, {"logit_bias": {"300": 1}}, "outside 0..299"),
         (CHAT, {"stop_token_ids": [300]}, "outside 0..299"),
+        (CHAT, {"allowed_token_ids": [5, 300]}, "outside 0..299"),
+        (CHAT, {"stop": ["a"] * 17}, "stop: List should have at most 16 items"),
+        (CHAT, {"stop": 5}, "a valid string, or a valid array"),
+        (COMPLETE, {"prompt": [[]]}, "prompt[0]: List should have at least 1 item"),
+        (COMPLETE, {"prompt": []}, "prompt: List should have at least 1 item"),
+        (COMPLETE, {"prompt": {}}, "a valid string, or a valid array"),
         (COMPLETE, {"echo": True, "logprobs": 1}, "not supported"),
         (COMPLETE, {"prompt": "a" * 400}, "400 tokens"),
         (COMPLETE, {"prompt": ""}, "empty"),
@@ -258,6 +291,15 @@ def test_what_goes_together_in_a_chat(change, is_right):
 def test_what_cannot_be_done_together_is_explained(server, path, change, words):
     body = {**(CHAT_BODY if path == CHAT else COMPLETE_BODY), **change}
     assert words in refused(server, path, server.http.post(path, json=body), 400)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "most"), [(["a"] * 10_000, 4096), ([[5]] * 10_000, 4096), ([5] * (2**20 + 1), 2**20)]
+)
+def test_a_list_of_prompts_that_is_too_long_is_told_its_limit(prompt, most):
+    with pytest.raises(ValidationError) as mistakes:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert f"prompt: List should have at most {most} items" in from_validation(mistakes.value).message
 
 
 def test_pictures_are_refused(server):

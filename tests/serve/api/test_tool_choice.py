@@ -9,6 +9,7 @@ from jsonschema_rs import is_valid
 from eagle_kit.core.errors import UserError
 from eagle_kit.serve.api.protocol import ChatRequest
 from eagle_kit.serve.api.tool_choice import ChosenCallReader, call_grammar
+from eagle_kit.serve.grammar.schema_rules import check_schema
 from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import serving
 
@@ -163,3 +164,20 @@ def test_what_is_no_call_is_content(text):
     assert reader.feed(text[:3]) == reader.feed(text[3:])
     parts = reader.finish()
     assert parts.content == text and not parts.calls
+
+
+@pytest.mark.parametrize("kind", ["$defs", "definitions"])
+@pytest.mark.parametrize("value", [5, "x", [1], True, None])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_definitions_that_are_no_object_are_refused_and_null_counts_as_missing(kind, value, choice):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {kind: value}}}]
+
+    def schema() -> dict[str, Any]:
+        grammar = call_grammar(_request(tools, tool_choice=choice, parallel_tool_calls=False))
+        return check_schema(json.loads(grammar.text))
+
+    if value is None:
+        assert kind not in schema()
+    else:
+        with pytest.raises(UserError, match="no object"):
+            schema()

@@ -178,6 +178,65 @@ def test_a_draft_that_is_the_target_is_always_right(target, shape):
         assert request.stats.histogram[-1] >= full and request.stats.num_verifies <= full + 1
 
 
+def of_size(target, vocab_size):
+    """The target with another number of rows; those that it lacks make the largest logits."""
+    model = tiny_target(vocab_size=vocab_size)
+    state = target.state_dict()
+    for name, value in model.state_dict().items():
+        if value.shape == state[name].shape:
+            value.copy_(state[name])
+        else:
+            shared = min(len(value), len(state[name]))
+            value[:shared] = state[name][:shared]
+            value[shared:] = 50.0
+    return model
+
+
+@pytest.mark.parametrize("vocab_size", [8, 14])
+@pytest.mark.parametrize(
+    ("shape", "params"),
+    [
+        ("4,1,5", {}),
+        ("3,3,8", {"temperature": 1.0, "seed": 1}),
+        ("4,1,5", {"temperature": 1.0, "seed": 1, "sampled_drafts": True}),
+    ],
+    ids=str,
+)
+def test_a_draft_with_another_number_of_rows_proposes_what_both_have(target, vocab_size, shape, params):
+    """Tokens of the target that the draft lacks are emitted, and read by it."""
+    options = {"sampled_drafts": True} if "sampled_drafts" in params else {}
+    sampling = {name: value for name, value in params.items() if name != "sampled_drafts"}
+
+    def replies(draft, shape):
+        sizes = resolved(2, 256, kv_tokens=800, page_size=4, **options)
+        engine = Engine(target, draft, sizes)
+        engine.use_shape(SpecShape.parse(shape))
+        given = SamplingParams(max_tokens=40, ignore_eos=True, **sampling)
+        requests = [Request(i, list(prompt), given) for i, prompt in enumerate(PROMPTS)]
+        serve(engine, requests)
+        return requests
+
+    draft = StandaloneDraftModel(of_size(target, vocab_size), None, target.config.vocab_size)
+    drafted = replies(draft, shape)
+    if not options:  # sampled drafts keep the distribution and not the text
+        assert [r.token_ids for r in drafted] == [r.token_ids for r in replies(None, None)]
+    assert draft.draft_vocab_size == min(vocab_size, 11)
+    if vocab_size > 11 and not params:
+        own = replies(StandaloneDraftModel(target), shape)
+        assert [r.stats.histogram for r in drafted] == [r.stats.histogram for r in own]
+    if vocab_size < 11:
+        emitted = {token for r in drafted for token in r.token_ids} | {t for p in PROMPTS for t in p}
+        assert max(emitted) >= vocab_size
+    assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
+
+
+def test_a_token_map_of_a_smaller_draft_keeps_the_ids_that_it_has(target):
+    small = of_size(target, 8)
+    assert StandaloneDraftModel(small, torch.tensor([9, 3, 7]), 11).token_map.tolist() == [3, 7]
+    with pytest.raises(UserError, match="names no token"):
+        StandaloneDraftModel(small, torch.tensor([9, 10]), 11)
+
+
 def save(folder, config, tensors):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from nodes import run_nodes
+from nodes import run_nodes, train_on_forked_nodes
 
 from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.train.run.checkpoint import load_checkpoint
@@ -98,11 +98,16 @@ def test_a_second_trainer_is_refused_until_the_first_is_dead(
     assert not (run.output / ".lock").exists()
 
 
-def test_two_processes_started_by_torchrun_as_on_two_machines_equal_one(make_run: Callable) -> None:
+@pytest.mark.parametrize("launcher", ["forked", pytest.param("torchrun", marks=pytest.mark.nightly)])
+def test_two_processes_as_on_two_machines_equal_one(make_run: Callable, launcher: str) -> None:
     run = make_run(judge={"every": 2, "max_tokens": 6})
     assert run("--max-steps", "4") == 0
     both = run.folder / "both"
-    run_nodes(2, 1, "train", str(run.config), f"output_dir={both}", "--max-steps", "4")
+    arguments = [str(run.config), f"output_dir={both}", "--max-steps", "4"]
+    if launcher == "torchrun":
+        run_nodes(2, 1, "train", *arguments)
+    else:
+        assert train_on_forked_nodes(2, arguments) == [0, 0]
     one, two = run.metrics(), run.metrics("both")
     assert [row["step"] for row in two] == [1, 2, 3, 4]
     for a, b in zip(one, two, strict=True):

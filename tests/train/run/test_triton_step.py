@@ -12,7 +12,7 @@ from eagle_kit.train.algorithm.row_plan import plan_row
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 
-STEPS, LENGTH = 3, 45
+STEPS, LENGTH = 3, 33
 CALLS = {  # a layer of the target, a step of training-time test, its backward, a block of rows
     "packed_attention": 4,
     "ttt_attention": 4 + STEPS,
@@ -53,9 +53,9 @@ class Step:
         self.target = tiny_target().to(device)
         self.head = tiny_head(self.target, 101).to(device)
         doc_start = torch.zeros(LENGTH, dtype=torch.int64)
-        doc_start[17:] = 17
+        doc_start[12:] = 12
         reply = torch.full_like(doc_start, -1)
-        reply[6:17], reply[20:27], reply[31:] = 0, 1, 2
+        reply[5:12], reply[15:20], reply[24:] = 0, 1, 2
         self.ids = torch.randint(0, 131, (LENGTH,), generator=torch.Generator().manual_seed(5)).to(device)
         self.plan = plan_row(reply.to(device), doc_start.to(device), STEPS)
         self.weights = [torch.full((n,), 0.8**k / n, device=device) for k, n in enumerate(self.plan.counts)]

@@ -1,7 +1,7 @@
 """Forms in which models write calls of tools.
 
 A form finds its calls by the text of its markers, which are special tokens in some tokenizers and ordinary
-ones in others. ``take`` gets the reply from a marker on, and reads one call, or several of a list.
+ones in others. ``take`` reads the reply from a marker on: one call, or several of a list.
 
 | form | a call |
 |---|---|
@@ -20,33 +20,72 @@ from typing import Any, NamedTuple
 
 from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.messages import Tool, Unusable, read_calls
-from eagle_kit.data.chat.reply.literals import end_of_value, typed
+from eagle_kit.data.chat.reply.literals import (
+    NoValue,
+    allowed_kinds,
+    read_json,
+    read_value,
+    with_kind,
+)
 from eagle_kit.data.chat.reply.parts import Call
+from eagle_kit.data.chat.reply.tape import Reading, Tape
 
-LONG_CALL = 1024
-"""Characters of a call from which on it is not looked at again before there is a closer."""
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 FUNCTION_TAG, END_FUNCTION = "<function=", "</function>"
-XML_HEAD = re.compile(r"\s*<function=[^>\n]+>")
-NEXT_CALL = re.compile(r"<tool_call>\s*(?:<function=|\{)")
-PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
+PARAMETER_TAG, END_PARAMETER = "<parameter=", "</parameter>"
+PARAMETER = re.compile(r"<parameter=([^>\n]++)>")
+END_OF_NAME = re.compile(r"[>\n]")
+IN_FUNCTION = re.compile(f"{END_FUNCTION}|{TOOL_CALL}")
 CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-CODE_BLOCK = re.compile(r"([^\n]+)\n```(?:json)?\n(.*)```\s*", re.DOTALL)
+END_OF_CALL = re.compile(CALL_END)
+FENCE = "```"
 TOOL_CALLS = "[TOOL_CALLS]"
-MISTRAL_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
-MISTRAL_BEGUN = re.compile(r"\s*[\w.-]*(?:\[[\w\]]*)*\s*")
-LIST_BEGUN, LIST_OF_OBJECTS = re.compile(r"\[\s*"), re.compile(r"\[\s*\{")
+MOST_NAME = 256
+"""Characters from a function's name to its arguments in Mistral's form; what is longer is no call."""
+MISTRAL_NAME = re.compile(r"([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\])?\s*+(?=\{)")
+MISTRAL_BEGUN = re.compile(r"[\w.-]*+(?:\[[\w\]]*+)*+\s*+")
 PYTHON_TAG = "<|python_tag|>"
 BARE_BEGINNINGS = ('{"name":', '{"type":', '[{"name":', '[{"type":')
 
 
 class Taken(NamedTuple):
-    """Beginning of a text that was read: its length, and its calls, None where it is no call after all."""
+    """What was read from a marker on.
 
-    length: int
-    calls: list[Call] | None
+    Attributes:
+        end: place in the reply behind the call, or behind the text that is no call.
+        calls: None where there is none.
+    """
+
+    end: int
+    calls: list[Call] | None = None
+
+
+class KnownTools:
+    """Tools of a request, by name, with the types of their parameters.
+
+    Args:
+        tools: definitions of the tools; of two with one name the first counts.
+    """
+
+    def __init__(self, tools: Sequence[Tool]) -> None:
+        functions = [tool["function"] for tool in reversed(tools)]
+        self._schemas = {each["name"]: each.get("parameters") for each in functions}
+        self._kinds: dict[tuple[str, str], frozenset[str]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._schemas
+
+    def typed(self, name: str, key: str, text: str) -> Any:
+        """Return the value of a parameter that was written as text; see
+        :func:`~eagle_kit.data.chat.reply.literals.typed`."""
+        if (name, key) not in self._kinds:
+            schema = self._schemas.get(name)
+            root = schema if isinstance(schema, dict) else {}
+            properties = root.get("properties")
+            about = properties.get(key) if isinstance(properties, dict) else None
+            self._kinds[name, key] = allowed_kinds(about, root)
+        return with_kind(text, self._kinds[name, key])
 
 
 @dataclass(frozen=True)
@@ -56,17 +95,14 @@ class CallForm:
     Attributes:
         openers: markers, one of which begins a call.
         markers: all of its markers.
-        take: of a text that begins with an opener, the tools of the request, and whether the text has ended
-            -> what was read; None until there is more of it.
-        closers: characters, one of which is in any piece that lets ``take`` read more.
+        take: reads a call, or a list of them, from a marked tape whose next characters are an opener.
         after: what may stand between calls, and behind them.
         is_bare: a reply that begins as in ``BARE_BEGINNINGS`` may be a call too.
     """
 
     openers: tuple[str, ...]
     markers: tuple[str, ...]
-    take: Callable[[str, Sequence[Tool], bool], Taken | None]
-    closers: str
+    take: Callable[[Tape, KnownTools], Reading[Taken]]
     after: tuple[str, ...] = ()
     is_bare: bool = False
 
@@ -101,55 +137,79 @@ def calls_of(value: Any) -> list[Call]:
     return found
 
 
-def _read(calls: Callable[[str], list[Call]], length: int, body: str) -> Taken:
+def _made(end: int, calls: Callable[[str], list[Call]], body: str) -> Taken:
+    """Read a whole call, which ends at ``end``."""
     try:
-        return Taken(length, calls(body))
+        return Taken(end, calls(body))
     except (Unusable, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return Taken(length, None)
+        return Taken(end)
 
 
-def _take_hermes(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
-    if len(text) > LONG_CALL and END_TOOL_CALL not in text and not is_end:
-        return None
-    start = len(TOOL_CALL)
-    is_xml = text[start:].lstrip().startswith("<")
+def _take_hermes(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    yield from tape.take(TOOL_CALL)
+    start = tape.place
+    no_call = Taken(start)
+    yield from tape.skip_space()
+
+    # The call up to its last character.
+    is_xml = bool((yield from tape.next_is("<")))
     try:
-        end = _end_of_xml(text, start) if is_xml else end_of_value(text, start)
-    except ValueError:
-        return Taken(start, None)
-    if end is None:
-        return Taken(start, None) if is_end else None
-    rest = text[end:].lstrip()
-    if not rest.startswith(END_TOOL_CALL) and not (is_end and not rest):
-        return None if END_TOOL_CALL.startswith(rest) and not is_end else Taken(start, None)
-    body, length = text[start:end], len(text) - len(rest) + (len(END_TOOL_CALL) if rest else 0)
-    taken = _read(lambda body: _xml_calls(body, tools) if is_xml else hermes_calls(body), length, body)
-    return Taken(start, None) if taken.calls is None else taken
+        function = (yield from _read_function(tape)) if is_xml else ""
+        is_whole = is_xml or (yield from read_value(tape))
+    except NoValue:
+        return no_call
+    if function is None or not is_whole:
+        return no_call
+    end = tape.place
+
+    # Its end tag, which the end of the reply may cut off.
+    yield from tape.skip_space()
+    has_end = yield from tape.take(END_TOOL_CALL)
+    if not has_end and tape.at < len(tape.text):
+        return no_call
+    body = tape.since(start, end)
+    if is_xml:
+        taken = _made(tape.place, lambda body: [_xml_call(function, body, tools)], body)
+    else:
+        taken = _made(tape.place, hermes_calls, body)
+    return no_call if taken.calls is None else taken
 
 
-def _end_of_xml(text: str, start: int) -> int | None:
-    """Find the end of a function in tags; see :func:`~eagle_kit.data.chat.reply.literals.end_of_value`."""
-    head = XML_HEAD.match(text, start)
-    inner = text[start if head is None else head.end() :].lstrip()
-    expected = (FUNCTION_TAG,) if head is None else ("<parameter=", END_FUNCTION)
-    if not any(inner.startswith(tag) or tag.startswith(inner) for tag in expected):
-        raise ValueError("no function with parameters")
-    if head is None:
-        if ">" in inner or "\n" in inner:
-            raise ValueError("no function's name")
+def _read_function(tape: Tape) -> Reading[str | None]:
+    """Read a function in tags -> its name; None where the reply ends before.
+
+    Raises:
+        NoValue: whatever follows, there is no function with parameters before another call.
+    """
+    # Its name.
+    if not (yield from tape.take(FUNCTION_TAG)):
+        raise NoValue
+    begin = tape.place
+    mark = yield from tape.find(END_OF_NAME, (">",))
+    if not mark:
         return None
-    at = head.end()
-    while (place := text.find(END_FUNCTION, at)) >= 0:
-        at = place + len(END_FUNCTION)
-        behind = at
-        while text[behind : behind + 1].isspace():
-            behind += 1
-        if END_TOOL_CALL.startswith(text[behind : behind + len(END_TOOL_CALL)]):
-            break
-    following = NEXT_CALL.search(text, head.end())
-    if following is not None and (place < 0 or following.start() < place):
-        raise ValueError("another call before the end of this one")
-    return at if place >= 0 else None
+    if mark != ">" or tape.place == begin + 1:
+        raise NoValue
+    name = tape.since(begin, tape.place - 1)
+
+    # A parameter, or none at all.
+    yield from tape.skip_space()
+    if not (yield from tape.next_is(PARAMETER_TAG, END_FUNCTION)):
+        raise NoValue
+
+    # The end tag that the end of the call follows: a parameter may have others.
+    while True:
+        mark = yield from tape.find(IN_FUNCTION, (END_FUNCTION, TOOL_CALL))
+        if not mark:
+            return None
+        if mark == TOOL_CALL:
+            yield from tape.skip_space()
+            if (yield from tape.next_is("{", FUNCTION_TAG)):
+                raise NoValue
+            continue
+        yield from tape.skip_space()
+        if (yield from tape.next_is(END_TOOL_CALL)) or tape.at == len(tape.text):
+            return name
 
 
 def hermes_calls(body: str) -> list[Call]:
@@ -161,88 +221,107 @@ def hermes_calls(body: str) -> list[Call]:
         return calls_of(ast.literal_eval(body.strip()))
 
 
-def _xml_calls(body: str, tools: Sequence[Tool]) -> list[Call]:
-    function = FUNCTION.fullmatch(body)
-    if function is None or PARAMETER.sub("", function[2]).strip():
-        raise Unusable("no function with parameters")
-    name = function[1].strip()
-    functions = [tool["function"] for tool in tools]
-    about: Tool = next((each for each in functions if each["name"] == name), {})
-    root = about.get("parameters") or {}
-    schemas = root.get("properties") or {}
-    values = {key.strip(): text for key, text in PARAMETER.findall(function[2])}
-    return [make_call(name, {key: typed(text, schemas.get(key), root) for key, text in values.items()})]
+def _xml_call(name: str, body: str, tools: KnownTools) -> Call:
+    """Make the call of a function from ``<function=`` to ``</function>``. Raise :class:`Unusable` for text
+    beside the parameters."""
+    name = name.strip()
+    inner = body[body.index(">") + 1 : body.rindex(END_FUNCTION)].strip()
+    values: dict[str, str] = {}
+    at = 0
+    while at < len(inner):
+        head = PARAMETER.match(inner, at)
+        end = -1 if head is None else inner.find(END_PARAMETER, head.end())
+        if head is None or end < 0:
+            raise Unusable("no function with parameters")
+        text = inner[head.end() : end].removeprefix("\n").removesuffix("\n")
+        values[head[1].strip()] = text
+        at = end + len(END_PARAMETER)
+        while inner[at : at + 1].isspace():
+            at += 1
+    return make_call(name, {key: tools.typed(name, key, text) for key, text in values.items()})
 
 
-def _take_deepseek(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
-    inner = text.removeprefix(CALLS_BEGIN).lstrip()
-    if not inner.startswith(CALL_BEGIN):
-        may_come = CALL_BEGIN.startswith(inner) and not is_end
-        return None if may_come else Taken(len(text) - len(inner) if inner else len(text), None)
-    start = len(text) - len(inner) + len(CALL_BEGIN)
-    end = text.find(CALL_END, start)
-    if end < 0:
-        return _read(_deepseek_calls, len(text), text[start:]) if is_end else None
-    return _read(_deepseek_calls, end + len(CALL_END), text[start:end])
+def _take_deepseek(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    yield from tape.take(CALLS_BEGIN)
+    yield from tape.skip_space()
+    if not (yield from tape.take(CALL_BEGIN)):
+        return Taken(tape.place)
+    start = tape.place
+    mark = yield from tape.find(END_OF_CALL, (CALL_END,))
+    body = tape.since(start, tape.place - len(mark))
+    return _made(tape.place, _deepseek_calls, body)
 
 
 def _deepseek_calls(body: str) -> list[Call]:
     head, separator, rest = body.partition(SEPARATOR)
     if not separator:
         raise Unusable("no separator")
-    block = CODE_BLOCK.fullmatch(rest) if head.strip() == "function" else None
-    name, arguments = (head, rest) if block is None else block.groups()
+    name, arguments = head, rest
+    if head.strip() == "function":
+        before, _, block = rest.partition("\n")
+        block = block.rstrip()
+        for fence in (f"{FENCE}json\n", f"{FENCE}\n"):
+            if before and block.startswith(fence) and block[len(fence) :].endswith(FENCE):
+                name = before
+                arguments = block[len(fence) : -len(FENCE)]
     return [make_call(name, json.loads(arguments))]
 
 
-def _take_mistral(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
-    start = len(TOOL_CALLS)
-    body = text[start:]
-    if body.lstrip().startswith("["):
-        return _take_json(text, len(text) - len(body.lstrip()), is_end, calls_of)
-    if (name := MISTRAL_NAME.match(body)) is not None:
-        return _take_json(text, start + name.end(), is_end, lambda value: [make_call(name[1], value)])
-    may_come = MISTRAL_BEGUN.fullmatch(body) is not None and not is_end
-    return None if may_come else Taken(start, None)
+def _take_mistral(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    yield from tape.take(TOOL_CALLS)
+    no_call = Taken(tape.place)
+    yield from tape.skip_space()
+    if (yield from tape.next_is("[")):
+        return (yield from _take_json(tape, tape.place, calls_of))
+
+    # The name, before an object.
+    while True:
+        head = tape.text[tape.at : tape.at + MOST_NAME]
+        name = MISTRAL_NAME.match(head)
+        if name is not None:
+            break
+        may_come = MISTRAL_BEGUN.fullmatch(head) is not None and len(head) < MOST_NAME
+        if not may_come or not (yield from tape.more()):
+            return no_call
+    tape.at += name.end()
+    return (yield from _take_json(tape, tape.place, lambda value: [make_call(name[1], value)]))
 
 
-def _take_llama3(text: str, tools: Sequence[Tool], is_end: bool) -> Taken | None:
-    body = text.removeprefix(PYTHON_TAG).lstrip()
-    if not body and not is_end:
-        return None
-    if not body.startswith("{") and LIST_BEGUN.fullmatch(body) is not None and not is_end:
-        return None
-    if not body.startswith("{") and LIST_OF_OBJECTS.match(body) is None:
-        return Taken(len(PYTHON_TAG), None)
-    known = {tool["function"]["name"] for tool in tools}
+def _take_llama3(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    yield from tape.take(PYTHON_TAG)
+    no_call = Taken(tape.place)
+    yield from tape.skip_space()
+    start = tape.place
+    is_list = yield from tape.take("[")
+    if is_list:
+        yield from tape.skip_space()
+    if not (yield from tape.next_is("{")):
+        return no_call
 
     def calls(value: Any) -> list[Call]:
         found = calls_of(value)
-        if any(call.name not in known for call in found):
+        if any(call.name not in tools for call in found):
             raise Unusable("an object that names no tool")
         return found
 
-    return _take_json(text, len(text) - len(body), is_end, calls)
+    return (yield from _take_json(tape, start, calls, depth=int(is_list)))
 
 
-def _take_json(text: str, start: int, is_end: bool, calls: Callable[[Any], list[Call]]) -> Taken | None:
-    """Take a JSON value of ``text`` from ``start`` on, once there is all of it."""
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
-    except ValueError:
-        return Taken(len(text), None) if is_end else None
-    except RecursionError:
-        return Taken(len(text), None)
-    return _read(lambda _: calls(value), end, "")
+def _take_json(tape: Tape, start: int, calls: Callable[[Any], list[Call]], depth: int = 0) -> Reading[Taken]:
+    """Take the JSON value that begins at ``start``, of which ``depth`` brackets were read, once there is all
+    of it."""
+    if not (yield from read_json(tape, depth)):
+        return Taken(tape.place)
+    body = tape.since(start, tape.place)
+    return _made(tape.place, lambda body: calls(json.loads(body)), body)
 
 
-HERMES = CallForm((TOOL_CALL,), (TOOL_CALL, END_TOOL_CALL), _take_hermes, ">")
+HERMES = CallForm((TOOL_CALL,), (TOOL_CALL, END_TOOL_CALL), _take_hermes)
 DEEPSEEK = CallForm(
     openers=(CALLS_BEGIN, CALL_BEGIN),
     markers=(CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR),
     take=_take_deepseek,
-    closers=">",
     after=(CALLS_END,),
 )
-MISTRAL = CallForm((TOOL_CALLS,), (TOOL_CALLS, "[ARGS]", "[CALL_ID]"), _take_mistral, "}]")
-LLAMA3 = CallForm((PYTHON_TAG,), (PYTHON_TAG,), _take_llama3, "}]", after=(";",), is_bare=True)
+MISTRAL = CallForm((TOOL_CALLS,), (TOOL_CALLS, "[ARGS]", "[CALL_ID]"), _take_mistral)
+LLAMA3 = CallForm((PYTHON_TAG,), (PYTHON_TAG,), _take_llama3, after=(";",), is_bare=True)

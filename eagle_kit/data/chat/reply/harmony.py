@@ -10,7 +10,7 @@ import re
 
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.reply.calls import make_call
-from eagle_kit.data.chat.reply.parts import ReplyParts, len_of_beginning
+from eagle_kit.data.chat.reply.parts import Collected, ReplyParts, blocks, len_of_beginning
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
@@ -19,7 +19,7 @@ MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
 BEHIND_ROLE = (CHANNEL, MESSAGE, CONSTRAIN, " to=")
 MOST_HEADER = 256
 """Characters of the longest header; what is longer is text."""
-RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+RECIPIENT = re.compile(r"\bto=([^\s<]++)")
 FUNCTIONS = "functions."
 
 
@@ -59,7 +59,8 @@ class HarmonyReader:
         self._has_thoughts, self._has_calls = has_thoughts, has_calls
         self._held = self._name = self._written = ""
         self._step = self._in_header
-        self._parts = ReplyParts()
+        self._found = Collected()
+        self._arguments: list[str] = []
         self._target = "content"
         self._is_first = {"content": True, "reasoning": True}
         self._joins = False
@@ -70,29 +71,33 @@ class HarmonyReader:
 
     def feed(self, text: str) -> ReplyParts:
         """Read a further piece of text."""
-        self._held += text
-        return self._read(False)
+        for block in blocks(text):
+            self._held += block
+            self._read(False)
+        return self._found.take()
 
     def finish(self, end: str = "") -> ReplyParts:
         """Release what is held back, after the last piece; with the ``end`` of a message the last one is
         whole."""
         self._held += end if end in ENDS else ""
-        return self._read(True)
+        self._read(True)
+        return self._found.take()
 
-    def _read(self, is_end: bool) -> ReplyParts:
-        parts = self._parts = ReplyParts()
+    def _read(self, is_end: bool) -> None:
         while self._step(is_end):
             pass
-        return parts
 
     def _in_header(self, is_end: bool) -> bool:
         """Read a message's header, as far as the reply has it; one that the end cuts off says nothing."""
         text = self._held
         end = text.find(MESSAGE, 0, MOST_HEADER)
         if not self._is_header(text) or (end < 0 and len(text) >= MOST_HEADER):
+            begun = text.lstrip()
+            may_be_mark = any(mark.startswith(begun) and mark != begun for mark in (START, CHANNEL))
+            if begun and may_be_mark and not is_end and len(text) < MOST_HEADER:
+                return False
             self._begun, self._target, self._step = "", "content", self._in_text
             self._joins = False
-            begun = text.lstrip()
             mark = next((mark for mark in (START, CHANNEL) if begun.startswith(mark)), "")
             length = len(text) - len(begun) + len(mark)  # so that no marker is looked at again
             self._say(text[:length])
@@ -146,15 +151,19 @@ class HarmonyReader:
 
     def _in_call(self, is_end: bool) -> bool:
         place, end = self._end(self._held)
+        kept = 0 if is_end else len_of_beginning(self._held, (*ENDS, START, CHANNEL))
+        until = place if place >= 0 else len(self._held) - kept
+        self._arguments.append(self._held[:until])
+        self._held = self._held[until + len(end) :]
         if place < 0 and not is_end:
             return False
-        body = self._held if place < 0 else self._held[:place]
-        self._held = self._held[len(body) + len(end) :]
+        body = "".join(self._arguments)
+        self._arguments = []
         self._step = self._in_header
         try:
             # Without an end the arguments were cut off.
             arguments = {} if end and not body.strip() else json.loads(body)
-            self._parts.calls.append(make_call(self._name.removeprefix(FUNCTIONS), arguments))
+            self._found.calls.append(make_call(self._name.removeprefix(FUNCTIONS), arguments))
         except (Unusable, ValueError, RecursionError):
             self._target, self._joins = "content", not self._is_first["content"]
             self._say(self._written + body + end)
@@ -174,6 +183,6 @@ class HarmonyReader:
         text = f"\n{text}" if self._joins else text
         self._joins, self._is_first[self._target] = False, False
         if self._target == "reasoning":
-            self._parts.reasoning += text
+            self._found.think(text)
         else:
-            self._parts.content += text
+            self._found.say(text)

@@ -5,16 +5,24 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Atomic, so that a string that is not closed yet is looked at once.
-DOUBLE, SINGLE = r'"(?>[^"\\\n\r]*(?:\\.[^"\\\n\r]*)*)', r"'(?>[^'\\\n\r]*(?:\\.[^'\\\n\r]*)*)"
-TOKEN = re.compile(
-    rf"\s*(?:(?P<open>[{{\[(])|(?P<close>[}}\])])|(?P<mark>[,:])"
-    rf"|(?P<string>{DOUBLE}\"|{SINGLE}')|(?P<word>[\w.+-]+))",
-    re.DOTALL,
-)
-CUT = re.compile(rf"\s*(?:(?:{DOUBLE}|{SINGLE})\\?)?", re.DOTALL)
-WORD = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|[+-]?[\d.][\w.+-]*")
+from eagle_kit.data.chat.reply.tape import Reading, Tape
+
+IN_STRING = {
+    quote: re.compile(rf"[^{quote}\\\n\r]*+(?:\\.[^{quote}\\\n\r]*+)*+", re.DOTALL) for quote in ('"', "'")
+}
+IN_WORD = re.compile(r"[\w.+-]*+")
+WORD = re.compile(r"true|false|null|True|False|None|NaN|-?Infinity|[+-]?[\d.][\w.+-]*+")
 CLOSERS = {"{": "}", "[": "]", "(": ")"}
+OPENERS = frozenset(CLOSERS)
+ENDS = frozenset(CLOSERS.values())
+QUOTES = frozenset(IN_STRING)
+VALUE = OPENERS | QUOTES | {"word"}
+ITEM = VALUE | ENDS
+KEY = QUOTES | ENDS
+COLON = frozenset({":"})
+BEHIND = ENDS | {","}
+BRACKET = re.compile(r'["{}\[\]]')
+JSON_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 KINDS: dict[type, str] = {
     str: "string",
     bool: "boolean",
@@ -28,8 +36,136 @@ ALL_KINDS = frozenset(KINDS.values())
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
+class NoValue(ValueError):
+    """Whatever follows, there is neither an object nor a list."""
+
+
+def read_value(tape: Tape) -> Reading[bool]:
+    """Read the object or list that comes next, in JSON or as Python writes it, up to its end.
+
+    Returns:
+        True at its end; False where the reply ends before.
+
+    Raises:
+        NoValue: whatever follows, there is no such value. The tape is at the character that shows it.
+    """
+    closers: list[str] = []
+    wanted = OPENERS
+    while True:
+        yield from tape.skip_space()
+        if tape.at == len(tape.text):
+            return False
+        sign = tape.text[tape.at]
+
+        # A string, or a word.
+        if sign in IN_STRING:
+            tape.at += 1
+            if not (yield from _read_string(tape, sign)):
+                return False
+            if sign not in wanted:
+                raise NoValue
+        elif IN_WORD.match(sign)[0]:  # type: ignore[index]
+            if "word" not in wanted:
+                raise NoValue
+            word = yield from _read_word(tape)
+            if word is None:
+                return False
+            if WORD.fullmatch(word) is None:
+                raise NoValue
+            sign = "word"
+        elif sign not in wanted:
+            raise NoValue
+        else:
+            tape.at += 1
+
+        # What may come behind it.
+        if sign in CLOSERS:
+            closers.append(CLOSERS[sign])
+        elif sign in ENDS:
+            if closers.pop() != sign:
+                raise NoValue
+            if not closers:
+                return True
+        if sign == ":":
+            wanted = VALUE
+        elif sign in CLOSERS or sign == ",":
+            wanted = KEY if closers[-1] == "}" else ITEM
+        elif sign in IN_STRING and wanted is KEY:
+            wanted = COLON
+        else:
+            wanted = BEHIND
+
+
+def _read_string(tape: Tape, quote: str) -> Reading[bool]:
+    """Read the rest of a string -> False where the reply ends before."""
+    while True:
+        found = IN_STRING[quote].match(tape.text, tape.at)
+        assert found is not None
+        tape.at = found.end()
+        behind = tape.text[tape.at : tape.at + 1]
+        if behind == quote:
+            tape.at += 1
+            return True
+        if behind in ("\n", "\r"):
+            raise NoValue
+        # Only a backslash may be left, whose character has not come.
+        if not (yield from tape.more()):
+            tape.at = len(tape.text)
+            return False
+
+
+def _read_word(tape: Tape) -> Reading[str | None]:
+    """Read a word -> None where the reply ends before a character that is none of it."""
+    pieces: list[str] = []
+    while True:
+        found = IN_WORD.match(tape.text, tape.at)
+        assert found is not None
+        pieces.append(found[0])
+        tape.at = found.end()
+        if tape.at < len(tape.text):
+            return "".join(pieces)
+        if not (yield from tape.more()):
+            return None
+
+
+def read_json(tape: Tape, depth: int = 0) -> Reading[bool]:
+    """Read up to the bracket that closes the JSON object or list that comes next, of which ``depth`` brackets
+    were read -> False where the reply ends before. Whether it is JSON is not checked."""
+    while True:
+        found = BRACKET.search(tape.text, tape.at)
+        if found is None:
+            tape.at = len(tape.text)
+            if not (yield from tape.more()):
+                return False
+            continue
+        tape.at = found.end()
+        if found[0] == '"':
+            if not (yield from _skip_string(tape)):
+                return False
+        elif found[0] in "{[":
+            depth += 1
+        else:
+            depth -= 1
+            if depth == 0:
+                return True
+
+
+def _skip_string(tape: Tape) -> Reading[bool]:
+    """Read the rest of a JSON string, line ends included -> False where the reply ends before."""
+    while True:
+        found = JSON_STRING.match(tape.text, tape.at)
+        assert found is not None
+        tape.at = found.end()
+        if tape.text[tape.at : tape.at + 1] == '"':
+            tape.at += 1
+            return True
+        if not (yield from tape.more()):
+            tape.at = len(tape.text)
+            return False
+
+
 def end_of_value(text: str, start: int) -> int | None:
-    """Find the end of the object or list that begins at ``start``, in JSON or as Python writes it.
+    """Find the end of the value that begins at ``start``; see :func:`read_value`.
 
     Returns:
         the end; None while more text could bring it.
@@ -37,35 +173,14 @@ def end_of_value(text: str, start: int) -> int | None:
     Raises:
         ValueError: whatever follows, there is no such value.
     """
-    closers: list[str] = []
-    wanted, at = {"open"}, start
-    while (token := TOKEN.match(text, at)) is not None:
-        kind, found, at = token.lastgroup or "", token[token.lastgroup or 0], token.end()
-        if (found if kind == "mark" else kind) not in wanted:
-            break
-        if kind == "open":
-            closers.append(CLOSERS[found])
-        elif kind == "close":
-            if closers.pop() != found:
-                break
-            if not closers:
-                return at
-        elif kind == "word":
-            if at == len(text):
-                return None
-            if WORD.fullmatch(found) is None:
-                break
-        if found == ":" and kind == "mark":
-            wanted = {"open", "string", "word"}
-        elif kind == "open" or (kind == "mark" and found == ","):
-            wanted = {"string", "close"} if closers[-1] == "}" else {"open", "string", "word", "close"}
-        elif kind == "string" and wanted == {"string", "close"}:
-            wanted = {":"}
-        else:
-            wanted = {",", "close"}
-    if token is None and CUT.fullmatch(text, at) is not None:
-        return None
-    raise ValueError("neither an object nor a list")
+    tape = Tape()
+    tape.feed(text[start:])
+    reading = read_value(tape)
+    try:
+        next(reading)
+    except StopIteration:
+        return start + tape.place
+    return None
 
 
 def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
@@ -80,7 +195,11 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         schema: JSON schema of the parameter; None where there is none, so that it stays text.
         root: schema in which ``$ref`` points.
     """
-    kinds = frozenset({"string"}) if schema is None else kinds_of(schema, root, {})
+    return with_kind(text, allowed_kinds(schema, root))
+
+
+def with_kind(text: str, kinds: frozenset[str]) -> Any:
+    """Value of a parameter of :func:`allowed_kinds`; see :func:`typed`."""
     if kinds == {"string"}:
         return text
     try:
@@ -90,6 +209,16 @@ def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
         return text
     kind = KINDS[type(value)]
     return text if "string" in kinds and (kind not in kinds or kind == "string") else value
+
+
+def allowed_kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
+    """Types of a parameter: text alone where it has no schema, all of them where its schema is too deep."""
+    if schema is None:
+        return frozenset({"string"})
+    try:
+        return kinds_of(schema, root, {})
+    except RecursionError:
+        return ALL_KINDS
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
@@ -106,14 +235,16 @@ def kinds_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[st
     kinds = ALL_KINDS
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        kinds &= frozenset(named) | ({"integer"} if "number" in named else frozenset())
+        names = frozenset(name for name in named if isinstance(name, str))
+        kinds &= names | ({"integer"} if "number" in names else frozenset())
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         kinds &= {KINDS[type(value)] for value in values}
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
             kinds &= frozenset().union(*(kinds_of(each, root, known) for each in schema[name]))
-    for each in schema.get("allOf", ()):
+    joined = schema.get("allOf")
+    for each in joined if isinstance(joined, list) else ():
         kinds &= kinds_of(each, root, known)
     if isinstance(ref := schema.get("$ref"), str):
         if ref not in known:

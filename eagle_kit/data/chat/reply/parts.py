@@ -1,8 +1,11 @@
 """Parts of a generated reply, and what every reader of replies does."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+BLOCK = 512
+"""Characters that a reader looks at together; a copy of so many costs no more than a statement."""
 
 
 class Call(NamedTuple):
@@ -27,6 +30,32 @@ class ReplyParts:
         self.calls += later.calls
 
 
+class Collected:
+    """Texts and calls of a reply since they were last taken. Pieces are joined once, so that many short ones
+    take time in proportion to their length."""
+
+    def __init__(self) -> None:
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
+        self.calls: list[Call] = []
+
+    def think(self, text: str) -> None:
+        """Append to the reasoning."""
+        self._reasoning.append(text)
+
+    def say(self, text: str) -> None:
+        """Append to the content."""
+        self._content.append(text)
+
+    def take(self) -> ReplyParts:
+        """Return all of it, and begin anew."""
+        parts = ReplyParts("".join(self._reasoning), "".join(self._content), self.calls)
+        self._reasoning = []
+        self._content = []
+        self.calls = []
+        return parts
+
+
 class ReplyReader(Protocol):
     """Reader of one reply, piece by piece. However the text is cut into pieces, the additions join to the
     same parts. What cannot be read stays in the content as it was written, and text is held back only while
@@ -38,6 +67,12 @@ class ReplyReader(Protocol):
     def finish(self, end: str = "") -> ReplyParts:
         """Release what is held back, after the last piece. ``end`` is the text of the token that ended the
         reply; empty where it was cut."""
+
+
+def blocks(text: str) -> Iterator[str]:
+    """Cut a text into pieces of at most ``BLOCK`` characters."""
+    for start in range(0, len(text), BLOCK):
+        yield text[start : start + BLOCK]
 
 
 def read_reply(reader: ReplyReader, text: str, end: str = "") -> ReplyParts:

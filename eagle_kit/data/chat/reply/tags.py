@@ -9,11 +9,15 @@ import re
 from collections.abc import Sequence
 
 from eagle_kit.data.chat.messages import Tool
-from eagle_kit.data.chat.reply.calls import BARE_BEGINNINGS, LONG_CALL, CallForm
-from eagle_kit.data.chat.reply.parts import ReplyParts, len_of_beginning
+from eagle_kit.data.chat.reply.calls import BARE_BEGINNINGS, CallForm, KnownTools
+from eagle_kit.data.chat.reply.parts import Collected, ReplyParts, len_of_beginning
+from eagle_kit.data.chat.reply.tape import Reading, Tape
 
 THINK, END_THINK = "<think>", "</think>"
-OPENED, CLOSED = re.compile(r"<think>\s*\Z"), re.compile(r"</think>\s*\Z")
+OPENED, CLOSED = re.compile(r"<think>\s*+\Z"), re.compile(r"</think>\s*+\Z")
+MOST_REREAD = 8
+"""Text that is no call is read again, for a call within it, up to so many times the length of the reply so
+far. What is read beyond that is text."""
 
 
 def opens_thought(prompt: str) -> bool:
@@ -44,128 +48,172 @@ class TagReader:
         tools: Sequence[Tool] = (),
         is_opened: bool = False,
     ) -> None:
-        self._form, self._tools = form, tools
-        self._behind_opening = self._thought if is_opened else self._content
-        self._step = self._opening if has_thoughts else self._content
-        self._held = self._gap = ""
-        self._unread: list[str] = []
-        self._parts = ReplyParts()
-        self._has_thought = self._has_said = False
+        self._form = form
+        self._tools = KnownTools(tools)
+        self._tape = Tape()
+        self._found = Collected()
+        self._gap: list[str] = []  # white space that belongs to the text only if more of it follows
+        self._has_said = False
         self._is_fresh = False  # behind a marker, so that white space is no text
         self._is_behind_call = False
-        self._is_waiting = False  # within a call, for one of its closers
+        self._num_reread = 0
+        self._reading = self._read(has_thoughts, is_opened)
 
     def feed(self, text: str) -> ReplyParts:
         """Read a further piece of text."""
-        self._unread.append(text)
-        form, is_long = self._form, len(self._held) > LONG_CALL
-        if self._is_waiting and is_long and form and not any(closer in text for closer in form.closers):
-            return ReplyParts()
-        return self._read(False)
+        self._tape.feed(text)
+        next(self._reading)
+        return self._found.take()
 
     def finish(self, end: str = "") -> ReplyParts:
         """Release what is held back, after the last piece."""
-        parts = self._read(True)
+        self._tape.is_end = True
+        next(self._reading, None)
         if not (self._is_fresh or self._is_behind_call):
-            parts.content += self._gap
-        self._gap = ""
-        return parts
+            self._found.say("".join(self._gap))
+        self._gap = []
+        return self._found.take()
 
-    def _read(self, is_end: bool) -> ReplyParts:
-        parts = self._parts = ReplyParts()
-        self._held += "".join(self._unread)
-        self._unread.clear()
-        while self._step(is_end):
+    def _read(self, has_thoughts: bool, is_opened: bool) -> Reading[None]:
+        """Read the reply."""
+        if has_thoughts:
+            has_thought = is_opened
+            begin = self._tape.mark()
+            yield from self._tape.skip_space()
+            if (yield from self._tape.take(THINK)):
+                self._tape.release()
+                has_thought = True
+            else:
+                self._tape.rewind(begin)
+            if has_thought:
+                yield from self._thought()
+        while (yield from self._content()):
             pass
-        return parts
 
-    def _opening(self, is_end: bool) -> bool:
-        text = self._held.lstrip()
-        if text.startswith(THINK):
-            self._held, self._step = text[len(THINK) :], self._thought
-            return True
-        if THINK.startswith(text) and not is_end:
-            return False
-        self._step = self._behind_opening
-        return True
-
-    def _thought(self, is_end: bool) -> bool:
-        text = self._held if self._has_thought else self._held.lstrip()
-        end = text.find(END_THINK)
-        if end >= 0:
-            self._think(text[:end].rstrip())
-            self._held, self._step, self._is_fresh = text[end + len(END_THINK) :], self._content, True
-            return True
-        said = text
-        if not is_end:
-            said = text[: len(text) - len_of_beginning(text, (END_THINK,))].rstrip()
-        self._think(said)
-        self._held = text[len(said) :]
-        return False
+    def _thought(self) -> Reading[None]:
+        """Read a thought and its end, without the white space around it."""
+        tape = self._tape
+        yield from tape.skip_space()
+        while True:
+            place = tape.text.find(END_THINK, tape.at)
+            kept = len_of_beginning(tape.text[tape.at :], (END_THINK,))
+            until = place if place >= 0 else len(tape.text) - kept
+            self._think(tape.text[tape.at : until])
+            tape.at = until
+            if place >= 0:
+                tape.at += len(END_THINK)
+                self._gap = []
+                self._is_fresh = True
+                return
+            if not (yield from tape.more()):
+                self._found.think("".join([*self._gap, tape.text[tape.at :]]))
+                self._gap = []
+                tape.at = len(tape.text)
+                return
 
     def _think(self, text: str) -> None:
-        self._parts.reasoning += text
-        self._has_thought = self._has_thought or bool(text)
+        """Add to the reasoning; white space at its end waits for what follows."""
+        said = text.rstrip()
+        if said:
+            self._found.think("".join([*self._gap, said]))
+            self._gap = []
+        self._gap.append(text[len(said) :])
 
-    def _content(self, is_end: bool) -> bool:
-        text, form = self._held, self._form
+    def _content(self) -> Reading[bool]:
+        """Read text up to a call, and the call -> False at the end of the reply."""
+        tape = self._tape
+        form = self._form
         if form is None:
-            self._say(text)
-            self._held = ""
-            return False
-        begun = text.lstrip()
-        if self._is_behind_call:
-            for mark in form.after:
-                if begun.startswith(mark):
-                    self._held = begun[len(mark) :]
-                    return True
-                if mark.startswith(begun) and not is_end:
-                    return False
+            self._say(tape.text[tape.at :])
+            tape.at = len(tape.text)
+            return (yield from tape.more())
+
+        # What may stand between calls.
+        while self._is_behind_call and form.after:
+            begin = tape.mark()
+            yield from tape.skip_space()
+            mark = yield from tape.next_is(*form.after)
+            if not mark:
+                tape.rewind(begin)
+                break
+            tape.at += len(mark)
+            tape.release()
+
+        # A call without a marker.
         if form.is_bare and not self._has_said:
-            shortened = "".join(begun.split())
-            if not is_end and any(beginning.startswith(shortened) for beginning in BARE_BEGINNINGS):
+            begin = tape.mark()
+            yield from tape.skip_space()
+            place = tape.place
+            is_bare = yield from self._begins_bare()
+            if is_bare:
+                self._say(tape.since(begin, place))
+                tape.rewind(place)
+                yield from self._call(form)
+                return True
+            tape.rewind(begin)
+
+        # Text up to a marker.
+        while True:
+            places = [at for opener in form.openers if (at := tape.text.find(opener, tape.at)) >= 0]
+            kept = len_of_beginning(tape.text[tape.at :], form.openers)
+            until = min(places, default=len(tape.text) - kept)
+            self._say(tape.text[tape.at : until])
+            tape.at = until
+            if places:
+                yield from self._call(form)
+                return True
+            if not (yield from tape.more()):
+                self._say(tape.text[tape.at :])
+                tape.at = len(tape.text)
                 return False
-            if shortened.startswith(BARE_BEGINNINGS):
-                return self._begin_call(len(text) - len(begun))
-        places = [place for opener in form.openers if (place := text.find(opener)) >= 0]
-        if places:
-            return self._begin_call(min(places))
-        kept = 0 if is_end else len_of_beginning(text, form.openers)
-        self._say(text[: len(text) - kept])
-        self._held = text[len(text) - kept :]
-        return False
 
-    def _begin_call(self, place: int) -> bool:
-        self._say(self._held[:place])
-        self._held, self._step = self._held[place:], self._call
+    def _begins_bare(self) -> Reading[bool]:
+        """Read, white space aside, one of ``BARE_BEGINNINGS`` -> False where the text begins otherwise."""
+        tape = self._tape
+        read = ""
+        while read not in BARE_BEGINNINGS:
+            yield from tape.skip_space()
+            read += tape.text[tape.at : tape.at + 1]
+            if tape.at == len(tape.text) or not any(each.startswith(read) for each in BARE_BEGINNINGS):
+                return False
+            tape.at += 1
         return True
 
-    def _call(self, is_end: bool) -> bool:
-        assert self._form is not None
-        taken = self._form.take(self._held, self._tools, is_end)
-        self._is_waiting = taken is None
-        if taken is None:
-            return False
-        written, self._held = self._held[: taken.length], self._held[taken.length :]
-        self._step = self._content
-        if taken.calls is None:
-            self._say(written)
-        else:
-            self._is_behind_call, self._is_fresh = True, self._is_fresh or not self._has_said
-            self._parts.calls += taken.calls
-        return True
+    def _call(self, form: CallForm) -> Reading[None]:
+        """Read calls; what is no call is text, in which a marker may be found again."""
+        tape = self._tape
+        begin = tape.mark()
+        taken = yield from form.take(tape, self._tools)
+        if taken.calls is not None:
+            tape.release()
+            self._is_behind_call = True
+            self._is_fresh = self._is_fresh or not self._has_said
+            self._found.calls += taken.calls
+            return
+        end = taken.end
+        self._num_reread += tape.place - end
+        if self._num_reread > MOST_REREAD * tape.place:
+            end = tape.place
+        self._say(tape.since(begin, end))
+        tape.rewind(end)
 
     def _say(self, text: str) -> None:
         """Add content; white space at its end waits for what follows, where that may be a call."""
-        text, self._gap = self._gap + text, ""
         if self._form is not None:
             said = text.rstrip()
-            text, self._gap = said, text[len(said) :]
+            if not said:
+                self._gap.append(text)
+                return
+            gap = text[len(said) :]
+            text = "".join([*self._gap, said])
+            self._gap = [gap]
         if self._is_fresh:
             text = text.lstrip()
         if text:
-            self._parts.content += text
-            self._has_said, self._is_fresh, self._is_behind_call = True, False, False
+            self._found.say(text)
+            self._has_said = True
+            self._is_fresh = False
+            self._is_behind_call = False
 
 
 class BoundReader(TagReader):
@@ -180,4 +228,4 @@ class BoundReader(TagReader):
         super().__init__(has_thoughts=True, is_opened=is_opened)
 
     def _say(self, text: str) -> None:
-        self._parts.content += text
+        self._found.say(text)
