@@ -514,7 +514,7 @@ def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):
 
 
 def test_a_client_that_has_read_again_is_not_cut_off(scripted, monkeypatch):
-    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 0.5)
+    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 2.0)
     with serving(*scripted("abc", max_context=30_000), max_queued=200) as server:
         text = json.dumps({"prompt": [70] * 29_000, "n": 100, "max_tokens": 3, "echo": True})
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n"
@@ -533,7 +533,7 @@ def test_a_client_that_has_read_again_is_not_cut_off(scripted, monkeypatch):
                 left -= len(connection.recv(200_000))
 
             # It asks again on the same connection.
-            time.sleep(1.3)  # longer than it may leave anything unread
+            time.sleep(2.5)  # longer than it may leave anything unread
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert b" 200 " in connection.recv(2000)
 
