@@ -216,7 +216,8 @@ def test_a_store_that_does_not_fit_is_refused_with_the_field_and_both_values(
     ):
         assert run("--max-steps", "1", f"data.store={store.path}", override) == 2
         message = capsys.readouterr().err
-        assert f" {field} {found}, but" in message and f"it is {wanted}." in message
+        assert f" {field} {found[:77]}" in message  # long values are cut: a temporary folder's path
+        assert f"it is {wanted}." in message
         assert not run.output.exists()
     assert run("--max-steps", "1", f"data.store={store.path}", "head.aux_layer_ids=[1, 2, 0]") == 2
     assert "has the inputs of layers [2, 2, 1], but not that of 0" in capsys.readouterr().err
