@@ -30,7 +30,9 @@ from eagle_kit.train.optim.strategy import Replicated
 LENGTH = 15
 TTT_LENGTH = 2
 DRAFT_VOCAB_SIZE = 101
-PROMPTS, SHAPE, PAGES = (3, 6, 5), SpecShape(1, 1, 2), 4
+PROMPTS = (3, 6, 5)
+SHAPE = SpecShape(1, 1, 2)
+PAGES = 4
 BUDGETS: Mapping[str, Mapping[str, int]] = {
     "trainer's step": {"rows": 0, "capture": 0, "forward": 0, "backward": 0, "figures": 1, "update": 1},
     "prefill": {"prompts": 0, "draft and verify": 0},
@@ -49,7 +51,8 @@ class PackedRow:
         doc_start, reply = np.zeros(LENGTH, np.int64), np.full(LENGTH, -1)
         group = (np.arange(LENGTH) >= 5).astype(np.int32)
         for which, (start, stop) in enumerate(((0, 5), (5, 10), (10, LENGTH))):
-            doc_start[start:stop], reply[start + 2 : stop] = start, which
+            doc_start[start:stop] = start
+            reply[start + 2 : stop] = which
         ids = generator.integers(0, DRAFT_VOCAB_SIZE, LENGTH)
         return SimpleNamespace(ids=ids, reply=reply, doc_start=doc_start, group=group)
 

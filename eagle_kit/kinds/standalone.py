@@ -80,7 +80,8 @@ def _check_layers(draft: TargetConfig, target: TargetConfig) -> None:
 def _check_vocabulary(folder: Path, draft: TargetConfig, target: TargetFolder) -> Finding:
     """Compare the numbers of tokens. Another number is the padding of one tokenizer where the ids that both
     have are the same tokens."""
-    own, others = draft.vocab_size, target.config.vocab_size
+    own = draft.vocab_size
+    others = target.config.vocab_size
     if own == others:
         return Finding("ok", "vocabulary", f"{own}, as the target's.")
     cause = f"The draft model has a vocabulary of {own}, the target one of {others}"

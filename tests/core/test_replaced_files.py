@@ -91,7 +91,8 @@ def test_a_replaced_file_keeps_its_mode(tmp_path, mode):
 
 
 def test_a_private_file_is_private_while_it_is_written(tmp_path, monkeypatch):
-    path, modes = tmp_path / "file", []
+    path = tmp_path / "file"
+    modes = []
     path.write_text("old")
     path.chmod(0o600)
     write = Path.write_bytes

@@ -29,7 +29,8 @@ from eagle_kit.kernels.sampling import (
 from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from eagle_kit.kernels.tree_build import grow_beam, start_beam, tree_build
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 VOCABULARIES = [1, 250, 256, 4096, 4100, 49152]
 """Rows of one element, and rows whose last chunk of 256 or 4,096 is partial and full."""
 STEPS = 1
@@ -39,7 +40,9 @@ def hostile_rows(vocab: int) -> torch.Tensor:
     """Rows ``[10, V]``: one value throughout, one value among zeros, and chunks of NaN beside good ones."""
     throughout = [torch.full((vocab,), value) for value in (NAN, INF, -INF, 0.0)]
     last, first, half = (torch.zeros(vocab) for _ in range(3))
-    last[-1], first[0], half[vocab // 2 :] = NAN, INF, NAN
+    last[-1] = NAN
+    first[0] = INF
+    half[vocab // 2 :] = NAN
     masked = torch.full((vocab,), -INF)
     masked[-1] = NAN
     mixed = torch.tensor([NAN, INF, -INF]).repeat(vocab // 3 + 1)[:vocab]
@@ -157,7 +160,8 @@ def test_draft_tokens(without_cpp, vocab, topk):
 @pytest.mark.parametrize("vocab", VOCABULARIES)
 def test_most_likely_drafts_and_alternatives(vocab):
     """In C++ where there is a compiler, and in torch."""
-    rows, topk = hostile_rows(vocab), min(4, vocab)
+    rows = hostile_rows(vocab)
+    topk = min(4, vocab)
     assert_ids(topk_of_logits(rows, topk)[0], vocab)
     assert_ids(topk_of_logits(rows.bfloat16(), 1, normalized=False)[0], vocab)
     assert_ids(token_logprobs(rows, torch.zeros(len(rows), dtype=torch.int64), topk)[1], vocab)
@@ -168,7 +172,8 @@ def test_most_likely_drafts_and_alternatives(vocab):
 def test_trees(without_cpp, value):
     name, device = without_cpp
     shape = SpecShape(3, 4, 8)
-    b, k = 2, shape.topk
+    b = 2
+    k = shape.topk
     roots = torch.arange(b, device=device)
     tokens = torch.arange(b * k * k, device=device).view(b * k, k)
     scores = torch.full((b * k, k), value, device=device)

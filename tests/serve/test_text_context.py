@@ -60,7 +60,8 @@ def test_prompt_and_reply_join_to_the_whole_wherever_they_are_cut(tokenizer, tex
 
 
 def test_every_cutting_of_a_reply_gives_the_same_text(tokenizer):
-    prompt, reply = encoded(tokenizer, "the cat"), encoded(tokenizer, "x sat é the\n€")
+    prompt = encoded(tokenizer, "the cat")
+    reply = encoded(tokenizer, "x sat é the\n€")
     reply = [token for token in reply if token != tokenizer.bos_token_id][1:]
     context = text_context(tokenizer, prompt, is_text=True)
     decode = tokenizer.backend_tokenizer.decode

@@ -58,7 +58,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
         self.message = cut(message, MAX_MESSAGE)
         self.param = None if param is None else cut(param)
         self.headers = dict(headers or {})

@@ -45,7 +45,8 @@ def allowed_hosts(config: ServerConfig) -> frozenset[str] | None:
 
 def check_host(headers: Mapping[bytes, bytes], allowed: frozenset[str]) -> None:
     """Raise ApiError 403 for a request to another host, or from a page of one. Both headers may be absent."""
-    host, origin = headers.get(b"host"), headers.get(b"origin")
+    host = headers.get(b"host")
+    origin = headers.get(b"origin")
     if host is not None and not _is_allowed(_name(b"//" + host), allowed):
         raise _refusal("host", host)
     if origin is not None and not _is_allowed(_name(origin), allowed):

@@ -235,11 +235,13 @@ class Service:
 
         An id that another client chose can be guessed, and is not found. One that the server made cannot.
         """
-        client, given = _client_of(http), request_id or ""
+        client = _client_of(http)
+        given = request_id or ""
         ids = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
         replies = []
         for name, theirs in self._live.items():
-            is_own, is_named = name.client == client, name.id in ids
+            is_own = name.client == client
+            is_named = name.id in ids
             if (is_own and request_id is None) or (is_named and (is_own or not name.is_chosen)):
                 replies += [reply for reply in theirs if reply.finish_reason is None]
         for reply in replies:

@@ -295,7 +295,8 @@ def words_at_start(monkeypatch, capsys, *words):
 
 def test_an_open_server_and_a_key_that_others_see_are_warned_of(monkeypatch, capsys):
     monkeypatch.delenv("EAGLE_KIT_API_KEY", raising=False)
-    open_server, seen_key = "whoever reaches this machine", "see the --api-key"
+    open_server = "whoever reaches this machine"
+    seen_key = "see the --api-key"
     assert open_server in words_at_start(monkeypatch, capsys, "--host", "0.0.0.0")
     assert words_at_start(monkeypatch, capsys) == ""
     assert words_at_start(monkeypatch, capsys, "--host", "localhost") == ""

@@ -6,7 +6,8 @@ from tiny_tokenizers import byte_level, llama2_like
 from tests.serve.api.scripted import ScriptedEngine, scripted_llm
 from tests.serve.api.serving import serving
 
-PROMPT, REPLY = "the cat", " sat on the mat é\nñ cats"
+PROMPT = "the cat"
+REPLY = " sat on the mat é\nñ cats"
 
 
 @pytest.fixture(scope="module", params=[llama2_like, byte_level])

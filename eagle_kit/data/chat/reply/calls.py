@@ -32,7 +32,8 @@ from eagle_kit.data.chat.reply.tape import Reading, Tape
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 FUNCTION_TAG, END_FUNCTION = "<function=", "</function>"
-PARAMETER_TAG, END_PARAMETER = "<parameter=", "</parameter>"
+PARAMETER_TAG = "<parameter="
+END_PARAMETER = "</parameter>"
 PARAMETER = re.compile(r"<parameter=([^>\n]++)>")
 END_OF_NAME = re.compile(r"[>\n]")
 IN_FUNCTION = re.compile(f"{END_FUNCTION}|{TOOL_CALL}")
@@ -256,7 +257,8 @@ def _deepseek_calls(body: str) -> list[Call]:
     head, separator, rest = body.partition(SEPARATOR)
     if not separator:
         raise Unusable("no separator")
-    name, arguments = head, rest
+    name = head
+    arguments = rest
     if head.strip() == "function":
         before, _, block = rest.partition("\n")
         block = block.rstrip()

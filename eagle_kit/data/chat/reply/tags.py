@@ -14,7 +14,8 @@ from eagle_kit.data.chat.reply.parts import Collected, ReplyParts, len_of_beginn
 from eagle_kit.data.chat.reply.tape import Reading, Tape
 
 THINK, END_THINK = "<think>", "</think>"
-OPENED, CLOSED = re.compile(r"<think>\s*+\Z"), re.compile(r"</think>\s*+\Z")
+OPENED = re.compile(r"<think>\s*+\Z")
+CLOSED = re.compile(r"</think>\s*+\Z")
 MOST_REREAD = 8
 """Text that is no call is read again, for a call within it, up to so many times the length of the reply so
 far. What is read beyond that is text."""
