@@ -2,7 +2,6 @@
 regeneration and evaluation render messages."""
 
 import hashlib
-import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +9,7 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError, cut
 from eagle_kit.core.files import is_unicode
+from eagle_kit.data.chat.arguments import check_arguments
 from eagle_kit.data.chat.messages import (
     ChatPrompt,
     Message,
@@ -102,12 +102,7 @@ def check_prompt(tokenizer: Any, prompt: ChatPrompt) -> None:
     """Raise :class:`Unusable` where the chat template leaves something out: tools, calls, results or
     arguments that it does not read."""
     template = chat_template(tokenizer, prompt.tools)
-    reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages"}
-    for name in prompt.chat_template_kwargs:
-        if name in reserved:
-            raise Unusable(f"{cut(name)} is no argument of a chat template of its own")
-        if not re.search(rf"\b{re.escape(name)}\b", template):
-            raise Unusable(f"the chat template does not read {cut(name)}")
+    check_arguments(tokenizer, template, prompt.chat_template_kwargs)
     probes: dict[str, str] = {}
 
     def probe(what: str) -> str:

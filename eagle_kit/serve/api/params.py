@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.sampling_params import Grammar, SamplingParams, Thought
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
 from eagle_kit.serve.api.tool_choice import call_grammar
@@ -15,6 +15,7 @@ NUMBERS = (
 )
 META = re.compile(r"[\\.+*?()|\[\]{}^$]")
 """Signs that mean something in a regular expression."""
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,10}")
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `/v1/completions`; a chat goes on until the context is full."""
 
@@ -87,16 +88,16 @@ def _logprobs(body: Sampling) -> int | None:
 
 
 def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
-    try:
-        ids = [int(token) for token in given or {} if token.isascii() and token.isdigit() and len(token) < 12]
-    except ValueError:
-        ids = []
-    if len(ids) != len(given or {}):
-        raise UserError(
-            "logit_bias has a key that is no token id.", 'Write token ids as texts, such as "50".'
-        )
-    _in_vocabulary(ids, vocab_size, "logit_bias")
-    return dict(zip(ids, map(float, (given or {}).values()), strict=True))
+    bias = {}
+    for token, value in (given or {}).items():
+        if not TOKEN_ID.fullmatch(token):
+            raise UserError(
+                f"logit_bias has the key {shown(token)}, which is no token id.",
+                'Write token ids as texts without leading zeros, such as "50".',
+            )
+        bias[int(token)] = float(value)
+    _in_vocabulary(list(bias), vocab_size, "logit_bias")
+    return bias
 
 
 def _allowed(body: Sampling, vocab_size: int) -> tuple[int, ...] | None:

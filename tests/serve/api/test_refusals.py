@@ -274,6 +274,7 @@ def test_what_goes_together_in_a_chat(change, is_right):
         ),
         (CHAT, {"tool_choice": TOOL, "tools": [TOOL], "regex": "a"}, "excludes"),
         (CHAT, {"logit_bias": {"x": 1}}, "no token id"),
+        (CHAT, {"logit_bias": {"5": 1, "05": 2}}, "the key '05', which is no token id"),
         (CHAT, {"logit_bias": {"300": 1}}, "outside 0..299"),
         (CHAT, {"stop_token_ids": [300]}, "outside 0..299"),
         (CHAT, {"allowed_token_ids": [5, 300]}, "outside 0..299"),

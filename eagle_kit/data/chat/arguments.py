@@ -1,0 +1,96 @@
+"""What a chat template may be given: ``chat_template_kwargs`` of a request, a record or a configuration."""
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.core.errors import cut
+from eagle_kit.data.chat.messages import Unusable
+
+if TYPE_CHECKING:
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+
+GLOBALS = ("raise_exception", "strftime_now")
+"""Functions that transformers gives to every template."""
+MOST_NUMBER = 2**20
+"""Largest magnitude of a number: no thinking budget is above a million tokens."""
+MOST_PRODUCT = 2**26
+"""Most characters of text times the largest number, since a template may repeat a text (``a * b``)."""
+
+
+def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> None:
+    """Check that a template reads every argument, and that none makes its text grow without bound.
+
+    Args:
+        tokenizer: its ``apply_chat_template`` has parameters of its own, which are no arguments.
+        template: source of the template.
+        kwargs: the arguments.
+
+    Raises:
+        Unusable: an argument is not read by the template, or is too large.
+    """
+    if not kwargs:
+        return
+
+    # Names.
+    reserved = {"messages", *GLOBALS, *tokenizer.special_tokens_map}
+    reserved.update(inspect.signature(tokenizer.apply_chat_template).parameters)
+    read = names_read(template)
+    for name in kwargs:
+        if name in reserved:
+            raise Unusable(f"{cut(name)} is no argument of a chat template of its own")
+        if name not in read:
+            raise Unusable(f"the chat template does not read {cut(name)}")
+
+    # Sizes: before the template can multiply them.
+    leaves = list(_leaves(kwargs))
+    magnitudes = [abs(leaf) for leaf in leaves if not isinstance(leaf, str)]
+    if not all(magnitude <= MOST_NUMBER for magnitude in magnitudes):
+        raise Unusable(f"chat_template_kwargs have a number above {MOST_NUMBER} in magnitude")
+    largest = max(magnitudes, default=0)
+    num_chars = sum(len(leaf) for leaf in leaves if isinstance(leaf, str))
+    if largest * num_chars > MOST_PRODUCT:
+        raise Unusable(
+            f"chat_template_kwargs have {num_chars} characters and the number {largest:g}, of which the product "
+            f"is above {MOST_PRODUCT}"
+        )
+
+
+@functools.lru_cache
+def names_read(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set itself, or sets in one branch only. Raises Unusable where
+    it cannot be parsed."""
+    from jinja2 import TemplateSyntaxError, meta
+    from jinja2.ext import Extension
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """``{% generation %} ... {% endgeneration %}`` marks replies for training: its body, here."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: "Parser") -> "list[Node]":
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+    try:
+        tree = environment.parse(template)
+    except TemplateSyntaxError as error:
+        raise Unusable(f"the chat template is no template: {cut(str(error))}") from None
+    return frozenset(meta.find_undeclared_variables(tree) - set(environment.globals))
+
+
+def _leaves(value: Any) -> Iterator[str | float]:
+    """Texts and numbers in nested objects and lists, keys included; null, true and false are left out."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _leaves(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif value is not None and not isinstance(value, bool):
+        yield value
