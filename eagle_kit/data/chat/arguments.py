@@ -2,16 +2,15 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle_kit.core.errors import cut
 from eagle_kit.data.chat.messages import Unusable
 
-if TYPE_CHECKING:
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
-
+MARKS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""``{% generation %} ... {% endgeneration %}``, which transformers adds to the language to mark replies."""
 GLOBALS = ("raise_exception", "strftime_now")
 """Functions that transformers gives to every template."""
 MOST_NUMBER = 2**20
@@ -53,8 +52,8 @@ def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) ->
     num_chars = sum(len(leaf) for leaf in leaves if isinstance(leaf, str))
     if largest * num_chars > MOST_PRODUCT:
         raise Unusable(
-            f"chat_template_kwargs have {num_chars} characters and the number {largest:g}, of which the product "
-            f"is above {MOST_PRODUCT}"
+            f"chat_template_kwargs have {num_chars} characters and the number {largest:g}, whose product is "
+            f"above {MOST_PRODUCT}"
         )
 
 
@@ -63,21 +62,11 @@ def names_read(template: str) -> frozenset[str]:
     """Names that a template reads and does not set itself, or sets in one branch only. Raises Unusable where
     it cannot be parsed."""
     from jinja2 import TemplateSyntaxError, meta
-    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    class Generation(Extension):
-        """``{% generation %} ... {% endgeneration %}`` marks replies for training: its body, here."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: "Parser") -> "list[Node]":
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(extensions=[Generation, "jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
     try:
-        tree = environment.parse(template)
+        tree = environment.parse(MARKS.sub("", template))
     except TemplateSyntaxError as error:
         raise Unusable(f"the chat template is no template: {cut(str(error))}") from None
     return frozenset(meta.find_undeclared_variables(tree) - set(environment.globals))
