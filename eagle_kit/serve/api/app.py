@@ -63,7 +63,15 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
         await service.engine.shutdown()
         service.close()
 
-    app = FastAPI(title="eagle_kit", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="eagle_kit",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        # Their pages would run scripts of other hosts in this server's origin.
+        docs_url=None,
+        redoc_url=None,
+    )
     app.state.service = service
     add_generation_routes(app, service)
     add_token_routes(app, service)

@@ -1,9 +1,9 @@
-"""HTTP connections with time limits where uvicorn has none: for headers that never end, and for clients that
-never read."""
+"""HTTP connections with limits where uvicorn has none: on their number, on the time for headers that never
+end, and on that for clients that never read."""
 
 import asyncio
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_kit.serve.api.errors import ApiError
 
@@ -11,24 +11,68 @@ HEADERS_S = 10.0
 """Seconds in which the line and the headers of a request have to arrive."""
 UNREAD_S = 60.0
 """Seconds without reading anything after which a client with a full buffer is cut off."""
+MOST_CONNECTIONS = 4096
+MOST_BACKLOG = 128
+"""Connections that the system keeps until they are accepted, all of which are accepted at once."""
+OWN_FILES = 64
+"""Files that the process has open beside connections, with some to spare."""
 
 
-def connection_class() -> Any:
-    """Return the class of connections; a function, since uvicorn is optional."""
+class ConnectionLimits(NamedTuple):
+    """Most open ``connections``, and the length of the system's ``backlog`` of new ones."""
+
+    connections: int
+    backlog: int
+
+
+def connection_limits() -> ConnectionLimits:
+    """Raise the process' limit of open files as far as connections need it and the system allows it -> the
+    limits that fit. One that is never reached cannot fail in ``accept``, which asyncio logs for each try."""
+    import resource
+
+    wanted = MOST_CONNECTIONS + 2 * MOST_BACKLOG + OWN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    backlog = min(MOST_BACKLOG, allowed // 8)
+    connections = max(allowed - 2 * backlog - OWN_FILES, 1)
+    return ConnectionLimits(min(connections, MOST_CONNECTIONS), backlog)
+
+
+def connection_class(most: int) -> Any:
+    """Return the class of connections, of which ``most`` are open; a function, since uvicorn is optional."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     class Connection(H11Protocol):
-        """HTTP/1.1 connection of uvicorn. Bodies have their own limit
+        """HTTP/1.1 connection of uvicorn. Bodies have their own limit of time
         (:data:`~eagle_kit.serve.api.body.READ_S`), and idle connections have uvicorn's."""
 
         _headers_timer: asyncio.TimerHandle | None = None
         _unread_timer: asyncio.TimerHandle | None = None
+        _waits_since = 0.0
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            """Begin to wait for the first request."""
+            """Begin to wait for the first request. Where there are too many connections, the ones that have
+            not sent a whole request for the longest time are closed, or this one where there are none."""
             super().connection_made(transport)
             self._watch()
+            connections: set[Any] = self.connections  # uvicorn's type has those of other protocols
+            if len(connections) > most:
+                waiting = [each for each in connections if each is not self and each.is_waiting]
+                waiting.sort(key=lambda each: each._waits_since)
+                for each in waiting[: 1 + most // 16] or [self]:
+                    connections.discard(each)  # at once: many may be accepted before it has ended
+                    each.transport.close()
+
+        @property
+        def is_waiting(self) -> bool:
+            """True if the client has not sent the whole of its next request, or nothing of it."""
+            cycle = self.cycle
+            return (
+                cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
+            )
 
         def data_received(self, data: bytes) -> None:
             """Take in bytes, and wait for the rest of the headers they may have begun."""
@@ -67,6 +111,7 @@ def connection_class() -> Any:
                 self._headers_timer.cancel()
                 self._headers_timer = None
             elif not is_answering and self._headers_timer is None:
+                self._waits_since = self.loop.time()
                 self._headers_timer = self.loop.call_later(HEADERS_S, self._refuse)
 
         def _refuse(self) -> None:

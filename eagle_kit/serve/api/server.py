@@ -53,9 +53,10 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
     """
     import uvicorn
 
-    from eagle_kit.serve.api.connection import connection_class
+    from eagle_kit.serve.api.connection import connection_class, connection_limits
 
     service = app.state.service
+    limits = connection_limits()
     grace_s = service.config.grace_period_s
 
     class Server(uvicorn.Server):
@@ -89,7 +90,8 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
 
     uvicorn_config = uvicorn.Config(
         app,
-        http=connection_class(),
+        http=connection_class(limits.connections),
+        backlog=limits.backlog,
         ws="none",
         # uvicorn's default lets every program on this machine choose its address.
         proxy_headers=service.config.forwarded_allow_ips is not None,

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from eagle_kit.cli import main
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.serve.api import service
+from eagle_kit.serve.api.connection import connection_limits
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
 from tests.serve.api.serving import serving, wait_until
@@ -433,10 +435,14 @@ def test_sigterm_that_is_sent_again_cuts_no_reply(scripted, first):
         assert not server.thread.is_alive() and engine.totals.num_finished == {"stop": 1}
 
 
+HALF_A_REQUEST = (
+    f'POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{{"mess'
+).encode()
+
+
 def half_a_request(server):
     connection = socket.create_connection(("127.0.0.1", server.port))
-    head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
-    connection.sendall(head.encode() + b'{"mess')
+    connection.sendall(HALF_A_REQUEST)
     connection.settimeout(10)
     return connection
 
@@ -497,6 +503,64 @@ def test_headers_that_never_end_are_refused_in_time(scripted, monkeypatch):
         assert server.http.get("/health").status_code == 200
         time.sleep(0.5)  # idle between two requests is no lateness
         assert server.http.get("/health").status_code == 200
+
+
+def is_open(connection):
+    connection.settimeout(0.0)
+    try:
+        return connection.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "begun", [b"GET /health HTTP/1.1\r\nX-Slow: 1", HALF_A_REQUEST], ids=["head", "body"]
+)
+def test_clients_that_do_not_send_their_requests_keep_nobody_from_connecting(scripted, monkeypatch, begun):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.MOST_CONNECTIONS", 8)
+    with serving(*scripted("abc")) as server, ExitStack() as stack:
+        half = []
+        for _ in range(30):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            connection.sendall(begun)
+            half.append(connection)
+        assert server.http.get("/health").status_code == 200
+        assert len(server.server.server_state.connections) <= 8
+        wait_until(lambda: sum(map(is_open, half)) < 8)
+        assert is_open(half[-1]) and not is_open(half[0])
+
+
+def test_connections_that_are_being_answered_stay_and_the_next_is_closed(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.MOST_CONNECTIONS", 2)
+    with serving(*scripted(LONG, hold_at=6)) as server, ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(httpx.post, server.url + CHAT, json=body(), timeout=30) for _ in range(2)]
+        wait_until(lambda: server.service.engine.num_live == 2)
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            assert connection.recv(1) == b""
+        server.engine.release()
+        assert [answer.result().status_code for answer in both] == [200, 200]
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised_to", "connections", "backlog"),
+    [
+        (1024, 1_048_576, 4416, 4096, 128),
+        (1024, -1, 4416, 4096, 128),
+        (1024, 4096, 4096, 3776, 128),
+        (200, 200, None, 86, 25),
+        (65_536, 1_048_576, None, 4096, 128),
+        (-1, -1, None, 4096, 128),
+        (64, 64, None, 1, 8),
+    ],
+)
+def test_connections_fit_the_limit_of_open_files(monkeypatch, soft, hard, raised_to, connections, backlog):
+    raised = []
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (soft, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: raised.append(limits))
+    assert connection_limits() == (connections, backlog)
+    assert raised == ([(raised_to, hard)] if raised_to else [])
 
 
 def test_a_client_that_never_reads_is_cut_off(scripted, monkeypatch):
