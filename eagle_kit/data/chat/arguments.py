@@ -1,4 +1,8 @@
-"""What a chat template may be given: ``chat_template_kwargs`` of a request, a record or a configuration."""
+"""What a chat template may be given: ``chat_template_kwargs`` of a request, a record or a configuration.
+
+The sizes of arguments are bounded, and one product of a text and a number. What else a template computes
+has no bound: the template comes with the model, and jinja's sandbox bounds ``range`` alone.
+"""
 
 import functools
 import inspect
@@ -20,7 +24,7 @@ MOST_PRODUCT = 2**26
 
 
 def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> None:
-    """Check that a template reads every argument, and that none makes its text grow without bound.
+    """Check that a template reads every argument, and that their sizes are within the module's bounds.
 
     Args:
         tokenizer: its ``apply_chat_template`` has parameters of its own, which are no arguments.

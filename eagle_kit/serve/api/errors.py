@@ -90,7 +90,8 @@ def from_validation(error: ValidationError) -> ApiError:
     """Convert the error of the branch that the sender meant: a limit that was passed, else the deepest one,
     else the one of the last item. A value that no branch takes is told what each of them takes."""
     if (count := error.error_count()) > MAX_MISTAKES:  # to list them would take long, and much memory
-        return ApiError(400, f"The body has {count} mistakes. Compare it with /docs.", code="many_mistakes")
+        message = f"The body has {count} mistakes. Compare it with /openapi.json."
+        return ApiError(400, message, code="many_mistakes")
     details = error.errors(include_url=False, include_input=False, include_context=False)
     detail = max(details, key=_closeness)
     if detail["type"] == "json_invalid":

@@ -329,8 +329,11 @@ class ChatRequest(ChatMessages, Sampling):
         allowed = (None, "none") if self.tools is None else (None, "none", "auto")
         if not self.tools and choice not in allowed:
             raise ValueError(f"tool_choice {choice if named is None else cut(named)} needs tools")
-        if named is not None and all(tool.function.name != named for tool in self.tools or ()):
+        names = [tool.function.name for tool in self.tools or ()]
+        if named is not None and named not in names:
             raise ValueError(f"tool_choice names {cut(named)}, which is none of the tools")
+        if named is not None and names.count(named) > 1:
+            raise ValueError(f"tool_choice names {cut(named)}, which is the name of several tools")
         if self.must_call and self.has_grammar:
             raise ValueError("tool_choice excludes response_format and regex, unless it is none or auto")
         if self.must_call and self.allowed_token_ids is not None:

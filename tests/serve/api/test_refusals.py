@@ -272,6 +272,11 @@ def test_what_goes_together_in_a_chat(change, is_right):
             {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]},
             "none of the tools",
         ),
+        (
+            CHAT,
+            {"tool_choice": TOOL, "tools": [TOOL, TOOL]},
+            "the name of several tools",
+        ),
         (CHAT, {"tool_choice": TOOL, "tools": [TOOL], "regex": "a"}, "excludes"),
         (CHAT, {"logit_bias": {"x": 1}}, "no token id"),
         (CHAT, {"logit_bias": {"5": 1, "05": 2}}, "the key '05', which is no token id"),
@@ -379,6 +384,20 @@ def test_codes_tell_programs_what_is_wrong(server):
     ):
         error = server.http.post(COMPLETE, content=content, headers=headers).json()["error"]
         assert error["code"] == code, error
+
+
+def test_many_mistakes_name_a_page_that_is_there(server):
+    many = {**COMPLETE_BODY, **{f"k{i}": 1 for i in range(101)}}
+    message = server.http.post(COMPLETE, json=many).json()["error"]["message"]
+    page = message.split()[-1].removesuffix(".")
+    assert server.http.get(page).status_code == 200
+
+
+def test_of_a_key_that_comes_twice_the_last_counts(server):
+    headers = {"Content-Type": "application/json"}
+    content = '{"prompt": "ab", "max_tokens": 1, "max_tokens": 2}'
+    answer = server.http.post(COMPLETE, content=content, headers=headers)
+    assert answer.json()["usage"]["completion_tokens"] == 2
 
 
 def test_a_charset_beside_the_content_type_is_fine(server):
