@@ -37,6 +37,7 @@ class Request:
         number: unique among the requests of an engine; lower ones arrived first.
         priority: larger is served first.
         group: number of the first of the requests that share a turn; default itself.
+        client: name of the client, between whom slots are shared evenly; empty where there is but one.
         stream: turns tokens into text and finds stop texts; None for token ids only.
         token_ids: the reply so far. Where a stop text has not been looked for in its last ones, these may be
             taken back.
@@ -74,6 +75,7 @@ class Request:
     priority: int = 0
     stream: "TextStream | None" = None
     group: int = -1
+    client: str = ""
     token_ids: list[int] = field(default_factory=list)
     num_shown: int = 0
     uncounted: deque[Uncounted] = field(default_factory=deque)

@@ -24,8 +24,6 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     from fastapi import Depends, Request, Response
     from fastapi.responses import StreamingResponse
 
-    limit, draining = service.config.max_body_bytes, service.engine.draining
-
     async def respond(kind: type[Answer[Any]], http: Request, body: Any) -> Response:
         answer = await kind.start(service, http, body)
         try:
@@ -57,7 +55,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     )
     async def create_chat_completion(
         http: Request,
-        body: ChatRequest = Depends(body_of(ChatRequest, limit, draining)),  # noqa: B008
+        body: ChatRequest = Depends(body_of(ChatRequest, service)),  # noqa: B008
     ) -> Response:
         """Answer messages; see docs/serving.md for what differs from OpenAI."""
         return await respond(ChatAnswer, http, body)
@@ -70,7 +68,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     )
     async def create_completion(
         http: Request,
-        body: CompletionRequest = Depends(body_of(CompletionRequest, limit, draining)),  # noqa: B008
+        body: CompletionRequest = Depends(body_of(CompletionRequest, service)),  # noqa: B008
     ) -> Response:
         """Continue texts or token ids."""
         return await respond(CompletionAnswer, http, body)

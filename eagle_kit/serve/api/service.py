@@ -148,20 +148,17 @@ class Service:
             )
 
     def enter(self, http: Any, body: Sampling, num_prompts: int) -> None:
-        """Check the model, the room in the queue and the client's limits, before any work."""
+        """Check the model, the room in the queue and the client's replies, before any work."""
         self.check_model(body.model)
         count = num_prompts * body.num_choices
-        self.engine.check_room(count)
-        self._enter(http, count)
-
-    def count(self, http: Any) -> None:
-        """Count a request without replies against the client's limits. Raises ApiError 429."""
-        self._enter(http, 0)
-
-    def _enter(self, http: Any, count: int) -> None:
         client = _client_of(http)
+        self.engine.check_room(count, client)
         self.limits.enter(client, count)
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
+
+    def count(self, http: Any) -> None:
+        """Count a request against its client's limit per minute. Raises ApiError 429."""
+        self.limits.count(_client_of(http))
 
     async def generate(
         self,
@@ -188,6 +185,7 @@ class Service:
         requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts)
         for request in requests:
             request.arrived_at = http.state.arrived_at
+            request.client = _client_of(http)
         replies = await self.engine.add(requests)
         request_id = http.state.request_id
         name = RequestName(_client_of(http), request_id, http.state.has_own_id)
