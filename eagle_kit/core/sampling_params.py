@@ -5,10 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""
+
+
+MAX_SALT_CHARS = 256
+"""Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
 
 class Thought(NamedTuple):
@@ -60,6 +64,9 @@ class SamplingParams:
         stop_token_ids: tokens that end the reply besides the model's own end tokens; the stop token is kept.
         ignore_eos: continue after the model's own end tokens.
         grammar: constraint that the reply must match.
+        cache_salt: text of 1 to 256 characters. Requests use cached pages, n-grams of others and compiled
+            grammars only of requests with the same salt; those without a salt share theirs. It does not
+            change the reply's distribution.
 
     Raises:
         UserError: a parameter is out of range.
@@ -81,6 +88,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -111,6 +119,16 @@ class SamplingParams:
             raise UserError("allowed_token_ids and a grammar exclude each other.", "Leave out one of them.")
         if any(not text for text in self.stop):
             raise UserError("A stop text is empty.", "Leave it out, or give some text.")
+        if self.cache_salt is not None:
+            self._check_salt(self.cache_salt)
+
+    @staticmethod
+    def _check_salt(salt: object) -> None:
+        remedy = f"Give a text of 1 to {MAX_SALT_CHARS} characters, or leave it out."
+        if not isinstance(salt, str):
+            raise UserError(f"cache_salt is {shown(salt)}, which is no text.", remedy)
+        if not 1 <= len(salt) <= MAX_SALT_CHARS:
+            raise UserError(f"cache_salt has {len(salt)} characters.", remedy)
 
     @property
     def is_greedy(self) -> bool:

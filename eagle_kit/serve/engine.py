@@ -263,7 +263,7 @@ class Engine:
         with self._grammars_lock:
             if self._grammars is None:
                 self._grammars = self._make_grammars()
-        request.match = self._grammars.start(grammar)
+        request.match = self._grammars.start(grammar, request.params.cache_salt)
 
     def abort(self, request: Request) -> None:
         """End a request now, waiting or running; its tokens so far stay."""
@@ -389,7 +389,8 @@ class Engine:
         assert self.ngram is not None
         for request in requests:
             known = self._num_indexed.get(request, 0)
-            self.ngram.insert(request.number, request.tokens(known, request.num_tokens))
+            new = request.tokens(known, request.num_tokens)
+            self.ngram.insert(request.number, new, request.params.cache_salt)
             self._num_indexed[request] = request.num_tokens
 
     def _collect_until(self, count: int) -> None:

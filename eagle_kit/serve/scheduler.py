@@ -422,7 +422,8 @@ class Scheduler:
         stop = request.num_to_compute - 1
         tokens = request.tokens(0, stop) if request.token_ids else request.prompt_ids
         known = request.matched.get(part, ())
-        request.matched[part] = found = self.page_pool.match(tokens, stop, known, part=part)
+        salt = request.params.cache_salt
+        request.matched[part] = found = self.page_pool.match(tokens, stop, known, part=part, salt=salt)
         return found
 
     def _admit(self, request: Request) -> bool:
@@ -447,7 +448,7 @@ class Scheduler:
         shared = self.page_pool.reusable(cached)
         need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
         # A page is left for each running request to grow into, or the new one would be preempted at once.
-        allocation = self.page_pool.allocate(shared, need, part)
+        allocation = self.page_pool.allocate(shared, need, part, request.params.cache_salt)
         if allocation is None:
             return False
         if self.page_pool.num_available_in(part) < self._num_in[part]:

@@ -26,10 +26,12 @@ def sampling_params(
     max_context: int,
     vocab_size: int,
     grammar: Grammar | None = None,
+    cache_salt: str | None = None,
 ) -> list[SamplingParams]:
     """Make the parameters of the `n` replies to one prompt; with a seed, reply i draws from seed + i.
 
-    Absent parameters have OpenAI's defaults: temperature 1, everything else neutral.
+    Absent parameters have OpenAI's defaults: temperature 1, everything else neutral. ``cache_salt`` is the
+    body's, or what the server has made of it.
 
     Raises:
         UserError: more tokens than the context holds, or token ids outside the vocabulary.
@@ -47,6 +49,7 @@ def sampling_params(
         "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),
         "ignore_eos": bool(body.ignore_eos),
         "grammar": grammar,
+        "cache_salt": cache_salt,
     }
     return [
         SamplingParams(**common, seed=None if body.seed is None else _wrapped(body.seed + i))

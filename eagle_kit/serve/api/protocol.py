@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from eagle_kit.core.errors import cut
-from eagle_kit.core.sampling_params import MAX_LOGPROBS
+from eagle_kit.core.sampling_params import MAX_LOGPROBS, MAX_SALT_CHARS
 
 MAX_CHOICES = 128
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -239,6 +239,7 @@ class Sampling(Strict):
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     return_speculation: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
     safety_identifier: str | None = None

@@ -1,6 +1,8 @@
 """Service shared by all routes: from a validated request to replies in progress."""
 
 import asyncio
+import hashlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -128,6 +130,7 @@ class Service:
         self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
         self.started_at = int(time.time())
         self._live: dict[RequestName, list[ReplyStream]] = {}
+        self._salt_key = secrets.token_bytes(32)
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
@@ -182,7 +185,8 @@ class Service:
         """
         shown = self.special_tokens if body.shows_special_tokens else shown_tokens
         contexts = contexts or [TextContext()] * len(prompts)
-        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts)
+        salt = self._cache_salt(http, body)
+        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts, salt)
         for request in requests:
             request.arrived_at = http.state.arrived_at
             request.client = _client_of(http)
@@ -257,15 +261,24 @@ class Service:
         shown_tokens: frozenset[int],
         thought: Thought | None,
         contexts: Sequence[TextContext],
+        cache_salt: str | None,
     ) -> "list[Request]":
         llm, grammar = self.llm, make_grammar(body, thought)
         return [
             llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)
             for prompt, context in zip(prompts, contexts, strict=True)
             for params in sampling_params(
-                body, len(prompt), llm.max_context, llm.target.config.vocab_size, grammar
+                body, len(prompt), llm.max_context, llm.target.config.vocab_size, grammar, cache_salt
             )
         ]
+
+    def _cache_salt(self, http: Any, body: Sampling) -> str | None:
+        """Return the salt of a request: its own, or with separate clients a digest of the client's address
+        and its own, under a key that never leaves the process, so that no client can choose another's."""
+        if not self.config.separate_clients:
+            return body.cache_salt
+        text = f"{_client_of(http)}\0{body.cache_salt or ''}"  # no address has a NUL
+        return hashlib.blake2b(text.encode(), key=self._salt_key, digest_size=32).hexdigest()
 
     def _leave(self, name: "RequestName", replies: Sequence[ReplyStream]) -> None:
         for reply in replies:
