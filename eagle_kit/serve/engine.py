@@ -17,7 +17,7 @@ import torch
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.output import NOT_FINITE, FinishReason, TokenLogprobs
+from eagle_kit.core.output import NOT_FINITE, FinishReason
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.backend import current_device
@@ -429,8 +429,7 @@ class Engine:
             if logprobs is not None and (top := request.params.logprobs) is not None:
                 chosen, ids, values = (part[i] for part in logprobs)
                 for j in range(kept):
-                    pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
-                    request.logprobs.append(TokenLogprobs(chosen[j], pairs))
+                    request.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
             if policy is not None and (ease := request.ease) is not None and num_drafts is not None:
                 if shape.steps or ease.is_young:
                     policy.observe(ease, shape, count - 1, num_drafts[i])
@@ -547,7 +546,8 @@ class Engine:
         assert stream is not None
         stream.read(request.token_ids, request.num_shown)
         if (kept := stream.num_kept) is not None:
-            del request.token_ids[kept:], request.logprobs[kept:]
+            del request.token_ids[kept:]
+            request.logprobs.cut(kept)
             reason, request.num_shown = "stop", kept
         elif stream.failure:
             reason = "error"

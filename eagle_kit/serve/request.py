@@ -5,7 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from eagle_kit.core.output import FinishReason, RequestOutput, TokenLogprobs
+from eagle_kit.core.output import FinishReason, ReplyLogprobs, RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -81,7 +81,7 @@ class Request:
     uncounted: deque[Uncounted] = field(default_factory=deque)
     ends: frozenset[int] = frozenset()
     most_tokens: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
     finish_reason: FinishReason | None = None
     ease: "Ease | None" = None
     stats: SpecStats = field(default_factory=SpecStats)
@@ -173,7 +173,7 @@ class Request:
             finish_reason="error" if has_failed else self.finish_reason or "",
             stats=self.stats,
             shapes=self.shapes,
-            logprobs=self.logprobs,
+            logprobs=list(self.logprobs),
             num_cached_tokens=self.num_cached_tokens,
             prefill_s=self.first_token_at - self.admitted_at if self.token_ids else 0.0,
             decode_s=self.last_token_at - self.first_token_at,

@@ -7,6 +7,7 @@ from eagle_kit.serve.api.body import body_of
 from eagle_kit.serve.api.chat import ChatAnswer
 from eagle_kit.serve.api.completions import CompletionAnswer
 from eagle_kit.serve.api.documented import body_schema, error_responses
+from eagle_kit.serve.api.params import num_logprobs
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
 from eagle_kit.serve.api.responses import ChatResponse, CompletionResponse
 from eagle_kit.serve.api.service import Service
@@ -34,10 +35,13 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
                     media_type="text/event-stream",
                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                 )
-            text = await answer.whole(http)
+            chunks = await answer.whole(http)
         except ClientGone:
             return Response(status_code=GONE)
-        return Response(text, media_type="application/json")
+        if num_logprobs(body) is None:
+            return Response("".join([chunk async for chunk in chunks]), media_type="application/json")
+        # Not held as a whole: a token of a choice has more than a kilobyte of JSON.
+        return StreamingResponse(chunks, media_type="application/json")
 
     def responses(model: Any) -> dict[int | str, dict[str, Any]]:
         ok = {

@@ -20,7 +20,7 @@ from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
 from eagle_kit.serve.api.metrics import Metrics
-from eagle_kit.serve.api.params import make_grammar, sampling_params
+from eagle_kit.serve.api.params import check_num_logprobs, make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
@@ -264,12 +264,19 @@ class Service:
         cache_salt: str | None,
     ) -> "list[Request]":
         llm, grammar = self.llm, make_grammar(body, thought)
+        vocab_size = llm.target.config.vocab_size
+
+        # Check all replies together before a request is made.
+        params_of = [
+            sampling_params(body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt)
+            for prompt in prompts
+        ]
+        check_num_logprobs(body, [params for each in params_of for params in each])
+
         return [
             llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)
-            for prompt, context in zip(prompts, contexts, strict=True)
-            for params in sampling_params(
-                body, len(prompt), llm.max_context, llm.target.config.vocab_size, grammar, cache_salt
-            )
+            for prompt, context, each in zip(prompts, contexts, params_of, strict=True)
+            for params in each
         ]
 
     def _cache_salt(self, http: Any, body: Sampling) -> str | None:
