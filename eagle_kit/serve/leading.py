@@ -149,6 +149,7 @@ class Arrival:
     priority: int
     group: int
     client: str
+    bad_word_ids: tuple[tuple[int, ...], ...] | None
     seed: int
 
     @classmethod
@@ -161,6 +162,7 @@ class Arrival:
             priority=request.priority,
             group=request.group,
             client=request.client,
+            bad_word_ids=request.bad_word_ids,
             seed=request.seed,
         )
 
@@ -173,6 +175,7 @@ class Arrival:
             self.priority,
             group=self.group,
             client=self.client,
+            bad_word_ids=self.bad_word_ids,
         )
 
     def do(self, follower: Follower) -> None:

@@ -30,8 +30,8 @@ class Uncounted(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Request and its reply so far. The caller fills in the first six fields; the others belong to the
-    engine.
+    """Request and its reply so far. The caller fills in the first six fields and
+    ``bad_word_ids``; the others belong to the engine.
 
     Attributes:
         number: unique among the requests of an engine; lower ones arrived first.
@@ -39,6 +39,8 @@ class Request:
         group: number of the first of the requests that share a turn; default itself.
         client: name of the client, between whom slots are shared evenly; empty where there is but one.
         stream: turns tokens into text and finds stop texts; None for token ids only.
+        bad_word_ids: tokens of each of ``params.bad_words``, with and without a leading blank; None where
+            there is no tokenizer or there are no such words.
         token_ids: the reply so far. Where a stop text has not been looked for in its last ones, these may be
             taken back.
         num_shown: those of them that are text: all but a token that ended the reply.
@@ -64,7 +66,7 @@ class Request:
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: its first pages that the device's table has; -1 when any of them may have changed.
         seed: of its draws; ``params.seed``, or drawn when it arrived.
-        match: state of its grammar.
+        match: state of its grammar, and of its forbidden words.
         epoch: raised whenever the request leaves the batch, so that results on their way are dropped.
         arrived_at, admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds.
     """
@@ -76,6 +78,7 @@ class Request:
     stream: "TextStream | None" = None
     group: int = -1
     client: str = ""
+    bad_word_ids: tuple[tuple[int, ...], ...] | None = None
     token_ids: list[int] = field(default_factory=list)
     num_shown: int = 0
     uncounted: deque[Uncounted] = field(default_factory=deque)

@@ -47,6 +47,7 @@ def sampling_params(
         "top_k": max(body.top_k or 0, 0),
         "logit_bias": _logit_bias(body.logit_bias, vocab_size),
         "allowed_token_ids": _allowed(body, vocab_size),
+        "bad_words": tuple(dict.fromkeys(body.bad_words or ())),
         "logprobs": num_logprobs(body),
         "stop": (body.stop,) if isinstance(body.stop, str) else tuple(dict.fromkeys(body.stop or ())),
         "stop_token_ids": _in_vocabulary(body.stop_token_ids or [], vocab_size, "stop_token_ids"),

@@ -257,6 +257,9 @@ def test_every_parameter_reaches_the_engine(one_byte_a_step):
     assert chat(one_byte_a_step, response_format={"type": "json_object"}).status_code == 200
     assert engine.seen[2].params.grammar == Grammar("json_object", "")
     assert chat(one_byte_a_step, allowed_token_ids=[7, 5], temperature=7.5, tools=[]).status_code == 200
+    words = ["ab", "c", "ab"]
+    assert chat(one_byte_a_step, bad_words=words).status_code == 200
+    assert engine.seen[4].params.bad_words == ("ab", "c") and len(engine.seen[4].bad_word_ids) == 4
     assert engine.seen[3].params.allowed_token_ids == (7, 5) and engine.seen[3].params.temperature == 7.5
 
 
