@@ -35,6 +35,7 @@ SERVER_FLAGS = {
     "max_queued": "--max-queued-requests",
     "max_parallel_per_client": "--max-parallel-per-client",
     "max_requests_per_minute": "--max-requests-per-minute",
+    "separate_clients": "--separate-clients",
     "warm_up": "--warm-up",
     "reasoning_parser": "--reasoning-parser",
     "tool_call_parser": "--tool-call-parser",

@@ -30,6 +30,8 @@ class ServerConfig(Options):
         max_queued: requests that may wait besides those that run; more get 503.
         max_parallel_per_client: replies that one client may have in progress; more get 429.
         max_requests_per_minute: requests of one client per minute; more get 429.
+        separate_clients: clients, who are told apart by their addresses, do not use one another's cached
+            pages, n-grams and compiled grammars.
         max_body_bytes: size of the largest request body; larger ones get 413.
         warm_up: what a GPU is prepared for before the first request: all that requests may ask for (all, the
             default), all but logprobs and grammars (usual), or nothing (none). What was not prepared is
@@ -51,6 +53,7 @@ class ServerConfig(Options):
     max_queued: int = Field(default=256, ge=0)
     max_parallel_per_client: int | None = Field(default=None, ge=1)
     max_requests_per_minute: int | None = Field(default=None, ge=1)
+    separate_clients: bool = False
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
     warm_up: WarmUpExtent = "all"
     reasoning_parser: str = "auto"

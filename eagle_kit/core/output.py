@@ -1,6 +1,8 @@
 """Finished reply of a request."""
 
+from array import array
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -18,6 +20,77 @@ class TokenLogprobs(NamedTuple):
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class ReplyLogprobs:
+    """Log-probabilities of the tokens of a reply, a sequence of :class:`TokenLogprobs` that are made when
+    they are read. All tokens have the same number k of alternatives; a token takes 4 + 8 k bytes.
+    """
+
+    def __init__(self) -> None:
+        self._num_top = 0
+        self._chosen = array("f")
+        self._top_ids = array("i")
+        self._top_values = array("f")
+
+    def append(self, logprob: float, top_ids: Sequence[int], top_values: Sequence[float]) -> None:
+        """Append a token's fp32 log-probability, and the ids and log-probabilities of its alternatives."""
+        if not self:
+            self._num_top = len(top_ids)
+        assert len(top_ids) == len(top_values) == self._num_top
+        self._chosen.append(logprob)
+        self._top_ids.extend(top_ids)
+        self._top_values.extend(top_values)
+
+    def extend(self, later: "ReplyLogprobs") -> None:
+        """Append the tokens of ``later``."""
+        if not later:
+            return
+        if not self:
+            self._num_top = later._num_top
+        assert later._num_top == self._num_top
+        self._chosen.extend(later._chosen)
+        self._top_ids.extend(later._top_ids)
+        self._top_values.extend(later._top_values)
+
+    def part(self, start: int, stop: int) -> "ReplyLogprobs":
+        """Copy the tokens from ``start`` to ``stop``."""
+        num_top = self._num_top
+        part = ReplyLogprobs()
+        part._num_top = num_top
+        part._chosen = self._chosen[start:stop]
+        part._top_ids = self._top_ids[start * num_top : stop * num_top]
+        part._top_values = self._top_values[start * num_top : stop * num_top]
+        return part
+
+    def cut(self, count: int) -> None:
+        """Keep the first ``count`` tokens."""
+        del self._chosen[count:]
+        del self._top_ids[count * self._num_top :]
+        del self._top_values[count * self._num_top :]
+
+    def chosen(self, index: int) -> float:
+        """Log-probability of token ``index``."""
+        return self._chosen[index]
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def __getitem__(self, index: int) -> TokenLogprobs:
+        logprob = self._chosen[index]
+        start = range(len(self))[index] * self._num_top
+        ids = self._top_ids[start : start + self._num_top]
+        values = self._top_values[start : start + self._num_top]
+        return TokenLogprobs(logprob, tuple(zip(ids, values, strict=True)))
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for index in range(len(self)):
+            yield self[index]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReplyLogprobs):
+            return NotImplemented
+        return list(self) == list(other)
 
 
 @dataclass

@@ -5,10 +5,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""
+MAX_BAD_WORDS = 128
+"""Most words that a request may forbid."""
+MAX_BAD_WORD_CHARS = 256
+"""Most characters of a forbidden word."""
+
+
+MAX_SALT_CHARS = 256
+"""Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
 
 class Thought(NamedTuple):
@@ -53,6 +61,8 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit.
         allowed_token_ids: tokens that the reply may have, at least one; None allows all. The reply ends by
             itself only where one of the model's end tokens is among them. Not together with ``grammar``.
+        bad_words: up to 128 words of up to 256 characters that the reply must not have. Each word's tokens,
+            with and without a leading blank, are forbidden directly after one another within the reply.
         logprobs: number of most likely alternatives to report besides the sampled token, 0 to 20; None
             reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before all of the
             above.
@@ -60,6 +70,9 @@ class SamplingParams:
         stop_token_ids: tokens that end the reply besides the model's own end tokens; the stop token is kept.
         ignore_eos: continue after the model's own end tokens.
         grammar: constraint that the reply must match.
+        cache_salt: text of 1 to 256 characters. Requests use cached pages, n-grams of others and compiled
+            grammars only of requests with the same salt; those without a salt share theirs. It does not
+            change the reply's distribution.
 
     Raises:
         UserError: a parameter is out of range.
@@ -76,11 +89,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -109,8 +124,28 @@ class SamplingParams:
             raise UserError("allowed_token_ids is empty.", "Leave it out, or name a token.")
         if self.allowed_token_ids is not None and self.grammar is not None:
             raise UserError("allowed_token_ids and a grammar exclude each other.", "Leave out one of them.")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise UserError(
+                f"bad_words has {len(self.bad_words)} words, {MAX_BAD_WORDS} are allowed.", "Give fewer."
+            )
+        for word in self.bad_words:
+            if not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+                raise UserError(
+                    f"bad_words has a word of {len(word)} characters, 1 to {MAX_BAD_WORD_CHARS} are allowed.",
+                    "Leave it out, or give another one.",
+                )
         if any(not text for text in self.stop):
             raise UserError("A stop text is empty.", "Leave it out, or give some text.")
+        if self.cache_salt is not None:
+            self._check_salt(self.cache_salt)
+
+    @staticmethod
+    def _check_salt(salt: object) -> None:
+        remedy = f"Give a text of 1 to {MAX_SALT_CHARS} characters, or leave it out."
+        if not isinstance(salt, str):
+            raise UserError(f"cache_salt is {shown(salt)}, which is no text.", remedy)
+        if not 1 <= len(salt) <= MAX_SALT_CHARS:
+            raise UserError(f"cache_salt has {len(salt)} characters.", remedy)
 
     @property
     def is_greedy(self) -> bool:

@@ -10,6 +10,9 @@ of use as far as its last page with a snapshot of the state. Requests leave one 
 their prompt leaves that of another, and, while a prompt is computed, behind its last part. A snapshot that
 one request alone has gone on from, as the last turn of a conversation, is the first to be evicted when that
 has left its own.
+
+Each cache salt has a tree of its own, whose root holds the salt. Pages of different salts are in different
+trees, whatever their tokens.
 """
 
 from collections import OrderedDict
@@ -32,6 +35,16 @@ class RadixNode:
         self.snapshot: int | None = None
 
 
+class RadixRoot(RadixNode):
+    """Root of the pages of one cache salt, which exists as long as it has children. It is no page itself."""
+
+    __slots__ = ("salt",)
+
+    def __init__(self, salt: str | None) -> None:
+        super().__init__(None, (), -1)
+        self.salt = salt
+
+
 class Snapshot(NamedTuple):
     """State ``number`` behind a page; ``is_passing`` if it gives way to the next of its request."""
 
@@ -49,6 +62,7 @@ class PageAllocation:
         source: node whose snapshot the request begins with, until it has done so.
         began: the same, afterwards too.
         part: of the pool, that all pages are from.
+        salt: cache salt of the request, None without one.
     """
 
     nodes: list[RadixNode] = field(default_factory=list)
@@ -58,6 +72,7 @@ class PageAllocation:
     source: RadixNode | None = None
     began: RadixNode | None = None
     part: int = 0
+    salt: str | None = None
 
     def __len__(self) -> int:
         return len(self.nodes) + len(self.pages)
@@ -105,7 +120,7 @@ class PagePool:
         self._with_snapshot: OrderedDict[RadixNode, None] = OrderedDict()  # the least recently used first
         size = self.pages_of_part
         self._free = [list(range((i + 1) * size - 1, i * size - 1, -1)) for i in range(num_parts)]
-        self._roots = [RadixNode(None, (), -1) for _ in range(num_parts)]
+        self._roots: list[dict[str | None, RadixRoot]] = [{} for _ in range(num_parts)]
         # A request holds every ancestor of a node it holds and releases the deepest first, so the oldest
         # unused node never has children.
         self._unused: list[OrderedDict[RadixNode, None]] = [OrderedDict() for _ in range(num_parts)]
@@ -141,17 +156,23 @@ class PagePool:
         known: Sequence[RadixNode] = (),
         *,
         part: int = 0,
+        salt: str | None = None,
     ) -> list[RadixNode]:
         """Find the longest cached prefix of ``tokens``, or of the first ``stop``, in a part of the pool,
         whole pages only. Holds nothing.
 
         Args:
-            known: what was found for the same tokens before; only what has changed since is looked at.
+            known: what was found for the same tokens and salt before; only what has changed since is looked
+                at.
+            salt: only pages of requests with the same salt are found.
         """
         nodes = list(known)
         while nodes and nodes[-1].parent is None:  # evicted, and so is all that was behind it
             nodes.pop()
-        node, stop = nodes[-1] if nodes else self._roots[part], len(tokens) if stop is None else stop
+        node = nodes[-1] if nodes else self._roots[part].get(salt)
+        if node is None:
+            return nodes
+        stop = len(tokens) if stop is None else stop
         for start in range(len(nodes) * self.page_size, stop - self.page_size + 1, self.page_size):
             child = node.children.get(tuple(tokens[start : start + self.page_size]))
             if child is None:
@@ -240,10 +261,12 @@ class PagePool:
         if began is not None and began in self._with_snapshot and began.num_begun == 1:
             self._with_snapshot.move_to_end(began, last=False)
 
-    def allocate(self, nodes: Iterable[RadixNode], num_pages: int, part: int = 0) -> PageAllocation | None:
-        """Hold ``nodes`` and ``num_pages`` private pages of a part; None, with no change, when too few are
-        left."""
-        allocation = PageAllocation(part=part)
+    def allocate(
+        self, nodes: Iterable[RadixNode], num_pages: int, part: int = 0, salt: str | None = None
+    ) -> PageAllocation | None:
+        """Hold ``nodes``, which were found with the same ``salt``, and ``num_pages`` private pages of a part;
+        None, with no change, when too few are left."""
+        allocation = PageAllocation(part=part, salt=salt)
         for node in nodes:
             self._hold(node)
             allocation.nodes.append(node)
@@ -275,8 +298,10 @@ class PagePool:
         if not self.prefix_cache:
             return False
         changed = False
-        node = allocation.nodes[-1] if allocation.nodes else self._roots[allocation.part]
+        node = allocation.nodes[-1] if allocation.nodes else None
         for i in range(len(allocation.nodes), len(tokens) // self.page_size):
+            if node is None:
+                node = self._root(allocation)
             key = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
             page = allocation.pages.pop(0)
             child = node.children.get(key)
@@ -290,6 +315,14 @@ class PagePool:
             self._attach(allocation, child)
             node = child
         return changed
+
+    def _root(self, allocation: PageAllocation) -> RadixRoot:
+        """Root of the pages that a request with the allocation's salt shares, made where there is none."""
+        roots = self._roots[allocation.part]
+        root = roots.get(allocation.salt)
+        if root is None:
+            root = roots[allocation.salt] = RadixRoot(allocation.salt)
+        return root
 
     def release(self, allocation: PageAllocation) -> None:
         """Release every page of ``allocation``, which is empty afterwards."""
@@ -319,7 +352,10 @@ class PagePool:
         assert not node.children and node.parent is not None
         if node.snapshot is not None:
             self._drop_snapshot(node)
-        del node.parent.children[node.key]
+        parent = node.parent
+        del parent.children[node.key]
+        if isinstance(parent, RadixRoot) and not parent.children:
+            del self._roots[part][parent.salt]
         node.parent = None
         self._free[part].append(node.page)
         self.num_evicted += 1
@@ -330,8 +366,10 @@ class PagePool:
         it."""
         cached: list[RadixNode] = []
         allocations = list(allocations)
-        for part, root in enumerate(self._roots):
-            stack, mine = list(root.children.values()), []
+        for part, roots in enumerate(self._roots):
+            assert all(root.children for root in roots.values()), "a salt without pages is remembered"
+            stack = [node for root in roots.values() for node in root.children.values()]
+            mine = []
             while stack:
                 node = stack.pop()
                 mine.append(node)

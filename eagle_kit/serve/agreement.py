@@ -114,6 +114,6 @@ class AgreedGrammars:
         """Grammars that are remembered."""
         return 0 if self._own is None else self._own.num_compiled
 
-    def start(self, grammar: Grammar) -> AgreedMatch:
+    def start(self, grammar: Grammar, salt: str | None = None) -> AgreedMatch:
         """Return a match that has read nothing. Raise UserError for a grammar that is of no use."""
-        return AgreedMatch(self._ranks, None if self._own is None else self._own.start(grammar))
+        return AgreedMatch(self._ranks, None if self._own is None else self._own.start(grammar, salt))

@@ -9,9 +9,10 @@ and tells the engine of a stop text that it finds. Unread tokens of a request ar
 import asyncio
 import itertools
 import logging
+import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -54,6 +55,10 @@ class _Stopped(NamedTuple):
 _Item = _Arrival | ReplyStream | _Stopped
 """What the engine's thread is told: a request, one to abort, one to end."""
 
+SPARE = 1 / 4
+"""Room for requests beside the capacity, as a part of it, for clients that have few."""
+FEW = 1 / 16
+"""Most requests that are few, as a part of the capacity."""
 STUCK_S = 10.0
 """Seconds that the engine's thread gets to end, once another rank is lost."""
 TELLING_S = 2.0
@@ -69,7 +74,8 @@ class AsyncEngine:
         engine: exclusive between start and the end of shutdown, but for its counters and the preparation of
             requests.
         capacity: most requests at a time, running, waiting and with a grammar that is being compiled; more
-            raise :class:`Overloaded`.
+            raise :class:`Overloaded`. Clients with few have :data:`SPARE` of it beside, which those with
+            many cannot fill.
         observer: told of latencies.
 
     Attributes:
@@ -91,7 +97,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
         self._to_compile = PriorityQueue[_ToCompile]()
         self._num_to_compile = itertools.count()
-        self._num_reserved = 0
+        self._num_reserved: Counter[str] = Counter()
         self._live: set[ReplyStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -134,13 +140,14 @@ class AsyncEngine:
             EngineFailed: the engine does not run any more.
         """
         num_needed = 0 if is_probe else len(requests)
-        self.check_room(num_needed)
+        client = requests[0].client
+        self.check_room(num_needed, client)
         loop = asyncio.get_running_loop()
-        with self._reserved(num_needed):
+        with self._reserved(num_needed, client):
             for request in requests:
                 if request.params.grammar is not None and request.match is None:
                     await self._prepare(request)
-        self.check_room(num_needed)
+        self.check_room(num_needed, client)
         arrivals = [_Arrival(ReplyStream(request, self._abort), loop.create_future()) for request in requests]
         replies = [arrival.reply for arrival in arrivals]
         for reply in replies:
@@ -211,8 +218,8 @@ class AsyncEngine:
         elif self.failure is not None and not isinstance(self.failure, RankLost):
             self.on_failure(error)  # the thread has ended by an error that does not say so, as of a device
 
-    def check_room(self, count: int) -> None:
-        """Raise the errors of :meth:`add` for ``count`` requests."""
+    def check_room(self, count: int, client: str = "") -> None:
+        """Raise the errors of :meth:`add` for ``count`` requests of a client."""
         if self.failure is not None:
             raise EngineFailed("The engine has failed; the server must be restarted.")
         if self.draining.is_set():
@@ -222,8 +229,12 @@ class AsyncEngine:
                 f"The request asks for {count} replies at once, the server holds at most {self.capacity}.",
                 "Ask for fewer.",
             )
-        num_held = len(self._live) + self._num_reserved
-        if count and num_held + count > self.capacity:
+        num_held = len(self._live) + self._num_reserved.total()
+        if not count or num_held + count <= self.capacity:
+            return
+        own = sum(reply.request.client == client for reply in self._live) + self._num_reserved[client]
+        has_few = own + count <= math.ceil(FEW * self.capacity)
+        if not has_few or num_held + count > self.capacity + math.ceil(SPARE * self.capacity):
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
 
     async def _prepare(self, request: "Request") -> None:
@@ -273,12 +284,14 @@ class AsyncEngine:
             done.set_exception(error)
 
     @contextmanager
-    def _reserved(self, count: int) -> Iterator[None]:
-        self._num_reserved += count
+    def _reserved(self, count: int, client: str) -> Iterator[None]:
+        self._num_reserved[client] += count
         try:
             yield
         finally:
-            self._num_reserved -= count
+            self._num_reserved[client] -= count
+            if not self._num_reserved[client]:
+                del self._num_reserved[client]
 
     def _refuse(self, is_idle: "Callable[[Request], bool]") -> None:
         """Reject HTTP requests all of whose choices are idle (503)."""

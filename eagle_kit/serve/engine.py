@@ -17,14 +17,16 @@ import torch
 
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.output import NOT_FINITE, FinishReason, TokenLogprobs
+from eagle_kit.core.output import NOT_FINITE, FinishReason
+from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cpu_graph import CpuGraphs
-from eagle_kit.serve.grammar.protocols import Grammars
+from eagle_kit.serve.grammar.bad_words import MatchWithoutBadWords
+from eagle_kit.serve.grammar.protocols import Grammars, Match
 from eagle_kit.serve.graph import CycleGraphs, GraphRunner
 from eagle_kit.serve.request import Request, Uncounted
 from eagle_kit.serve.runner import Results, Runner
@@ -249,21 +251,31 @@ class Engine:
         self.scheduler.add(request)
 
     def prepare(self, request: Request) -> None:
-        """Compile a request's grammar, which may take seconds, unless that has been done. Any thread may call
-        it while another one steps the engine.
+        """Compile a request's grammar, which may take seconds, and read its forbidden words, unless that has
+        been done. Any thread may call it while another one steps the engine.
 
         Raises:
-            UserError: the grammar cannot be compiled.
+            UserError: the grammar cannot be compiled, or words are forbidden without their tokens.
         """
-        grammar = request.params.grammar
-        if grammar is None or request.match is not None:
+        params = request.params
+        if request.match is not None:
             return
+        if params.bad_words and request.bad_word_ids is None:
+            raise UserError("bad_words need a tokenizer, and the model has none.", "Leave them out.")
+        match = None if params.grammar is None else self._start(params.grammar, params.cache_salt)
+        if request.bad_word_ids:
+            vocab_size = self.target.config.vocab_size
+            match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
+        request.match = match
+
+    def _start(self, grammar: Grammar, cache_salt: str | None) -> Match:
+        """Compile a grammar -> a match that has read nothing."""
         if self._make_grammars is None:
             raise UserError("A grammar needs a tokenizer, and the model has none.", "Leave the grammar out.")
         with self._grammars_lock:
             if self._grammars is None:
                 self._grammars = self._make_grammars()
-        request.match = self._grammars.start(grammar)
+        return self._grammars.start(grammar, cache_salt)
 
     def abort(self, request: Request) -> None:
         """End a request now, waiting or running; its tokens so far stay."""
@@ -389,7 +401,8 @@ class Engine:
         assert self.ngram is not None
         for request in requests:
             known = self._num_indexed.get(request, 0)
-            self.ngram.insert(request.number, request.tokens(known, request.num_tokens))
+            new = request.tokens(known, request.num_tokens)
+            self.ngram.insert(request.number, new, request.params.cache_salt)
             self._num_indexed[request] = request.num_tokens
 
     def _collect_until(self, count: int) -> None:
@@ -428,8 +441,7 @@ class Engine:
             if logprobs is not None and (top := request.params.logprobs) is not None:
                 chosen, ids, values = (part[i] for part in logprobs)
                 for j in range(kept):
-                    pairs = tuple(zip(ids[j][:top], values[j][:top], strict=True))
-                    request.logprobs.append(TokenLogprobs(chosen[j], pairs))
+                    request.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
             if policy is not None and (ease := request.ease) is not None and num_drafts is not None:
                 if shape.steps or ease.is_young:
                     policy.observe(ease, shape, count - 1, num_drafts[i])
@@ -546,7 +558,8 @@ class Engine:
         assert stream is not None
         stream.read(request.token_ids, request.num_shown)
         if (kept := stream.num_kept) is not None:
-            del request.token_ids[kept:], request.logprobs[kept:]
+            del request.token_ids[kept:]
+            request.logprobs.cut(kept)
             reason, request.num_shown = "stop", kept
         elif stream.failure:
             reason = "error"

@@ -148,17 +148,35 @@ class Arrival:
     params: SamplingParams
     priority: int
     group: int
+    client: str
+    bad_word_ids: tuple[tuple[int, ...], ...] | None
     seed: int
 
     @classmethod
     def of(cls, request: Request) -> "Arrival":
         """That of ``request``."""
-        given = request.number, request.prompt_ids, request.params, request.priority, request.group
-        return cls(*given, request.seed)
+        return cls(
+            number=request.number,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            priority=request.priority,
+            group=request.group,
+            client=request.client,
+            bad_word_ids=request.bad_word_ids,
+            seed=request.seed,
+        )
 
     def request(self) -> Request:
         """The request, which makes no text."""
-        return Request(self.number, self.prompt_ids, self.params, self.priority, group=self.group)
+        return Request(
+            self.number,
+            self.prompt_ids,
+            self.params,
+            self.priority,
+            group=self.group,
+            client=self.client,
+            bad_word_ids=self.bad_word_ids,
+        )
 
     def do(self, follower: Follower) -> None:
         """See :class:`Message`."""

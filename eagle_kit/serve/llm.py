@@ -4,7 +4,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.agreement import AgreedGrammars
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.grammar.bad_words import bad_word_ids
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave, Message
@@ -100,6 +101,8 @@ class LLM:
         self._policy: ShapePolicy | ShapeTable | None = None
         self._draft_folder: Path | None = None
         self._numbers = itertools.count()
+        # The replies of one HTTP request have the same words, which are tokenised once.
+        self._bad_word_ids = lru_cache(maxsize=16)(bad_word_ids)
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
         self.head: DraftHead | None = None
@@ -508,7 +511,11 @@ class LLM:
             raise UserError(
                 "A stop text was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
             )
-        return Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
+        request = Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
+        if params.bad_words and self.tokenizer is not None:
+            vocab_size = self.target.config.vocab_size
+            request.bad_word_ids = self._bad_word_ids(self.tokenizer, params.bad_words, vocab_size)
+        return request
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from eagle_kit.core.output import TokenLogprobs
+from eagle_kit.core.output import ReplyLogprobs
 
 if TYPE_CHECKING:
     from eagle_kit.serve.request import Request
@@ -31,14 +31,14 @@ class Delta:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
     finish_reason: str | None = None
 
     def add(self, later: "Delta") -> None:
         """Append a later delta to this one."""
         self.text += later.text
         self.token_ids += later.token_ids
-        self.logprobs += later.logprobs
+        self.logprobs.extend(later.logprobs)
         self.finish_reason = later.finish_reason
 
 

@@ -5,7 +5,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from eagle_kit.core.output import FinishReason, RequestOutput, TokenLogprobs
+from eagle_kit.core.output import FinishReason, ReplyLogprobs, RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -30,14 +30,17 @@ class Uncounted(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """Request and its reply so far. The caller fills in the first six fields; the others belong to the
-    engine.
+    """Request and its reply so far. The caller fills in the first six fields and
+    ``bad_word_ids``; the others belong to the engine.
 
     Attributes:
         number: unique among the requests of an engine; lower ones arrived first.
         priority: larger is served first.
         group: number of the first of the requests that share a turn; default itself.
+        client: name of the client, between whom slots are shared evenly; empty where there is but one.
         stream: turns tokens into text and finds stop texts; None for token ids only.
+        bad_word_ids: tokens of each of ``params.bad_words``, with and without a leading blank; None where
+            there is no tokenizer or there are no such words.
         token_ids: the reply so far. Where a stop text has not been looked for in its last ones, these may be
             taken back.
         num_shown: those of them that are text: all but a token that ended the reply.
@@ -63,7 +66,7 @@ class Request:
         slot: row of the device's tables while it runs, else -1.
         num_pages_written: its first pages that the device's table has; -1 when any of them may have changed.
         seed: of its draws; ``params.seed``, or drawn when it arrived.
-        match: state of its grammar.
+        match: state of its grammar, and of its forbidden words.
         epoch: raised whenever the request leaves the batch, so that results on their way are dropped.
         arrived_at, admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds.
     """
@@ -74,12 +77,14 @@ class Request:
     priority: int = 0
     stream: "TextStream | None" = None
     group: int = -1
+    client: str = ""
+    bad_word_ids: tuple[tuple[int, ...], ...] | None = None
     token_ids: list[int] = field(default_factory=list)
     num_shown: int = 0
     uncounted: deque[Uncounted] = field(default_factory=deque)
     ends: frozenset[int] = frozenset()
     most_tokens: int = 0
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
     finish_reason: FinishReason | None = None
     ease: "Ease | None" = None
     stats: SpecStats = field(default_factory=SpecStats)
@@ -171,7 +176,7 @@ class Request:
             finish_reason="error" if has_failed else self.finish_reason or "",
             stats=self.stats,
             shapes=self.shapes,
-            logprobs=self.logprobs,
+            logprobs=list(self.logprobs),
             num_cached_tokens=self.num_cached_tokens,
             prefill_s=self.first_token_at - self.admitted_at if self.token_ids else 0.0,
             decode_s=self.last_token_at - self.first_token_at,

@@ -635,7 +635,8 @@ class Runner:
     ) -> NgramDraft:
         window = ngram.config.max_match_window_size
         contexts = [r.tokens(max(0, r.num_tokens - window), r.num_tokens) for r in requests]
-        return ngram.propose([*contexts, *[[0]] * padding], shape.tokens, shape.steps)
+        salts = [r.params.cache_salt for r in requests] + [None] * padding
+        return ngram.propose([*contexts, *[[0]] * padding], shape.tokens, shape.steps, salts)
 
     def _kind(self, requests: list[Request]) -> BatchKind | None:
         """Kind of a batch where graphs are for few kinds of them."""

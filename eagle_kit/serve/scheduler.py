@@ -1,8 +1,9 @@
 """Scheduling policy of requests.
 
 Requests of one group share a turn: the choices of an HTTP request, or all prompts of one offline call. Groups
-wait in the order of priority, then of the slots that they hold, then of arrival. A group that holds none need
-not wait for the end of others' replies. It takes a slot, or the pages that it lacks, from
+wait in the order of priority, then of the slots that their clients hold, then of those that they hold
+themselves, then of arrival. A group that holds none need not wait for the end of others' replies. It takes a
+slot, or the pages that it lacks, from
 
 * a group that holds several, whatever its priority,
 * unless it is a long prompt itself, a long prompt behind another that is being computed,
@@ -11,10 +12,11 @@ not wait for the end of others' replies. It takes a slot, or the pages that it l
 * for its first token, and only with a prefix cache, a prompt that has had a turn of :data:`TURN_CHUNKS` parts
   and lacks more than those beyond its own.
 
-Nobody gives way for a request that would not fit even so. The one that gives way waits again. Its tokens stay
-in the prefix cache, so that going on costs little; a slot that becomes free goes to the first in the order,
-which then has a turn, so that nobody waits for ever. For some steps, though, a group's second request, and a
-long prompt behind another, leave the last free slot to others, or they would be begun again and again.
+Of two clients the one that holds no more slots than the other keeps them. Nobody gives way for a request that
+would not fit even so. The one that gives way waits again. Its tokens stay in the prefix cache, so that going
+on costs little; a slot that becomes free goes to the first in the order, which then has a turn, so that
+nobody waits for ever. For some steps, though, a group's second request, and a long prompt behind another,
+leave the last free slot to others, or they would be begun again and again.
 
 A step first gives every decoding request the pages it may write in this cycle; when there are none left, a
 request of the group with the most slots gives way, the last that arrived. Then requests are admitted. A step
@@ -110,6 +112,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
         self._num_held: Counter[int] = Counter()
+        self._num_held_by_client: Counter[str] = Counter()
         self._num_waiting_tokens, self._states_stay = 0, True
         self._num_kept = 0
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
@@ -182,6 +185,9 @@ class Scheduler:
         self._num_held[request.group] -= 1
         if not self._num_held[request.group]:
             del self._num_held[request.group]
+        self._num_held_by_client[request.client] -= 1
+        if not self._num_held_by_client[request.client]:
+            del self._num_held_by_client[request.client]
         self._slots.append(request.slot)
         self._num_in[request.allocation.part] -= 1
         request.slot, request.num_computed, request.num_verified, request.savings = -1, 0, 0, 0.0
@@ -227,8 +233,13 @@ class Scheduler:
         missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(request.allocation)
         return missing <= 0 or self.page_pool.extend(request.allocation, missing)
 
-    def _order(self, request: Request) -> tuple[int, int, int]:
+    def _order(self, request: Request) -> tuple[int, int, int, int]:
         """Key of the order in which requests are admitted; running ones give way from the other end."""
+        priority, held, number = self._order_in_client(request)
+        return priority, self._num_held_by_client[request.client], held, number
+
+    def _order_in_client(self, request: Request) -> tuple[int, int, int]:
+        """Key of the order among the requests of one client."""
         priority, number = _rank(request)
         return priority, self._num_held[request.group], number
 
@@ -241,16 +252,26 @@ class Scheduler:
     def _admit_all(self) -> list[Request]:
         """Admit requests in order as long as they fit, then those for which others give way -> those."""
         preempted: list[Request] = []
-        heads = [(self._order(head), head) for head in self._heads()] if self._slots else []
-        heapq.heapify(heads)
-        while self._slots and heads:
-            first = heapq.heappop(heads)[1]
-            if self._num_kept > 0 and len(self._slots) == 1 and self._can_spare(first):
-                continue
-            if not self._admit(first):
-                break
-            if (head := self._head(first.group)) is not None:
-                heapq.heappush(heads, (self._order(head), head))
+
+        # Free slots: what a client gets moves its others back, so that each client has a heap of its own.
+        heaps: dict[str, list[tuple[tuple[int, int, int], Request]]] = {}
+        for each in self._heads() if self._slots else ():
+            heaps.setdefault(each.client, []).append((self._order_in_client(each), each))
+        for heap in heaps.values():
+            heapq.heapify(heap)
+        while self._slots and heaps:
+            client = min(heaps, key=lambda each: self._order(heaps[each][0][1]))
+            first = heapq.heappop(heaps[client])[1]
+            is_kept = self._num_kept > 0 and len(self._slots) == 1 and self._can_spare(first)
+            if not is_kept:
+                if not self._admit(first):
+                    break
+                if (head := self._head(first.group)) is not None:
+                    heapq.heappush(heaps[client], (self._order_in_client(head), head))
+            if not heaps[client]:
+                del heaps[client]
+
+        # Slots of others.
         behind = self._long_prompts()[1:]
         dispensable = self._dispensable(behind)
         for request in sorted(self._heads(), key=self._order) if dispensable else ():
@@ -357,7 +378,12 @@ class Scheduler:
 
         behind = behind if request.num_to_compute <= self._prompt_turn else ()
 
+        held = self._num_held_by_client
+
         def gives_way(other: Request) -> bool:
+            is_others_share = other.client != request.client and held[other.client] <= held[request.client]
+            if is_others_share and other.priority >= request.priority:
+                return False
             if self._num_held[other.group] > 1:
                 return True
             if other.priority > request.priority:
@@ -396,7 +422,8 @@ class Scheduler:
         stop = request.num_to_compute - 1
         tokens = request.tokens(0, stop) if request.token_ids else request.prompt_ids
         known = request.matched.get(part, ())
-        request.matched[part] = found = self.page_pool.match(tokens, stop, known, part=part)
+        salt = request.params.cache_salt
+        request.matched[part] = found = self.page_pool.match(tokens, stop, known, part=part, salt=salt)
         return found
 
     def _admit(self, request: Request) -> bool:
@@ -421,7 +448,7 @@ class Scheduler:
         shared = self.page_pool.reusable(cached)
         need = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
         # A page is left for each running request to grow into, or the new one would be preempted at once.
-        allocation = self.page_pool.allocate(shared, need, part)
+        allocation = self.page_pool.allocate(shared, need, part, request.params.cache_salt)
         if allocation is None:
             return False
         if self.page_pool.num_available_in(part) < self._num_in[part]:
@@ -441,6 +468,7 @@ class Scheduler:
         self.running.append(request)
         self._num_in[part] += 1
         self._num_held[request.group] += 1
+        self._num_held_by_client[request.client] += 1
         return True
 
     def _chunks(self, begun: Sequence[Request]) -> list[Chunk]:

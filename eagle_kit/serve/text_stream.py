@@ -113,7 +113,8 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = _rust(tokenizer)
         self._skip = not shown
-        self._hidden = special_tokens(tokenizer) - shown if shown else frozenset()
+        # Left out before they are decoded, since a window of tokens without a text would only grow.
+        self._hidden = special_tokens(tokenizer) - shown
         self._window = list(context.shown)
         self._num_shown_ids = len(self._window)
         self._shown = self._decode(self._window) if self._window else ""
@@ -183,11 +184,34 @@ class Detokenizer:
         change."""
         for cut in range(len(self._window) - 8, len(self._window) - 4):
             front, rest = self._decode(self._window[:cut]), self._decode(self._window[cut:])
-            if front + rest == text and front.startswith(self._shown):
+            if front + rest == text and len(front) >= len(self._shown):
                 new = front[len(self._shown) :]
                 self._window, self._num_shown_ids, self._shown = self._window[cut:], 0, ""
                 return new
+        return self._cut_rest(text)
+
+    def _cut_rest(self, text: str) -> str:
+        """Release a run of byte tokens that is ill-formed whatever follows (SentencePiece), in which each is
+        U+FFFD, and keep its beginning."""
+        for size in (self._num_shown_ids, self._num_shown_ids + 8):
+            head = self._window[:size]
+            shown = self._decode(head)
+            is_rest_ill_formed = shown + REPLACEMENT * (len(self._window) - size) == text
+            if is_rest_ill_formed and self._is_ill_formed(head):
+                new = text[len(self._shown) :]
+                self._window = head
+                self._num_shown_ids = size
+                self._shown = shown
+                return new
         return ""
+
+    def _is_ill_formed(self, ids: list[int]) -> bool:
+        """True if these end within a run of bytes that no later byte makes well-formed: one that may be has
+        the end of a character in its last places."""
+        if len(ids) <= MAX_UNFINISHED_IDS:
+            return False
+        ends = range(len(ids) - MAX_UNFINISHED_IDS, len(ids) + 1)
+        return all(self._decode(ids[:end]).endswith(REPLACEMENT) for end in ends)
 
 
 class TextStream:

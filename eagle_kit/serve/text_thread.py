@@ -114,7 +114,10 @@ class TextThread:
             text = stream.text
         new = slice(progress.num_tokens, news.num_tokens)
         delta = Delta(
-            text[progress.num_chars :], request.token_ids[new], request.logprobs[new], news.finish_reason
+            text[progress.num_chars :],
+            request.token_ids[new],
+            request.logprobs.part(progress.num_tokens, news.num_tokens),
+            news.finish_reason,
         )
         if delta.token_ids:
             if self._observer is not None:

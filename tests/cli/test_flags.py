@@ -72,6 +72,7 @@ SERVER = {
     "--max-queued-requests": ("max_queued", 3),
     "--max-parallel-per-client": ("max_parallel_per_client", 4),
     "--max-requests-per-minute": ("max_requests_per_minute", 5),
+    "--separate-clients": ("separate_clients", True),
     "--warm-up": ("warm_up", "usual"),
     "--reasoning-parser": ("reasoning_parser", "none"),
     "--tool-call-parser": ("tool_call_parser", "hermes"),

@@ -20,6 +20,7 @@ REFUSED = {
     "seed": (-(2**63) - 1, 2**63),
     "logit_bias": ({3: 1.0, 4: math.inf}, {3: math.nan}),
     "stop": (("a", ""),),
+    "cache_salt": ("", "s" * 257, 5, b"s", ["s"]),
 }
 ALLOWED = {
     "max_tokens": (1,),
@@ -34,6 +35,7 @@ ALLOWED = {
     "seed": (None, -(2**63), 2**63 - 1),
     "logit_bias": ({3: -100.0},),
     "stop": (("a",),),
+    "cache_salt": (None, "s", "s" * 256, "\ud800"),
 }
 
 

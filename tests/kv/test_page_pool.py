@@ -59,6 +59,36 @@ def test_pages_that_were_evicted_since_they_were_found_are_not_found_again():
     assert pool.match(tokens, known=found) == []
 
 
+def test_pages_of_one_salt_are_not_found_with_another_nor_without_one():
+    pool = PagePool(16, 2, num_parts=2)
+    salts = [None, "a", "b"]
+    held = []
+    for salt in salts:
+        for part in range(2):
+            allocation = pool.allocate([], 2, part, salt)
+            pool.publish(allocation, [1, 2, 3, 4])
+            held.append(allocation)
+    for allocation in held:
+        found = pool.match([1, 2, 3, 4, 5], part=allocation.part, salt=allocation.salt)
+        assert found == allocation.nodes
+    assert pool.match([1, 2], salt="c") == []
+    pool.check(held)
+
+
+def test_a_salt_is_forgotten_with_the_last_of_its_pages():
+    pool = PagePool(3, 1)
+    for number in range(50):
+        allocation = pool.allocate([], 2, salt=f"salt {number}")
+        pool.publish(allocation, [1, 2])
+        pool.release(allocation)
+        pool.check([])
+    assert [len(pool.match([1, 2], salt=f"salt {number}")) for number in (47, 48, 49)] == [0, 1, 2]
+    found = pool.match([1, 2], salt="salt 49")
+    pool.clear()
+    pool.check([])
+    assert pool.match([1, 2], known=found, salt="salt 49") == []
+
+
 def test_an_allocation_that_does_not_fit_changes_nothing():
     pool = PagePool(4, 1)
     _serve(pool, [1, 2])
@@ -74,8 +104,8 @@ def test_without_a_prefix_cache_nothing_is_remembered():
     assert pool.match([1, 2]) == [] and pool.num_available == 4
 
 
-@pytest.mark.parametrize("page_size", [1, 3])
-def test_no_order_of_events_loses_a_page(page_size):
+@pytest.mark.parametrize(("page_size", "salts"), [(1, [None]), (3, [None]), (1, [None, "a", "b"])])
+def test_no_order_of_events_loses_a_page(page_size, salts):
     rng = random.Random(page_size)
     pool = PagePool(23, page_size)
     running = {}
@@ -83,8 +113,9 @@ def test_no_order_of_events_loses_a_page(page_size):
         event = rng.random()
         if event < 0.4:
             tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 30))]
-            shared = pool.match(tokens[:-1])
-            allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
+            salt = rng.choice(salts)
+            shared = pool.match(tokens[:-1], salt=salt)
+            allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared), salt=salt)
             if allocation is not None:
                 running[number] = (allocation, tokens)
         elif running:

@@ -370,7 +370,9 @@ def test_grammars_and_ngrams_are_recorded_in_parts(text_target):
     head = tiny_head(target, draft_vocab_size=250)
     strict = SamplingParams(max_tokens=30, grammar=Grammar("regex", "(ab|cd){6}"))
     free = SamplingParams(max_tokens=40)
-    for draft, params in (({"draft": head, "shape": "3,1,4"}, strict), ({"algorithm": "NGRAM"}, free)):
+    worded = SamplingParams(max_tokens=30, ignore_eos=True, bad_words=("$y", "=", "y"))
+    drafted = {"draft": head, "shape": "3,1,4"}
+    for draft, params in ((drafted, strict), (drafted, worded), ({"algorithm": "NGRAM"}, free)):
         expected = LLM(target, graph_mode="off", **draft, **options).generate(["Say.", "Go."], params)
         llm = recorded(LLM(target, **draft, **options))
         got = llm.generate(["Say.", "Go."], params)

@@ -90,7 +90,11 @@ def test_a_storm_of_events_loses_nothing(
         events += 1
         event = rng.random()
         if event < 0.25 and engine.num_waiting < 20:
-            params = SamplingParams(max_tokens=rng.choice((1, 2, 3, 10, 200)), ignore_eos=rng.random() < 0.3)
+            params = SamplingParams(
+                max_tokens=rng.choice((1, 2, 3, 10, 200)),
+                ignore_eos=rng.random() < 0.3,
+                cache_salt=(None, None, "a", "b")[number % 4],
+            )
             request = Request(number, _prompt(rng), params, priority=rng.choice((0, 0, 0, 1)))
             request.group = max(0, number - rng.choice((0, 0, number % 8)))
             if rng.random() < share_of_grammars:

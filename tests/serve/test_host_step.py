@@ -119,7 +119,7 @@ def test_the_cached_prefix_of_a_waiting_request_is_looked_for_once(models):
     engine.add_request(Request(0, prompt, SamplingParams(max_tokens=1)))
     while engine.has_work:
         engine.step()
-    stack = [*engine.page_pool._roots]
+    stack = [root for roots in engine.page_pool._roots for root in roots.values()]
     while stack:
         node = stack.pop()
         stack += node.children.values()

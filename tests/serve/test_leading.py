@@ -34,7 +34,7 @@ def order_of_replies(engine: Engine) -> list[int]:
 
 def test_another_rank_serves_requests_in_the_order_of_the_first() -> None:
     """By their priorities, and choices of one prompt as those of one group."""
-    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=1.0, seed=5)
+    params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=1.0, seed=5, cache_salt="a")
     first = engine_of_one_slot()
     other = engine_of_one_slot()
     follower = SimpleNamespace(engine=other, requests={})
@@ -44,6 +44,7 @@ def test_another_rank_serves_requests_in_the_order_of_the_first() -> None:
         Arrival.of(request).do(follower)
         told = follower.requests[number]
         assert (told.priority, told.group, told.seed) == (priority, group, request.seed)
+        assert told.params.cache_salt == "a"
     order = order_of_replies(first)
     assert sorted(order) == list(range(6)) and order != sorted(order)
     assert order_of_replies(other) == order

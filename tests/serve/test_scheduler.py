@@ -77,6 +77,49 @@ def test_choices_that_began_late_share_the_slots_with_those_before():
     assert sum(ended) >= 12 and abs(ended[0] - ended[1]) <= SLOTS
 
 
+def of(client, requests) -> list[Request]:
+    for request in requests:
+        request.client = client
+    return requests
+
+
+def num_running(engine, client) -> int:
+    return sum(request.client == client for request in engine.scheduler.running)
+
+
+def test_a_client_with_many_requests_does_not_hold_another_up():
+    engine = engine_of()
+    begin(engine, of("a", requests_of([[i % 11, 2] for i in range(60)], max_tokens=300)), steps=10)
+    newcomer = requests_of([[5, 6]], first=100, max_tokens=300)
+    assert steps_to_first_token(engine, *of("b", newcomer)) <= TURN
+
+    # With as many requests as there are slots it gets half of them.
+    begin(engine, of("b", requests_of([[7, i] for i in range(SLOTS)], first=101, max_tokens=300)), steps=40)
+    shares = []
+    for _ in range(3 * TURN):
+        engine.step()
+        shares.append(num_running(engine, "b"))
+    assert 0.4 * SLOTS < sum(shares) / len(shares) < 0.6 * SLOTS
+
+
+def test_free_slots_are_shared_by_clients_and_not_by_requests():
+    engine = engine_of()
+    many = of("a", requests_of([[i % 11, 2] for i in range(20)], max_tokens=300))
+    choices = of("a", requests_of([[1, 2]] * 8, first=20, together=True, max_tokens=300))
+    few = of("b", requests_of([[5, 6], [7, 8]], first=100, max_tokens=300))
+    begin(engine, [*many, *choices, *few], steps=1)
+    assert num_running(engine, "a") == num_running(engine, "b") == 2
+
+
+def test_a_higher_priority_goes_before_a_client_with_fewer_slots():
+    engine = engine_of()
+    urgent = of("a", requests_of([[i, 2] for i in range(SLOTS + 1)], max_tokens=300))
+    for request in urgent:
+        request.priority = 1
+    begin(engine, [*of("b", requests_of([[5, 6]], first=100, max_tokens=300)), *urgent], steps=1)
+    assert num_running(engine, "a") == SLOTS
+
+
 def test_long_prompts_hold_nobody_up():
     engine = engine_of(prefill_tokens=8)
     begin(engine, requests_of([[i, *LONG] for i in range(2 * SLOTS)], max_tokens=5), steps=10)

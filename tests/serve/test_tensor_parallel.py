@@ -51,7 +51,7 @@ MIXED = (
     SamplingParams(max_tokens=14, temperature=0.9, top_p=0.9, seed=3),
     SamplingParams(max_tokens=14, temperature=0.8, **PENALTIES, logit_bias={3: 1.5}),
     SamplingParams(max_tokens=14, grammar=Grammar("regex", "[0-4]{3,5}-[5-9]+"), temperature=1.1, seed=1),
-    SamplingParams(max_tokens=14, logprobs=3, stop=("77", "1")),
+    SamplingParams(max_tokens=14, logprobs=3, stop=("77", "1"), bad_words=("5", "07", "22")),
 )
 
 

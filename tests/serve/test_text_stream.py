@@ -1,6 +1,7 @@
 """Incremental text equals the text decoded at once, whatever the tokens and wherever a stop text falls."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 from chat_templates import tokenizer_for
@@ -236,3 +237,37 @@ def test_characters_of_byte_tokens_are_shown_though_no_run_ends_with_one(byte_fa
         longest = max(longest, len(stream.text) - before)
     stream.finish()
     assert stream.text == byte_fallback.decode(ids) and longest < 10
+
+
+RUNS = (
+    ["<eos>"],
+    ["<0xC3>", "<0xA9>", "<0xC3>"],
+    ["<0x80>", "<0xC3>", "<0xA9>"],
+    ["<0x80>"] + ["<0x41>"] * 10_000,
+    ["<0xE2>"],
+    ["<0xF0>", "<0x9F>"],
+)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(run[:3]))
+def test_tokens_without_a_character_are_decoded_in_proportion_to_their_number(byte_fallback, run):
+    count = 0
+
+    def decode(ids, skip_special_tokens):
+        nonlocal count
+        count += len(ids)
+        return byte_fallback.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    counted = SimpleNamespace(decode=decode, get_added_tokens_decoder=byte_fallback.get_added_tokens_decoder)
+
+    def work_of(num_tokens):
+        nonlocal count
+        count = 0
+        ids = [byte_fallback.token_to_id(run[i % len(run)]) for i in range(num_tokens)]
+        detokenizer = Detokenizer(counted)
+        pieces = [detokenizer.push([token]) for token in ids]
+        pieces.append(detokenizer.flush())
+        assert len("".join(pieces)) == len(byte_fallback.decode(ids))
+        return count
+
+    assert work_of(400) < 2.5 * work_of(200) + 1

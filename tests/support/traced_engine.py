@@ -19,7 +19,7 @@ class AnyText:
     num_compiled = 1
     is_complete = is_stuck = False
 
-    def start(self, grammar: Any) -> "AnyText":
+    def start(self, grammar: Any, salt: str | None = None) -> "AnyText":
         return AnyText()
 
     def advance(self, tokens: list[int]) -> int:

@@ -3,8 +3,8 @@ choices."""
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterable
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
@@ -15,6 +15,18 @@ from eagle_kit.serve.api.sse import event, merge, unless_gone
 from eagle_kit.serve.reply import Delta
 
 BodyT = TypeVar("BodyT", bound=Sampling)
+CHUNK = 2**15
+"""Characters of JSON after which the event loop has its turn."""
+NO_LOGPROBS = '"logprobs":null'
+NO_CHOICES = '"choices":[]'
+"""JSON of a field without a value. No text of a response holds them: its quotes are escaped."""
+
+
+class Written(NamedTuple):
+    """A choice without its log-probabilities, and these as pieces of JSON, which can be read once."""
+
+    choice: BaseModel
+    logprobs: Iterator[str] | None = None
 
 
 class Answer(ABC, Generic[BodyT]):
@@ -40,7 +52,7 @@ class Answer(ABC, Generic[BodyT]):
         """Tokenise the prompts and hand them to the engine. Raises errors that become error responses."""
 
     @abstractmethod
-    async def choice(self, index: int, delta: Delta) -> BaseModel:
+    def choice(self, index: int, delta: Delta) -> Written:
         """Make the choice of a finished reply."""
 
     @abstractmethod
@@ -48,16 +60,26 @@ class Answer(ABC, Generic[BodyT]):
         """Make the choices of the events before the first token."""
 
     @abstractmethod
-    async def additions(self, index: int, delta: Delta) -> list[BaseModel]:
+    def additions(self, index: int, delta: Delta) -> list[Written]:
         """Make the choices of the events of a delta."""
 
-    async def whole(self, http: Any) -> str:
-        """Return the response as JSON, when every choice is finished. Raises ClientGone."""
+    async def whole(self, http: Any) -> AsyncIterator[str]:
+        """Return the response as chunks of JSON, when every choice is finished. Raises ClientGone."""
         deltas = await unless_gone(http, self.generation.collect())
-        choices = [await self.choice(index, delta) for index, delta in enumerate(deltas)]
-        response = self.response(**self._head(0), choices=choices, usage=self.generation.usage())
+        response = self.response(**self._head(0), choices=[], usage=self.generation.usage())
         left_out = None if self.body.return_speculation else {"speculation"}
-        return response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
+        text = response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
+        before, _, behind = text.partition(NO_CHOICES)
+
+        def pieces() -> Iterator[str]:
+            yield before + '"choices":['
+            for index, delta in enumerate(deltas):
+                written = self.choice(index, delta)
+                yield "," if index else ""
+                yield from _with_logprobs(written.choice.model_dump_json(), written.logprobs)
+            yield "]" + behind
+
+        return _in_chunks(pieces())
 
     async def begin(self, http: Any) -> None:
         """Wait for the first token of any choice: until then an error has a status of its own, by which a
@@ -92,8 +114,9 @@ class Answer(ABC, Generic[BodyT]):
             await asyncio.sleep(0)  # prompts may be long and choices many, and others have their turn
         async for index, delta in merge(self.generation.replies):
             num_sent += len(delta.token_ids)
-            for choice in await self.additions(index, delta):
-                yield chunk(choice)
+            for written in self.additions(index, delta):
+                async for part in _in_chunks(_with_logprobs(chunk(written.choice), written.logprobs)):
+                    yield part
         if with_usage or self.body.return_speculation:
             last = self.event(**head, choices=[], usage=self.generation.usage() if with_usage else None)
             yield event(last.model_copy(update=self._speculation()), exclude_none=True)
@@ -112,6 +135,33 @@ class Answer(ABC, Generic[BodyT]):
             return {}
         generation, reasons = self.generation, self.service.reasons()
         return {"speculation": Speculation.of(generation.stats(), generation.shapes(), reasons)}
+
+
+def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
+    """Pieces of the JSON ``text`` of a choice or an event, with the log-probabilities in their place."""
+    if logprobs is None:
+        yield text
+        return
+    before, _, behind = text.partition(NO_LOGPROBS)
+    yield before + '"logprobs":'
+    yield from logprobs
+    yield behind
+
+
+async def _in_chunks(pieces: Iterable[str]) -> AsyncIterator[str]:
+    """Join pieces to chunks of about :data:`CHUNK` characters, between which the event loop has its turn."""
+    chunk: list[str] = []
+    size = 0
+    for piece in pieces:
+        chunk.append(piece)
+        size += len(piece)
+        if size >= CHUNK:
+            yield "".join(chunk)
+            chunk = []
+            size = 0
+            await asyncio.sleep(0)
+    if chunk:
+        yield "".join(chunk)
 
 
 def finish_reason(delta: Delta) -> str | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -10,6 +10,9 @@ from eagle_kit.core.errors import cut
 from eagle_kit.serve.api.errors import ApiError, from_validation
 from eagle_kit.serve.api.sse import ClientGone
 from eagle_kit.serve.reply import Overloaded
+
+if TYPE_CHECKING:
+    from eagle_kit.serve.api.service import Service
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 DRAIN_FACTOR = 8
@@ -23,12 +26,16 @@ MAX_PARTS = {b"[": 2**17, b"{": 2**17, b":": 2**17, b",": 2**20}
 bounded before: a megabyte of empty lists would stop the event loop for seconds and take a gigabyte."""
 
 
-def body_of(model: type[ModelT], max_bytes: int, draining: asyncio.Event) -> Callable[..., Awaitable[ModelT]]:
-    """Make a FastAPI dependency that reads a body and validates it as ``model``. A body that is still on its
-    way when the server is ``draining`` is not waited for."""
+def body_of(model: type[ModelT], service: "Service") -> Callable[..., Awaitable[ModelT]]:
+    """Make a FastAPI dependency that counts a request against its client's limit, reads its body and
+    validates it as ``model``. A body that is on its way when the server is draining is not waited for."""
     from fastapi import Request
 
+    max_bytes = service.config.max_body_bytes
+    draining = service.engine.draining
+
     async def read(request: Request) -> ModelT:
+        service.count(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"The content type is {cut(kind) or 'missing'}; send application/json.")

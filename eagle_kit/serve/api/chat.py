@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel
-
 from eagle_kit.data.chat.reply.parts import Call, ReplyParts, ReplyReader
-from eagle_kit.serve.api.answer import Answer, finish_reason
-from eagle_kit.serve.api.logprobs import chat_logprobs, off_loop_if_long
+from eagle_kit.serve.api.answer import Answer, Written, finish_reason
+from eagle_kit.serve.api.logprobs import chat_logprobs
 from eagle_kit.serve.api.prompts import chat_prompt, chat_tools
 from eagle_kit.serve.api.protocol import ChatRequest
 from eagle_kit.serve.api.responses import (
@@ -18,7 +16,6 @@ from eagle_kit.serve.api.responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    ChatLogprobs,
     ChatMessage,
     ChatResponse,
     FunctionCall,
@@ -77,43 +74,45 @@ class ChatAnswer(Answer[ChatRequest]):
             readers.append(ChosenCallReader(body.chosen_function, reader) if body.must_call else reader)
         return cls(service, body, generation, readers)
 
-    async def choice(self, index: int, delta: Delta) -> ChatChoice:
+    def choice(self, index: int, delta: Delta) -> Written:
         """See :class:`Answer`."""
         parts = self._read(index, delta)
         calls = [_tool_call(call) for call in parts.calls]
-        return ChatChoice(
+        choice = ChatChoice(
             index=index,
             message=ChatMessage(
                 content=None if calls and not parts.content else parts.content,
                 reasoning_content=parts.reasoning or None,
                 tool_calls=calls or None,
             ),
-            logprobs=await self._logprobs(delta),
             finish_reason=self._finish_reason(index, delta) or "stop",
         )
+        return Written(choice, self._logprobs(delta))
 
     def opening(self) -> Iterator[ChatChunkChoice]:
         """See :class:`Answer`: the role."""
         for index in range(len(self.generation.replies)):
             yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
 
-    async def additions(self, index: int, delta: Delta) -> list[BaseModel]:
+    def additions(self, index: int, delta: Delta) -> list[Written]:
         """See :class:`Answer`; each part has an event of its own, and so has the finish reason. The
         log-probabilities of all tokens come with the first of them."""
-        logprobs, first = await self._logprobs(delta), self._num_calls[index]
+        first = self._num_calls[index]
+        logprobs = self._logprobs(delta)
         parts = self._read(index, delta)
         deltas = [ChatDelta(reasoning_content=parts.reasoning)] if parts.reasoning else []
-        if parts.content or (logprobs is not None and logprobs.content and not parts.reasoning):
+        if parts.content or (logprobs is not None and delta.token_ids and not parts.reasoning):
             deltas.append(ChatDelta(content=parts.content))
         for number, call in enumerate(parts.calls, first):
             made = _tool_call(call).model_dump()
             deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index=number, **made)]))
-        choices: list[BaseModel] = []
+        choices = []
         for each in deltas:
-            choices.append(ChatChunkChoice(index=index, delta=each, logprobs=logprobs))
+            choices.append(Written(ChatChunkChoice(index=index, delta=each), logprobs))
             logprobs = None
         if reason := self._finish_reason(index, delta):
-            choices.append(ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason))
+            last = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)
+            choices.append(Written(last))
         return choices
 
     def _read(self, index: int, delta: Delta) -> ReplyParts:
@@ -142,10 +141,10 @@ class ChatAnswer(Answer[ChatRequest]):
         has_calls = self._num_calls[index] > 0 and self.body.chosen_function is None
         return "tool_calls" if reason == "stop" and has_calls else reason
 
-    async def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def _logprobs(self, delta: Delta) -> Iterator[str] | None:
         if not self.body.logprobs:
             return None
-        return await off_loop_if_long(chat_logprobs, self.service.token_names, delta)
+        return chat_logprobs(self.service.token_names, delta.token_ids, delta.logprobs)
 
 
 def _tool_call(call: Call) -> ToolCall:

@@ -3,10 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic import BaseModel
-
-from eagle_kit.serve.api.answer import Answer, finish_reason
-from eagle_kit.serve.api.logprobs import TextOffsets, completion_logprobs, off_loop_if_long
+from eagle_kit.serve.api.answer import Answer, Written, finish_reason
+from eagle_kit.serve.api.logprobs import TextOffsets, completion_logprobs
 from eagle_kit.serve.api.prompts import text_prompt
 from eagle_kit.serve.api.protocol import CompletionRequest
 from eagle_kit.serve.api.responses import CompletionChoice, CompletionChunk, CompletionResponse
@@ -55,28 +53,28 @@ class CompletionAnswer(Answer[CompletionRequest]):
                 echoes.append(await service.off_loop(_echo_text, service, body, prompt, context))
         return cls(service, body, generation, contexts, echoes)
 
-    async def choice(self, index: int, delta: Delta) -> CompletionChoice:
+    def choice(self, index: int, delta: Delta) -> Written:
         """See :class:`Answer`."""
-        choice = await self._addition(index, delta)
-        return choice.model_copy(update={"text": self._echo(index) + delta.text})
+        return self._written(index, delta, self._echo(index) + delta.text)
 
     def opening(self) -> Iterator[CompletionChoice]:
         """See :class:`Answer`: the prompts, when they are to be repeated."""
         for index in range(len(self.generation.replies) if self.body.echo else 0):
             yield CompletionChoice(index=index, text=self._echo(index))
 
-    async def additions(self, index: int, delta: Delta) -> list[BaseModel]:
+    def additions(self, index: int, delta: Delta) -> list[Written]:
         """See :class:`Answer`."""
-        choice = await self._addition(index, delta)
-        return [choice] if choice.text or choice.finish_reason or choice.logprobs is not None else []
+        is_empty = not delta.text and delta.finish_reason is None and self.body.logprobs is None
+        return [] if is_empty else [self._written(index, delta, delta.text)]
 
-    async def _addition(self, index: int, delta: Delta) -> CompletionChoice:
-        logprobs = None
-        if self.body.logprobs is not None:
-            offsets = self._offsets_of(index)
-            logprobs = await off_loop_if_long(completion_logprobs, self.service.token_names, delta, offsets)
-        reason = finish_reason(delta)
-        return CompletionChoice(index=index, text=delta.text, logprobs=logprobs, finish_reason=reason)
+    def _written(self, index: int, delta: Delta, text: str) -> Written:
+        """Choice with the ``text`` and the log-probabilities of a delta."""
+        choice = CompletionChoice(index=index, text=text, finish_reason=finish_reason(delta))
+        if self.body.logprobs is None:
+            return Written(choice)
+        offsets = self._offsets_of(index)
+        names = self.service.token_names
+        return Written(choice, completion_logprobs(names, delta.token_ids, delta.logprobs, offsets))
 
     def _offsets_of(self, index: int) -> TextOffsets:
         """Offsets of the tokens of choice ``index``."""

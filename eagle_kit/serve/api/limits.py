@@ -22,8 +22,13 @@ class ClientLimits:
     _parallel: Counter[str] = field(default_factory=Counter)
     _buckets: dict[str, tuple[float, float]] = field(default_factory=dict)
 
+    def count(self, client: str) -> None:
+        """Count a request, whatever comes of it. Raises ApiError 429."""
+        if self.per_minute is not None:
+            self._draw(client, self.per_minute, time.monotonic())
+
     def enter(self, client: str, num_replies: int) -> None:
-        """Count a request of ``num_replies`` replies; :meth:`leave` must follow. Raises ApiError 429."""
+        """Begin ``num_replies`` replies; :meth:`leave` must follow. Raises ApiError 429."""
         if self.max_parallel is not None and self._parallel[client] + num_replies > self.max_parallel:
             raise ApiError(
                 429,
@@ -32,12 +37,10 @@ class ClientLimits:
                 code="too_many_parallel_requests",
                 headers={"Retry-After": "1"},
             )
-        if self.per_minute is not None:
-            self._draw(client, self.per_minute, time.monotonic())
         self._parallel[client] += num_replies
 
     def leave(self, client: str, num_replies: int) -> None:
-        """End a request of ``num_replies`` replies."""
+        """End ``num_replies`` replies."""
         self._parallel[client] -= num_replies
         if self._parallel[client] <= 0:
             del self._parallel[client]

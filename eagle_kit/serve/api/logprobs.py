@@ -1,17 +1,15 @@
-"""Log-probabilities in OpenAI's two shapes."""
+"""Log-probabilities as JSON in OpenAI's two shapes. Names and bytes of tokens are made when they are
+written."""
 
-import asyncio
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from eagle_kit.core.output import TokenLogprobs
-from eagle_kit.serve.api.responses import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
-from eagle_kit.serve.reply import Delta
+from pydantic_core import to_json
+
+from eagle_kit.core.output import ReplyLogprobs
 from eagle_kit.serve.text_stream import Detokenizer
 from eagle_kit.serve.token_names import TokenNames
 
-T = TypeVar("T")
-FEW_TOKENS = 32
 LOWEST = -9999.0
 """OpenAI's value for a token of probability zero; JSON has no infinity."""
 
@@ -28,45 +26,56 @@ class TextOffsets:
         self._detokenizer = detokenizer
         self._offset = 0
 
-    def push(self, tokens: Sequence[int]) -> list[int]:
-        """Compute the offsets of further tokens, in characters."""
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.push((token,)))
-        return offsets
+    def push(self, token: int) -> int:
+        """Compute the offset of a further token, in characters."""
+        offset = self._offset
+        self._offset += len(self._detokenizer.push((token,)))
+        return offset
 
 
-def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Convert to the shape of `/v1/chat/completions`."""
+def chat_logprobs(names: TokenNames, tokens: Sequence[int], entries: ReplyLogprobs) -> Iterator[str]:
+    """Write :class:`~eagle_kit.serve.api.responses.ChatLogprobs` as JSON, a piece for each token."""
 
-    def top(token: int, logprob: float) -> dict[str, Any]:
+    def written(token: int, logprob: float) -> dict[str, Any]:
         text, content = names.of(token)
         return {"token": text, "logprob": max(logprob, LOWEST), "bytes": list(content)}
 
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(
-                **top(token, entry.logprob), top_logprobs=[TopLogprob(**top(*pair)) for pair in entry.top]
-            )
-            for token, entry in zip(tokens, entries, strict=True)
-        ]
-    )
+    def items() -> Iterator[dict[str, Any]]:
+        for token, entry in zip(tokens, entries, strict=True):
+            top = [written(*pair) for pair in entry.top]
+            yield {**written(token, entry.logprob), "top_logprobs": top}
+
+    yield '{"content":'
+    yield from _written(items())
+    yield ',"refusal":null}'
 
 
 def completion_logprobs(
-    names: TokenNames, tokens: Sequence[int], entries: Sequence[TokenLogprobs], offsets: TextOffsets
-) -> CompletionLogprobs:
-    """Convert to the shape of `/v1/completions`; ``offsets`` has read the reply's tokens before these."""
-    return CompletionLogprobs(
-        tokens=[names.written(token) for token in tokens],
-        token_logprobs=[max(entry.logprob, LOWEST) for entry in entries],
-        top_logprobs=[
-            _by_name(names, ((token, entry.logprob), *entry.top))
-            for token, entry in zip(tokens, entries, strict=True)
-        ],
-        text_offset=offsets.push(tokens),
+    names: TokenNames, tokens: Sequence[int], entries: ReplyLogprobs, offsets: TextOffsets
+) -> Iterator[str]:
+    """Write :class:`~eagle_kit.serve.api.responses.CompletionLogprobs` as JSON, a piece for each token and
+    list; ``offsets`` has read the reply's tokens before these."""
+    yield '{"tokens":'
+    yield from _written(names.written(token) for token in tokens)
+    yield ',"token_logprobs":'
+    yield from _written(max(entries.chosen(index), LOWEST) for index in range(len(entries)))
+    yield ',"top_logprobs":'
+    yield from _written(
+        _by_name(names, ((token, entry.logprob), *entry.top))
+        for token, entry in zip(tokens, entries, strict=True)
     )
+    yield ',"text_offset":'
+    yield from _written(offsets.push(token) for token in tokens)
+    yield "}"
+
+
+def _written(items: Iterable[Any]) -> Iterator[str]:
+    """Write a list as JSON, a piece for each item, in the bytes of pydantic's ``model_dump_json``."""
+    before = "["
+    for item in items:
+        yield before + to_json(item).decode()
+        before = ","
+    yield "[]" if before == "[" else "]"
 
 
 def _by_name(names: TokenNames, pairs: Sequence[tuple[int, float]]) -> dict[str, float]:
@@ -80,11 +89,3 @@ def _by_name(names: TokenNames, pairs: Sequence[tuple[int, float]]) -> dict[str,
             name = f"token_id:{token}"
         found[name] = max(value, LOWEST)
     return found
-
-
-async def off_loop_if_long(build: Callable[..., T], names: TokenNames, delta: Delta, *more: Any) -> T:
-    """Call ``build(names, tokens, entries, *more)``, beside the event loop for many tokens."""
-    arguments = (names, delta.token_ids, delta.logprobs, *more)
-    if len(delta.token_ids) > FEW_TOKENS:
-        return await asyncio.to_thread(build, *arguments)
-    return build(*arguments)

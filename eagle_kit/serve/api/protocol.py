@@ -12,12 +12,18 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from eagle_kit.core.errors import cut
-from eagle_kit.core.sampling_params import MAX_LOGPROBS
+from eagle_kit.core.sampling_params import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_SALT_CHARS,
+)
 
 MAX_CHOICES = 128
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 ItemT = TypeVar("ItemT")
 Several = Annotated[list[ItemT], Field(fail_fast=True)]
@@ -228,6 +234,7 @@ class Sampling(Strict):
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     logit_bias: Annotated[dict[str, Bias], Field(max_length=2**15)] | None = None
     allowed_token_ids: Annotated[Several[Token], Field(min_length=1, max_length=2**15)] | None = None
+    bad_words: Annotated[Several[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     stop: StopText | Annotated[Several[StopText], Field(max_length=16)] | None = None
     stop_token_ids: Annotated[Several[Token], Field(max_length=256)] | None = None
     ignore_eos: bool | None = None
@@ -239,6 +246,7 @@ class Sampling(Strict):
     guided_regex: Pattern | None = None
     guided_choice: Choices | None = None
     return_speculation: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] | None = None
     user: str | None = None
     metadata: Annotated[dict[str, str], Field(max_length=64)] | None = None
     safety_identifier: str | None = None

@@ -7,6 +7,7 @@ from eagle_kit.serve.api.body import body_of
 from eagle_kit.serve.api.chat import ChatAnswer
 from eagle_kit.serve.api.completions import CompletionAnswer
 from eagle_kit.serve.api.documented import body_schema, error_responses
+from eagle_kit.serve.api.params import num_logprobs
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
 from eagle_kit.serve.api.responses import ChatResponse, CompletionResponse
 from eagle_kit.serve.api.service import Service
@@ -24,8 +25,6 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     from fastapi import Depends, Request, Response
     from fastapi.responses import StreamingResponse
 
-    limit, draining = service.config.max_body_bytes, service.engine.draining
-
     async def respond(kind: type[Answer[Any]], http: Request, body: Any) -> Response:
         answer = await kind.start(service, http, body)
         try:
@@ -36,10 +35,13 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
                     media_type="text/event-stream",
                     headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
                 )
-            text = await answer.whole(http)
+            chunks = await answer.whole(http)
         except ClientGone:
             return Response(status_code=GONE)
-        return Response(text, media_type="application/json")
+        if num_logprobs(body) is None:
+            return Response("".join([chunk async for chunk in chunks]), media_type="application/json")
+        # Not held as a whole: a token of a choice has more than a kilobyte of JSON.
+        return StreamingResponse(chunks, media_type="application/json")
 
     def responses(model: Any) -> dict[int | str, dict[str, Any]]:
         ok = {
@@ -57,7 +59,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     )
     async def create_chat_completion(
         http: Request,
-        body: ChatRequest = Depends(body_of(ChatRequest, limit, draining)),  # noqa: B008
+        body: ChatRequest = Depends(body_of(ChatRequest, service)),  # noqa: B008
     ) -> Response:
         """Answer messages; see docs/serving.md for what differs from OpenAI."""
         return await respond(ChatAnswer, http, body)
@@ -70,7 +72,7 @@ def add_generation_routes(app: "FastAPI", service: Service) -> None:
     )
     async def create_completion(
         http: Request,
-        body: CompletionRequest = Depends(body_of(CompletionRequest, limit, draining)),  # noqa: B008
+        body: CompletionRequest = Depends(body_of(CompletionRequest, service)),  # noqa: B008
     ) -> Response:
         """Continue texts or token ids."""
         return await respond(CompletionAnswer, http, body)

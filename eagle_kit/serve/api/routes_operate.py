@@ -17,7 +17,6 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
     """`/v1/models`, `/health`, `/health/ready`, `/health/live`, `/health_generate`, `/metrics`, `/abort`."""
     from fastapi import Depends, Request, Response
 
-    limit, draining = service.config.max_body_bytes, service.engine.draining
     model = ModelCard(
         id=service.config.model_name, created=service.started_at, max_model_len=service.llm.max_context
     )
@@ -79,9 +78,8 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
     )
     async def abort(
         http: Request,
-        body: AbortRequest = Depends(body_of(AbortRequest, limit, draining)),  # noqa: B008
+        body: AbortRequest = Depends(body_of(AbortRequest, service)),  # noqa: B008
     ) -> Aborted:
         """End the client's replies early, or any by an id that the server made; their readers get what there
         is, with the finish reason `abort`."""
-        service.count(http)
         return Aborted(num_aborted=service.abort(http, body.request_id))

@@ -19,16 +19,14 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     from fastapi import Depends, Request
 
     llm, most = service.llm, service.max_chars
-    limit, draining = service.config.max_body_bytes, service.engine.draining
     errors = error_responses(400, 401, 404, 408, 413, 415, 429)
 
     @app.post("/tokenize", responses=errors, openapi_extra=body_schema(app, TokenizeRequest))
     async def tokenize(
         http: Request,
-        body: TokenizeRequest = Depends(body_of(TokenizeRequest, limit, draining)),  # noqa: B008
+        body: TokenizeRequest = Depends(body_of(TokenizeRequest, service)),  # noqa: B008
     ) -> Tokens:
         """Token ids of a text, or of messages with the generation prompt."""
-        service.count(http)
         service.check_model(body.model)
         if (chat := body.chat) is not None:
             ids = await service.off_loop(chat_prompt, llm, chat, chat_tools(chat), most)
@@ -40,10 +38,9 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
     @app.post("/detokenize", responses=errors, openapi_extra=body_schema(app, DetokenizeRequest))
     async def detokenize(
         http: Request,
-        body: DetokenizeRequest = Depends(body_of(DetokenizeRequest, limit, draining)),  # noqa: B008
+        body: DetokenizeRequest = Depends(body_of(DetokenizeRequest, service)),  # noqa: B008
     ) -> Text:
         """The text of token ids, special tokens included unless they are to be skipped."""
-        service.count(http)
         service.check_model(body.model)
         size = llm.target.config.vocab_size
         if any(token >= size for token in body.tokens):

@@ -1,6 +1,8 @@
 """Service shared by all routes: from a validated request to replies in progress."""
 
 import asyncio
+import hashlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.serve.api.errors import ApiError
 from eagle_kit.serve.api.limits import ClientLimits
 from eagle_kit.serve.api.metrics import Metrics
-from eagle_kit.serve.api.params import make_grammar, sampling_params
+from eagle_kit.serve.api.params import check_num_logprobs, make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
 from eagle_kit.serve.api.protocol import Sampling
 from eagle_kit.serve.api.responses import CachedTokens, Usage
@@ -128,6 +130,7 @@ class Service:
         self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
         self.started_at = int(time.time())
         self._live: dict[RequestName, list[ReplyStream]] = {}
+        self._salt_key = secrets.token_bytes(32)
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
@@ -148,20 +151,17 @@ class Service:
             )
 
     def enter(self, http: Any, body: Sampling, num_prompts: int) -> None:
-        """Check the model, the room in the queue and the client's limits, before any work."""
+        """Check the model, the room in the queue and the client's replies, before any work."""
         self.check_model(body.model)
         count = num_prompts * body.num_choices
-        self.engine.check_room(count)
-        self._enter(http, count)
-
-    def count(self, http: Any) -> None:
-        """Count a request without replies against the client's limits. Raises ApiError 429."""
-        self._enter(http, 0)
-
-    def _enter(self, http: Any, count: int) -> None:
         client = _client_of(http)
+        self.engine.check_room(count, client)
         self.limits.enter(client, count)
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
+
+    def count(self, http: Any) -> None:
+        """Count a request against its client's limit per minute. Raises ApiError 429."""
+        self.limits.count(_client_of(http))
 
     async def generate(
         self,
@@ -185,9 +185,11 @@ class Service:
         """
         shown = self.special_tokens if body.shows_special_tokens else shown_tokens
         contexts = contexts or [TextContext()] * len(prompts)
-        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts)
+        salt = self._cache_salt(http, body)
+        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts, salt)
         for request in requests:
             request.arrived_at = http.state.arrived_at
+            request.client = _client_of(http)
         replies = await self.engine.add(requests)
         request_id = http.state.request_id
         name = RequestName(_client_of(http), request_id, http.state.has_own_id)
@@ -259,15 +261,31 @@ class Service:
         shown_tokens: frozenset[int],
         thought: Thought | None,
         contexts: Sequence[TextContext],
+        cache_salt: str | None,
     ) -> "list[Request]":
         llm, grammar = self.llm, make_grammar(body, thought)
+        vocab_size = llm.target.config.vocab_size
+
+        # Check all replies together before a request is made.
+        params_of = [
+            sampling_params(body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt)
+            for prompt in prompts
+        ]
+        check_num_logprobs(body, [params for each in params_of for params in each])
+
         return [
             llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)
-            for prompt, context in zip(prompts, contexts, strict=True)
-            for params in sampling_params(
-                body, len(prompt), llm.max_context, llm.target.config.vocab_size, grammar
-            )
+            for prompt, context, each in zip(prompts, contexts, params_of, strict=True)
+            for params in each
         ]
+
+    def _cache_salt(self, http: Any, body: Sampling) -> str | None:
+        """Return the salt of a request: its own, or with separate clients a digest of the client's address
+        and its own, under a key that never leaves the process, so that no client can choose another's."""
+        if not self.config.separate_clients:
+            return body.cache_salt
+        text = f"{_client_of(http)}\0{body.cache_salt or ''}"  # no address has a NUL
+        return hashlib.blake2b(text.encode(), key=self._salt_key, digest_size=32).hexdigest()
 
     def _leave(self, name: "RequestName", replies: Sequence[ReplyStream]) -> None:
         for reply in replies:

@@ -158,8 +158,9 @@ class GrammarCompiler:
         """Grammars that are remembered."""
         return self._compiled.cache_info().currsize
 
-    def start(self, grammar: Grammar) -> Match:
-        """Return a match of ``grammar`` that has read nothing.
+    def start(self, grammar: Grammar, salt: str | None = None) -> Match:
+        """Return a match of ``grammar`` that has read nothing. Requests with the same cache ``salt`` share
+        what is compiled.
 
         Raises:
             UserError: the grammar cannot be compiled within its limits, or no reply can match it, or its
@@ -174,11 +175,13 @@ class GrammarCompiler:
                 "The tokens that bound the reasoning are outside the target's vocabulary.",
                 "Serve with --reasoning-parser none.",
             )
-        compiled = self._compiled(grammar._replace(thought=None), next(self._num_starts) // NUM_STARTS)
+        generation = next(self._num_starts) // NUM_STARTS
+        compiled = self._compiled(grammar._replace(thought=None), generation, salt)
         match = GrammarMatch(compiled.deep_copy(), self._stop_token_ids)
         return match if thought is None else MatchBehindThought(match, thought, self._stop_token_ids)
 
-    def _compile(self, grammar: Grammar, generation: int) -> Any:
+    def _compile(self, grammar: Grammar, generation: int, salt: str | None) -> Any:
+        """Compile a grammar; ``generation`` and ``salt`` only tell entries of the cache apart."""
         name = grammar.kind.replace("_", " ")
         try:
             text = '%llguidance {"no_forcing": true}\nstart: ' + self._start_rule(grammar)

@@ -35,5 +35,6 @@ class Grammars(Protocol):
     def num_compiled(self) -> int:
         """Grammars that are remembered."""
 
-    def start(self, grammar: Grammar) -> Match:
-        """Return a match that has read nothing. Raise UserError for a grammar that is of no use."""
+    def start(self, grammar: Grammar, salt: str | None = None) -> Match:
+        """Return a match that has read nothing; what is compiled is shared by requests with the same cache
+        ``salt``. Raise UserError for a grammar that is of no use."""

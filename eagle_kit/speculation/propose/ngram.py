@@ -8,9 +8,13 @@ match, and merges what followed the matches into a tree.
 The log is a ring: the oldest tokens give way at ``capacity``. A passage that is used again is emitted again
 and so written again, which makes the order of writing the order of last use.
 
+Requests with a cache salt find only what requests with the same salt have said, as their keys depend on it.
+A lookup compares tokens, so text of another salt is found only if the salts have one digest of 64 bits.
+
 Legend: B requests, N window nodes, W longest match, m indexed lengths.
 """
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,13 +76,15 @@ class NgramIndex:
         """Number of tokens that can be found."""
         return min(self._end, self.config.capacity)
 
-    def insert(self, request: int, tokens: Sequence[int]) -> None:
-        """Append ``tokens`` to what ``request`` has in the log."""
+    def insert(self, request: int, tokens: Sequence[int], salt: str | None = None) -> None:
+        """Append ``tokens`` to what ``request`` has in the log; only requests with the same ``salt`` find
+        them."""
+        space = _space(salt)
         recent = self._recent(request)
         last = self._last.get(request, -1)
         for token in tokens:
             recent.append(token)
-            last = self._append(token, last, recent)
+            last = self._append(token, last, recent, space)
         if tokens:
             self._last[request] = last
 
@@ -86,13 +92,20 @@ class NgramIndex:
         """End a request's stream. Its tokens stay until their room is needed."""
         self._last.pop(request, None)
 
-    def propose(self, contexts: Sequence[Sequence[int]], num_tokens: int, depth: int) -> NgramDraft:
+    def propose(
+        self,
+        contexts: Sequence[Sequence[int]],
+        num_tokens: int,
+        depth: int,
+        salts: Sequence[str | None] = (),
+    ) -> NgramDraft:
         """Draft a tree behind every context, whose last token is the root.
 
         Args:
             contexts: the last tokens of each request; more than W are ignored.
             num_tokens: N, nodes of a window.
             depth: most tokens of a path below the root.
+            salts: of each request; empty where none has one.
         """
         b = len(contexts)
         tokens, depths = np.zeros((2, b, num_tokens), dtype=np.int64)
@@ -100,13 +113,13 @@ class NgramIndex:
         for i, context in enumerate(contexts):
             window = list(context[-self.config.max_match_window_size :])
             tokens[i, 0] = window[-1]
-            matches = self._matches(window)
+            matches = self._matches(window, _space(salts[i]) if salts else 0)
             if matches:
                 trie = self._merge(matches, min(depth, self.config.branch_length))
                 self._fill(trie, self._breadth(matches[0][0]), tokens[i], parents[i], depths[i])
         return NgramDraft(tokens, parents, depths)
 
-    def _append(self, token: int, last: int, recent: list[int]) -> int:
+    def _append(self, token: int, last: int, recent: list[int], space: int) -> int:
         capacity, position = self.config.capacity, self._end
         self._end += 1
         place = position % capacity
@@ -115,7 +128,7 @@ class NgramIndex:
         for newest, older, m in zip(self._newest, self._older, self._lengths, strict=True):
             previous = -1
             if len(recent) >= m:
-                key = hash(tuple(recent[-m:]))
+                key = hash(tuple(recent[-m:])) ^ space
                 previous = newest.get(key, -1)
                 newest[key] = position
             columns.append((older, previous))
@@ -154,7 +167,7 @@ class NgramIndex:
             position = self._before[position % capacity]
         return out
 
-    def _matches(self, window: list[int]) -> list[tuple[int, int]]:
+    def _matches(self, window: list[int], space: int) -> list[tuple[int, int]]:
         """(length, position of the last matched token), the longest first, then the newest."""
         found: dict[int, int] = {}
         first, capacity = self._first, self.config.capacity
@@ -163,7 +176,7 @@ class NgramIndex:
             if m > len(window):
                 continue
             at = self._lengths.index(m)
-            position = self._newest[at].get(hash(tuple(window[-m:])), -1)
+            position = self._newest[at].get(hash(tuple(window[-m:])) ^ space, -1)
             for _ in range(CHAIN_STEPS):
                 if position < first:
                     break
@@ -226,6 +239,14 @@ class NgramIndex:
             tokens[size], parents[size], depths[size] = node.token, parent, depths[parent] + 1
             extend(share, size, node)
             size += 1
+
+
+def _space(salt: str | None) -> int:
+    """Number that is combined with the hashes of a salt's keys: a digest of 64 bits, 0 without a salt."""
+    if salt is None:
+        return 0
+    digest = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
 
 
 def to_tree(draft: NgramDraft, device: torch.device) -> Tree:

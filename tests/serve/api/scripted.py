@@ -49,7 +49,7 @@ class UnfollowedGrammars:
     def __init__(self) -> None:
         self.compile: Callable[[Grammar], Any] = lambda grammar: None
 
-    def start(self, grammar: Grammar) -> Any:
+    def start(self, grammar: Grammar, salt: str | None = None) -> Any:
         self.compile(grammar)
         return AnyText()
 

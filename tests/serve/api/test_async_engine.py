@@ -130,6 +130,55 @@ def test_capacity_counts_everything_on_its_way(scripted):
     run(scripted, check, capacity=4, hold_at=6)
 
 
+def of(client, llm, count, params=GREEDY):
+    requests = [llm.make_request([5], params) for _ in range(count)]
+    for request in requests:
+        request.client = client
+    return requests
+
+
+def test_a_full_queue_has_room_for_clients_with_few_requests(scripted):
+    async def check(llm, inner, engine):
+        many = await engine.add(of("a", llm, 32))
+        for client, count in (("a", 1), ("b", 3), ("", 3)):
+            with pytest.raises(Overloaded, match="holds 32 of at most 32"):
+                await engine.add(of(client, llm, count))
+
+        # Two are few, and eight are spare.
+        few = [*await engine.add(of("b", llm, 1)), *await engine.add(of("b", llm, 1))]
+        with pytest.raises(Overloaded, match="holds 34 of at most 32"):
+            await engine.add(of("b", llm, 1))
+        for client in "cde":
+            few += await engine.add(of(client, llm, 2))
+        with pytest.raises(Overloaded, match="holds 40 of at most 32"):
+            await engine.add(of("f", llm, 1))
+
+        inner.release()
+        ended = await asyncio.gather(*(reply.collect() for reply in (*many, *few)))
+        assert {delta.finish_reason for delta in ended} == {"stop"}
+
+    run(scripted, check, capacity=32, hold_at=6, slots=2)
+
+
+def test_requests_whose_grammars_are_being_compiled_count_for_their_client(scripted):
+    async def check(llm, inner, engine):
+        gate = threading.Event()
+        inner.grammars.compile = lambda grammar: gate.wait(20)
+        grammar = SamplingParams(max_tokens=200, grammar=Grammar("regex", "a"))
+        bound = [asyncio.create_task(engine.add(of("a", llm, 1, grammar))) for _ in range(16)]
+        await asyncio.sleep(0.05)
+        with pytest.raises(Overloaded, match="holds 16 of at most 16"):
+            await engine.add(of("a", llm, 1))
+        (free,) = await engine.add(of("b", llm, 1))
+        assert (await free.collect()).finish_reason == "stop"
+        gate.set()
+        for (reply,) in await asyncio.gather(*bound):
+            assert (await reply.collect()).finish_reason == "stop"
+        assert not engine._num_reserved
+
+    run(scripted, check, capacity=16)
+
+
 def test_a_failure_reaches_readers_waiting_ones_and_late_ones(scripted):
     async def check(llm, inner, engine):
         replies = await engine.add([llm.make_request([5], GREEDY) for _ in range(3)])
@@ -212,7 +261,7 @@ def test_requests_with_a_grammar_count_while_it_is_compiled_and_hold_nothing_up(
         inner.release()
         for (reply,) in await asyncio.gather(*bound):
             assert (await reply.collect()).finish_reason == "stop"
-        assert engine._num_reserved == 0
+        assert not engine._num_reserved
 
     run(scripted, check, capacity=3)
 
@@ -260,7 +309,7 @@ def test_short_grammars_go_before_long_ones_and_those_of_clients_that_left_are_n
         gate.set()
         for (reply,) in await asyncio.gather(*adding[:2], *adding[3:]):
             assert (await reply.collect()).finish_reason == "stop"
-        assert begun == ["first", "", "b", "a", "longer", "the longest of all"] and engine._num_reserved == 0
+        assert begun == ["first", "", "b", "a", "longer", "the longest of all"] and not engine._num_reserved
 
     run(scripted, check, capacity=8)
 
@@ -275,7 +324,8 @@ async def main():
     inner = Any(has_work=False, prepare=lambda request: time.sleep(60))
     engine = AsyncEngine(inner, capacity=4)
     engine.start()
-    adding = asyncio.ensure_future(engine.add([Any(params=Any(grammar=Any(text='a')), match=None)]))
+    request = Any(params=Any(grammar=Any(text='a')), match=None, client='')
+    adding = asyncio.ensure_future(engine.add([request]))
     await asyncio.sleep(0.1)
     await engine.shutdown(1)
     print(type((await asyncio.gather(adding, return_exceptions=True))[0]).__name__)

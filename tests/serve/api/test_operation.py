@@ -119,15 +119,45 @@ def test_one_client_has_its_requests_a_minute(scripted, monkeypatch):
         assert answer.json()["error"]["code"] == "rate_limit_exceeded"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/detokenize", "/abort"])
+@pytest.mark.parametrize("kind", ["application/json", "text/plain"])
+def test_requests_that_are_refused_count_as_well(scripted, path, kind):
+    with serving(*scripted("abc"), max_requests_per_minute=2) as server:
+        headers = {"Content-Type": kind}
+        statuses = [server.http.post(path, content=b"{", headers=headers).status_code for _ in range(4)]
+        assert statuses[0] == statuses[1] != 429 and statuses[2:] == [429, 429]
+
+
+def test_a_client_with_many_choices_does_not_close_the_queue_to_others(scripted):
+    llm, engine = scripted(LONG, slots=8, hold_at=6)
+    other_address = httpx.HTTPTransport(local_address="127.0.0.2")
+    with (
+        serving(llm, engine, max_queued=254) as server,
+        httpx.Client(transport=other_address, timeout=30) as other,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        counts = (128, 128, 6)
+        greedy = [
+            pool.submit(httpx.post, server.url + CHAT, json=body(n=n, max_tokens=50), timeout=30)
+            for n in counts
+        ]
+        wait_until(lambda: server.service.engine.num_live == sum(counts))
+        newcomer = pool.submit(other.post, server.url + CHAT, json=body())
+        wait_until(lambda: server.service.engine.num_live == sum(counts) + 1)
+        assert server.http.post(CHAT, json=body()).status_code == 503
+        engine.release()
+        assert newcomer.result().status_code == 200
+        assert {answer.result().status_code for answer in greedy} == {200}
+
+
 def num_allowed(limits, client, most=9):
     """How many requests of a client are allowed now."""
     for count in range(most):
         try:
-            limits.enter(client, 1)
+            limits.count(client)
         except ApiError as refusal:
             assert refusal.status == 429
             return count
-        limits.leave(client, 1)
     return most
 
 
@@ -143,8 +173,7 @@ def test_requests_a_minute_come_back_with_the_time_and_are_each_clients_own(monk
     clock.now += 3600.0
     assert num_allowed(limits, "a") == 4, "what is not used is not saved"
     for i in range(10_001):  # the addresses of those that may ask again are forgotten
-        limits.enter(f"client {i}", 1)
-        limits.leave(f"client {i}", 1)
+        limits.count(f"client {i}")
     assert num_allowed(limits, "a") == 0
 
 
@@ -153,6 +182,7 @@ def test_many_addresses_that_rest_take_no_memory(monkeypatch):
     monkeypatch.setattr("eagle_kit.serve.api.limits.time", SimpleNamespace(monotonic=lambda: clock.now))
     limits = ClientLimits(max_parallel=1, per_minute=60)
     for i in range(30_000):
+        limits.count(f"client {i}")
         limits.enter(f"client {i}", 1)
         limits.leave(f"client {i}", 1)
         clock.now += 0.01

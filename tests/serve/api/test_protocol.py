@@ -1,10 +1,8 @@
 """The protocol over HTTP, with an engine that says what the tests want it to say."""
 
-import asyncio
 import copy
 import json
 import math
-import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -13,7 +11,7 @@ import openai
 import pytest
 from chat_templates import tokenizer_for
 
-from eagle_kit.core.output import TokenLogprobs
+from eagle_kit.core.output import ReplyLogprobs
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
@@ -21,10 +19,8 @@ from eagle_kit.serve.api.logprobs import (
     TextOffsets,
     chat_logprobs,
     completion_logprobs,
-    off_loop_if_long,
 )
 from eagle_kit.serve.api.metrics import Metrics
-from eagle_kit.serve.reply import Delta
 from eagle_kit.serve.text_stream import Detokenizer
 from eagle_kit.serve.token_names import TokenNames
 from tests.serve.api.scripted import ScriptedEngine, scripted_llm
@@ -261,6 +257,9 @@ def test_every_parameter_reaches_the_engine(one_byte_a_step):
     assert chat(one_byte_a_step, response_format={"type": "json_object"}).status_code == 200
     assert engine.seen[2].params.grammar == Grammar("json_object", "")
     assert chat(one_byte_a_step, allowed_token_ids=[7, 5], temperature=7.5, tools=[]).status_code == 200
+    words = ["ab", "c", "ab"]
+    assert chat(one_byte_a_step, bad_words=words).status_code == 200
+    assert engine.seen[4].params.bad_words == ("ab", "c") and len(engine.seen[4].bad_word_ids) == 4
     assert engine.seen[3].params.allowed_token_ids == (7, 5) and engine.seen[3].params.temperature == 7.5
 
 
@@ -315,23 +314,16 @@ def test_streamed_logprobs_are_those_of_the_whole_reply(one_byte_a_step):
     assert [choice["logprobs"] for choice in both] == [whole, whole]
 
 
-def test_names_of_tokens_are_found_once_and_long_replies_are_written_beside_the_loop(tokenizer, monkeypatch):
-    names, threads = TokenNames(tokenizer), set()
+def test_names_of_tokens_are_found_once(tokenizer, monkeypatch):
+    names = TokenNames(tokenizer)
     find = names._bytes
     calls = []
     monkeypatch.setattr(names, "_bytes", lambda token, text: calls.append(token) or find(token, text))
-    plain = names.of
-    monkeypatch.setattr(names, "of", lambda token: threads.add(threading.get_ident()) or plain(token))
-
-    def written(num_tokens):
-        threads.clear()
-        entry = TokenLogprobs(-0.5, ((70, -0.5), (71, -1.5)))
-        delta = Delta("", [70] * num_tokens, [entry] * num_tokens)
-        built = asyncio.run(off_loop_if_long(chat_logprobs, names, delta))
-        return [item.token for item in built.content]
-
-    assert written(4) == [tokenizer.decode([70])] * 4 and threads == {threading.get_ident()}
-    assert written(1000) == [tokenizer.decode([70])] * 1000 and threading.get_ident() not in threads
+    entries = ReplyLogprobs()
+    for _ in range(4):
+        entries.append(-0.5, [70, 71], [-0.5, -1.5])
+    content = json.loads("".join(chat_logprobs(names, [70] * 4, entries)))["content"]
+    assert [item["token"] for item in content] == [tokenizer.decode([70])] * 4
     assert calls == [70, 71]
 
 
@@ -353,13 +345,16 @@ def test_tokens_of_all_bytes_are_known_by_them(tokenizer):
 
 
 def test_a_probability_of_zero_is_a_number_of_json(tokenizer):
-    entries = [TokenLogprobs(-math.inf, ((70, -math.inf), (71, -0.5)))]
+    entries = ReplyLogprobs()
+    entries.append(-math.inf, [70, 71], [-math.inf, -0.5])
     names = TokenNames(tokenizer)
-    (chosen,) = chat_logprobs(names, [70], entries).content
-    assert [chosen.logprob, *(top.logprob for top in chosen.top_logprobs)] == [-9999.0, -9999.0, -0.5]
-    found = completion_logprobs(names, [70], entries, TextOffsets(Detokenizer(tokenizer)))
-    assert found.token_logprobs == [-9999.0]
-    assert sorted(found.top_logprobs[0].values()) == [-9999.0, -0.5]
+    (chosen,) = json.loads("".join(chat_logprobs(names, [70], entries)))["content"]
+    assert chosen["logprob"] == -9999.0
+    assert [top["logprob"] for top in chosen["top_logprobs"]] == [-9999.0, -0.5]
+    offsets = TextOffsets(Detokenizer(tokenizer))
+    found = json.loads("".join(completion_logprobs(names, [70], entries, offsets)))
+    assert found["token_logprobs"] == [-9999.0]
+    assert sorted(found["top_logprobs"][0].values()) == [-9999.0, -0.5]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])

@@ -104,7 +104,10 @@ def refused(server, path, response, status, param=None):
         (COMPLETE, {"prompt": [-1]}, "prompt[0]"),
         (CHAT, {"allowed_token_ids": []}, "allowed_token_ids"),
         (CHAT, {"allowed_token_ids": [1, -1]}, "allowed_token_ids[1]"),
-        (CHAT, {"bad_words": ["a"]}, "bad_words"),
+        (CHAT, {"bad_words": "a"}, "bad_words"),
+        (COMPLETE, {"bad_words": ["a", ""]}, "bad_words[1]"),
+        (CHAT, {"bad_words": ["a" * 257]}, "bad_words[0]"),
+        (CHAT, {"bad_words": [" "]}, None),
         (CHAT, {"guided_json": "[1]"}, "guided_json"),
         (CHAT, {"guided_json": '{"maximum": NaN}'}, "guided_json"),
         (CHAT, {"guided_json": 5}, "guided_json"),
@@ -141,6 +144,7 @@ LENGTHS = {
     "messages": (USER, 1, 4096),
     "tools": (TOOL, 0, 512),
     "allowed_token_ids": (5, 1, 2**15),
+    "bad_words": ("a", 0, 128),
     "guided_choice": ("a", 1, 256),
 }
 """Of every list: an item, the fewest and the most of it."""

@@ -254,6 +254,15 @@ def test_whitespace_in_json_has_an_end(compiler, grammar):
     assert compiler.start(grammar).advance(tokens) == 3
 
 
+def test_compiled_grammars_of_one_salt_are_not_those_of_another(llm):
+    compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, llm.target.config.eos_token_ids)
+    numbers = []
+    for salt in (None, "a", "b", None, "a", "b"):
+        compiler.start(Grammar("regex", "[ab]{3}"), salt)
+        numbers.append(compiler.num_compiled)
+    assert numbers == [1, 2, 3, 3, 3, 3]
+
+
 def test_compiled_grammars_are_remembered_and_their_number_is_bounded(llm):
     compiler = GrammarCompiler(llm.tokenizer, llm.target.config.vocab_size, llm.target.config.eos_token_ids)
     texts = [f"[ab]{{3}}{i}" for i in range(NUM_COMPILED + 1)]

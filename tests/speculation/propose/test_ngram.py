@@ -226,6 +226,31 @@ def test_the_oldest_text_gives_way_and_memory_stays_bounded():
     assert all(len(newest) <= 200 for newest in index._newest)
 
 
+@pytest.mark.parametrize("capacity", [1000, 40])
+def test_drafts_with_a_salt_are_those_of_an_index_of_its_own(capacity):
+    """Every salt's text in one log, against a log for each; a small log has lost the oldest text."""
+    rng = random.Random(capacity)
+    salts = [None, "a", "b"]
+    shared = NgramIndex(NgramConfig(capacity=capacity))
+    own = {salt: NgramIndex() for salt in salts}
+    written = []
+    for request in range(30):
+        salt = rng.choice(salts)
+        text = [rng.randrange(3) for _ in range(8)]
+        shared.insert(request, text, salt)
+        shared.forget(request)
+        written.append((request, text, salt))
+    for request, text, salt in written[-5:] if capacity == 40 else written:
+        own[salt].insert(request, text)
+        own[salt].forget(request)
+    contexts = [[rng.randrange(3) for _ in range(4)] for _ in range(20)]
+    for salt in salts:
+        mixed = shared.propose([[0], *contexts], 8, 4, ["c", *[salt] * 20])
+        alone = own[salt].propose(contexts, 8, 4)
+        assert mixed.num_drafts[0] == 0, "nobody has said anything with this salt"
+        assert [paths(mixed, row + 1) for row in range(20)] == [paths(alone, row) for row in range(20)]
+
+
 def test_no_requests_and_a_window_of_one():
     index = NgramIndex()
     index.insert(0, [1, 2, 1, 2])

@@ -92,14 +92,16 @@ class HarmonyReader:
         text = self._held
         end = text.find(MESSAGE, 0, MOST_HEADER)
         if not self._is_header(text) or (end < 0 and len(text) >= MOST_HEADER):
-            begun = text.lstrip()
+            # A marker behind blanks is text, where all of it lies in the longest header.
+            head = text[:MOST_HEADER]
+            begun = head.lstrip()
             may_be_mark = any(mark.startswith(begun) and mark != begun for mark in (START, CHANNEL))
-            if begun and may_be_mark and not is_end and len(text) < MOST_HEADER:
+            if may_be_mark and not is_end and len(text) < MOST_HEADER:
                 return False
             self._begun, self._target, self._step = "", "content", self._in_text
             self._joins = False
             mark = next((mark for mark in (START, CHANNEL) if begun.startswith(mark)), "")
-            length = len(text) - len(begun) + len(mark)  # so that no marker is looked at again
+            length = len(head) - len(begun) + len(mark)  # so that no marker is looked at again
             self._say(text[:length])
             self._held = text[length:]
             return True

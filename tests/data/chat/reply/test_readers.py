@@ -369,3 +369,24 @@ def test_a_call_of_harmony_without_arguments_is_whole_where_its_end_ended_the_re
     for text, end in ((FINAL, "<|return|>"), (f"{TO}{ARGUMENTS}", "<|call|>")):
         both = [HarmonyReader(has_thoughts=True, has_calls=True, begun="") for _ in range(2)]
         assert read_reply(both[0], text, end) == read_reply(both[1], text)
+
+
+@pytest.mark.parametrize(
+    ("begun", "text"),
+    [
+        ("<|start|>assistant", "\n<|channel|>analysis"),
+        ("", f"{' ' * 255}<|channel|><|start|>"),
+        ("", f"{' ' * 240}<|channel|>x<|message|>a"),
+        ("<|start|>assistant", f"{' ' * 255}\n<|channel|>commentary<|channel|>final<|message|>b"),
+        ("", f"x<|end|>\n{' ' * 255}<|start|>"),
+        ("<|start|>assistant<|channel|>analysis", f"{' ' * 255}<|channel|>json"),
+    ],
+)
+def test_ill_formed_headers_of_harmony_are_read_alike_in_any_pieces(begun: str, text: str) -> None:
+    def reader() -> HarmonyReader:
+        return HarmonyReader(has_thoughts=True, has_calls=True, begun=begun)
+
+    whole = read_reply(reader(), text)
+    for size in (1, 2, 3, 7, 40):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert parts_of_pieces(reader(), pieces) == whole
