@@ -170,6 +170,9 @@ class Noted:
         self.counts["decoded"] += 1
         return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
+    def get_added_tokens_decoder(self):
+        return self.tokenizer.get_added_tokens_decoder()
+
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory):
