@@ -1,9 +1,10 @@
 """Prompts by the tokenizer's own chat template: the one way in which the server, data preparation,
 regeneration and evaluation render messages."""
 
+import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -184,6 +185,20 @@ def end_names(tokenizer: Any) -> list[str]:
 def end_tokens(tokenizer: Any) -> set[int]:
     """Ids of :func:`end_names`."""
     return set(tokenizer.convert_tokens_to_ids(end_names(tokenizer)))
+
+
+@functools.lru_cache(maxsize=4)
+def cut_tokens(tokenizer: Any, num_tokens: int) -> Mapping[int, str]:
+    """Added tokens, by id, at which a tokenizer cuts a text whatever stands around them.
+
+    Args:
+        num_tokens: ``len(tokenizer)``, since tokens may have been added.
+    """
+    return {
+        number: token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+    }
 
 
 def template_hash(tokenizer: Any) -> str:
