@@ -39,6 +39,7 @@ TOO_LATE = "replies beyond max_length are left out"
 CUT = "a reply is cut at max_length"
 OTHERWISE = "regenerated replies that the chat template renders otherwise are left out"
 NO_SYSTEM = "a system message that the chat template has no place for is left out"
+LITERAL_END = "a reply that holds the text of an end token is cut there"
 EMPTY_END = "empty replies at the end are left out"
 
 
@@ -168,10 +169,15 @@ def _turn_reply(
         return generated
     if is_last and (begun := _begun_thought(tokenizer, conversation, turn)):
         return TAG.sub("", begun) if opens_thought(prompt) else begun
-    reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
+    written = _reply(tokenizer, conversation, turn, prompt, noted)
+    reply, is_ended = _until_end(written, ends)
     end = next(end for end in ends if reply.endswith(end)) if is_ended else ""
     reply = reply.removesuffix(end)
     message = conversation.messages[turn]
+    if any(message["content"].partition(end)[2].strip() for end in ends):
+        noted[LITERAL_END] += 1
+    if not is_ended:
+        end = _end_of_next(tokenizer, found, written, ends)
     if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
         text = message["content"]
         text = TAG.sub("", text) if opens_thought(prompt) else text
@@ -179,6 +185,21 @@ def _turn_reply(
             return None
         reply = text  # white space too, which templates strip
     return reply + end if conversation.complete or not is_last else reply
+
+
+def _end_of_next(tokenizer: Any, found: TurnPrompt, reply: str, ends: list[str]) -> str:
+    """The end token with which a template begins the turn behind a reply, as GLM-4.5's does, if any."""
+    messages = found.conversation.messages
+    role = "tool" if "tool_calls" in messages[-1] else "user"
+    behind = replace(found.conversation, messages=(*messages, {"role": role, "content": "~"}))
+    try:
+        text = render(tokenizer, behind.prompt(len(behind.messages)), generation_prompt=False)
+    except Unusable:
+        return ""
+    start = found.window_text + reply
+    if not text.startswith(start):
+        return ""
+    return next((end for end in ends if text.startswith(end, len(start))), "")
 
 
 def _generated(conversation: Conversation, turn: int) -> str | None:
