@@ -31,7 +31,7 @@ from eagle_kit.data.chat.messages import ChatPrompt, Unusable
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import SkipLog, package_file_size, read_conversations, reasons_of
 from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
-from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.template import end_names, prompt_token_ids
 from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.data.chat.vocab_map import (
     VocabMap,
@@ -42,7 +42,7 @@ from eagle_kit.data.chat.vocab_map import (
 )
 from eagle_kit.data.tasks.excluded import ExcludedSets
 
-FORMAT = 5
+FORMAT = 6
 """Raise when the arrays or the mask change, so that old caches are made anew."""
 MOST_CATEGORIES = 16
 """Categories of a source's records that are counted apart; where there are more, none is."""
@@ -468,5 +468,5 @@ def _fingerprint(settings: DataConfig, tokenizer: Any, excluded: ExcludedSets) -
         if path.is_file():
             stat = path.stat()
             parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    parts += [tokenizer.chat_template, tokenizer_hash(tokenizer)]
+    parts += [tokenizer.chat_template, tokenizer_hash(tokenizer), end_names(tokenizer)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]

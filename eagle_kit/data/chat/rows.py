@@ -23,11 +23,13 @@ from eagle_kit.data.chat.reply.tags import END_THINK, OPENED, THINK, opens_thoug
 from eagle_kit.data.chat.template import (
     chat_template,
     check_prompt,
+    cut_tokens,
     drops_system,
     end_names,
     render,
     text_token_ids,
 )
+from eagle_kit.data.chat.turns import TurnPrompt, TurnPrompts, can_be_windowed
 
 THOUGHT = re.compile(r"\A(?:\s*<think>)?.*?</think>\s*", re.DOTALL)
 TAG = re.compile(r"\A\s*<think>\n?")
@@ -37,6 +39,7 @@ TOO_LATE = "replies beyond max_length are left out"
 CUT = "a reply is cut at max_length"
 OTHERWISE = "regenerated replies that the chat template renders otherwise are left out"
 NO_SYSTEM = "a system message that the chat template has no place for is left out"
+LITERAL_END = "a reply that holds the text of an end token is cut there"
 EMPTY_END = "empty replies at the end are left out"
 
 
@@ -108,34 +111,95 @@ def tokenize_chat(
     return chats
 
 
+class _Otherwise(Exception):
+    """A whole rendering differs from that of a window."""
+
+
 def _rows(tokenizer: Any, conversation: Conversation, turns: list[int], noted: Counter[str]) -> list[_Row]:
-    ends = end_names(tokenizer)
-    rows: list[_Row] = []
-    for turn in turns:
-        prompt = render(tokenizer, conversation.prompt(turn), generation_prompt=True)
-        is_last = turn == turns[-1]
-        if (generated := _generated(conversation, turn)) is not None:
-            reply = generated
-        elif is_last and (begun := _begun_thought(tokenizer, conversation, turn)):
-            reply = TAG.sub("", begun) if opens_thought(prompt) else begun
+    if can_be_windowed(tokenizer, conversation):
+        found: Counter[str] = Counter()
+        try:
+            rows = _rows_of(tokenizer, conversation, turns, found, is_windowed=True)
+        except _Otherwise:
+            pass
         else:
-            reply, is_ended = _until_end(_reply(tokenizer, conversation, turn, prompt, noted), ends)
-            end = next(end for end in ends if reply.endswith(end)) if is_ended else ""
-            message, reply = conversation.messages[turn], reply.removesuffix(end)
-            if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
-                text = message["content"]
-                text = TAG.sub("", text) if opens_thought(prompt) else text
-                if text.split() != reply.split():
-                    noted[OTHERWISE] += 1
-                    continue
-                reply = text  # white space too, which templates strip
-            if conversation.complete or not is_last:
-                reply += end
-        if not rows or not prompt.startswith(rows[-1].text):
+            noted.update(found)
+            return rows
+    return _rows_of(tokenizer, conversation, turns, noted, is_windowed=False)
+
+
+def _rows_of(
+    tokenizer: Any, conversation: Conversation, turns: list[int], noted: Counter[str], is_windowed: bool
+) -> list[_Row]:
+    ends = end_names(tokenizer)
+    prompts = TurnPrompts(tokenizer, conversation, is_windowed)
+    rows: list[_Row] = []
+    for number, turn in enumerate(turns, 1):
+        is_last = turn == turns[-1]
+        is_checked = is_windowed and (is_last or number & (number - 1) == 0)
+
+        # The prompt, and the reply behind it.
+        found = prompts.at(turn)
+        reply = _turn_reply(tokenizer, found, ends, noted, is_last)
+        if is_checked:
+            text = prompts.whole(turn)
+            seen = TurnPrompt(text, replace(conversation, messages=conversation.messages[: turn + 1]), text)
+            if text != found.text or reply != _turn_reply(tokenizer, seen, ends, Counter(), is_last):
+                raise _Otherwise
+        if reply is None:
+            noted[OTHERWISE] += 1
+            continue
+
+        # A row goes on as long as the template does not rewrite it.
+        if not rows or not found.text.startswith(rows[-1].text):
             rows.append(_Row(""))
-        rows[-1].text = prompt + reply
-        rows[-1].spans.append((len(prompt), len(prompt) + len(reply)))
+        rows[-1].text = found.text + reply
+        rows[-1].spans.append((len(found.text), len(found.text) + len(reply)))
     return rows
+
+
+def _turn_reply(
+    tokenizer: Any, found: TurnPrompt, ends: list[str], noted: Counter[str], is_last: bool
+) -> str | None:
+    """The reply behind a prompt, with its end; None for a regenerated one that is rendered otherwise."""
+    conversation = found.conversation
+    turn = found.turn
+    prompt = found.window_text
+    if (generated := _generated(conversation, turn)) is not None:
+        return generated
+    if is_last and (begun := _begun_thought(tokenizer, conversation, turn)):
+        return TAG.sub("", begun) if opens_thought(prompt) else begun
+    written = _reply(tokenizer, conversation, turn, prompt, noted)
+    reply, is_ended = _until_end(written, ends)
+    end = next(end for end in ends if reply.endswith(end)) if is_ended else ""
+    reply = reply.removesuffix(end)
+    message = conversation.messages[turn]
+    if any(message["content"].partition(end)[2].strip() for end in ends):
+        noted[LITERAL_END] += 1
+    if not is_ended:
+        end = _end_of_next(tokenizer, found, written, ends)
+    if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
+        text = message["content"]
+        text = TAG.sub("", text) if opens_thought(prompt) else text
+        if text.split() != reply.split():
+            return None
+        reply = text  # white space too, which templates strip
+    return reply + end if conversation.complete or not is_last else reply
+
+
+def _end_of_next(tokenizer: Any, found: TurnPrompt, reply: str, ends: list[str]) -> str:
+    """The end token with which a template begins the turn behind a reply, as GLM-4.5's does, if any."""
+    messages = found.conversation.messages
+    role = "tool" if "tool_calls" in messages[-1] else "user"
+    behind = replace(found.conversation, messages=(*messages, {"role": role, "content": "~"}))
+    try:
+        text = render(tokenizer, behind.prompt(len(behind.messages)), generation_prompt=False)
+    except Unusable:
+        return ""
+    start = found.window_text + reply
+    if not text.startswith(start):
+        return ""
+    return next((end for end in ends if text.startswith(end, len(start))), "")
 
 
 def _generated(conversation: Conversation, turn: int) -> str | None:
@@ -237,15 +301,51 @@ def _encode(tokenizer: Any, row: _Row, max_length: int | None = None) -> Tokeniz
     ids = np.asarray(encoded["input_ids"], dtype=np.int32)
     starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
     reply = np.full(len(ids), -1, dtype=np.int32)
+    prefixes = _Prefixes(tokenizer, row.text, ids, starts)
     for number, (start, stop) in enumerate(row.spans):
         first, last = np.searchsorted(starts, (start, stop)).tolist()
         reply[first:last] = number
         if max_length is not None and first >= max_length:
             continue
-        given = text_token_ids(tokenizer, row.text[:start])
-        if len(given) != first or not np.array_equal(given, ids[:first]):
+        if not prefixes.are_tokens(start, first):
             return None
     return TokenizedChat(ids, reply)
+
+
+class _Prefixes:
+    """Tells whether the tokens of the beginning of a text are the first tokens of the text.
+
+    A tokenizer cuts a text at added tokens before anything else, so that what lies in front of one does not
+    depend on what follows. The beginning is therefore tokenised from its last added token on.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, ids: np.ndarray, starts: np.ndarray) -> None:
+        self._tokenizer = tokenizer
+        self._text = text
+        self._ids = ids
+        self._starts = starts
+        self._names = cut_tokens(tokenizer, len(tokenizer))
+        numbers = np.fromiter(self._names, dtype=np.int64, count=len(self._names))
+        self._cuts = np.flatnonzero(np.isin(ids, numbers))
+        self._pieces: dict[str, list[int]] = {}
+
+    def are_tokens(self, stop: int, num_tokens: int) -> bool:
+        """True where ``text[:stop]`` has the first ``num_tokens`` tokens of the text."""
+        cut = self._cut_before(num_tokens)
+        start = int(self._starts[cut]) if cut else 0
+        piece = self._text[start:stop]
+        if piece not in self._pieces:
+            self._pieces[piece] = text_token_ids(self._tokenizer, piece)
+        return np.array_equal(self._pieces[piece], self._ids[cut:num_tokens])
+
+    def _cut_before(self, num_tokens: int) -> int:
+        """Number of the last added token among the first ``num_tokens``; 0 where there is none."""
+        place = int(np.searchsorted(self._cuts, num_tokens)) - 1
+        if place < 0:
+            return 0
+        cut = int(self._cuts[place])
+        name = self._names[int(self._ids[cut])]
+        return cut if self._text.startswith(name, int(self._starts[cut])) else 0
 
 
 def _encode_turn(tokenizer: Any, text: str, start: int, stop: int) -> TokenizedChat:

@@ -1,9 +1,10 @@
 """Prompts by the tokenizer's own chat template: the one way in which the server, data preparation,
 regeneration and evaluation render messages."""
 
+import functools
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -175,15 +176,64 @@ def text_token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def end_names(tokenizer: Any) -> list[str]:
-    """Texts of the tokens that end a turn: the tokenizer's end token and whichever added tokens name one."""
+    """Texts of the tokens that end a turn: the tokenizer's end token, those of the model's generation config,
+    the added tokens that name one, and the token that the chat template puts right behind every reply."""
+    return list(_end_names(tokenizer, len(tokenizer), str(getattr(tokenizer, "chat_template", None))))
+
+
+@functools.lru_cache(maxsize=4)
+def _end_names(tokenizer: Any, num_tokens: int, template: str) -> tuple[str, ...]:
     added = tokenizer.get_added_vocab()
     names = [name for name in END_NAMES if name in added and (name != "<|end|>" or "<|return|>" not in added)]
-    return list(dict.fromkeys([*names, *([tokenizer.eos_token] if tokenizer.eos_token else [])]))
+    if tokenizer.eos_token:
+        names.append(tokenizer.eos_token)
+
+    # Of the model's generation config.
+    decoder = tokenizer.added_tokens_decoder
+    ids = getattr(tokenizer, "end_token_ids", ())
+    names += [decoder[number].content for number in ids if number in decoder]
+
+    # Of the chat template.
+    special = [token.content for token in decoder.values() if token.special and token.content.strip()]
+    behind = [] if template == "None" else _texts_behind_reply(tokenizer)
+    for name in special:
+        if behind and all(text.startswith(name) for text in behind):
+            names.append(name)
+    return tuple(dict.fromkeys(names))
+
+
+def _texts_behind_reply(tokenizer: Any) -> list[str]:
+    """What the chat template writes behind a reply at the end, and behind one with a turn after it; nothing
+    where it refuses a plain talk."""
+    asked: Message = {"role": "user", "content": "Hi"}
+    talk: list[Message] = [asked, {"role": "assistant", "content": PROBE}]
+    try:
+        texts = [
+            render(tokenizer, ChatPrompt(messages), generation_prompt=False)
+            for messages in (talk, [*talk, asked])
+        ]
+    except (Unusable, UserError):
+        return []
+    return [text.rpartition(PROBE)[2] for text in texts if PROBE in text]
 
 
 def end_tokens(tokenizer: Any) -> set[int]:
     """Ids of :func:`end_names`."""
     return set(tokenizer.convert_tokens_to_ids(end_names(tokenizer)))
+
+
+@functools.lru_cache(maxsize=4)
+def cut_tokens(tokenizer: Any, num_tokens: int) -> Mapping[int, str]:
+    """Added tokens, by id, at which a tokenizer cuts a text whatever stands around them.
+
+    Args:
+        num_tokens: ``len(tokenizer)``, since tokens may have been added.
+    """
+    return {
+        number: token.content
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+    }
 
 
 def template_hash(tokenizer: Any) -> str:

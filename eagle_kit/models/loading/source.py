@@ -16,6 +16,7 @@ from eagle_kit.core.files import (
     cache_folder,
     check_disk_space,
     expand,
+    read_object,
     replacing,
     taking_turns,
     writing_remedy,
@@ -106,6 +107,8 @@ def target_revision(folder: Path) -> str | None:
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the fast tokenizer of a model folder, whose own code is never run.
 
+    Its attribute ``end_token_ids`` has the ids of the end tokens that the folder's configs name.
+
     Raises:
         UserError: there is no tokenizer, it cannot be read, it is a slow one, or it needs code of the folder.
     """
@@ -138,7 +141,20 @@ def load_tokenizer(folder: str | Path) -> Any:
             f"The tokenizer in {folder} is a slow one, which has no offsets of tokens in the text.",
             "Add the model's tokenizer.json to the folder.",
         )
+    tokenizer.end_token_ids = _end_token_ids(Path(folder))
     return tokenizer
+
+
+def _end_token_ids(folder: Path) -> tuple[int, ...]:
+    """Ids of the end tokens that ``generation_config.json`` and ``config.json`` name."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        config = read_object(path) if path.is_file() else {}
+        ids = config.get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [ids]
+        found += [number for number in ids if type(number) is int]
+    return tuple(dict.fromkeys(found))
 
 
 def _tokenizer_code(folder: Path) -> str | None:

@@ -1,5 +1,7 @@
 """The mask is what a server would have generated, and what stands before it is what a server would be fed."""
 
+import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,10 @@ import pytest
 from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.data.chat.rows import NO_SYSTEM, TokenizedChat, tokenize_chat
-from eagle_kit.data.chat.template import end_tokens, prompt_token_ids
+from eagle_kit.data.chat.rows import LITERAL_END, NO_SYSTEM, TokenizedChat, tokenize_chat
+from eagle_kit.data.chat.template import end_names, end_tokens, prompt_token_ids
 from eagle_kit.models.loading.source import load_tokenizer
 
 DEFAULT_SYSTEM = (
@@ -324,3 +326,65 @@ def test_a_system_message_that_the_template_leaves_out_is_counted(tokenizer: Any
         remarks: Counter[str] = Counter()
         tokenize_chat(tokenizer, conversation(*talk), PLENTY, remarks)
         assert remarks[NO_SYSTEM] == dropped
+
+
+GEMMA_4 = (
+    "{{ bos_token }}{% for m in messages %}<|turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+    "{{ m['content'] | trim }}<turn|>\n{% endfor %}{% if add_generation_prompt %}<|turn>model\n{% endif %}"
+)
+GLM_45 = (  # the next turn's mark is what ends a reply
+    "[gMASK]{% for m in messages %}<|{{ 'observation' if m['role'] == 'tool' else m['role'] }}|>\n"
+    "{{ m['content'] }}{% for c in m['tool_calls'] %}call {{ c.function.name }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+TWICE = [("user", "a"), ("assistant", "b")] * 2
+
+
+def test_the_token_that_a_template_puts_behind_every_reply_ends_it(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<|turn>", "<turn|>"], special_tokens=True)
+    tokenizer.chat_template = GEMMA_4
+    (chat,) = tokenize_chat(tokenizer, conversation(*TWICE), PLENTY, Counter())
+    assert replies(tokenizer, chat) == ["b<turn|>", "b<turn|>"]
+
+    record = {"messages": messages_of(THREE_TURNS, 2), "finish_reasons": ["stop"]}
+    (chat,) = tokenize_chat(tokenizer, to_conversation(record, "x"), PLENTY, Counter())
+    assert replies(tokenizer, chat)[-1].endswith("<turn|>")
+
+
+def test_a_line_end_that_is_an_added_token_does_not_end_a_reply(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["\n"])
+    tokenizer.chat_template = NO_END_TOKEN
+    assert "\n" not in end_names(tokenizer)
+
+
+def test_ends_of_the_generation_config_are_learned(folder: Path, tmp_path: Path) -> None:
+    names = ["<|user|>", "<|observation|>", "<|assistant|>"]
+    shutil.copytree(folder, tmp_path / "glm")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(names, special_tokens=True)
+    tokenizer.chat_template = GLM_45
+    tokenizer.save_pretrained(tmp_path / "glm")
+    ids = tokenizer.convert_tokens_to_ids(names[:2])
+    (tmp_path / "glm" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+
+    tokenizer = load_tokenizer(tmp_path / "glm")
+    assert set(names[:2]) < set(end_names(tokenizer)) and names[2] not in end_names(tokenizer)
+    chat = one_row(tokenizer, conversation(*TWICE), PLENTY)
+    assert replies(tokenizer, chat) == ["b<|user|>", "b<|user|>"]
+    cut = one_row(tokenizer, conversation(("user", "a"), ("assistant", "b"), complete=False), PLENTY)
+    assert replies(tokenizer, cut) == ["b"]
+
+    call = {"type": "function", "function": {"name": "get", "arguments": {}}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    chat = one_row(tokenizer, to_conversation({"messages": turns}, "x"), PLENTY)
+    assert replies(tokenizer, chat) == ["call get<|observation|>"]
+
+
+def test_replies_that_hold_the_text_of_an_end_token_are_counted(tokenizer: Any) -> None:
+    remarks: Counter[str] = Counter()
+    tokenize_chat(tokenizer, conversation(("user", "a"), ("assistant", "b<|im_end|> c")), PLENTY, remarks)
+    assert remarks[LITERAL_END] == 1
+    remarks.clear()
+    tokenize_chat(tokenizer, conversation(("user", "a"), ("assistant", "b<|im_end|>\n")), PLENTY, remarks)
+    assert not remarks

@@ -1,0 +1,160 @@
+"""Prompts of the replies of a conversation, in time that grows with the number of its turns.
+
+The prompt of a late turn is the prompt of the turn before and what the chat template adds behind it. The
+addition is rendered from the last turns alone (a *window*). Whole renderings at turns 1, 2, 4, 8 and so on,
+and at the last one, check the result; where one differs, all prompts are rendered whole.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from eagle_kit.data.chat.arguments import MARKS
+from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.messages import Message
+from eagle_kit.data.chat.template import chat_template, render
+
+WINDOW = 8
+"""Messages of a window; a conversation of at most twice as many is rendered whole."""
+TESTS = ("startswith", "endswith", "find", "count", "index")
+"""Methods of a text by which a template looks for another text in it."""
+
+
+@dataclass(frozen=True)
+class TurnPrompt:
+    """The prompt of one reply.
+
+    Attributes:
+        text: the whole prompt, as a server renders it.
+        conversation: the window, whose last message is the reply.
+        window_text: the prompt of the window.
+    """
+
+    text: str
+    conversation: Conversation
+    window_text: str
+
+    @property
+    def turn(self) -> int:
+        """Number of the reply among the messages of the window."""
+        return len(self.conversation.messages) - 1
+
+
+class TurnPrompts:
+    """Prompts of one conversation, asked for in the order of its replies.
+
+    Args:
+        is_windowed: render late turns from windows; every prompt is rendered whole otherwise.
+    """
+
+    def __init__(self, tokenizer: Any, conversation: Conversation, is_windowed: bool) -> None:
+        self._tokenizer = tokenizer
+        self._conversation = conversation
+        self._is_windowed = is_windowed
+        self._before: tuple[Message, ...] = ()  # in front of the window's own messages
+        self._start = 0  # of the window's own messages
+        self._known: TurnPrompt | None = None
+
+    def at(self, turn: int) -> TurnPrompt:
+        """Prompt of the assistant's message number ``turn``. Raises as :func:`render`."""
+        window = self._window(turn)
+        window_text = self._render(window)
+        text = window_text
+        known = self._known
+        if self._start > 0:
+            assert known is not None, "the first window is the whole conversation"
+            if window_text.startswith(known.window_text):
+                text = known.text + window_text[len(known.window_text) :]
+            else:  # the template renders earlier turns otherwise later on
+                text = self.whole(turn)
+        found = TurnPrompt(text, window, window_text)
+        self._known = found
+        if self._is_windowed and turn - self._start > WINDOW and self._move(turn):
+            window = self._window(turn)
+            self._known = TurnPrompt(text, window, self._render(window))
+        return found
+
+    def whole(self, turn: int) -> str:
+        """The prompt in one rendering of all messages."""
+        return render(self._tokenizer, self._conversation.prompt(turn), generation_prompt=True)
+
+    def _window(self, turn: int) -> Conversation:
+        messages = (*self._before, *self._conversation.messages[self._start : turn + 1])
+        return replace(self._conversation, messages=messages)
+
+    def _render(self, window: Conversation) -> str:
+        return render(self._tokenizer, window.prompt(len(window.messages) - 1), generation_prompt=True)
+
+    def _move(self, turn: int) -> bool:
+        """Begin the window with a later message, if there is one that a conversation can begin with.
+
+        It begins with a user turn at an even distance from the first one, since templates count turns. Within
+        a long chain of calls it is the last user turn and the last calls.
+        """
+        messages = self._conversation.messages
+        num_system = num_leading_system(messages)
+        latest = turn - 3  # with the exchange before the last one
+        users = [i for i in range(self._start, latest + 1) if messages[i]["role"] == "user"]
+        even = [i for i in users if (i - num_system) % 2 == 0]
+        system = messages[:num_system]
+        if even and even[-1] > self._start and turn - even[-1] <= WINDOW:
+            self._before = system
+            self._start = even[-1]
+            return True
+        calls = [i for i in range(self._start + 1, latest + 1) if messages[i]["role"] == "assistant"]
+        if not calls:
+            return False
+        asked = max((i for i in range(calls[-1]) if messages[i]["role"] == "user"), default=None)
+        if asked is None:
+            return False
+        self._before = (*system, messages[asked])
+        self._start = calls[-1]
+        return True
+
+
+def can_be_windowed(tokenizer: Any, conversation: Conversation) -> bool:
+    """True for a long conversation of which a chat template cannot know the middle: system messages lead it,
+    and no message holds a text that the template looks for."""
+    messages = conversation.messages
+    if len(messages) <= 2 * WINDOW:
+        return False
+    num_system = num_leading_system(messages)
+    if any(message["role"] in ("system", "developer") for message in messages[num_system:]):
+        return False
+    sought = sought_texts(chat_template(tokenizer, conversation.tools))
+    texts = [
+        message[name] for message in messages for name in ("content", "reasoning_content") if name in message
+    ]
+    return not any(one in text for one in sought for text in texts)
+
+
+def num_leading_system(messages: Sequence[Message]) -> int:
+    """Number of system and developer messages before any other."""
+    number = 0
+    while number < len(messages) and messages[number]["role"] in ("system", "developer"):
+        number += 1
+    return number
+
+
+@functools.lru_cache
+def sought_texts(template: str) -> frozenset[str]:
+    """Texts that a template looks for in others, such as ``/no_think``."""
+    from jinja2 import nodes
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
+    tree = environment.parse(MARKS.sub("", template))
+    found: set[str] = set()
+
+    # 'text' in content
+    for comparison in tree.find_all(nodes.Compare):
+        operators = {operand.op for operand in comparison.ops}
+        if operators & {"in", "notin"} and isinstance(comparison.expr, nodes.Const):
+            found.add(str(comparison.expr.value))
+
+    # content.startswith('text')
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in TESTS:
+            found.update(str(one.value) for one in call.args if isinstance(one, nodes.Const))
+    return frozenset(found - {""})
