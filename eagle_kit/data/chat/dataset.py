@@ -30,6 +30,7 @@ from eagle_kit.core.files import (
 from eagle_kit.data.chat.documents import Tokenized, Tokenizing
 from eagle_kit.data.chat.forms import Conversation, Record
 from eagle_kit.data.chat.held_out import Candidate, choose_held_out
+from eagle_kit.data.chat.hub_sets import DataSet
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import SkipLog, package_file_size, read_records, reasons_of
@@ -328,7 +329,9 @@ def _labelled(settings: DataConfig, source: SourceConfig, skipped: SkipLog) -> I
 def name_of(source: str) -> str:
     """Short name of a source: of a package or data set its own, of a file that without its ending."""
     kind, _, rest = source.partition(":")
-    return rest if kind in ("package", "datasets") and rest else Path(source).stem
+    return (
+        rest if kind in ("package", "datasets", "preset") and rest else Path(source.removesuffix(".gz")).stem
+    )
 
 
 def _same_names(sources: Sequence[SourceConfig]) -> list[str]:
@@ -546,9 +549,17 @@ def _fingerprint(settings: DataConfig, tokenizer: Any, excluded: ExcludedSets) -
     for file in (file for source in settings.sources for file in source.files):
         if file.startswith("package:"):
             parts.append(package_file_size(file.removeprefix("package:")))
-        path = expand(file)
-        if path.is_file():
+        for path in _files_of(file):
             stat = path.stat()
             parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     parts += [tokenizer.chat_template, tokenizer_hash(tokenizer), end_names(tokenizer)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _files_of(source: str) -> list[Path]:
+    """Files here that a source is read from: the one that it is, or those of a data set's folder."""
+    if source.startswith("datasets:"):
+        folder = DataSet.parse(source.removeprefix("datasets:")).folder
+        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+    path = expand(source)
+    return [path] if path.is_file() else []

