@@ -154,6 +154,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     importing.add_argument(
         "--convention", choices=("inputs", "outputs"), default="inputs", help="what layers' numbers name"
     )
+    importing.add_argument(
+        "--max-missing",
+        type=int,
+        default=0,
+        metavar="N",
+        help="texts whose states may be missing or unusable; they are left out and counted (default 0)",
+    )
     importing.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
     for parser in (capture, importing):
         parser.add_argument(
@@ -462,8 +469,11 @@ def _import_states(args: argparse.Namespace) -> int:
     more: tuple[str, ...] = ("--from", str(args.folder), "--convention", args.convention)
     more += ("--layers", *args.layers) if args.layers else ()
     more += ("--no-check",) if args.no_check else ()
+    if args.max_missing < 0:
+        raise UserError(f"--max-missing is {args.max_missing}.", "Give 0 or more.")
+    more += ("--max-missing", str(args.max_missing)) if args.max_missing else ()
     about = {"layers": layers, "convention": args.convention, "checks": not args.no_check}
-    other = OtherEngine("import-states", more, args.folder, **about)
+    other = OtherEngine("import-states", more, args.folder, **about, max_missing=args.max_missing)
     options = CaptureOptions(
         out=args.out, verify=args.verify, arguments=(args.config, *args.overrides), other=other
     )

@@ -5,9 +5,10 @@ Legend: n tokens of all conversations, T tokens of a row.
 
 import hashlib
 import json
+import shutil
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -112,6 +113,11 @@ class PreparedData:
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def documents(self) -> list[list[int]]:
+        """Numbers of the documents of every packed row."""
+        return [list(row) for row in self._rows]
+
     def row(self, number: int) -> PackedRow:
         """Packed row ``number``."""
         documents = self._rows[number]
@@ -159,6 +165,65 @@ class PreparedData:
         except (OSError, ValueError, KeyError, TypeError):
             return False
         return same and prompts == self.heldout_prompts
+
+
+def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> PreparedData:
+    """The packed rows without some documents, in a folder of their own beside those of ``data``.
+
+    Raises:
+        UserError: nothing is left, or the folder cannot be written.
+    """
+    digest = hashlib.sha256(json.dumps([data.fingerprint, sorted(documents)]).encode())
+    fingerprint = digest.hexdigest()[:16]
+    folder = data.folder.with_name(fingerprint)
+    try:
+        with taking_turns(folder):
+            if not (folder / "summary.json").is_file():
+                with replacing(folder) as work:
+                    shutil.copytree(data.folder, work)
+                    _write_without(data, frozenset(documents), reason, work)
+    except OSError as error:
+        raise UserError(
+            f"The packed rows could not be written to {folder} ({error}).",
+            writing_remedy(error, "set data.cache_dir to another folder"),
+        ) from error
+    summary = read_object(folder / "summary.json")
+    summary["parts"] = [PartRows(**part) for part in summary["parts"]]
+    return PreparedData(folder=folder, vocab_map=data.vocab_map, fingerprint=fingerprint, **summary)
+
+
+def _write_without(data: PreparedData, documents: frozenset[int], reason: str, folder: Path) -> None:
+    """Write rows, parts, counts and summary without ``documents``; their tokens stay, unused."""
+    # Rows of each part.
+    rows: list[list[int]] = []
+    parts: list[PartRows] = []
+    for part in data.parts:
+        first = len(rows)
+        for row in data.documents[part.first : part.first + part.num_rows]:
+            kept = [document for document in row if document not in documents]
+            if kept:
+                rows.append(kept)
+        lengths = [len(data.chat(document).ids) for row in rows[first:] for document in row]
+        parts.append(PartRows(part.name, first, len(rows) - first, sum(lengths), len(lengths)))
+    if not rows:
+        raise UserError(f"No text is left to learn: {reason}.", "Allow none to be missing, and see why.")
+
+    # Tokens of replies.
+    counts = np.zeros_like(np.load(data.folder / "counts.npy"))
+    for document in (document for row in rows for document in row):
+        chat = data.chat(document)
+        counts += np.bincount(chat.ids[chat.reply >= 0], minlength=len(counts))
+
+    # The summary keeps its number of conversations: documents are parts of them.
+    summary = read_object(data.folder / "summary.json") | {
+        "parts": [asdict(part) for part in parts],
+        "num_tokens": sum(part.num_tokens for part in parts),
+        "num_supervised_tokens": int(counts.sum()),
+        "notes": [*data.notes, f"{reason}: {len(documents)} texts"],
+    }
+    np.save(folder / "counts.npy", counts)
+    (folder / "rows.json").write_text(json.dumps(rows))
+    (folder / "summary.json").write_text(json.dumps(summary))
 
 
 def cache_root(settings: DataConfig) -> Path:
