@@ -54,7 +54,8 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
     steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
     steps.sort(key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
     for candidate in (folder, folder / "best", *steps):
-        if (candidate / WEIGHTS).is_file() or (candidate / OLD_WEIGHTS).is_file():
+        names = (WEIGHTS, OLD_WEIGHTS, f"{WEIGHTS}.index.json", f"{OLD_WEIGHTS}.index.json")
+        if any((candidate / name).is_file() for name in names):
             return candidate
     raise UserError(f"The folder {folder} holds no draft.", "Give a run folder or a checkpoint.")
 
