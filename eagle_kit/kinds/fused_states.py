@@ -465,10 +465,11 @@ def _layer_ids(
     ids, convention = layer_numbers(config, where)
     if ids is None and target is not None:
         usual = target.default_aux_layer_ids
-        if width is not None and width % len(usual) and width % target.hidden_size == 0:
+        count, rest = divmod(width or len(usual) * target.hidden_size, target.hidden_size)
+        if count != len(usual) and not rest:
             raise UserError(
-                f"The fc of the draft in {where} reads {width // target.hidden_size} states of the target, "
-                "and its config does not say of which layers.",
+                f"The fc of the draft in {where} reads {count} states of the target, and its config does not "
+                "say of which layers.",
                 f"Add eagle_config.{LAYER_IDS} to its config.json.",
             )
         return usual
@@ -494,6 +495,15 @@ def layer_numbers(config: dict[str, Any], where: str) -> tuple[list[int] | None,
             f'Set {CONVENTION} to "input" or "output".',
         )
     return ids, convention
+
+
+def unstated_ids(files: DraftFiles, kind: FusedStatesKind[Any, Any]) -> list[int] | None:
+    """Layer ids as a head of ``kind`` stores them, where neither its config nor their place says whether
+    inputs or outputs are meant; else None. Raises UserError."""
+    flat = flatten_config(files.config, files.where, kind.speculators_model_type)
+    eagle = read_table(flat, "eagle_config", files.where)
+    ids, convention = layer_numbers({"eagle_config": eagle}, files.where)
+    return ids if convention is None else None
 
 
 def wrong_ids(ids: object, where: str) -> UserError:
