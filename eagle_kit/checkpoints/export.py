@@ -2,6 +2,7 @@
 into ours."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -171,11 +172,13 @@ def write_with_card(
     files = replace(files, config=files.config | own, metadata=metadata)
     written = write_draft_as(files, kind, format, served)
     reasons: dict[str, str] = {}
-    for peer in PEER_ENGINES:
-        try:
-            write_draft_as(files, kind, peer, served)
-        except UserError as error:
-            reasons[peer] = error.cause
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats that nobody asked for
+        for peer in PEER_ENGINES:
+            try:
+                write_draft_as(files, kind, peer, served)
+            except UserError as error:
+                reasons[peer] = error.cause
     rounded = {name for name in files.tensors if not name.endswith(EXACT_SUFFIXES)}
     dtypes = {files.tensors[name].dtype for name in rounded if files.tensors[name].is_floating_point()}
     config = kind.read_config(files)

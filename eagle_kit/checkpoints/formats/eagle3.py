@@ -5,6 +5,7 @@ says, so there it is "output of layer i"; except for DeepSeek's targets, where i
 id is 1. All of them capture in ascending order, whatever the order of the list.
 """
 
+import warnings
 from typing import Any
 
 from eagle_kit.checkpoints.formats.files import (
@@ -34,6 +35,7 @@ from eagle_kit.kinds.fused_states import (
 )
 from eagle_kit.kinds.kind import EMBEDDING, OUTPUT
 from eagle_kit.kinds.support.config_json import layer_to_dict
+from eagle_kit.kinds.support.copies import is_copy
 from eagle_kit.kinds.support.files import OWN, DraftFiles, without_keys
 from eagle_kit.kinds.support.vocab import map_fingerprint
 from eagle_kit.models.config import TargetConfig
@@ -81,6 +83,8 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
 def write_fused(config: Eagle3Config, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
     """:func:`write` of any head of ``config`` that reads fused states."""
     _check(config, files, peer)
+    if peer == "sglang" and config.target_hidden_size == config.hidden_size:
+        _check_embedding(config, files, served)
     raw, tensors = dict(files.config), dict(files.tensors)
     ids = list(config.aux_layer_ids)
     eagle = {**(raw.get("eagle_config") or {}), CONVENTION: "input"}
@@ -131,8 +135,6 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
         refuse(peer, "it reads the target's final states, and this class captured ones")
     if peer == "speculators" and config.fc_norm and config.norm_before_fc:
         refuse(peer, "its class has one norm of all states or one of each, and this head has both")
-    if peer == "sglang" and config.own_embedding and config.target_hidden_size == config.hidden_size:
-        refuse(peer, "it takes the target's embedding, and this head has its own")
     if peer == "sglang" and config.attention_bias:
         refuse(peer, "its EAGLE-3 classes have no biases of attention")
     if config.mla and peer in ("speculators", "eagle"):
@@ -152,6 +154,23 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
             refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
         if not is_usual(ids):
             refuse(peer, f"it captures the layers 2, L//2 and L-3, and this head reads {ids}")
+
+
+def _check_embedding(config: Eagle3Config, files: DraftFiles, served: Served) -> None:
+    """Raise UserError for a head of the target's width with an embedding of its own, which SGLang replaces by
+    the target's. Warns where nothing tells whether the one that it brings is its own."""
+    brought, theirs = files.tensors.get(EMBEDDING), served.embedding()
+    is_own = config.own_embedding
+    if brought is not None and theirs is not None:
+        is_own = is_own or not is_copy(brought, theirs)
+    if is_own:
+        refuse("sglang", "it takes the target's embedding, and this head has its own")
+    if brought is not None and theirs is None:
+        warnings.warn(
+            f"SGLang reads the target's embedding in place of the {EMBEDDING} that this draft brings. "
+            "Give the target with --target to compare them.",
+            stacklevel=2,
+        )
 
 
 def _check_plain(config: Eagle3Config, peer: Format) -> None:
