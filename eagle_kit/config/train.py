@@ -195,19 +195,22 @@ class HeadConfig(Section):
             masks, with captured states as keys), ``dspark`` (DSpark: DFlash whose logits are corrected by the
             token before, with a confidence head), or ``mtp`` (DeepSeek's multi-token prediction modules). The
             last four propose any token through the target's own output layer. What follows is for EAGLE-3,
-            except where it says otherwise; of it, P-EAGLE has no ``norm_output``, ``sliding_window`` and
-            ``start_from``, and DFlash and DSpark what is said to be ``dflash``'s and ``vocab_map``,
-            ``lm_head_init`` and ``start_from``.
+            except where it says otherwise; of it, P-EAGLE has no ``norm_output``, and DFlash and DSpark what
+            is said to be ``dflash``'s and ``vocab_map``, ``lm_head_init`` and ``start_from``.
         draft_vocab_size: of ``dflash`` too: tokens the head can propose, chosen by frequency in the
             supervised tokens, by an output layer of its own. Null is 8192, and of ``dflash`` every token,
             through the target's output layer.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
-        aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``, and of ``dflash``
-            five spread from 2 to L - 2.
+        aux_layer_ids: captured states, as "input of layer i"; of EAGLE-3 an empty list is the target's final
+            states in their place; null is ``(2, L//2, L-3)``, and of ``dflash`` five spread from 2 to L - 2.
         fc_norm: one RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back (EAGLE-3.1).
         norm_before_residual: take the layer's residual after its norm of the feature, as heads of the
             speculators project do.
+        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (the same project's default).
+        qk_norm: norms of queries and keys, as Qwen3's layers have them.
+        own_embedding: of ``eagle1`` too: an embedding of the head's own, which begins as the target's and is
+            trained.
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
         sliding_window: tokens that the layer attends to, its own included: a head's cost then ends with it;
@@ -242,6 +245,9 @@ class HeadConfig(Section):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    qk_norm: bool = False
+    own_embedding: bool = False
     lm_head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = Field(default=None, ge=1)
     sliding_window: int | None = Field(default=None, ge=33)

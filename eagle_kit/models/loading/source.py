@@ -46,8 +46,8 @@ PACKAGED_TARGETS = {
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-OLD_WEIGHTS = "pytorch_model.bin"
-"""Fetched only where there are no safetensors."""
+OLD_WEIGHTS, OLD_PATTERN = "pytorch_model.bin", "pytorch_model*.bin"
+"""File of older weights, and it and its shards; fetched only where there are no safetensors."""
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN."
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
@@ -187,7 +187,7 @@ def _download(name: str, role: str) -> Path:
     try:
         folder = Path(fetch(revision=revision, allow_patterns=MODEL_FILES))
         if not any(folder.glob("*.safetensors")):
-            fetch(revision=folder.name, allow_patterns=OLD_WEIGHTS)
+            fetch(revision=folder.name, allow_patterns=OLD_PATTERN)
     except Exception as error:  # network, access and naming errors of many kinds
         raise hub_error(error, name, f"The {role} {name} could not be fetched") from error
     return folder
