@@ -61,7 +61,7 @@ class Preset:
 
     Attributes:
         source: as ``data.source`` names it.
-        licence: of its card, for people.
+        licence: a hint for people.
     """
 
     source: str
@@ -83,7 +83,7 @@ PRESETS = {
     "wildchat": Preset("datasets:allenai/WildChat-1M", "ODC-BY 1.0"),
     "xlam": Preset("datasets:Salesforce/xlam-function-calling-60k", "CC BY 4.0, accepted on its page"),
 }
-"""Sets that many heads are trained on, with the licence that their card named when this was written."""
+"""Sets that many heads are trained on; the licences were not compared with their cards."""
 
 
 def preset(name: str) -> Preset:
