@@ -45,6 +45,7 @@ MODELOPT_KEYS = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "us
 DEEPSEEK = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 WINDOW_KEYS = ("sliding_window", "use_sliding_window", "layer_types")
 TIED = "tie_word_embeddings"
+HAS_OWN_EMBEDDING = "it takes the target's embedding, and this head has its own"
 SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
 
 
@@ -159,18 +160,20 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
 def _check_embedding(config: Eagle3Config, files: DraftFiles, served: Served) -> None:
     """Raise UserError for a head of the target's width with an embedding of its own, which SGLang replaces by
     the target's. Warns where nothing tells whether the one that it brings is its own."""
-    brought, theirs = files.tensors.get(EMBEDDING), served.embedding()
-    is_own = config.own_embedding
-    if brought is not None and theirs is not None:
-        is_own = is_own or not is_copy(brought, theirs)
-    if is_own:
-        refuse("sglang", "it takes the target's embedding, and this head has its own")
-    if brought is not None and theirs is None:
+    if config.own_embedding:
+        refuse("sglang", HAS_OWN_EMBEDDING)
+    brought = files.tensors.get(EMBEDDING)
+    if brought is None:
+        return
+    theirs = served.embedding()
+    if theirs is None:
         warnings.warn(
             f"SGLang reads the target's embedding in place of the {EMBEDDING} that this draft brings. "
             "Give the target with --target to compare them.",
             stacklevel=2,
         )
+    elif not is_copy(brought, theirs):
+        refuse("sglang", HAS_OWN_EMBEDDING)
 
 
 def _check_plain(config: Eagle3Config, peer: Format) -> None:

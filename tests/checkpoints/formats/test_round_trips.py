@@ -203,18 +203,23 @@ def test_what_a_class_of_latent_attention_has_not_is_named(tmp_path):
 def test_an_embedding_that_sglang_would_replace_is_compared_with_the_targets(tmp_path):
     target = make_target(tmp_path / "target")
     model = load_target(target)
-    head = tiny_head(model, aux_layer_ids=(1, 2, 3))
-    source = saved(tmp_path, head)
+    source = saved(tmp_path, tiny_head(model, aux_layer_ids=(1, 2, 3)))
     for factor in (1.0, 1.5):
         own = model.embed_tokens.weight.detach() * factor
         tensors = load_file(source / "model.safetensors") | {"embed_tokens.weight": own}
         save_file(tensors, source / "model.safetensors")
         if factor == 1.0:
-            with pytest.warns(UserWarning, match="embed_tokens.weight"):
-                export_draft(source, tmp_path / "unknown", format="sglang")
             export_draft(source, tmp_path / "copy", format="sglang", target=target)
     with pytest.raises(UserError, match="takes the target's embedding"):
         export_draft(source, tmp_path / "own", format="sglang", target=target)
+
+
+def test_an_embedding_that_sglang_replaces_by_that_of_an_unknown_target_is_a_warning(tmp_path):
+    source = saved(tmp_path, eagle3())
+    tensors = load_file(source / "model.safetensors") | {"embed_tokens.weight": torch.randn(131, 48)}
+    save_file(tensors, source / "model.safetensors")
+    with pytest.warns(UserWarning, match="embed_tokens.weight"):
+        export_draft(source, tmp_path / "out", format="sglang")
 
 
 def test_a_head_of_another_width_than_its_target_needs_an_embedding_of_its_own(tmp_path):
