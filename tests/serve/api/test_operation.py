@@ -574,6 +574,18 @@ def test_connections_that_are_being_answered_stay_and_the_next_is_closed(scripte
         assert [answer.result().status_code for answer in both] == [200, 200]
 
 
+def test_clients_that_do_not_read_their_responses_keep_nobody_from_connecting(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.MOST_CONNECTIONS", 2)
+    with serving(*scripted("abc")) as server, ExitStack() as stack:
+        for _ in range(2):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 300)
+        connections = server.server.server_state.connections
+        wait_until(lambda: len(connections) == 2 and all(each.flow.write_paused for each in connections))
+        assert server.http.get("/health").status_code == 200
+        assert len(connections) == 2
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "raised_to", "connections", "backlog"),
     [
