@@ -44,6 +44,7 @@ def client_at(server, address):
 
 
 LOCAL = [
+    "[::ffff:127.0.0.1]",
     "localhost",
     "LOCALHOST:1",
     "localhost.",
@@ -62,6 +63,7 @@ FOREIGN = [
         "10.0.0.1",
     ),
     *("", ":80", ".", "[::2]", "[::1", "a b", "127.0.0.1.evil.example", "evil.example@localhost", "\x80"),
+    *("localhost/evil.example", "localhost:evil", "evil.example\\.localhost", "evil.example\t.localhost"),
 ]
 
 

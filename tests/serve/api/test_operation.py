@@ -18,7 +18,7 @@ from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.serve.api import service
 from eagle_kit.serve.api.connection import connection_limits
 from eagle_kit.serve.api.errors import ApiError
-from eagle_kit.serve.api.limits import ClientLimits
+from eagle_kit.serve.api.limits import ClientLimits, network_of
 from tests.serve.api.serving import serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -176,6 +176,24 @@ def test_requests_a_minute_come_back_with_the_time_and_are_each_clients_own(monk
     for i in range(10_001):  # the addresses of those that may ask again are forgotten
         limits.count(f"client {i}")
     assert num_allowed(limits, "a") == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:0:1::5", "2001:db8:0:1::/64"),
+        ("2001:db8:0:1:ffff::", "2001:db8:0:1::/64"),
+        ("2001:db8:0:2::5", "2001:db8:0:2::/64"),
+        ("fe80::1%lo", "fe80::/64"),
+        ("::1", "::/64"),
+        ("testclient", "testclient"),
+        ("", ""),
+    ],
+)
+def test_the_addresses_of_one_ipv6_network_are_one_client(address, name):
+    assert network_of(address) == name
 
 
 def test_many_addresses_that_rest_take_no_memory(monkeypatch):
