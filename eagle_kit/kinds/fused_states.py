@@ -90,7 +90,8 @@ class FusedStatesKind(HeadKind[Config, Head]):
             )
 
         # The decoder layer: which parts it has is told by its tensors, and by the config without them.
-        is_latent, norms_heads = architecture in LATENT_LAYER, architecture in QWEN_LAYER
+        is_latent = architecture in LATENT_LAYER
+        norms_heads = architecture in QWEN_LAYER
         if names:
             is_latent = f"{ATTENTION}kv_a_proj_with_mqa.weight" in names
             norms_heads = f"{ATTENTION}q_norm.weight" in names
@@ -355,7 +356,8 @@ def _check_rope_of_speculators(layer: dict[str, Any], where: str) -> None:
     """Raise UserError for a layer that attends to everything and has another rotation for sliding windows,
     which is the one that speculators' trainer uses."""
     rope = read_table(layer, "rope_parameters", where)
-    trained, named = rope.get("sliding_attention"), rope.get("full_attention")
+    trained = rope.get("sliding_attention")
+    named = rope.get("full_attention")
     kinds = layer.get("layer_types") or ["full_attention"]
     if "full_attention" in kinds and trained is not None and trained != named:
         raise UserError(
@@ -372,7 +374,8 @@ def _lifted_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
     if ids is None:
         return config
     eagle = read_table(config, "eagle_config", where)
-    nested, stated = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
+    nested = eagle.get(LAYER_IDS)
+    stated = eagle.get(CONVENTION)
     if nested and _is_list_of_layers(nested) and _is_list_of_layers(ids):
         shifts = [SHIFTS[stated]] if stated in SHIFTS else list(SHIFTS.values())
         if not any([layer + shift for layer in nested] == ids for shift in shifts):

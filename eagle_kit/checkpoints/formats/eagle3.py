@@ -52,7 +52,8 @@ SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
 def layout(files: DraftFiles) -> tuple[Format | None, str]:
     """The format of a head from elsewhere, and whose layout it is, for people: layouts differ in names; what
     matters is how they number layers. Raises UserError for a part that our head has not."""
-    config, names = flatten_config(files.config, files.where), files.names
+    config = flatten_config(files.config, files.where)
+    names = files.names
     refuse_other_parts(config, files.where)
     if "speculators_model_type" in files.config:
         return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()

@@ -70,7 +70,8 @@ def measure_numbering(draft: str | Path, target: str | Path) -> Numbering | None
     """
     # What there is to decide, by files alone.
     files = open_draft(draft)
-    kind, folder = find_kind(files), resolve_target(target)
+    kind = find_kind(files)
+    folder = resolve_target(target)
     ids = unstated_ids(files, kind) if isinstance(kind, FusedStatesKind) else None
     config = read_target_config(folder)
     layers = readings_of(ids or [], config.num_layers)

@@ -151,7 +151,8 @@ class FolderTensors(Mapping[str, torch.Tensor]):
 def old_weight_files(folder: Path) -> list[Path]:
     """``pytorch_model.bin``, or the shards that its index names; empty where there are none. Raises UserError
     for an index that is no index, and for a shard that is missing."""
-    whole, index = folder / OLD_WEIGHTS, folder / f"{OLD_WEIGHTS}.index.json"
+    whole = folder / OLD_WEIGHTS
+    index = folder / f"{OLD_WEIGHTS}.index.json"
     if whole.is_file():
         return [whole]
     if not index.is_file():

@@ -178,7 +178,8 @@ def _run_masked(head: PEagleHead, batch: TTTBatch, detach_steps: bool, recompute
         sizes = [length, *map(len, masked)]
         (k0, *later_k), (v0, *later_v) = k.split(sizes), v.split(sizes)
         q0, *later_q = q.split([len(first.rows), *map(len, masked)])
-        out, own = [_attention(q0, k0, v0, None, None, first.within(window, 0), scale)], list[torch.Tensor]()
+        out = [_attention(q0, k0, v0, None, None, first.within(window, 0), scale)]
+        own = list[torch.Tensor]()
         for step, each in enumerate(later_q, start=1):
             if not len(each):
                 break

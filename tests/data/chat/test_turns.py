@@ -87,7 +87,8 @@ PAIRS = [
 def test_rows_from_windows_are_those_of_whole_renderings(
     name: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer, conversation = tokenizer_for(name), CASES[case]
+    tokenizer = tokenizer_for(name)
+    conversation = CASES[case]
     assert len(conversation.messages) > 2 * turns.WINDOW
     from_windows = rows_of(tokenizer, conversation)
     monkeypatch.setattr(turns, "WINDOW", 10_000)
@@ -112,7 +113,8 @@ def test_a_word_far_before_decides_where_the_template_looks_for_it() -> None:
 
 
 def test_rows_of_a_template_that_counts_messages_are_rendered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer, conversation = tokenizer_for("chatml"), talk(12)
+    tokenizer = tokenizer_for("chatml")
+    conversation = talk(12)
     before = tokenizer.chat_template
     tokenizer.chat_template = COUNTS
     try:

@@ -17,7 +17,9 @@ class Dense:
     """Attention under a dense mask, in fp64; layers with a window see positions in it alone."""
 
     def __init__(self, seen: torch.Tensor, positions: torch.Tensor, windows: list[int | None]) -> None:
-        self.seen, self.positions, self.windows = seen, positions, windows
+        self.seen = seen
+        self.positions = positions
+        self.windows = windows
 
     def __call__(self, layer, q, k, v):
         window = self.windows[layer]
