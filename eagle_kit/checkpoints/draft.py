@@ -29,7 +29,7 @@ from eagle_kit.models.targets.target import Target
 from eagle_kit.tuning.files import SHIPPED
 
 CARD = "README.md"
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 """Version of what :func:`resolve_draft` writes; increase it to invalidate earlier conversions."""
 
 

@@ -2,6 +2,7 @@
 into ours."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,7 +55,8 @@ def find_checkpoint(run_or_checkpoint: str | Path) -> Path:
     steps = [path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()]
     steps.sort(key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
     for candidate in (folder, folder / "best", *steps):
-        if (candidate / WEIGHTS).is_file() or (candidate / OLD_WEIGHTS).is_file():
+        names = (WEIGHTS, OLD_WEIGHTS, f"{WEIGHTS}.index.json", f"{OLD_WEIGHTS}.index.json")
+        if any((candidate / name).is_file() for name in names):
             return candidate
     raise UserError(f"The folder {folder} holds no draft.", "Give a run folder or a checkpoint.")
 
@@ -170,11 +172,13 @@ def write_with_card(
     files = replace(files, config=files.config | own, metadata=metadata)
     written = write_draft_as(files, kind, format, served)
     reasons: dict[str, str] = {}
-    for peer in PEER_ENGINES:
-        try:
-            write_draft_as(files, kind, peer, served)
-        except UserError as error:
-            reasons[peer] = error.cause
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats that nobody asked for
+        for peer in PEER_ENGINES:
+            try:
+                write_draft_as(files, kind, peer, served)
+            except UserError as error:
+                reasons[peer] = error.cause
     rounded = {name for name in files.tensors if not name.endswith(EXACT_SUFFIXES)}
     dtypes = {files.tensors[name].dtype for name in rounded if files.tensors[name].is_floating_point()}
     config = kind.read_config(files)

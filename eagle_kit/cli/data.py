@@ -154,6 +154,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     importing.add_argument(
         "--convention", choices=("inputs", "outputs"), default="inputs", help="what layers' numbers name"
     )
+    importing.add_argument(
+        "--max-missing",
+        type=int,
+        default=0,
+        metavar="N",
+        help="texts whose states may be missing or unusable; they are left out and counted (default 0)",
+    )
     importing.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
     for parser in (capture, importing):
         parser.add_argument(
@@ -185,18 +192,19 @@ def _preview(args: argparse.Namespace) -> int:
     config = _config(args)
     if not config.data.sources:
         raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
-    from eagle_kit.data.chat.dataset import conversations_of
+    from eagle_kit.data.chat.dataset import records_of
     from eagle_kit.data.chat.messages import Unusable
     from eagle_kit.data.chat.preview import preview
     from eagle_kit.data.chat.records import SkipLog
-    from eagle_kit.data.chat.rows import tokenize_chat
+    from eagle_kit.data.chat.rows import tokenize
     from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    excluded, skipped = ExcludedSets.load(config.data.decontaminate), SkipLog()
-    conversations = conversations_of(config.data, skipped)
-    chosen = next(islice(conversations, args.record, None), None)
+    excluded = ExcludedSets.load(config.data.decontaminate)
+    skipped = SkipLog(max_broken_lines=config.data.max_broken_lines)
+    records = records_of(config.data, skipped)
+    chosen = next(islice(records, args.record, None), None)
     unread = skipped.unread()
     if chosen is None:
         raise UserError(
@@ -210,7 +218,7 @@ def _preview(args: argparse.Namespace) -> int:
     remarks: Counter[str] = Counter()
     try:
         excluded.check(chosen)
-        chats = tokenize_chat(tokenizer, chosen, config.data.max_length, remarks)
+        chats = tokenize(tokenizer, chosen, config.data.max_length, remarks)
     except Unusable as reason:
         raise UserError(
             f"Training skips {chosen.where}: {reason}.", "Give another conversation with --record N."
@@ -461,8 +469,11 @@ def _import_states(args: argparse.Namespace) -> int:
     more: tuple[str, ...] = ("--from", str(args.folder), "--convention", args.convention)
     more += ("--layers", *args.layers) if args.layers else ()
     more += ("--no-check",) if args.no_check else ()
+    if args.max_missing < 0:
+        raise UserError(f"--max-missing is {args.max_missing}.", "Give 0 or more.")
+    more += ("--max-missing", str(args.max_missing)) if args.max_missing else ()
     about = {"layers": layers, "convention": args.convention, "checks": not args.no_check}
-    other = OtherEngine("import-states", more, args.folder, **about)
+    other = OtherEngine("import-states", more, args.folder, **about, max_missing=args.max_missing)
     options = CaptureOptions(
         out=args.out, verify=args.verify, arguments=(args.config, *args.overrides), other=other
     )

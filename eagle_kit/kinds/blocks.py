@@ -18,7 +18,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, soften
 from eagle_kit.kinds.support import findings
 from eagle_kit.kinds.support.beginning import check_old_head, check_vocab_size, start_output
-from eagle_kit.kinds.support.config_json import layer_to_dict
+from eagle_kit.kinds.support.config_json import layer_to_dict, partial_rotary_dim
 from eagle_kit.kinds.support.conventions import Convention
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
@@ -85,7 +85,7 @@ class BlockKind(HeadKind[Config, Head]):
         table = read_table(raw, TABLE, where)
         self.refuse_other_heads({**raw, **table}, where)
         check_activation(layer, where)
-        sizes = read_decoder(layer, where)
+        sizes = read_decoder(layer, where) | {"rotary_dim": partial_rotary_dim(layer, where)}
         layers = read_size(layer, "num_hidden_layers", where, most=MAX_LAYERS)
         bias = read_flag(layer, "attention_bias", where)
         block = read_size({**table, **raw}, "block_size", where, most=MAX_BLOCK)

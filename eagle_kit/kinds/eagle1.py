@@ -12,12 +12,15 @@ and vLLM take it for biases of attention.
 
 from typing import Any
 
+import torch
+
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.kind import OUTPUT, HeadKind, Weights, describe_attention
-from eagle_kit.kinds.support.config_json import LAYER_SIZES, layer_to_dict, read_layer
+from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention
+from eagle_kit.kinds.support.config_json import LAYER_SIZES, OWN_EMBEDDING, layer_to_dict, read_layer
 from eagle_kit.kinds.support.files import DraftFiles
-from eagle_kit.models.config import FAMILIES, TargetConfig
+from eagle_kit.kinds.support.structure import count_layers, joins_embedding
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_number, read_size
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.heads.eagle3 import Eagle3Config
@@ -36,22 +39,20 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
     algorithms, vllm_method = ("EAGLE", "NEXTN"), "eagle"
     config_class, head_class = Eagle1Config, Eagle1Head
     trained_as = ("eagle1",)
+    may_own_embedding = True
     settings = frozenset(
         {
-            *("head.intermediate_size", "head.fc_bias", "training.regression", "training.feature_noise"),
+            *("head.intermediate_size", "head.fc_bias", "head.own_embedding"),
+            *("training.regression", "training.feature_noise"),
             "training.detach_steps",
             *("training.down_sample_ratio", "training.down_sample_ratio_min"),
         }
     )
 
     def recognises(self, files: DraftFiles) -> bool:
-        """See :class:`~eagle_kit.kinds.kind.DraftKind`. A published head may also call itself a Llama of one
-        layer, and is then known by its ``fc``, which joins feature and embedding and which no whole model
-        has."""
-        name = files.architecture
-        is_small_llama = name in {"?", *FAMILIES} and files.config.get("num_hidden_layers") == 1
-        has_fc = is_small_llama and any(tensor.endswith("fc.weight") for tensor in files.names)
-        return "eagle" in name.lower() or has_fc
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`. A published head may also call itself a Llama, and is
+        then known by its ``fc``, which joins state and embedding and which no whole model has."""
+        return "eagle" in files.architecture.lower() or joins_embedding(files)
 
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Eagle1Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; names of the tensors tell which biases there are."""
@@ -63,8 +64,15 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
                     f"The config.json in {where} says {key}, but {tensor} is missing in the weights.",
                     "Use config.json and weights of one checkpoint.",
                 )
+        layers = count_layers(files) or read_size(raw, "num_hidden_layers", where, 1)
+        if layers != 1:
+            raise UserError(
+                f"The draft in {where} has {layers} decoder layers, and an {self.title} here has one.",
+                "Use a head of one layer.",
+            )
         return Eagle1Config(
             **read_layer(raw, where),
+            own_embedding=read_flag(files.own, OWN_EMBEDDING, where),
             attention_bias=BIASES["qkv_bias"] in names,
             attention_out_bias=f"{LAYER}self_attn.o_proj.bias" in names,
             fc_bias=BIASES["bias"] in names,
@@ -90,7 +98,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
 
     def published_name(self, part: str) -> str:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
-        return part if part.startswith("fc.") else LAYER + part
+        return part if part.startswith(("fc.", "embed_tokens.")) else LAYER + part
 
     def take(self, files: DraftFiles, config: Eagle1Config, target: Target | None) -> Weights:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; vLLM lets the copy of the output layer have fewer
@@ -122,8 +130,17 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         return Eagle1Config(
             **sizes | {"intermediate_size": width},
             fc_bias=settings.fc_bias,
+            own_embedding=settings.own_embedding,
             logit_scale=target.logit_scale,
         )
+
+    def new_head(self, settings: HeadConfig, config: Eagle1Config, start: Start) -> Eagle1Head:
+        """See :class:`~eagle_kit.kinds.kind.HeadKind`; an embedding of its own begins as the target's."""
+        head = super().new_head(settings, config, start)
+        if head.embed_tokens is not None:
+            with torch.no_grad():
+                head.embed_tokens.weight.copy_(start.target.embed_tokens.weight)
+        return head
 
 
 EAGLE1 = Eagle1Kind()

@@ -9,20 +9,22 @@ from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.fused_states import (
     ARCHITECTURES,
-    CONVENTION,
     FLAGS,
     FusedStatesKind,
     chosen_fields,
-    numbering,
+    read_states,
     start_new_head,
 )
 from eagle_kit.kinds.kind import Start, describe_attention
-from eagle_kit.kinds.support.beginning import check_old_head
 from eagle_kit.kinds.support.conventions import Convention
-from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
+from eagle_kit.kinds.support.files import DraftFiles
+from eagle_kit.kinds.support.structure import fuses_states, joins_embedding
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.target import Target
+
+PLACES = ("norm_output", "norm_before_residual")
+"""Flags that say where a norm stands, and not whether there is one."""
 
 
 class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
@@ -36,6 +38,7 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
     settings = frozenset(
         {
             *(f"head.{name}" for name in (*FLAGS, "draft_vocab_size", "vocab_map", "aux_layer_ids")),
+            *("head.qk_norm", "head.own_embedding"),
             *("head.lm_head_init", "head.intermediate_size", "head.sliding_window", "head.start_from"),
             "head.init",
             *("training.loss", "training.dpace_alpha", "training.feature_noise"),
@@ -46,31 +49,34 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
-        return files.architecture in ARCHITECTURES or "Eagle3" in files.architecture
+        is_named = files.architecture in ARCHITECTURES or "Eagle3" in files.architecture
+        return fuses_states(files) or (is_named and not joins_embedding(files))
 
     def describe(self, config: Eagle3Config, dtype: str) -> str:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         text = (
             f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) and a "
             f"draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens, in {dtype}. "
-            f"It reads the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}."
+            f"It reads {read_states(config)}."
         )
-        variant = [flag for flag in FLAGS if getattr(config, flag)]
-        return text + (f" EAGLE-3.1 options: {', '.join(variant)}." if variant else "")
+        variant = [flag for flag in (*FLAGS, "qk_norm", "own_embedding") if getattr(config, flag)]
+        return text + (f" Options: {', '.join(variant)}." if variant else "")
 
     def conventions(self, head: Eagle3Head, target: TargetConfig) -> list[Convention]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the flags that say where a norm stands, too."""
-        return [*super().conventions(head, target), *(_flipped(flag, head.config) for flag in FLAGS[1:])]
+        return [*super().conventions(head, target), *(_flipped(flag, head.config) for flag in PLACES)]
 
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle3Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         if settings.start_from is not None:
-            return _old_config(settings, target)
+            return self.old_config(settings, target)
         latent = settings.kind == "eagle3-mla"
         if latent and settings.sliding_window is not None:
             raise UserError(
                 "head.sliding_window is for a Llama layer.", "Leave it out, or set head.kind=eagle3."
             )
+        if latent and settings.qk_norm:
+            raise UserError("head.qk_norm is for a Llama layer.", "Leave it out, or set head.kind=eagle3.")
         if latent and target.mla is None:
             raise UserError(
                 "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
@@ -83,9 +89,7 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
     def new_head(self, settings: HeadConfig, config: Eagle3Config, start: Start) -> Eagle3Head:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         if settings.start_from is not None:
-            old = self.read(open_draft(settings.start_from), start.target, device=start.device)
-            old.config = config
-            return old
+            return self.old_head(settings, config, start)
         if settings.init == "checkpoint":
             raise UserError(
                 "head.init is checkpoint, but no target's checkpoint has an EAGLE-3 head.",
@@ -111,7 +115,8 @@ def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
     names = [name for name in wanted if name not in ("input_layernorm.weight", "hidden_norm.weight")]
     named = {name: layer[name] for name in names if name in layer and layer[name].shape == wanted[name]}
     others = layer.keys() - named.keys()
-    if named.keys() != set(names) or others != {"input_layernorm.weight"} or head.fc.weight.shape[1] % size:
+    width = size if head.fc is None else head.fc.weight.shape[1]
+    if named.keys() != set(names) or others != {"input_layernorm.weight"} or width % size:
         raise UserError(
             "head.init is last-layer, but the target's last layer has not the parts and sizes of the head's.",
             "Set head.init=random, and leave head.intermediate_size out.",
@@ -123,7 +128,8 @@ def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
             elif name in named:
                 parameter.copy_(named[name])
         ours.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
-        head.fc.weight.zero_()[:, -size:].fill_diagonal_(1.0)
+        if head.fc is not None:
+            head.fc.weight.zero_()[:, -size:].fill_diagonal_(1.0)
 
 
 def _flipped(flag: str, config: Eagle3Config) -> Convention:
@@ -139,26 +145,3 @@ def _flipped(flag: str, config: Eagle3Config) -> Convention:
     said, depth = str(value).lower(), 2 if flag == "norm_output" else 1
     remedy = f"Set {flag} to {said} in the draft's config.json."
     return Convention("norm convention", f"{flag} {said}", remedy, change, depth)
-
-
-def _old_config(settings: HeadConfig, target: TargetConfig) -> Eagle3Config:
-    """The architecture of the head that ``start_from`` names. Raises UserError for one of another target or
-    kind, and for one that names layers without saying whether their inputs or outputs are meant, and does not
-    look as if inputs were."""
-    folder = str(settings.start_from)
-    files = open_draft(folder)
-    found = EAGLE3.read_config(files, target)
-    is_foreign = OWN not in files.config and "speculators_model_type" not in files.config
-    stated = (files.config.get("eagle_config") or {}).get(CONVENTION)
-    if is_foreign and stated is None and numbering(files) != "input":
-        raise UserError(
-            f"The head of head.start_from, {folder}, numbers the layers it reads as other projects do.",
-            f"Give the folder that eagle-kit import {folder} --out DIR writes.",
-        )
-    sizes = (
-        ("kind", "eagle3" if found.mla is None else "eagle3-mla", settings.kind),
-        ("target_hidden_size", found.target_hidden_size, target.hidden_size),
-        ("vocab_size", found.vocab_size, target.vocab_size),
-    )
-    check_old_head(folder, sizes)
-    return found

@@ -7,6 +7,7 @@ kind in a file of this folder, and a line in :mod:`eagle_kit.kinds.registry`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -20,7 +21,7 @@ from eagle_kit.data.chat.vocab_map import VocabMap
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.kinds.support import findings
 from eagle_kit.kinds.support.conventions import Convention, shared_conventions
-from eagle_kit.kinds.support.copies import warn_unless_copy
+from eagle_kit.kinds.support.copies import is_copy, warn_unless_copy
 from eagle_kit.kinds.support.files import DraftFiles
 from eagle_kit.kinds.support.findings import Finding, TargetFolder
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
@@ -94,6 +95,7 @@ class Weights(NamedTuple):
         copies: of the target's embedding and output layer, which are not used.
         buffers: by our names.
         borrows_output: the output layer is the target's, though the kind has one.
+        ties_output: the output layer is the embedding, which is the head's own or the target's.
     """
 
     config: Any
@@ -101,6 +103,7 @@ class Weights(NamedTuple):
     copies: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     borrows_output: bool = False
+    ties_output: bool = False
 
 
 class Start(NamedTuple):
@@ -138,6 +141,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         trained_as: the values of ``head.kind`` that train it.
         settings: keys of a training config that have a meaning for it, of those of :data:`KIND_SETTINGS`.
         needs_layers: its first weights are read from the target's layers.
+        may_own_embedding: a head may have an embedding of its own, which its architecture says.
         down_sample_ratio: what ``training.down_sample_ratio`` is where a config does not say it.
     """
 
@@ -149,6 +153,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     trained_as: ClassVar[tuple[str, ...]]
     settings: ClassVar[frozenset[str]]
     needs_layers: ClassVar[bool] = False
+    may_own_embedding: ClassVar[bool] = False
     down_sample_ratio: ClassVar[float] = 1.0
 
     # On disk
@@ -188,19 +193,34 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         copies = {name: tensors.pop(name) for name in (EMBEDDING,) if name in tensors}
         return Weights(config, tensors, copies, {})
 
+    def with_own_embedding(self, found: Weights, target: Target | None) -> Weights:
+        """Give a head the embedding that its files bring, where it is its own: the architecture says so, or
+        it has other values than the target's. A head that reads the target's needs none."""
+        brought = found.copies.get(EMBEDDING)
+        if brought is None or not self.may_own_embedding:
+            return found
+        is_own = found.config.own_embedding
+        if not is_own and target is not None:
+            is_own = not is_copy(brought, target.embed_tokens.weight)
+        if not is_own:
+            return found
+        config = replace(found.config, own_embedding=True)
+        copies = {name: copy for name, copy in found.copies.items() if name != EMBEDDING}
+        return found._replace(config=config, tensors={**found.tensors, EMBEDDING: brought}, copies=copies)
+
     def weights(self, files: DraftFiles, config: Config, target: Target | None = None) -> Weights:
         """Read every tensor and account for it.
 
         Raises:
             UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible map.
         """
-        found = self.take(files, config, target)
+        found = self.with_own_embedding(self.take(files, config, target), target)
         with torch.device("meta"):
             head = self.head_class(found.config)
         parts = (part for group in self.parts(head, found.tensors).values() for part in group)
         expected = expected_shapes(parts, found.tensors, read_fp8_layout(files.config, files.where))
         tensors = dict(found.tensors)
-        if found.borrows_output:
+        if found.borrows_output or found.ties_output:
             del expected[OUTPUT]
         if EMBEDDING in found.copies:
             expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
@@ -244,6 +264,8 @@ class HeadKind(DraftKind, Generic[Config, Head]):
                 warn_unless_copy(name, found.copies.get(name), own, files.where)
         if found.borrows_output:
             tensors[OUTPUT] = _borrowed_output(config, target, files.where)
+        if found.ties_output:
+            tensors[OUTPUT] = _tied_output(config, tensors.get(EMBEDDING), target, files.where)
         with torch.device("meta"):
             head = self.head_class(found.config)
         layout = read_fp8_layout(files.config, files.where)
@@ -294,7 +316,12 @@ class HeadKind(DraftKind, Generic[Config, Head]):
             findings.check_values(dequantised(found.tensors, layout))
         except UserError as error:
             return Finding("error", "weights", error.cause, error.remedy)
-        brought = f" It brings {' and '.join(found.copies)}; the target's are used." if found.copies else ""
+        brought = ""
+        if found.copies:
+            used = "the target's are used"
+            if self.may_own_embedding and EMBEDDING in found.copies:
+                used = f"{EMBEDDING} is used where it is not the target's"
+            brought = f" It brings {' and '.join(found.copies)}; {used}."
         ok = f"every tensor is there, is finite and has the shape and scale of a head's.{brought}"
         return Finding("ok", "weights", ok)
 
@@ -445,6 +472,21 @@ def _borrowed_output(config: HeadArchitecture, target: Target | None, where: str
     weight = target.head_weight.detach()
     shape = (config.draft_vocab_size, config.hidden_size)
     check_tensors({OUTPUT: weight}, {OUTPUT: shape}, "the target")
+    return weight.clone()
+
+
+def _tied_output(
+    config: HeadArchitecture, own: torch.Tensor | None, target: Target | None, where: str
+) -> torch.Tensor:
+    """A copy of the head's ``own`` embedding, or of the target's."""
+    if own is None and target is None:
+        raise UserError(
+            f"The draft in {where} has its target's embedding for its output layer (tie_word_embeddings).",
+            "Load it together with its target.",
+        )
+    weight = target.embed_tokens.weight.detach() if own is None and target is not None else own
+    assert weight is not None
+    check_tensors({OUTPUT: weight}, {OUTPUT: (config.draft_vocab_size, config.hidden_size)}, where)
     return weight.clone()
 
 

@@ -1,11 +1,10 @@
 """P-EAGLE heads: EAGLE-3's layout with more layers and a mask.
 
 The mask's embedding is a parameter here, ``mask_embedding``. Other projects keep it as a row, that of
-``mask_token_id`` (``ptd_token_id``, ``pard_token``), of an embedding of the head's own; the other rows of
-that one are taken for copies of the target's.
+``mask_token_id`` (``ptd_token_id``, ``pard_token``), of an embedding in the head's files. Where the other
+rows are not the target's, that embedding is the head's own.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,39 +13,45 @@ from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.fused_states import (
-    ARCHITECTURES,
-    FLAGS,
+    LAYERS,
     FusedStatesKind,
     chosen_fields,
+    flatten_config,
+    read_states,
+    sliding_layers,
     start_new_head,
 )
 from eagle_kit.kinds.kind import EMBEDDING, Start, Weights, describe_attention
 from eagle_kit.kinds.support.copies import other_rows
 from eagle_kit.kinds.support.files import DraftFiles, without_keys
+from eagle_kit.kinds.support.structure import fuses_states
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import MAX_LAYERS, read_size, read_table, wrong_value
+from eagle_kit.models.config_parts import wrong_value
 from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
 from eagle_kit.models.targets.target import Target
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Keys of configs for the token whose row is the mask's embedding; ours and speculators', vLLM's, and one
 that vLLM reads too."""
-MASK_EMBEDDING, MASK_HIDDEN, LAYERS = "mask_embedding", "mask_hidden", "num_hidden_layers"
+MASK_EMBEDDING, MASK_HIDDEN = "mask_embedding", "mask_hidden"
 
 
 class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
-    """P-EAGLE (arXiv 2602.01469), with Llama layers."""
+    """P-EAGLE (arXiv 2602.01469), with Llama or Qwen3 layers."""
 
     name, title = "p-eagle", "P-EAGLE draft head"
     algorithms, vllm_method, vllm_options = ("P-EAGLE",), "eagle3", {"parallel_drafting": True}
     config_class, head_class = PEagleConfig, PEagleHead
     speculators_model_type = "peagle"
+    has_many_layers = True
     trained_as = ("p-eagle",)
     down_sample_ratio = 0.8
     settings = frozenset(
         {
-            *(f"head.{name}" for name in (*FLAGS[::2], "draft_vocab_size", "vocab_map", "aux_layer_ids")),
+            *("head.fc_norm", "head.norm_before_residual", "head.norm_before_fc", "head.qk_norm"),
+            *("head.draft_vocab_size", "head.vocab_map", "head.aux_layer_ids", "head.own_embedding"),
             *("head.lm_head_init", "head.intermediate_size", "head.num_layers", "head.mask_token_id"),
+            *("head.sliding_window", "head.start_from"),
             *("training.loss", "training.feature_noise"),
             *("training.down_sample_ratio", "training.down_sample_ratio_min"),
         }
@@ -56,26 +61,22 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
         if files.config.get("speculators_model_type") == self.speculators_model_type:
             return True
-        is_fused = files.architecture in ARCHITECTURES or "Eagle" in files.architecture
+        is_fused = fuses_states(files) or (not files.names and "Eagle" in files.architecture)
         keys = ("parallel_drafting", *MASK_KEYS)
         return is_fused and (any(files.config.get(key) for key in keys) or MASK_HIDDEN in files.names)
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
         """See :class:`~eagle_kit.kinds.fused_states.FusedStatesKind`."""
         config, where = files.config, files.where
-        inner = read_table(config, "transformer_layer_config", where)
-        one_layer = without_keys(config, (LAYERS,))
-        if inner:
-            one_layer |= {"transformer_layer_config": without_keys(inner, (LAYERS,))}
-        fields = super().read_fields(replace(files, config=one_layer), target)
+        fields = super().read_fields(files, target)
         if fields["mla"] is not None:
             raise UserError(
                 f"The P-EAGLE draft in {where} has latent attention.", "Use a head with Llama layers."
             )
-        if fields["sliding_window"] is not None or fields["norm_output"]:
+        if not fields["aux_layer_ids"]:
             raise UserError(
-                f"The P-EAGLE draft in {where} has a sliding window or norm_output, which ours has not.",
-                "Serve it with the engine it was made for.",
+                f"The P-EAGLE draft in {where} reads no captured states (use_aux_hidden_state is false).",
+                "Use a head that reads them.",
             )
         named = {key: config[key] for key in MASK_KEYS if config.get(key) is not None}
         if not named:
@@ -88,8 +89,15 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
             raise wrong_value(key, number, where, f"the same token as {', '.join([*named][1:])}")
         if type(number) is not int or not 0 <= number < fields["vocab_size"]:
             raise wrong_value(key, number, where, f"a token below {fields['vocab_size']}")
-        layers = read_size(inner or config, LAYERS, where, most=MAX_LAYERS)
-        return {**fields, "num_layers": layers, "mask_token_id": number}
+        flat = flatten_config(config, where, self.speculators_model_type)
+        layers = self.num_layers(files, flat)
+        own = {
+            "norm_output": False,  # nothing is fed back
+            "num_layers": layers,
+            "mask_token_id": number,
+            "sliding_layers": sliding_layers(flat, layers, where),
+        }
+        return fields | own
 
     def write_config(self, config: PEagleConfig) -> dict[str, Any]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
@@ -107,9 +115,10 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         row = config.mask_token_id
         if embedding is not None and row < len(embedding):
             tensors.setdefault(MASK_EMBEDDING, embedding[row].clone())
-            if target is not None:  # the rest is what must be the target's
-                _check_mask(files, row, embedding, target.embed_tokens.weight)
-                theirs = target.embed_tokens.weight[row].to(embedding.device, embedding.dtype)
+            weight = None if target is None else target.embed_tokens.weight
+            if weight is not None and weight.shape == embedding.shape:  # the rest may be the target's
+                _check_mask(files, row, embedding, weight)
+                theirs = weight[row].to(embedding.device, embedding.dtype)
                 copies[EMBEDDING] = embedding.index_copy(0, torch.tensor([row]), theirs[None])
         return found._replace(copies=copies)
 
@@ -118,9 +127,8 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         return (
             f"{config.num_layers} decoder layers of hidden size {config.hidden_size} "
             f"({describe_attention(config)}) and a draft vocabulary of {config.draft_vocab_size} of "
-            f"{config.vocab_size} tokens, in {dtype}. It reads the inputs of target layers "
-            f"{', '.join(map(str, config.aux_layer_ids))} and drafts all steps in one pass, the later ones "
-            f"over masks (token {config.mask_token_id})."
+            f"{config.vocab_size} tokens, in {dtype}. It reads {read_states(config)} and drafts all steps in "
+            f"one pass, the later ones over masks (token {config.mask_token_id})."
         )
 
     def suggested_shape(self, config: PEagleConfig) -> SpecShape:
@@ -129,20 +137,30 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
 
     def new_config(self, settings: HeadConfig, target: TargetConfig) -> PEagleConfig:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's token is the last one by default."""
+        if settings.start_from is not None:
+            return self.old_config(settings, target)
         mask = target.vocab_size - 1 if settings.mask_token_id is None else settings.mask_token_id
         if mask >= target.vocab_size:
             raise UserError(
                 f"head.mask_token_id is {mask}, but the target has {target.vocab_size} tokens.",
                 "Name a token of the target that its texts do not have.",
             )
+        if settings.aux_layer_ids == ():
+            raise UserError("head.aux_layer_ids is empty.", "Name inputs of layers, or set head.kind=eagle3.")
+        num_layers = 4 if settings.num_layers is None else settings.num_layers
+        slides = settings.sliding_window is not None
         fields = chosen_fields(settings, target) | {
             "mask_token_id": mask,
-            "num_layers": 4 if settings.num_layers is None else settings.num_layers,
+            "num_layers": num_layers,
+            "sliding_window": settings.sliding_window,
+            "sliding_layers": tuple(range(num_layers)) if slides else (),
         }
         return PEagleConfig.for_target(target, settings.num_draft_tokens, **fields)
 
     def new_head(self, settings: HeadConfig, config: PEagleConfig, start: Start) -> PEagleHead:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's embedding begins as the mean of all."""
+        if settings.start_from is not None:
+            return self.old_head(settings, config, start)
         head = start_new_head(PEagleHead(config), settings, start)
         with torch.no_grad():
             head.mask_embedding.copy_(start.target.embed_tokens.weight.float().mean(0))

@@ -31,11 +31,19 @@ KINDS: tuple[DraftKind, ...] = (
 OTHERS = {
     "medusa": "Medusa heads",
     "dflash2": "a DFlash2 draft",
+    "domino": "a Domino draft, a DFlash draft whose logits a recurrent layer over its own tokens corrects",
+    "jetspec": "a JetSpec draft, which drafts trees of blocks",
+    "xpress": "an XPress draft",
+    "dflare": "a DFlare draft",
+    "vispec": "a ViSpec draft, which compresses images",
+    "multimodaleagle": "an MSD draft, which reads images",
+    "kimik3eagle3": "a draft with Kimi K3's layer, whose attention is gated and rotates nothing",
+    "llamaeagledraftmodel": "an EAGLE-1 draft of NeMo, with a norm in front of its layer and one behind it",
     **dict.fromkeys(
         ("gemma4dspark", "omnidspark", "k3dspark"), "a DSpark draft with layers that are not Qwen3's"
     ),
     "mlpspeculator": "an MLP speculator",
-    "eagle3qwen3": "an EAGLE-3 head with a Qwen3 layer, which norms queries and keys",
+    "eagle3gemma": "an EAGLE-3 head with Gemma's layer, whose norms multiply by 1 + weight",
     "eaglellama4": "an EAGLE head with a Llama 4 layer",
     "llama4forcausallmeagle": "an EAGLE head with a Llama 4 layer",
 }
@@ -58,6 +66,7 @@ def find_kind(files: DraftFiles) -> DraftKind:
     """The kind of a draft. Raises UserError for one that we do not have."""
     words = [*(files.config.get("architectures") or [])]
     words += [files.config.get("model_type"), files.config.get("speculators_model_type")]
+    words += [table.get("projector_type") for table in _tables_of_blocks(files.config)]
     text = " ".join(str(word).lower() for word in words if word)
     for part, what in OTHERS.items():
         if part in text:
@@ -66,6 +75,12 @@ def find_kind(files: DraftFiles) -> DraftKind:
                 "Serve it with the engine it was made for, or train an EAGLE-3 head.",
             )
     return next(kind for kind in KINDS if kind.recognises(files))
+
+
+def _tables_of_blocks(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tables of a config that say which correction a draft of blocks has."""
+    tables = [config, config.get("dflash_config"), config.get("dspark_config")]
+    return [table for table in tables if isinstance(table, dict)]
 
 
 def find_head_kind(files: DraftFiles) -> HeadKind[Any, Any]:

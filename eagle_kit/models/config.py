@@ -192,6 +192,8 @@ class TargetConfig(DecoderConfig):
             )
         config = text_config(config, where)
         is_hybrid, is_glm = family in QWEN_HYBRIDS, family == "glm4_moe"
+        if not is_hybrid and not is_glm and not family.startswith("deepseek"):
+            _refuse_partial_rotation(config, family, where)
         bias = read_flag(config, "attention_bias", where)
         mla = read_mla(config, where) if family.startswith("deepseek") else None
         return cls(
@@ -208,7 +210,9 @@ class TargetConfig(DecoderConfig):
             or (is_glm and read_flag(config, "use_qk_norm", where)),
             norms_in_fp32=is_hybrid,
             gates_attention=is_hybrid,
-            rotary_dim=_rotary_dim(config, where, 0.5 if is_glm else 0.25) if is_hybrid or is_glm else None,
+            rotary_dim=read_rotary_dim(config, where, 0.5 if is_glm else 0.25)
+            if is_hybrid or is_glm
+            else None,
             eos_token_ids=read_ids(config, "eos_token_id", where),
             mla=mla,
             moe=read_moe(config, family, where),
@@ -254,6 +258,7 @@ class HeadArchitecture:
         aux_layer_ids: captured states, as *inputs* of these target layers (``hidden_states[i]`` of Hugging
             Face); empty for heads that read the target's final states.
         num_modules: 1, or one for every step of a draft.
+        own_embedding: the head has an embedding of its own, and does not read the target's.
         target: name of the target, for people and checks.
         template_hash: hash of the chat template the head was trained with; empty when unknown.
     """
@@ -265,6 +270,7 @@ class HeadArchitecture:
     max_position_embeddings: int
     aux_layer_ids: tuple[int, ...]
     num_modules: int = 1
+    own_embedding: bool = False
     target: str
     template_hash: str
 
@@ -343,8 +349,23 @@ def mtp_count(config: dict[str, Any]) -> str:
     return "mtp_num_hidden_layers" if "mtp_num_hidden_layers" in config else "num_nextn_predict_layers"
 
 
-def _rotary_dim(config: dict[str, Any], where: str, default: float) -> int:
-    """Number of rotated elements of a head, from their share."""
+def _refuse_partial_rotation(config: dict[str, Any], family: str, where: str) -> None:
+    """Raise UserError for a target that rotates a share of a head, though its family rotates all: there
+    transformers ignores the share and vLLM does not."""
+    rope = read_table(with_one_rope(config, where), "rope_parameters", where)
+    share = {**config, **rope}.get("partial_rotary_factor")
+    if share not in (None, 1, 1.0):
+        raise UserError(
+            f"The config.json in {where} says partial_rotary_factor {shown(share)}, and targets of the "
+            f"family {family} rotate the whole head in transformers and a part of it in vLLM.",
+            "Remove partial_rotary_factor from it if the model was trained with the whole head rotated.",
+        )
+
+
+def read_rotary_dim(config: dict[str, Any], where: str, default: float) -> int:
+    """Number of rotated elements of a head, from their share, ``default`` where it is not stated. Raises
+    UserError for a share that is no even number of them."""
+    config = with_one_rope(config, where)
     heads = read_size(config, "num_attention_heads", where)
     head_dim = read_size(config, "head_dim", where, read_size(config, "hidden_size", where) // heads)
     rope = read_table(config, "rope_parameters", where)
@@ -398,11 +419,15 @@ def read_rope(
 ) -> tuple[float, dict[str, Any] | None]:
     """RoPE base and scaling of a Hugging Face config, from ``rope_parameters``, or ``rope_theta`` and
     ``rope_scaling``. Raises UserError for what cannot be computed."""
+    config = with_one_rope(config, where)
     rope = read_table(config, "rope_parameters", where) or read_table(config, "rope_scaling", where)
+    rope.pop("partial_rotary_factor", None)  # see read_rotary_dim
     base = {"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}
     theta = float(read_number(base, "rope_theta", where, 10000.0))
     old_kind = rope.pop("type", None)
     kind = rope.get("rope_type") or old_kind or "default"
+    if kind == "mrope":  # the three positions of a token of text are the same
+        kind = "default"
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
         raise UserError(
             f"The RoPE scaling {shown(kind)} of this config is not supported.",
@@ -421,6 +446,36 @@ def read_rope(
             f"Give a base above 1 and factors that ascend. {COPY_AGAIN}",
         )
     return theta, None if kind == "default" else {**rope, "rope_type": kind}
+
+
+def with_one_rope(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """A config with one RoPE, that of its layers' kind, where ``rope_parameters`` has one for each kind.
+
+    Raises:
+        UserError: its layers are of several kinds with other rotations, or of one that has none.
+    """
+    rope = read_table(config, "rope_parameters", where)
+    by_kind = {kind: value for kind, value in rope.items() if isinstance(value, dict)}
+    if not by_kind:
+        return config
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or not kinds:
+        kinds = ["sliding_attention" if read_flag(config, "use_sliding_window", where) else "full_attention"]
+    used = [by_kind.get(kind) for kind in dict.fromkeys(map(str, kinds))]
+    if None in used:
+        raise UserError(
+            f"The rope_parameters of the config.json in {where} are those of {', '.join(by_kind)}, and its "
+            f"layers are of the kind {shown(kinds[used.index(None)])}.",
+            COPY_AGAIN,
+        )
+    if any(each != used[0] for each in used):
+        raise UserError(
+            f"The layers in {where} are of several kinds that rotate differently ({', '.join(by_kind)}), "
+            "which is not supported.",
+            "Use a model whose layers have one RoPE.",
+        )
+    shared = {key: value for key, value in rope.items() if key not in by_kind}
+    return {**config, "rope_parameters": {**shared, **(used[0] or {})}}
 
 
 def _context(config: dict[str, Any], family: str, where: str) -> int:

@@ -230,7 +230,7 @@ def test_the_card_tells_how_it_was_trained_and_how_to_serve_it():
     for words in (
         "base_model: HuggingFaceTB/SmolLM2-135M-Instruct",
         "draft vocabulary of 67 of 131 tokens, in bfloat16",
-        "EAGLE-3.1 options: fc_norm",
+        "Options: fc_norm",
         "quantised copy",
         "* data: source /data/chats.jsonl, conversations 1,234, vocab coverage 0.9877",
         "* optimiser steps: 4,000",

@@ -58,12 +58,12 @@ def test_preview_and_prompts_say_what_they_could_not_read(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bad, some = tmp_path / "bad.jsonl", tmp_path / "some.jsonl"
-    bad.write_text('{"text": "?"}\n[]\n')
-    some.write_text('{"text": "?"}\n{"prompt": "Why?", "completion": "So."}\n')
+    bad.write_text('{"words": "?"}\n[]\n')
+    some.write_text('{"words": "?"}\n{"prompt": "Why?", "completion": "So."}\n')
     assert main(["data", "preview", str(config), f"data.source={bad}"]) == 2
-    assert "2 records cannot be read: no conversations" in error(capsys)
+    assert "2 records cannot be read: no messages" in error(capsys)
     assert main(["data", "preview", str(config), f"data.source={some}"]) == 0
-    assert "note: before it, 1 records cannot be read: no conversations" in capsys.readouterr().out
+    assert "note: before it, 1 records cannot be read: no messages" in capsys.readouterr().out
     command = ["data", "prompts", "--limit", "1", "--source"]
     assert main([*command, str(bad), "--out", str(tmp_path / "p.jsonl")]) == 2
     assert "2 records cannot be read" in error(capsys)

@@ -37,10 +37,12 @@ LAYER = ABOUT | {
     "rope_scaling": ROPE,
     "max_position_embeddings": 77,
     "attention_bias": True,
+    "rotary_dim": 4,
 }
 STATES = LAYER | {"target_hidden_size": 64, "draft_vocab_size": 99, "aux_layer_ids": (0, 12)}
 LATENTS = {"mla": DEEPSEEK.mla, "num_kv_heads": 6, "head_dim": DEEPSEEK.head_dim}
-FLAGS = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}
+FLAGS = {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "norm_before_fc": True}
+FLAGS |= {"qk_norm": True, "own_embedding": True}
 SLIDING = {"sliding_window": 65, "sliding_layers": (0, 2)}
 BLOCK = STATES | {
     "mask_token_id": 3,
@@ -52,13 +54,15 @@ BLOCK = STATES | {
 }
 OTHERS = {
     Eagle3Config: STATES | FLAGS | {"mla": LATENTS, "sliding_window": 65},
-    PEagleConfig: STATES | FLAGS | {"num_layers": 3, "mask_token_id": 3},
+    PEagleConfig: STATES | FLAGS | {"num_layers": 3, "mask_token_id": 3, "sliding_layers": SLIDING},
     DFlashConfig: BLOCK | {"predicts_next": True},
     DSparkConfig: BLOCK
     | {"predicts_next": False, "markov_rank": 9, "markov_form": "rnn"}
     | {"has_confidence": {"has_confidence": False, "confidence_reads_token": False}}
     | {"confidence_reads_token": False},
-    Eagle1Config: LAYER | {"attention_out_bias": True, "fc_bias": False, "logit_scale": 0.25},
+    Eagle1Config: LAYER
+    | {"attention_out_bias": True, "fc_bias": False, "logit_scale": 0.25}
+    | {"own_embedding": True},
 }
 """Another value of each field, or of it and those that it needs."""
 NEVER = {
@@ -177,6 +181,9 @@ def test_other_engines_find_windows_and_rotations_where_they_look():
 
 NAMES_SLIDING = {"layer_types": ["sliding_attention"] * 5, "sliding_window": 65}
 NARROW = {"sliding_window": 16, "sliding_window_non_causal": False}
+WINDOW = {"use_sliding_window": True, "sliding_window": 65}
+TWO_ROPES = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+MIXED = ["full_attention", "sliding_attention"] * 2
 REFUSED = [
     (DFlashConfig, {"layer_types": ["full_attention"]}, "says layer_types"),
     (DFlashConfig, {"layer_types": ["other"] * 5}, "says layer_types"),
@@ -190,8 +197,8 @@ REFUSED = [
     (DSparkConfig, {"markov_rank": 0}, "no Markov head whose embedding"),
     (DSparkConfig, {"markov_head_type": "rnn", "sample_from_anchor": False}, "rnn and rows that predict"),
     (PEagleConfig, {"architectures": ["Eagle3DeepseekV3ForCausalLM"], **MLA}, "has latent attention"),
-    (PEagleConfig, {"norm_output": True}, "has a sliding window or norm_output"),
-    (PEagleConfig, {"use_sliding_window": True, "sliding_window": 65}, "has a sliding window or norm_output"),
+    (PEagleConfig, {"layer_types": ["full_attention"]}, "says layer_types"),
+    (PEagleConfig, {"eagle_config": {"use_aux_hidden_state": False}}, "reads no captured states"),
     (PEagleConfig, {"ptd_token_id": None}, "which token is its mask"),
     (PEagleConfig, {"ptd_token_id": 131}, "says ptd_token_id 131"),
     (PEagleConfig, {"mask_token_id": 3}, "says mask_token_id 3"),
@@ -200,8 +207,18 @@ REFUSED = [
         {"architectures": ["Eagle3DeepseekV3ForCausalLM"], "use_sliding_window": True} | MLA,
         "latent attention with a sliding window",
     ),
-    (Eagle3Config, {"norm_before_fc": True}, "norm_before_fc"),
-    (Eagle3Config, {"eagle_config": {"use_aux_hidden_state": False}}, "no captured states"),
+    (
+        Eagle3Config,
+        {"eagle_config": {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": [2, 6, 9]}},
+        "says that it reads none",
+    ),
+    (
+        Eagle3Config,
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}} | WINDOW,
+        "sliding_attention",
+    ),
+    (PEagleConfig, {"rope_parameters": TWO_ROPES, "layer_types": MIXED} | WINDOW, "rotate differently"),
+    (Eagle3Config, {"partial_rotary_factor": 0.4}, "says partial_rotary_factor"),
 ]
 
 

@@ -29,7 +29,8 @@ EAGLE3 = {
     "head.intermediate_size",
     "training.feature_noise",
 }
-FLAGS = {"head.fc_norm", "head.norm_output", "head.norm_before_residual"}
+FLAGS = {"head.fc_norm", "head.norm_output", "head.norm_before_residual", "head.norm_before_fc"}
+FLAGS |= {"head.qk_norm", "head.own_embedding"}
 OF_ITS_OWN = {"head.sliding_window", "head.start_from", "head.init", "training.detach_steps"}
 BLOCK = {
     "head.num_layers",
@@ -44,9 +45,16 @@ TAKEN = {
     "eagle3": EAGLE3 | FLAGS | OF_ITS_OWN | LOSS | ROWS,
     "eagle3-mla": EAGLE3 | FLAGS | OF_ITS_OWN | LOSS | ROWS,
     "p-eagle": (EAGLE3 | FLAGS | ROWS | {"training.loss", "head.num_layers", "head.mask_token_id"})
-    - {"head.norm_output"},
+    - {"head.norm_output"}
+    | {"head.sliding_window", "head.start_from"},
     "eagle1": ROWS
-    | {"head.intermediate_size", "head.fc_bias", "training.regression", "training.feature_noise"}
+    | {
+        "head.own_embedding",
+        "head.intermediate_size",
+        "head.fc_bias",
+        "training.regression",
+        "training.feature_noise",
+    }
     | {"training.detach_steps"},
     "dflash": EAGLE3 | BLOCK | LOSS,
     "dspark": EAGLE3 | BLOCK | LOSS | DSPARK,
@@ -60,6 +68,9 @@ VALUES = {
     "head.fc_norm": True,
     "head.norm_output": True,
     "head.norm_before_residual": True,
+    "head.norm_before_fc": True,
+    "head.qk_norm": True,
+    "head.own_embedding": True,
     "head.lm_head_init": "random",
     "head.intermediate_size": 61,
     "head.sliding_window": 64,
@@ -174,7 +185,8 @@ def test_latents_of_a_head_are_those_of_its_target():
     [
         *((kind, {"aux_layer_ids": (0, 13)}, "aux_layer_ids is") for kind in ("eagle3", "p-eagle", "dflash")),
         *((kind, {"aux_layer_ids": (-1, 3)}, "aux_layer_ids is") for kind in ("eagle3", "dspark")),
-        *((kind, {"aux_layer_ids": ()}, "aux_layer_ids is") for kind in ("eagle3", "p-eagle", "dflash")),
+        *((kind, {"aux_layer_ids": ()}, "aux_layer_ids is") for kind in ("p-eagle", "dflash")),
+        ("eagle3", {"aux_layer_ids": (), "norm_before_fc": True}, "norm captured states"),
         *((kind, {"mask_token_id": 131}, "mask_token_id is 131") for kind in ("p-eagle", "dflash", "dspark")),
         *((kind, {"draft_vocab_size": 132}, "draft_vocab_size is 132") for kind in ("eagle3", "dflash")),
         ("eagle3-mla", {}, "has no latent attention"),

@@ -13,6 +13,7 @@ from pairwise import pairs_of
 
 OTHERS = ("shape", "page_size", "batch", "lag", "prefill_tokens", "prefix_cache", "pool")
 """Axes whose values are drawn in the sweep."""
+NOTHING_ACCEPTED = "nothing was accepted, so nothing was tested"
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +33,12 @@ def test_the_table_holds_every_pair_and_its_diagonal_every_value():
 @pytest.mark.essential
 @pytest.mark.parametrize("case", DIAGONAL, ids=name_of)
 def test_every_value_leaves_the_text_as_it_is(conformance, case):
-    conformance.check(case)
+    assert conformance.check(case) > 0 or case["draft"] == "none", NOTHING_ACCEPTED
 
 
 @pytest.mark.parametrize("case", [each for each in PAIRWISE if each not in DIAGONAL], ids=name_of)
 def test_every_two_values_leave_the_text_as_it_is(conformance, case):
-    conformance.check(case)
+    assert conformance.check(case) > 0 or case["draft"] == "none", NOTHING_ACCEPTED
 
 
 @pytest.mark.nightly
@@ -47,8 +48,10 @@ def test_every_two_values_leave_the_text_as_it_is(conformance, case):
 def test_every_combination_leaves_the_text_as_it_is(conformance, target, draft, text):
     """Every policy with every kind of graphs; other options are drawn."""
     rng = random.Random(f"{target}, {draft}, {text}")
+    num_accepted = 0
     for policy, graphs in itertools.product(AXES["policy"], AXES["graphs"]):
         case = DEFAULTS | {"target": target, "draft": draft, "text": text, "policy": policy, "graphs": graphs}
         for name in OTHERS:
             case[name] = rng.choice(AXES[name])
-        conformance.check(case)
+        num_accepted += conformance.check(case)
+    assert num_accepted > 0 or draft == "none", NOTHING_ACCEPTED

@@ -99,6 +99,9 @@ def test_stop_texts_end_replies_whatever_the_lag(models):
         def decode(self, ids, skip_special_tokens=True):
             return "".join(chr(97 + token % 26) for token in ids)
 
+        def get_added_tokens_decoder(self):
+            return {}
+
     def letters(stop):
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         return Request(0, [1, 2, 3], params, stream=TextStream(Letters(), stop=stop))

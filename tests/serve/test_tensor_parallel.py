@@ -387,7 +387,8 @@ def weather(llm, num_events, every=40):
 
 def check_weather(results, num_events):
     (_, totals), first = results[0]
-    assert [steps for _, steps in results] == [first] * len(results) and len(first) > 2 / 5 * num_events
+    assert all(steps == first for _, steps in results)
+    assert len(first) > num_events / 3
     assert totals.num_preemptions > 0 and min(totals.num_finished[way] for way in ("abort", "stop")) > 0
     assert len(totals.shapes) > 1
 

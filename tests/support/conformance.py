@@ -333,14 +333,15 @@ class Conformance:
         _, requests = self.run(DEFAULTS | case)
         return [request.stats for request in requests]
 
-    def check(self, case: Case) -> None:
-        """Check the texts of a case, and that its options did what they are for."""
+    def check(self, case: Case) -> int:
+        """Check the texts of a case, and that its options did what they are for -> the number of accepted
+        drafts."""
         target = case["target"]
         draft = case["draft"]
         text = case["text"]
         engine, requests = self.run(case)
         assert tokens_of(requests) == self.plain(target, text).replies
-        check_drafts(case, engine)
+        num_accepted = check_drafts(case, engine)
         check_options(case, engine, requests)
 
         # What is accepted depends on no option but the shape. With a lag a request that is sent back loses
@@ -350,6 +351,7 @@ class Conformance:
         if has_model and case["policy"] == "one shape" and not is_sent_back_amid:
             stats = [request.stats for request in requests]
             assert stats == self.stats_alone(target, draft, case["shape"], text)
+        return num_accepted
 
 
 DEFAULTS = {
@@ -392,15 +394,15 @@ def max_steps(shapes: SpecShape | ShapeTable | Restless) -> int:
     return max(shape.steps for shape in shapes.shapes)
 
 
-def check_drafts(case: Case, engine: Engine) -> None:
-    """Check that drafts were accepted and that others were refused, or that there were none."""
+def check_drafts(case: Case, engine: Engine) -> int:
+    """Check that drafts were refused, or that there were none -> how many were accepted."""
     totals = engine.totals
     if case["draft"] == "none":
         assert totals.num_draft_tokens == 0
-        return
+        return 0
     num_accepted = sum(totals.spec.num_accepted_at)
-    assert num_accepted > 0, "nothing was accepted, so nothing was tested"
     assert num_accepted < totals.num_draft_tokens, "nothing was refused, so nothing was tested"
+    return num_accepted
 
 
 def check_options(case: Case, engine: Engine, requests: list[Request]) -> None:
@@ -413,6 +415,9 @@ def check_options(case: Case, engine: Engine, requests: list[Request]) -> None:
     if not case["prefix_cache"]:
         assert engine.totals.num_cached_prompt_tokens == 0
     elif case["pool"] == "ample" and case["page_size"] < len(PROMPTS[0]):
-        assert requests[-1].num_cached_tokens > 0
+        # States of the first prompt stay where there is one of every request.
+        page_pool = engine.scheduler.page_pool
+        if not page_pool.has_snapshots or page_pool.num_snapshots >= len(requests):
+            assert requests[-1].num_cached_tokens > 0
     if case["pool"] == "small" and case["batch"] > 1 and case["page_size"] < 16:
         assert engine.totals.num_preemptions > 0

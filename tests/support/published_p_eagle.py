@@ -23,6 +23,9 @@ class PublishedPEagle:
     def heads(self, x: torch.Tensor, name: str, positions: torch.Tensor | None) -> torch.Tensor:
         """``[R, input]`` -> ``[heads, R, D]``, each key or value head repeated for its queries."""
         y = (x @ self.w[f"{name}.weight"].T).unflatten(1, (-1, self.c["head_dim"])).transpose(0, 1)
+        norm = name.replace("proj", "norm")
+        if f"{norm}.weight" in self.w:
+            y = self.norm(y, norm)
         if positions is not None:
             half = self.c["head_dim"] // 2
             freq = self.c["rope_theta"] ** -(torch.arange(half).double() / half)
@@ -35,6 +38,9 @@ class PublishedPEagle:
     def layer(self, name: str, x: torch.Tensor, residual: torch.Tensor, seen, positions) -> torch.Tensor:
         q, k = (self.heads(x, f"{name}.self_attn.{part}_proj", positions) for part in "qk")
         v = self.heads(x, f"{name}.self_attn.v_proj", None)
+        number = 0 if name == "midlayer" else int(name.rpartition(".")[2])
+        if self.c.get("layer_types", ["full_attention"] * (number + 1))[number] == "sliding_attention":
+            seen = seen & (positions[:, None] - positions < self.c["sliding_window"])
         scores = (q @ k.transpose(1, 2) / self.c["head_dim"] ** 0.5).masked_fill(~seen, float("-inf"))
         attended = (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
         h = residual + attended @ self.w[f"{name}.self_attn.o_proj.weight"].T
@@ -52,7 +58,10 @@ class PublishedPEagle:
         row, depth = torch.cat(rows), torch.cat([torch.full_like(r, d) for d, r in enumerate(rows)])
         is_mask = (depth > 0)[:, None]
         mask = self.w["mask_hidden"].flatten()
-        hidden = torch.where(is_mask, mask, aux.double()[row]) @ self.w["fc.weight"].T
+        states = torch.where(is_mask, mask, aux.double()[row])
+        if self.c.get("norm_before_fc"):
+            states = self.norm(states, "input_norm")
+        hidden = states @ self.w["fc.weight"].T
         embeds = torch.where(is_mask, self.w["mask_embedding"], self.embedding[next_ids[row]])
         before = (
             (depth[None] == 0)

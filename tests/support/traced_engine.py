@@ -45,7 +45,11 @@ class _Invented:
         tokens = np.array([[rng.randrange(vocab_size) for _ in range(length)] for _ in range(rows)])
         logprobs = shapes.logprobs
         if logprobs is not None:
-            logprobs = type(logprobs)(*(np.zeros(part.shape) for part in logprobs))
+            logprobs = type(logprobs)(
+                chosen=np.zeros(logprobs.chosen.shape),
+                ids=np.zeros(logprobs.ids.shape, dtype=np.int64),
+                values=np.zeros(logprobs.values.shape),
+            )
         self._emitted = Emitted(tokens, np.array(counts), logprobs, np.ones(rows, dtype=bool))
 
     def wait(self, ranks: object = None) -> Emitted:

@@ -84,7 +84,15 @@ RECIPES = {
         },
     ),
     "eagle3-published": Recipe(
-        {"draft_vocab_size": 200, "fc_norm": True, "norm_output": True, "lm_head_init": "random"},
+        {
+            "draft_vocab_size": 200,
+            "fc_norm": True,
+            "norm_output": True,
+            "norm_before_fc": True,
+            "qk_norm": True,
+            "own_embedding": True,
+            "lm_head_init": "random",
+        },
         {
             "loss_rows": "published",
             "loss_normalisation": "published",
@@ -136,7 +144,7 @@ RECIPES = {
     ),
     "dflash": Recipe(
         {**BLOCK, "draft_vocab_size": 200, "mask_token_id": 7},
-        {"num_anchors": 6, "loss": {"hard-ce": 0.3, "tv": 0.7}},
+        {"num_anchors": 24, "loss": {"hard-ce": 0.3, "tv": 0.7}},
     ),
     "dspark": Recipe(
         {**BLOCK, "kind": "dspark", "block_size": 3, "markov_rank": 8, "markov_head_type": "gated"},

@@ -43,7 +43,8 @@ def cycle_forwards(
         return forwards
     head = draft.head
     assert isinstance(head, Eagle3Head)
-    fuse, output = head.fc.weight.numel(), head.lm_head.weight.numel()
+    fuse = 0 if head.fc is None else head.fc.weight.numel()
+    output = head.lm_head.weight.numel()
     layer = _parameters(head) - fuse - output
     draft_kv = draft.cache.values_per_token * size
     draft_heads = head.config.num_heads * head.config.head_dim

@@ -55,8 +55,8 @@ def refuse(peer: Format, reason: str, remedy: str = "Export it in another format
 
 
 def zeros_for(tensors: dict[str, torch.Tensor], name: str, rows: int) -> dict[str, torch.Tensor]:
-    """A zero vector ``[rows]`` in the dtype of the draft's ``fc``, as a table of one tensor."""
-    dtype = next(tensor.dtype for key, tensor in tensors.items() if key.endswith("fc.weight"))
+    """A zero vector ``[rows]`` in the dtype of the draft's matrices, as a table of one tensor."""
+    dtype = next(tensor.dtype for key, tensor in tensors.items() if key.endswith("o_proj.weight"))
     return {name: torch.zeros(rows, dtype=dtype)}
 
 

@@ -14,6 +14,7 @@ from eagle_kit.checkpoints.formats.files import Format, Served, refuse
 from eagle_kit.kinds.fused_states import flatten_config, refuse_other_parts
 from eagle_kit.kinds.kind import EMBEDDING
 from eagle_kit.kinds.p_eagle import MASK_EMBEDDING, P_EAGLE
+from eagle_kit.kinds.support.config_json import OWN_EMBEDDING
 from eagle_kit.kinds.support.files import DraftFiles, without_keys
 from eagle_kit.models.config import TargetConfig
 
@@ -22,7 +23,7 @@ def layout(files: DraftFiles) -> tuple[Format, str]:
     """The format of a head from elsewhere, and whose layout it is, for people. Raises UserError for a part
     that our head has not."""
     flat = flatten_config(files.config, files.where, P_EAGLE.speculators_model_type)
-    refuse_other_parts(flat, files.names, files.where)
+    refuse_other_parts(flat, files.where)
     if "speculators_model_type" in files.config:
         return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()
     return "vllm", "vLLM (parallel drafting)"
@@ -58,6 +59,7 @@ def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
 def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
     """The layout of ``peer`` -> ours, every tensor accounted for; errors as of EAGLE-3's."""
     ours = read_fused(P_EAGLE, files, peer, target)
-    is_ours = "format" in files.own  # its embedding is the target's, which `write` has put there
-    tensors = {name: t for name, t in ours.tensors.items() if name != EMBEDDING or not is_ours}
+    # The embedding of a head that `write` made is the target's, unless it is the head's own.
+    is_written = "format" in files.own and not files.own.get(OWN_EMBEDDING)
+    tensors = {name: t for name, t in ours.tensors.items() if name != EMBEDDING or not is_written}
     return replace(ours, config=without_keys(ours.config, ("mask_token_id",)), tensors=tensors)

@@ -5,8 +5,10 @@ Legend: n tokens of all conversations, T tokens of a row.
 
 import hashlib
 import json
+import shutil
+from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -26,12 +28,16 @@ from eagle_kit.core.files import (
     taking_turns,
     writing_remedy,
 )
-from eagle_kit.data.chat.forms import Conversation
-from eagle_kit.data.chat.messages import ChatPrompt, Unusable
+from eagle_kit.data.chat.documents import Tokenized, Tokenizing
+from eagle_kit.data.chat.forms import Conversation, Record
+from eagle_kit.data.chat.held_out import Candidate, choose_held_out
+from eagle_kit.data.chat.hub_sets import DataSet
+from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.packing import PackedRow, join, pack
-from eagle_kit.data.chat.records import SkipLog, package_file_size, read_conversations, reasons_of
-from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
-from eagle_kit.data.chat.template import end_names, prompt_token_ids
+from eagle_kit.data.chat.records import SkipLog, package_file_size, read_records, reasons_of
+from eagle_kit.data.chat.row_files import RowFiles, token_blocks
+from eagle_kit.data.chat.rows import TokenizedChat
+from eagle_kit.data.chat.template import end_names
 from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.data.chat.vocab_map import (
     VocabMap,
@@ -70,7 +76,7 @@ class PreparedData:
     Attributes:
         folder: the cache; ``skipped.txt`` in it lists what was left out.
         vocab_map: the draft vocabulary of these replies.
-        heldout_prompts: token ids of the first turns of conversations that are in no row; of a mixture, the
+        heldout_prompts: token ids of the prompts of conversations that are in no row; of a mixture, the
             sources take turns.
         heldout_groups: the group of each, as a place in ``groups``.
         groups: names of the groups that documents are counted in: their source, the ``category`` of their
@@ -106,6 +112,11 @@ class PreparedData:
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """Numbers of the documents of every packed row."""
+        return [list(row) for row in self._rows]
 
     def row(self, number: int) -> PackedRow:
         """Packed row ``number``."""
@@ -156,6 +167,65 @@ class PreparedData:
         return same and prompts == self.heldout_prompts
 
 
+def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> PreparedData:
+    """The packed rows without some documents, in a folder of their own beside those of ``data``.
+
+    Raises:
+        UserError: nothing is left, or the folder cannot be written.
+    """
+    digest = hashlib.sha256(json.dumps([data.fingerprint, sorted(documents)]).encode())
+    fingerprint = digest.hexdigest()[:16]
+    folder = data.folder.with_name(fingerprint)
+    try:
+        with taking_turns(folder):
+            if not (folder / "summary.json").is_file():
+                with replacing(folder) as work:
+                    shutil.copytree(data.folder, work)
+                    _write_without(data, frozenset(documents), reason, work)
+    except OSError as error:
+        raise UserError(
+            f"The packed rows could not be written to {folder} ({error}).",
+            writing_remedy(error, "set data.cache_dir to another folder"),
+        ) from error
+    summary = read_object(folder / "summary.json")
+    summary["parts"] = [PartRows(**part) for part in summary["parts"]]
+    return PreparedData(folder=folder, vocab_map=data.vocab_map, fingerprint=fingerprint, **summary)
+
+
+def _write_without(data: PreparedData, documents: frozenset[int], reason: str, folder: Path) -> None:
+    """Write rows, parts, counts and summary without ``documents``; their tokens stay, unused."""
+    # Rows of each part.
+    rows: list[list[int]] = []
+    parts: list[PartRows] = []
+    for part in data.parts:
+        first = len(rows)
+        for row in data.documents[part.first : part.first + part.num_rows]:
+            kept = [document for document in row if document not in documents]
+            if kept:
+                rows.append(kept)
+        lengths = [len(data.chat(document).ids) for row in rows[first:] for document in row]
+        parts.append(PartRows(part.name, first, len(rows) - first, sum(lengths), len(lengths)))
+    if not rows:
+        raise UserError(f"No text is left to learn: {reason}.", "Allow none to be missing, and see why.")
+
+    # Tokens of replies.
+    counts = np.zeros_like(np.load(data.folder / "counts.npy"))
+    for document in (document for row in rows for document in row):
+        chat = data.chat(document)
+        counts += np.bincount(chat.ids[chat.reply >= 0], minlength=len(counts))
+
+    # The summary keeps its number of conversations: documents are parts of them.
+    summary = read_object(data.folder / "summary.json") | {
+        "parts": [asdict(part) for part in parts],
+        "num_tokens": sum(part.num_tokens for part in parts),
+        "num_supervised_tokens": int(counts.sum()),
+        "notes": [*data.notes, f"{reason}: {len(documents)} texts"],
+    }
+    np.save(folder / "counts.npy", counts)
+    (folder / "rows.json").write_text(json.dumps(rows))
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
 def cache_root(settings: DataConfig) -> Path:
     """Folder of tokenised data and captured states: ``data.cache_dir``, else the cache of targets."""
     return expand(settings.cache_dir) if settings.cache_dir else cache_folder()
@@ -175,10 +245,11 @@ def prepare_dataset(
     The cache is ``data/`` below :func:`cache_root`. The draft vocabulary is the tokens that replies use most,
     or the one of the file ``vocab_map``; all tokens for a ``draft_vocab_size`` of None.
 
-    ``settings.limit`` bounds the conversations of each source. The first ``eval_conversations`` usable
-    conversations that their record holds from the start are held out, of each source of a mixture an equal
-    part; others that begin like one of them are skipped, so that no held-out prompt is trained on, as are
-    those that hold a prompt of the evaluation sets ``settings.decontaminate``.
+    ``settings.limit`` bounds the records of each source. ``eval_conversations`` of those that begin with
+    their first turn are held out, of each source of a mixture an equal part, by the rule of
+    :func:`eagle_kit.data.chat.held_out.choose_held_out`. Others that begin with the prompt of one of them are
+    skipped, so that no held-out prompt is trained on, as are those that hold a prompt of the evaluation sets
+    ``settings.decontaminate``.
 
     Raises:
         UserError: a source that cannot be read or has no usable conversation, a mask that covers everything,
@@ -243,76 +314,78 @@ def _fill_cache(
 
 
 @dataclass(frozen=True)
-class _Document:
-    """A conversation to learn from: where it comes from, the key of its first turns, its group, and its
-    rows."""
+class _Document(Candidate):
+    """A record to learn from, whose tokens are on the disk.
+
+    Attributes:
+        where: names file and record for people.
+        group: what it is counted as.
+        rows: numbers of its rows.
+        num_learnable: pairs of neighbouring tokens of a reply, see :func:`_num_learnable`.
+        covers_all: its prompt is learned, too.
+    """
 
     where: str
-    turns: str
     group: Group
-    chats: list[TokenizedChat]
+    rows: range
+    num_learnable: int
+    covers_all: bool
 
 
-@dataclass
-class _Reader:
-    """Conversations of the sources, tokenised; the first ones held out."""
+class _Documents:
+    """Documents of all sources, in order; ``remarks`` counts what of them was left out."""
 
-    settings: DataConfig
-    tokenizer: Any
-    skipped: SkipLog
-    excluded: ExcludedSets
-    held_turns: set[str] = field(default_factory=set)
-    remarks: Counter[str] = field(default_factory=Counter)
+    def __init__(self, rows: RowFiles, skipped: SkipLog) -> None:
+        self.found: list[_Document] = []
+        self.remarks: Counter[str] = Counter()
+        self._rows = rows
+        self._skipped = skipped
+        self._groups: dict[Group, Group] = {}
 
-    def read(
-        self, source: SourceConfig, num_heldout: int, progress: bool
-    ) -> tuple[list[_Document], list[tuple[Group, list[int]]]]:
-        """Documents of a source, and the group and prompt of ``num_heldout`` others, if there are as many."""
-        from tqdm import tqdm
-
-        limit = source.limit or self.settings.limit
-        found: list[_Document] = []
-        heldout: list[tuple[Group, list[int]]] = []
-        bar = tqdm(
-            _labelled(self.settings, source, self.skipped),
-            total=limit * len(source.files) if limit else None,
-            desc="tokenising",
-            unit="conv",
-            disable=not progress,
-            dynamic_ncols=True,
+    def add(self, one: Tokenized, source: SourceConfig, part: int) -> None:
+        """Write the rows of a record of ``source``, or note why it is left out."""
+        record = one.record
+        self.remarks.update(one.remarks.keys())
+        reason = one.reason or _length_reason(source, max(len(row.ids) for row in one.rows))
+        if reason:
+            self._skipped.add(record.where, reason)
+            return
+        is_chat = isinstance(record, Conversation)
+        mode = _mode(record.chat_template_kwargs) if isinstance(record, Conversation) else ""
+        group = one.label, record.category, mode
+        numbers = [self._rows.add(row) for row in one.rows]
+        may_be_held_out = not isinstance(record, Conversation) or record.from_start
+        self.found.append(
+            _Document(
+                part=part,
+                keys=array("Q", one.keys),
+                prompts=tuple(one.prompts) if may_be_held_out else (),
+                where=record.where,
+                group=self._groups.setdefault(group, group),
+                rows=range(numbers[0], numbers[-1] + 1),
+                num_learnable=sum(map(_num_learnable, one.rows)),
+                covers_all=is_chat and all((row.reply >= 0).all() for row in one.rows),
+            )
         )
-        for label, conversation in bar:
-            try:
-                self.excluded.check(conversation)
-                chats = tokenize_chat(self.tokenizer, conversation, self.settings.max_length, self.remarks)
-                _check_length(source, max(len(chat.ids) for chat in chats))
-            except Unusable as reason:
-                self.skipped.add(conversation.where, str(reason))
-                continue
-            first = conversation.first_prompt
-            group = label, conversation.category, _mode(conversation.chat_template_kwargs)
-            turns = ChatPrompt(first.messages, first.tools).key()
-            may_hold = len(heldout) < num_heldout and conversation.from_start
-            if may_hold and turns not in self.held_turns:
-                prompt = _first_prompt(self.tokenizer, first, self.settings.max_length)
-                if prompt:
-                    heldout.append((group, prompt))
-                    self.held_turns.add(turns)
-                    continue
-            found.append(_Document(conversation.where, turns, group, chats))
-        return found, heldout
 
 
-def _labelled(
-    settings: DataConfig, source: SourceConfig, skipped: SkipLog
-) -> Iterator[tuple[str, Conversation]]:
-    """Conversations of a source's files in turn, at most its limit of each, with the arguments of the chat
-    template that the config gives them and the name of what they are counted as."""
+def _num_learnable(row: TokenizedChat) -> int:
+    """Tokens that a head can learn to draft: those behind a token of the same reply, which was sampled."""
+    reply = row.reply[1:]
+    return int(((reply[:-1] >= 0) & (reply[:-1] == reply[1:])).sum())
+
+
+def _labelled(settings: DataConfig, source: SourceConfig, skipped: SkipLog) -> Iterator[tuple[str, Record]]:
+    """Records of a source's files in turn, at most its limit of each, with the arguments of the chat template
+    that the config gives conversations and the name of what they are counted as."""
     own = source.chat_template_kwargs
     variants = template_variants(settings.chat_template_kwargs if own is None else own)
     for file in source.files:
         label = source.name or name_of(file)
-        for found in read_conversations(file, limit=source.limit or settings.limit, skipped=skipped):
+        for found in read_records(file, limit=source.limit or settings.limit, skipped=skipped):
+            if not isinstance(found, Conversation):
+                yield label, found
+                continue
             key = ChatPrompt(found.messages, found.tools).key()
             drawn = draw_kwargs(variants, settings.chat_template_seed, key)
             yield label, replace(found, chat_template_kwargs={**drawn, **found.chat_template_kwargs})
@@ -321,7 +394,9 @@ def _labelled(
 def name_of(source: str) -> str:
     """Short name of a source: of a package or data set its own, of a file that without its ending."""
     kind, _, rest = source.partition(":")
-    return rest if kind in ("package", "datasets") and rest else Path(source).stem
+    return (
+        rest if kind in ("package", "datasets", "preset") and rest else Path(source.removesuffix(".gz")).stem
+    )
 
 
 def _same_names(sources: Sequence[SourceConfig]) -> list[str]:
@@ -335,56 +410,123 @@ def _same_names(sources: Sequence[SourceConfig]) -> list[str]:
     ]
 
 
-def _check_length(source: SourceConfig, length: int) -> None:
+def _length_reason(source: SourceConfig, length: int) -> str:
+    """Why a document of ``length`` tokens is left out, if it is."""
     if source.min_tokens is not None and length < source.min_tokens:
-        raise Unusable(f"fewer tokens than the source's min_tokens, {source.min_tokens}")
+        return f"fewer tokens than the source's min_tokens, {source.min_tokens}"
     if source.max_tokens is not None and length > source.max_tokens:
-        raise Unusable(f"more tokens than the source's max_tokens, {source.max_tokens}")
+        return f"more tokens than the source's max_tokens, {source.max_tokens}"
+    return ""
 
 
 def _build(
     settings: DataConfig, tokenizer: Any, excluded: ExcludedSets, folder: Path, progress: bool
 ) -> None:
-    reader, sources = _Reader(settings, tokenizer, SkipLog(), excluded), settings.sources
-    skipped = reader.skipped
+    skipped = SkipLog(max_broken_lines=settings.max_broken_lines)
+    rows = RowFiles(folder)
+    try:
+        documents = _read_all(settings, tokenizer, excluded, rows, skipped, progress)
+        _finish(settings, tokenizer, excluded, folder, rows, documents, skipped)
+    finally:
+        rows.close()
+
+
+def _read_all(
+    settings: DataConfig,
+    tokenizer: Any,
+    excluded: ExcludedSets,
+    rows: RowFiles,
+    skipped: SkipLog,
+    progress: bool,
+) -> _Documents:
+    """Documents of all sources; their tokens are written as they come."""
+    from tqdm import tqdm
+
+    documents = _Documents(rows, skipped)
+    with Tokenizing(tokenizer, excluded, settings.max_length, settings.num_workers) as tokenizing:
+        for part, source in enumerate(settings.sources):
+            limit = source.limit or settings.limit
+            bar = tqdm(
+                _labelled(settings, source, skipped),
+                total=limit * len(source.files) if limit else None,
+                desc="tokenising",
+                unit="conv",
+                disable=not progress,
+                dynamic_ncols=True,
+            )
+            for one in tokenizing.run(bar):
+                documents.add(one, source, part)
+    return documents
+
+
+def _finish(
+    settings: DataConfig,
+    tokenizer: Any,
+    excluded: ExcludedSets,
+    folder: Path,
+    row_files: RowFiles,
+    documents: _Documents,
+    skipped: SkipLog,
+) -> None:
+    """Hold documents out, pack the others, and write everything but their tokens."""
+    sources = settings.sources
+    found = documents.found
+
+    # Hold out.
     shares = [
         settings.eval_conversations // len(sources) + (i < settings.eval_conversations % len(sources))
         for i in range(len(sources))
     ]
-    read = [reader.read(source, share, progress) for source, share in zip(sources, shares, strict=True)]
-    kept: list[list[_Document]] = []
-    for found, _ in read:
-        for document in found:
-            if document.turns in reader.held_turns:
-                skipped.add(document.where, "it begins like a held-out conversation")
-        kept.append([document for document in found if document.turns not in reader.held_turns])
-    skipped.note_counts(reader.remarks, ", ".join(file for source in sources for file in source.files))
-    names = [", ".join(source.files) for source in sources]
+    held = choose_held_out(found, shares)
+    heldout_keys = {prompt.key for part in held for prompt in part.values()}
+    heldout: list[tuple[Group, list[int]]] = []
+    for turn in zip_longest(*(part.items() for part in held)):
+        for number, prompt in filter(None, turn):
+            ids = row_files.ids(found[number].rows[prompt.row])[: prompt.length]
+            heldout.append((found[number].group, ids.tolist()))
+
+    # Leave out what begins like them.
+    kept: list[list[_Document]] = [[] for _ in sources]
+    for number, document in enumerate(found):
+        if number in held[document.part]:
+            continue
+        if heldout_keys.isdisjoint(document.keys):
+            kept[document.part].append(document)
+        else:
+            skipped.add(document.where, "it begins like a held-out conversation")
+    skipped.note_counts(documents.remarks, ", ".join(file for source in sources for file in source.files))
     skipped.notes += _same_names(sources)
-    for name, documents in zip(names, kept, strict=True):
-        _check_mask([chat for document in documents for chat in document.chats], name, skipped)
-    heldout = [one for turn in zip_longest(*(held for _, held in read)) for one in turn if one is not None]
-    documents = [document for part in kept for document in part]
-    groups = _groups([*(document.group for document in documents), *(group for group, _ in heldout)])
+    for source, part, held_part in zip(sources, kept, held, strict=True):
+        _check_documents(part, ", ".join(source.files), skipped, len(held_part), settings.eval_conversations)
+
+    # Tokens of the others.
+    learned = [document for part in kept for document in part]
+    lengths = row_files.keep([number for document in learned for number in document.rows])
+    row_files.close()
+    counts = np.zeros(len(tokenizer), dtype=np.int64)
+    num_supervised = 0
+    for ids, reply in token_blocks(folder):
+        counts += np.bincount(ids[reply >= 0], minlength=len(tokenizer))
+        num_supervised += int((reply >= 0).sum())
+
+    # What they are counted as.
+    groups = _groups([*(document.group for document in learned), *(group for group, _ in heldout)])
     numbers = {name: i for i, name in enumerate(dict.fromkeys(groups.values()))}
-    chats = [chat for document in documents for chat in document.chats]
-    ids = np.concatenate([chat.ids for chat in chats])
-    reply = np.concatenate([chat.reply for chat in chats])
-    counts = np.bincount(ids[reply >= 0], minlength=len(tokenizer)).astype(np.int64)
-    of_documents = [numbers[groups[document.group]] for document in documents for _ in document.chats]
-    np.save(folder / "ids.npy", ids)
-    np.save(folder / "reply.npy", reply)
-    np.save(folder / "ends.npy", np.cumsum([len(chat.ids) for chat in chats]))
+    of_rows = [numbers[groups[document.group]] for document in learned for _ in document.rows]
+    np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
     np.save(folder / "counts.npy", counts)
-    np.save(folder / "groups.npy", np.array(of_documents, dtype=np.int16))
+    np.save(folder / "groups.npy", np.array(of_rows, dtype=np.int16))
+
+    # Packed rows of each source.
     rows: list[list[int]] = []
     parts: list[PartRows] = []
     for source, mine in zip(sources, kept, strict=True):
-        lengths = [len(chat.ids) for document in mine for chat in document.chats]
         first = sum(part.num_documents for part in parts)
-        packed = [[first + number for number in row] for row in pack(lengths, settings.max_length)]
+        num_rows = sum(len(document.rows) for document in mine)
+        mine_lengths = lengths[first : first + num_rows]
+        packed = [[first + number for number in row] for row in pack(mine_lengths, settings.max_length)]
         name = source.name or ", ".join(dict.fromkeys(map(name_of, source.files)))
-        parts.append(PartRows(name, len(rows), len(packed), sum(lengths), len(lengths)))
+        parts.append(PartRows(name, len(rows), len(packed), sum(mine_lengths), num_rows))
         rows += packed
     (folder / "rows.json").write_text(json.dumps(rows))
     skipped.write(folder / "skipped.txt")
@@ -393,10 +535,10 @@ def _build(
         "heldout_groups": [numbers[groups[group]] for group, _ in heldout],
         "groups": list(numbers),
         "parts": [asdict(part) for part in parts],
-        "num_conversations": len(documents),
+        "num_conversations": len(learned),
         "num_skipped": len(skipped.rows),
-        "num_tokens": len(ids),
-        "num_supervised_tokens": int((reply >= 0).sum()),
+        "num_tokens": sum(lengths),
+        "num_supervised_tokens": num_supervised,
         "notes": skipped.notes,
         "excluded": excluded.about,
     }
@@ -427,30 +569,38 @@ def _groups(found: list[Group]) -> dict[Group, str]:
     return names
 
 
-def conversations_of(settings: DataConfig, skipped: SkipLog) -> Iterator[Conversation]:
-    """Conversations of every source in turn, at most ``limit`` of each."""
+def records_of(settings: DataConfig, skipped: SkipLog) -> Iterator[Record]:
+    """Records of every source in turn, at most ``limit`` of each."""
     for source in settings.sources:
-        for _, conversation in _labelled(settings, source, skipped):
-            yield conversation
+        for _, record in _labelled(settings, source, skipped):
+            yield record
 
 
-def _first_prompt(tokenizer: Any, prompt: ChatPrompt, max_length: int) -> list[int]:
-    """Ids of ``prompt``, or nothing when they fill half a row."""
-    ids = prompt_token_ids(tokenizer, prompt)
-    return ids if len(ids) <= max_length // 2 else []
-
-
-def _check_mask(chats: list[TokenizedChat], source: str, skipped: SkipLog) -> None:
-    if not chats:
+def _check_documents(
+    documents: list[_Document], source: str, skipped: SkipLog, num_held: int, num_asked: int
+) -> None:
+    """Raise UserError where nothing can be learned from a source, or its prompts would be."""
+    if not documents:
         reasons = skipped.reasons()
+        if num_held:
+            raise UserError(
+                f"No conversation of {source} is left to train on: {num_held} are held out, since "
+                f"data.eval_conversations is {num_asked}{f'; others: {reasons}' if reasons else ''}.",
+                "Lower data.eval_conversations, or give more conversations.",
+            )
         raise UserError(
             f"No conversation of {source} can be trained on{f': {reasons}' if reasons else ''}.",
-            "Look at a record with eagle-kit data preview, or hold out or decontaminate fewer conversations.",
+            "Look at a record with eagle-kit data preview, or decontaminate with fewer sets.",
         )
-    if all((chat.reply >= 0).all() for chat in chats):
+    if all(document.covers_all for document in documents):
         raise UserError(
             f"The loss mask of {source} covers every token, so prompts would be learned too.",
             "Use a chat template that separates prompt and reply.",
+        )
+    if not any(document.num_learnable for document in documents):
+        raise UserError(
+            f"No reply of {source} has two tokens, so there is nothing to learn.",
+            "Give longer replies, or raise data.max_length if it cuts them.",
         )
 
 
@@ -464,9 +614,17 @@ def _fingerprint(settings: DataConfig, tokenizer: Any, excluded: ExcludedSets) -
     for file in (file for source in settings.sources for file in source.files):
         if file.startswith("package:"):
             parts.append(package_file_size(file.removeprefix("package:")))
-        path = expand(file)
-        if path.is_file():
+        for path in _files_of(file):
             stat = path.stat()
             parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
     parts += [tokenizer.chat_template, tokenizer_hash(tokenizer), end_names(tokenizer)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _files_of(source: str) -> list[Path]:
+    """Files here that a source is read from: the one that it is, or those of a data set's folder."""
+    if source.startswith("datasets:"):
+        folder = DataSet.parse(source.removeprefix("datasets:")).folder
+        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+    path = expand(source)
+    return [path] if path.is_file() else []

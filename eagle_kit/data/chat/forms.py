@@ -5,11 +5,17 @@
 | ``conversations`` of ``from`` and ``value`` | ShareGPT, with ``function_call`` and ``observation`` or not |
 | the same with ``tools``, and ``<tool_call>`` in the text | Hermes function calling |
 | ``messages`` | OpenAI's chats, with ``tool_calls``, ``tool`` turns and ``reasoning_content`` or without |
+| ``conversation`` | the same (LMSYS-Chat-1M, WildChat) |
+| ``data`` | a list of texts, of the user and the assistant by turns (UltraChat) |
 | ``query``, ``tools``, ``answers`` | xLAM's function calls |
-| ``prompt``, ``completion`` | a text each, or a list of messages each |
+| one of :data:`PROMPT_KEYS`, one of :data:`REPLY_KEYS` | a text each, or a list of messages each |
+| ``input_ids``, and ``loss_mask`` or ``labels`` | tokens (:class:`TokenRow`) |
+| ``text`` | a text (:class:`RawText`) |
 
-Beside any of them: ``id``, ``category``, ``system`` (text), ``tools`` (a list or its JSON text),
-``chat_template_kwargs`` (an object or its JSON text), ``finish_reasons`` of regenerated replies.
+Tokens with a mask are read before turns, and a text where there is nothing else; of several lists of turns
+the first that is not empty is read. Beside any of them: ``id``, ``category``, ``system`` (text), ``tools`` (a
+list or its JSON text), ``chat_template_kwargs`` (an object or its JSON text), ``finish_reasons`` of
+regenerated replies. Replies whose ``weight`` is 0, or ``train`` or ``loss`` false, are given and not learned.
 """
 
 import json
@@ -23,6 +29,7 @@ from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.messages import (
     KNOWN_KEYS,
     REASONING,
+    ROLES,
     ChatPrompt,
     Message,
     Tool,
@@ -38,6 +45,19 @@ from eagle_kit.data.chat.reply.tags import TagReader
 
 WHOLE = ("stop", "tool_calls", "function_call", "eos_token")
 """Finish reasons of a reply that came to its own end: OpenAI's, and text-generation-inference's."""
+TURN_KEYS = ("conversations", "messages", "conversation")
+PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem")
+REPLY_KEYS = ("completion", "response", "output", "answer", "solution")
+"""Instruction sets: Alpaca's ``input`` is read behind the instruction, and ``history`` (pairs) before it."""
+SYSTEM_KEYS = ("system", "system_prompt")
+MASK_KEYS = ("loss_mask", "assistant_masks", "labels")
+IGNORED = -100
+"""Label of a token that is not learned."""
+LOSS_KEYS = ("weight", "train", "loss")
+"""Keys of a message by which it is learned or not: OpenAI's and those of other trainers."""
+NOT_LEARNED = "not learned"
+"""Key of a message while its record is read."""
+FORMS = "messages, prompt and reply, text, or input_ids and loss_mask"
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 
 
@@ -57,6 +77,7 @@ class Conversation:
             out.
         category: the record's own, or empty.
         remarks: what of the record was left out or read otherwise than it stands.
+        not_learned: places of the assistant's messages that are given and not learned.
     """
 
     id: str
@@ -69,6 +90,7 @@ class Conversation:
     from_start: bool = True
     category: str = ""
     remarks: tuple[str, ...] = ()
+    not_learned: frozenset[int] = frozenset()
 
     def prompt(self, num_messages: int) -> ChatPrompt:
         """The first ``num_messages`` messages, with what else the template is given."""
@@ -80,21 +102,101 @@ class Conversation:
         return self.prompt([message["role"] for message in self.messages].index("user") + 1)
 
 
+@dataclass(frozen=True)
+class RawText:
+    """A text without turns, every token of which is learned behind the first one."""
+
+    id: str
+    text: str
+    where: str
+    category: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Tokens, and which of them are learned.
+
+    Attributes:
+        ids: of the target's tokenizer, special tokens included.
+        is_learned: for each token, whether it is to be produced.
+    """
+
+    id: str
+    ids: tuple[int, ...]
+    is_learned: tuple[bool, ...]
+    where: str
+    category: str = ""
+    remarks: tuple[str, ...] = ()
+
+
+Record = Conversation | RawText | TokenRow
+
+
+def to_record(record: Any, where: str) -> Record:
+    """Read one record of any form. Raises :class:`Unusable` with the reason."""
+    if not isinstance(record, dict):
+        raise Unusable("not an object")
+    record = {key: value for key, value in record.items() if value is not None}
+    remarks: dict[str, None] = {}
+    name = str(record.get("id", where))
+    if "input_ids" in record:
+        mask = next((key for key in MASK_KEYS if key in record), None)
+        if mask is not None:
+            ids, is_learned = _tokens(record["input_ids"], record[mask], mask)
+            category = _category(record, remarks)
+            return TokenRow(name, ids, is_learned, where, category, tuple(remarks))
+    if not _has_turns(record):
+        if "text" in record:
+            if not isinstance(record["text"], str) or not record["text"].strip():
+                raise Unusable("a text that is empty or no text")
+            if not is_unicode(record["text"]):
+                raise Unusable("half a character (a lone surrogate)")
+            return RawText(name, record["text"], where, _category(record, remarks), tuple(remarks))
+        if "input_ids" in record:
+            raise Unusable(f"input_ids without {', '.join(MASK_KEYS[:-1])} or {MASK_KEYS[-1]}")
+    return to_conversation(record, where)
+
+
+def _tokens(ids: Any, mask: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Tokens and which of them are learned. Raises :class:`Unusable`."""
+    if not isinstance(ids, list) or not all(type(number) is int and number >= 0 for number in ids):
+        raise Unusable("input_ids that are not a list of token ids")
+    if not isinstance(mask, list) or len(mask) != len(ids):
+        raise Unusable(f"{name} that is not a list of as many numbers as input_ids")
+    if name == "labels":
+        if not all(label in (IGNORED, number) for label, number in zip(mask, ids, strict=True)):
+            raise Unusable(f"labels that are neither {IGNORED} nor the token itself")
+        return tuple(ids), tuple(label != IGNORED for label in mask)
+    if not all(one in (0, 1) for one in mask):
+        raise Unusable(f"{name} of other numbers than 0 and 1")
+    return tuple(ids), tuple(bool(one) for one in mask)
+
+
+def _category(record: dict[str, Any], remarks: dict[str, None]) -> str:
+    category = record.get("category", "")
+    if isinstance(category, str):
+        return category
+    remarks["a category that is not text is not read"] = None
+    return ""
+
+
 def to_conversation(record: Any, where: str) -> Conversation:
-    """Read one record. Raises :class:`Unusable` with the reason."""
+    """Read one record of turns. Raises :class:`Unusable` with the reason."""
     if not isinstance(record, dict):
         raise Unusable("not an object")
     record = {key: value for key, value in record.items() if value is not None}
     tools = read_tools(record.get("tools") or record.get("functions"))
     remarks: dict[str, None] = {}
-    turns = _turns(record)
-    messages = [read_message(turn) for turn in turns]
+    turns = _with_known_roles(_turns(record, remarks), remarks)
+    messages = [_read(turn, remarks) for turn in turns]
     for turn in turns:
-        for key in sorted({str(k) for k, v in turn.items() if v is not None} - KNOWN_KEYS):
+        for key in sorted({str(k) for k, v in turn.items() if v is not None} - KNOWN_KEYS - {*LOSS_KEYS}):
             remarks[f"the key {shown(key)} of a message is not read"] = None
         if len({json.dumps(turn[name]) for name in REASONING if turn.get(name)}) > 1:
             remarks["of several thoughts of a message one is read"] = None
-    if not isinstance(system := record.get("system") or "", str):
+    system = next((record[key] for key in SYSTEM_KEYS if record.get(key)), "")
+    if not isinstance(system, str):
         raise Unusable("a system that is not text")
     if system.strip() and messages[:1] != [said := {"role": "system", "content": system}]:
         messages.insert(0, said)
@@ -106,9 +208,11 @@ def to_conversation(record: Any, where: str) -> Conversation:
     kept = _from_first_user(messages)
     if len(kept) < len(messages):
         remarks["it begins with a reply, which is left out"] = None
-    category = record.get("category", "")
-    if not isinstance(category, str):
-        remarks["a category that is not text is not read"], category = None, ""
+    not_learned = frozenset(i for i, message in enumerate(kept) if NOT_LEARNED in message)
+    if not_learned:
+        remarks["replies whose weight is 0 are given and not learned"] = None
+    kept = tuple({k: v for k, v in message.items() if k != NOT_LEARNED} for message in kept)
+    category = _category(record, remarks)
     conversation = Conversation(
         str(record.get("id", where)),
         kept,
@@ -120,6 +224,7 @@ def to_conversation(record: Any, where: str) -> Conversation:
         from_start=len(kept) == len(messages),
         category=category,
         remarks=tuple(remarks),
+        not_learned=not_learned,
     )
     _check_json(conversation)
     return conversation
@@ -144,33 +249,111 @@ def _check_json(conversation: Conversation) -> None:
         raise Unusable("half a character (a lone surrogate)")
 
 
-def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+def _has_turns(record: dict[str, Any]) -> bool:
+    """True for a record with a key of turns, or of a prompt and a reply."""
+    if any(key in record for key in (*TURN_KEYS, "data")):
+        return True
+    has_prompt = any(key in record for key in PROMPT_KEYS)
+    return has_prompt and any(key in record for key in (*REPLY_KEYS, "answers"))
+
+
+def _turns(record: dict[str, Any], remarks: dict[str, None]) -> list[dict[str, Any]]:
     """Turns of a record with the keys of OpenAI's messages."""
-    record = {
-        key: _list(value) if key in ("conversations", "messages") else value for key, value in record.items()
-    }
-    if isinstance(found := record.get("conversations"), list):
-        turns = []
-        for turn in _dicts(found):
-            named = {
-                "role": turn.get("from", turn.get("role")),
-                "content": turn.get("value", turn.get("content")),
-            }
-            turns.append({k: v for k, v in turn.items() if k not in ("from", "value")} | named)
-        return turns
-    if isinstance(found := record.get("messages"), list):
-        return _dicts(found)
+    # A list of turns: the first one that is not empty.
+    lists = {key: _list(record[key]) for key in TURN_KEYS if key in record}
+    lists = {key: found for key, found in lists.items() if isinstance(found, list)}
+    filled = [key for key, found in lists.items() if found]
+    if filled or (lists and not _has_pair(record)):
+        return [_named_turn(turn) for turn in _dicts(lists[filled[0]] if filled else [])]
+    texts = _list(record.get("data"))
+    if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        roles = ("user", "assistant")
+        return [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+
+    # A prompt, and calls or a reply.
     if "query" in record and "answers" in record:
         answers = record["answers"]
         calls = parse_json_text(answers, "answers that are not JSON") if isinstance(answers, str) else answers
         said = {"role": "assistant", "content": "", "tool_calls": calls}
         return [{"role": "user", "content": record["query"]}, said]
-    if "prompt" in record and "completion" in record:
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return _dicts([*prompt, *completion])
-        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    raise Unusable("no conversations, messages, query and answers, or prompt and completion")
+    if not _has_pair(record):
+        raise Unusable(f"no {FORMS}")
+    prompts = [key for key in PROMPT_KEYS if key in record]
+    replies = [key for key in REPLY_KEYS if key in record]
+    if len(prompts) > 1 or len(replies) > 1:
+        remarks[f"of {', '.join((*prompts, *replies))} only {prompts[0]} and {replies[0]} are read"] = None
+    asked = _side(_with_input(record[prompts[0]], record.get("input")), "user")
+    return [*_history(record.get("history")), *asked, *_side(record[replies[0]], "assistant")]
+
+
+def _has_pair(record: dict[str, Any]) -> bool:
+    return any(key in record for key in PROMPT_KEYS) and any(key in record for key in REPLY_KEYS)
+
+
+def _named_turn(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn of ShareGPT with OpenAI's names of its keys; any other one as it is."""
+    if "from" not in turn and "value" not in turn:
+        return turn
+    named = {"role": turn.get("from", turn.get("role")), "content": turn.get("value", turn.get("content"))}
+    return {key: value for key, value in turn.items() if key not in ("from", "value")} | named
+
+
+def _side(value: Any, role: str) -> list[dict[str, Any]]:
+    """Turns of a prompt or of a reply: a list of messages, or a text."""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "role" in one for one in value):
+        return _dicts(value)
+    return [{"role": role, "content": value}]
+
+
+def _with_input(prompt: Any, given: Any) -> Any:
+    """An instruction with the text that it is about behind it."""
+    if isinstance(prompt, str) and isinstance(given, str) and given.strip():
+        return f"{prompt}\n\n{given}"
+    return prompt
+
+
+def _history(value: Any) -> list[dict[str, Any]]:
+    """Turns before the prompt, as pairs of texts."""
+    if value in (None, []):
+        return []
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        raise Unusable("a history that is not a list of pairs")
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for pair in value for role, text in zip(roles, pair, strict=True)]
+
+
+def _with_known_roles(turns: list[dict[str, Any]], remarks: dict[str, None]) -> list[dict[str, Any]]:
+    """Turns whose only unknown role is the assistant's where no other is, or the user's where no other is,
+    such as the name of a model."""
+    roles = [str(turn.get("role")) for turn in turns]
+    unknown = {role for role in roles if role.lower() not in ROLES}
+    known = {ROLES[role.lower()] for role in roles if role.lower() in ROLES}
+    missing = {"user", "assistant"} - known
+    if len(unknown) != 1 or len(missing) != 1:
+        return turns
+    name = unknown.pop()
+    role = missing.pop()
+    if not all(isinstance(turn.get("role"), str) for turn in turns):
+        return turns
+    remarks[f"the role {shown(name)} is read as the {role}'s"] = None
+    return [{**turn, "role": role} if turn["role"] == name else turn for turn in turns]
+
+
+def _read(turn: dict[str, Any], remarks: dict[str, None]) -> Message:
+    """A message, with the mark :data:`NOT_LEARNED` where its keys say that it is not learned."""
+    message = read_message(turn)
+    values = [turn[key] for key in LOSS_KEYS if turn.get(key) is not None]
+    if any(type(value) not in (bool, int, float) for value in values):
+        raise Unusable(f"a {', '.join(LOSS_KEYS)} of a message that is no number")
+    if message["role"] != "assistant":
+        if any(value != 0 for value in values):
+            remarks["a weight of a message that is no reply is not read"] = None
+        return message
+    if any(value == 0 for value in values):
+        return {**message, NOT_LEARNED: True}
+    if any(value != 1 for value in values):
+        remarks["a weight of a message other than 0 and 1 counts as 1"] = None
+    return message
 
 
 def _list(value: Any) -> Any:

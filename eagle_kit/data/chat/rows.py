@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.forms import Conversation, RawText, Record, TokenRow
 from eagle_kit.data.chat.messages import Message, Unusable, is_empty
 from eagle_kit.data.chat.reply.tags import END_THINK, OPENED, THINK, opens_thought
 from eagle_kit.data.chat.template import (
@@ -46,18 +46,67 @@ EMPTY_END = "empty replies at the end are left out"
 @dataclass
 class TokenizedChat:
     """``ids`` int32 ``[n]``; ``reply`` int32 ``[n]``, the number of the reply that must produce the token,
-    counted from 0 in the row, -1 for tokens that are given."""
+    counted from 0 in the row, -1 for tokens that are given; ``turns``, the message that each reply is."""
 
     ids: np.ndarray
     reply: np.ndarray
+    turns: tuple[int, ...] = ()
 
 
 @dataclass
 class _Row:
-    """Text of a row, and for each of its replies the characters of it before and through the reply."""
+    """Text of a row, and for each of its replies the characters of it before and through the reply, and the
+    message that it is."""
 
     text: str
     spans: list[tuple[int, int]] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+
+
+def tokenize(tokenizer: Any, record: Record, max_length: int, remarks: Counter[str]) -> list[TokenizedChat]:
+    """Rows of one record of any form; arguments and errors as of :func:`tokenize_chat`."""
+    if isinstance(record, RawText):
+        return _tokenize_text(tokenizer, record, max_length)
+    if isinstance(record, TokenRow):
+        return _tokens_as_row(tokenizer, record, max_length, remarks)
+    return tokenize_chat(tokenizer, record, max_length, remarks)
+
+
+def _tokenize_text(tokenizer: Any, record: RawText, max_length: int) -> list[TokenizedChat]:
+    """Rows of a text, cut every ``max_length`` tokens; it begins as a prompt of the completions API does."""
+    bos = tokenizer.bos_token
+    has_bos = bool(bos) and record.text.startswith(bos)
+    found = tokenizer(record.text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+    ids = np.asarray(found, dtype=np.int32)
+    rows = []
+    for start in range(0, len(ids), max_length):
+        row = ids[start : start + max_length]
+        reply = np.zeros(len(row), dtype=np.int32)
+        reply[0] = -1
+        rows.append(TokenizedChat(row, reply))
+    rows = [row for row in rows if len(row.ids) > 1]
+    if not rows:
+        raise Unusable("a text of one token")
+    return rows
+
+
+def _tokens_as_row(
+    tokenizer: Any, record: TokenRow, max_length: int, remarks: Counter[str]
+) -> list[TokenizedChat]:
+    if max(record.ids, default=0) >= len(tokenizer):
+        raise Unusable(f"a token id above the tokenizer's last, {len(tokenizer) - 1}")
+    ids = np.asarray(record.ids, dtype=np.int32)
+    is_learned = np.asarray(record.is_learned, dtype=bool)
+
+    # Learned tokens side by side are one reply.
+    begins = is_learned & ~np.concatenate(([False], is_learned[:-1]))
+    reply = np.where(is_learned, np.cumsum(begins) - 1, -1).astype(np.int32)
+    row = TokenizedChat(ids[:max_length], reply[:max_length])
+    if not (row.reply >= 0).any():
+        raise Unusable("no token to learn within the length limit")
+    if len(ids) > max_length and (reply[max_length:] >= 0).any():
+        remarks[CUT if reply[max_length] >= 0 else TOO_LATE] += 1
+    return [row]
 
 
 def tokenize_chat(
@@ -90,18 +139,26 @@ def tokenize_chat(
     check_prompt(tokenizer, conversation.prompt(turns[-1] if is_generated else turns[-1] + 1))
     if drops_system(tokenizer, conversation.prompt(turns[-1])):
         noted[NO_SYSTEM] = 1
+    if turns[-1] in conversation.not_learned:
+        conversation = replace(conversation, complete=True)  # the last reply that is learned has its end
+    turns = [turn for turn in turns if turn not in conversation.not_learned]
+    if not turns:
+        raise Unusable("no reply that is to be learned")
     chats: list[TokenizedChat] = []
     rows = _rows(tokenizer, conversation, turns, noted)
     if not rows:
         raise Unusable("the chat template renders the regenerated replies otherwise")
     for row in rows:
         chat = _encode(tokenizer, row, max_length)
-        turned = (_encode_turn(tokenizer, row.text, *span) for span in row.spans)
-        chats += turned if chat is None else [chat]
+        if chat is not None:
+            chats.append(chat)
+            continue
+        for turn, (start, stop) in zip(row.turns, row.spans, strict=True):
+            chats.append(_encode_turn(tokenizer, row.text, start, stop, turn))
     num_replies = sum(int(chat.reply.max()) + 1 for chat in chats)
     if any(len(chat.ids) > max_length and chat.reply[max_length] >= 0 for chat in chats):
         noted[CUT] = 1
-    chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length]) for chat in chats]
+    chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length], chat.turns) for chat in chats]
     chats = [chat for chat in chats if (chat.reply >= 0).any()]
     if not chats:
         raise Unusable("no reply within the length limit")
@@ -155,6 +212,7 @@ def _rows_of(
             rows.append(_Row(""))
         rows[-1].text = found.text + reply
         rows[-1].spans.append((len(found.text), len(found.text) + len(reply)))
+        rows[-1].turns.append(turn)
     return rows
 
 
@@ -309,7 +367,7 @@ def _encode(tokenizer: Any, row: _Row, max_length: int | None = None) -> Tokeniz
             continue
         if not prefixes.are_tokens(start, first):
             return None
-    return TokenizedChat(ids, reply)
+    return TokenizedChat(ids, reply, tuple(row.turns))
 
 
 class _Prefixes:
@@ -348,15 +406,16 @@ class _Prefixes:
         return cut if self._text.startswith(name, int(self._starts[cut])) else 0
 
 
-def _encode_turn(tokenizer: Any, text: str, start: int, stop: int) -> TokenizedChat:
+def _encode_turn(tokenizer: Any, text: str, start: int, stop: int, turn: int) -> TokenizedChat:
     """Tokens of one turn of a row, whose prompt and reply are tokenised apart where a token would join them:
     a server feeds the prompt's own. Raises :class:`Unusable` for a tokenizer that writes a text apart
     differently."""
-    chat = _encode(tokenizer, _Row(text[:stop], [(start, stop)]))
+    chat = _encode(tokenizer, _Row(text[:stop], [(start, stop)], [turn]))
     if chat is not None:
         return chat
     given, said = (text_token_ids(tokenizer, part) for part in (text[:start], text[start:stop]))
     ids = np.asarray([*given, *said], dtype=np.int32)
     if tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False) != text[:stop]:
         raise Unusable("tokens merge across the start of a reply")
-    return TokenizedChat(ids, np.repeat(np.array([-1, 0], dtype=np.int32), [len(given), len(said)]))
+    reply = np.repeat(np.array([-1, 0], dtype=np.int32), [len(given), len(said)])
+    return TokenizedChat(ids, reply, (turn,))

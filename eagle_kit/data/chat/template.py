@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eagle_kit.core.errors import UserError, cut
+from eagle_kit.core.errors import UserError, cut, shown
 from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.arguments import check_arguments
 from eagle_kit.data.chat.messages import (
@@ -83,7 +83,14 @@ def chat_template(tokenizer: Any, tools: Sequence[Tool] = ()) -> str:
             "The tokenizer has no chat template.",
             "Use an instruction-tuned target, or set tokenizer.chat_template.",
         )
-    return tokenizer.get_chat_template(None, list(tools) or None)
+    try:
+        return tokenizer.get_chat_template(None, list(tools) or None)
+    except ValueError:
+        names = ", ".join(map(shown, tokenizer.chat_template))
+        raise UserError(
+            f"The tokenizer has the chat templates {cut(names)}, and none of them is the default.",
+            "Name one of them default in tokenizer_config.json.",
+        ) from None
 
 
 def _named_for(template: str, message: Message) -> Message:

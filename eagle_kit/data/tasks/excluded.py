@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.forms import Conversation
+from eagle_kit.data.chat.forms import RawText, Record, TokenRow
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.overlap import CONTAMINATED, TestPrompts
 from eagle_kit.data.tasks.sets import Task, load_tasks
@@ -49,9 +49,13 @@ class ExcludedSets:
         """What packed rows depend on; empty without sets."""
         return [RULE, *self.about.values()] if self.tasks else []
 
-    def check(self, conversation: Conversation) -> None:
-        """Raise :class:`Unusable` for a conversation that holds a prompt of a set, replies and calls too."""
-        if self.tasks and any(map(self._prompts.are_in, _texts(conversation.messages))):
+    def check(self, record: Record) -> None:
+        """Raise :class:`Unusable` for a record that holds a prompt of a set, replies and calls too; tokens
+        have no words and are not looked at."""
+        if not self.tasks or isinstance(record, TokenRow):
+            return
+        texts = [record.text] if isinstance(record, RawText) else _texts(record.messages)
+        if any(map(self._prompts.are_in, texts)):
             raise Unusable(CONTAMINATED)
 
 

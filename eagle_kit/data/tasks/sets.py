@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import expand, parse_json
+from eagle_kit.core.files import MAX_TEXT, expand, parse_json
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.tasks.records import FORMS, EvalPrompt, human_eval_turn, read_record
 
@@ -124,13 +124,15 @@ def load_task(name: str | Path) -> Task:
     if not path.is_file():
         raise UserError(f"There is no task and no file {str(name)!r}.", _where_to_get(str(name)))
     try:
-        data = path.read_bytes()
-        data = gzip.decompress(data) if path.suffix == ".gz" else data
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(MAX_TEXT + 1)
     except (OSError, EOFError, zlib.error) as error:  # gzip's own error is an OSError
         raise UserError(
             f"{path} cannot be read ({getattr(error, 'strerror', None) or error}).",
             "Check the file and its permissions.",
         ) from None
+    if len(data) > MAX_TEXT:
+        raise UserError(f"{path} has more than {MAX_TEXT >> 20} MiB.", "Split it into several files.")
     stem = Path(path.stem).stem if path.suffix == ".gz" else path.stem
     return Task(stem, tuple(_parse(data, path.name, stem)))
 

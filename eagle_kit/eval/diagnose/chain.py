@@ -151,7 +151,7 @@ def _run(head: DraftHead, source: Source, steps: int, view: View) -> list[torch.
     hidden = _features(head, target, states, view)
     if view.feature_shift:
         hidden = hidden[_moved(everywhere, view.feature_shift, row.doc_start)]
-    weight = target.embed_tokens.weight if view.embedding is None else view.embedding
+    weight = head.embedding(target.embed_tokens.weight) if view.embedding is None else view.embedding
 
     def tokens(at: torch.Tensor, step: int) -> torch.Tensor:
         return row.ids[(at + 1 + step + view.token_shift).clamp(0, len(row.ids) - 1)]

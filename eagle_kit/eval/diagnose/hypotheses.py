@@ -80,7 +80,7 @@ def hypotheses(
             "Train the head on final states behind the target's norm, or use an engine that gives others."
         )
         found.append(Hypothesis(STATE, "final states before the target's norm", remedy, View(raw=True)))
-    elif not getattr(head.config, "fc_norm", False):
+    elif not (getattr(head.config, "fc_norm", False) or getattr(head.config, "norm_before_fc", False)):
         remedy = "Keep the norms in front of fc (fc_norm or norm_before_fc) when the head is converted."
         view = View(unit_norm=True)
         found.append(Hypothesis(STATE, "captured states normed in front of fc", remedy, view))

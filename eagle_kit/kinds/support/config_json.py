@@ -3,15 +3,16 @@
 from dataclasses import asdict
 from typing import Any
 
-from eagle_kit.core.errors import UserError, shown
 from eagle_kit.kinds.support.files import OWN
-from eagle_kit.models.config import HeadArchitecture, read_decoder
-from eagle_kit.models.config_parts import MLAConfig
+from eagle_kit.models.config import HeadArchitecture, read_decoder, read_rotary_dim, with_one_rope
+from eagle_kit.models.config_parts import MLAConfig, read_table
 from eagle_kit.models.loading.loader import check_activation
 
+OWN_EMBEDDING = "own_embedding"
+"""Key of our part of a config: the head's embedding is its own."""
 LAYER_SIZES = (
     *("hidden_size", "num_heads", "num_kv_heads", "head_dim", "intermediate_size", "vocab_size"),
-    *("rms_norm_eps", "rope_theta", "rope_scaling"),
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "rotary_dim"),
 )
 """Fields of an architecture that say what its decoder layer is."""
 
@@ -20,6 +21,10 @@ def layer_to_dict(config: HeadArchitecture, eps: float) -> dict[str, Any]:
     """Sizes of a decoder layer, with both spellings of RoPE, and our own part."""
     layer = config.layer
     scaling, theta = layer.rope_scaling, layer.rope_theta
+    is_partial = layer.mla is None and layer.rotary_dim is not None
+    is_narrower = config.hidden_size != config.target_hidden_size  # which says that it has its own
+    own = {OWN_EMBEDDING: True} if config.own_embedding and not is_narrower else {}
+    share = {"partial_rotary_factor": layer.rope_dim / layer.head_dim} if is_partial else {}
     return {
         "hidden_size": config.hidden_size,
         "intermediate_size": layer.intermediate_size,
@@ -31,11 +36,12 @@ def layer_to_dict(config: HeadArchitecture, eps: float) -> dict[str, Any]:
         "rms_norm_eps": eps,
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta},
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": theta, **share},
+        **share,
         **({"max_position_embeddings": n} if (n := config.max_position_embeddings) else {}),
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": False,
-        OWN: {"target": config.target, "template_hash": config.template_hash},
+        OWN: {"target": config.target, "template_hash": config.template_hash, **own},
     }
 
 
@@ -45,13 +51,28 @@ def mla_to_dict(mla: MLAConfig) -> dict[str, Any]:
     return sizes | {"rope_interleave": sizes.pop("interleaved")}
 
 
-def read_layer(config: dict[str, Any], where: str, mla: MLAConfig | None = None) -> dict[str, Any]:
-    """The :data:`LAYER_SIZES` of a draft's only layer.
+def read_layer(
+    config: dict[str, Any], where: str, mla: MLAConfig | None = None, num_layers: int = 1
+) -> dict[str, Any]:
+    """The :data:`LAYER_SIZES` of a draft's layers, and the share of a head that they rotate.
+
+    Args:
+        num_layers: layers that the draft has, which its config may say otherwise: the target's own number is
+            often copied into it.
 
     Raises:
-        UserError: several layers, another activation, or a size that is missing or impossible.
+        UserError: another activation, layers that rotate differently, or a size that is missing or
+            impossible.
     """
     check_activation(config, where)
-    if (layers := config.get("num_hidden_layers", 1)) != 1:
-        raise UserError(f"The draft in {where} has {shown(layers)} layers.", "Use a head of one layer.")
-    return read_decoder(config, where, mla)
+    kinds = config.get("layer_types")
+    own = config if not isinstance(kinds, list) else config | {"layer_types": kinds[:num_layers]}
+    sizes = read_decoder(own, where, mla)
+    return sizes | {"rotary_dim": None if mla is not None else partial_rotary_dim(own, where)}
+
+
+def partial_rotary_dim(config: dict[str, Any], where: str) -> int | None:
+    """Number of rotated elements of a head of grouped-query attention; None for all. Raises UserError."""
+    rope = read_table(with_one_rope(config, where), "rope_parameters", where)
+    share = {**config, **rope}.get("partial_rotary_factor")
+    return None if share in (None, 1, 1.0) else read_rotary_dim(config, where, 1.0)

@@ -108,8 +108,8 @@ def _rope_pairs(head: DraftHead) -> list[Convention]:
     modules = head.attentions
     if not all(isinstance(module, Attention) for module in modules):
         return []
-    order = torch.arange(head.config.layer.head_dim)
-    split = torch.cat((order[::2], order[1::2]))
+    order, rotated = torch.arange(head.config.layer.head_dim), head.config.layer.rope_dim
+    split = torch.cat((order[:rotated:2], order[1:rotated:2], order[rotated:]))
 
     def reorder(by: torch.Tensor) -> Callable[[DraftHead], None]:
         def change(head: DraftHead) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import read_object
+from eagle_kit.core.files import COPY_AGAIN, check_name, read_object
 from eagle_kit.models.config_parts import read_architecture, read_table, wrong_value
 from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, weight_files
 from eagle_kit.models.loading.source import OLD_WEIGHTS
@@ -66,6 +66,14 @@ class DraftFiles:
         except UserError:
             return set()
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Shape of a tensor, of a file without reading its values; None where it is not there."""
+        if name not in self.names:
+            return None
+        if isinstance(self.tensors, FolderTensors):
+            return self.tensors.shape_of(name)
+        return tuple(self.tensors[name].shape)
+
 
 def open_draft(folder: str | Path) -> DraftFiles:
     """Open the folder of a draft, or of a target whose MTP modules draft.
@@ -93,7 +101,7 @@ def read_metadata(folder: str | Path) -> dict[str, Any]:
 
 class FolderTensors(Mapping[str, torch.Tensor]):
     """Tensors of a folder, read one by one: of ``model.safetensors``, of shards with an index, or of a
-    ``pytorch_model.bin``. Frequencies of RoPE that old checkpoints have are left out.
+    ``pytorch_model.bin`` or its shards. Frequencies of RoPE that old checkpoints have are left out.
 
     Raises:
         UserError: on first use, when a file is missing or corrupt.
@@ -110,6 +118,14 @@ class FolderTensors(Mapping[str, torch.Tensor]):
             tensor: torch.Tensor = file.get_tensor(name)
             return tensor
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, whose values are not read."""
+        place = self._places[name]
+        if isinstance(place, torch.Tensor):
+            return tuple(place.shape)
+        with open_safetensors(place) as file:
+            return tuple(file.get_slice(name).get_shape())
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 
@@ -119,16 +135,35 @@ class FolderTensors(Mapping[str, torch.Tensor]):
     @cached_property
     def _places(self) -> dict[str, torch.Tensor | Path]:
         """Every tensor by name, or the file that it is in."""
-        whole, old = self.folder / WEIGHTS, self.folder / OLD_WEIGHTS
+        whole = self.folder / WEIGHTS
+        has_shards = any(self.folder.glob("*.safetensors.index.json"))
+        old = [] if whole.is_file() or has_shards else old_weight_files(self.folder)
         places: dict[str, torch.Tensor | Path] = {}
-        if old.is_file() and not whole.is_file():
-            places |= _unpickled(old)
-        else:
-            has_shards = any(self.folder.glob("*.safetensors.index.json"))
+        for path in old:
+            places |= _unpickled(path)
+        if not old:
             for path in weight_files(self.folder) if has_shards else [whole]:
                 with open_safetensors(path) as file:
                     places |= dict.fromkeys(file.keys(), path)
         return {name: place for name, place in places.items() if not name.endswith(IGNORED_SUFFIXES)}
+
+
+def old_weight_files(folder: Path) -> list[Path]:
+    """``pytorch_model.bin``, or the shards that its index names; empty where there are none. Raises UserError
+    for an index that is no index, and for a shard that is missing."""
+    whole, index = folder / OLD_WEIGHTS, folder / f"{OLD_WEIGHTS}.index.json"
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return []
+    shards = read_table(read_object(index), "weight_map", str(index))
+    if not shards or not all(isinstance(file, str) for file in shards.values()):
+        raise UserError(f"The index {index} names no shards.", COPY_AGAIN)
+    for file in shards.values():
+        check_name(file, index)
+        if not (folder / file).is_file():
+            raise UserError(f"The file {folder / file} is missing.", "Give a complete draft folder.")
+    return [folder / file for file in sorted(set(shards.values()))]
 
 
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:

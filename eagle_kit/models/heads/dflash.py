@@ -66,6 +66,7 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
     attention_bias: bool = False
     attention_out_bias: bool = False
     qk_norm: bool = True
+    rotary_dim: int | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     sliding_both: bool = False
@@ -78,7 +79,7 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
         layers."""
         like = Eagle3Config.for_target(model, model.vocab_size)
         shared = set(cls.__dataclass_fields__) & set(Eagle3Config.__dataclass_fields__)
-        fields = {name: getattr(like, name) for name in shared - {"target", "template_hash"}}
+        fields = {name: getattr(like, name) for name in shared - {"target", "template_hash", "qk_norm"}}
         fields |= {"aux_layer_ids": spread_layers(model.num_layers), "mask_token_id": model.vocab_size - 1}
         return cls(**{**fields, **changes})
 

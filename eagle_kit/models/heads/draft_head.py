@@ -72,7 +72,8 @@ class Block(nn.Module, ABC):
 
 
 class DraftHead(nn.Module, ABC):
-    """Base of draft heads. The embedding is the target's and is passed in as ``embeds``.
+    """Base of draft heads. The embedding is the target's, unless the head has its own, and is passed in as
+    ``embeds``.
 
     Attributes:
         config: its architecture.
@@ -81,6 +82,7 @@ class DraftHead(nn.Module, ABC):
         first_slot: slot of the token that the first entry of its cache belongs to: 1 where entries are made
             of a feature and the token after it, 0 where they are made of features alone.
         bound: the target's output layer, of heads that have none of their own and were bound to it.
+        embed_tokens: its own embedding ``[V, H]``; None for heads that read the target's.
     """
 
     config: Any
@@ -92,6 +94,7 @@ class DraftHead(nn.Module, ABC):
     def __init__(self, config: HeadArchitecture) -> None:
         super().__init__()
         self.config = config
+        self.embed_tokens: nn.Embedding | None = None
         self.make_buffers()
 
     def make_buffers(self) -> None:
@@ -111,6 +114,10 @@ class DraftHead(nn.Module, ABC):
         """Take the target's output layer, where the head has none of its own. It stays the target's: it is
         no submodule of this one."""
         return self
+
+    def embedding(self, of_target: torch.Tensor) -> torch.Tensor:
+        """Weight ``[V, H]`` of the embedding that it reads: its own, or else the target's."""
+        return of_target if self.embed_tokens is None else self.embed_tokens.weight
 
     @property
     @abstractmethod

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
@@ -24,6 +25,7 @@ class Eagle1Config(DecoderConfig, TiedArchitecture):
 
     Attributes:
         logit_scale: the target's factor of logits.
+        own_embedding: the head has an embedding of its own.
     """
 
     hidden_size: int
@@ -38,6 +40,8 @@ class Eagle1Config(DecoderConfig, TiedArchitecture):
     attention_bias: bool = False
     attention_out_bias: bool = False
     fc_bias: bool = True
+    rotary_dim: int | None = None
+    own_embedding: bool = False
     logit_scale: float = 1.0
     max_position_embeddings: int = 0
     target: str = ""
@@ -54,6 +58,8 @@ class Eagle1Head(TiedHead, Block):
         super().__init__(config)
         size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=config.fc_bias)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = MLP(size, config.intermediate_size)

@@ -30,6 +30,10 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
         fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
         norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
         norm_before_residual: take the residual after ``hidden_norm`` (heads of the speculators project).
+        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (the same project's default).
+        aux_layer_ids: captured states; without any the head reads the target's final states, through no
+            ``fc``.
+        own_embedding: the head has an embedding of its own.
     """
 
     hidden_size: int
@@ -48,9 +52,13 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
     attention_bias: bool = False
+    qk_norm: bool = False
     mla: MLAConfig | None = None
     sliding_window: int | None = None
+    rotary_dim: int | None = None
+    own_embedding: bool = False
     target: str = ""
     template_hash: str = ""
 
@@ -155,12 +163,21 @@ class Eagle3Head(DraftHead):
         super().__init__(config)
         size = config.hidden_size
         num_aux = len(config.aux_layer_ids)
+        self.input_norm = (
+            RMSNorm(num_aux * config.target_hidden_size, config.rms_norm_eps)
+            if config.norm_before_fc
+            else None
+        )
         self.fc_norm = (
             nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(num_aux))
             if config.fc_norm
             else None
         )
-        self.fc = Linear(num_aux * config.target_hidden_size, size, bias=False)
+        self.fc: Linear | None = None
+        if num_aux:
+            self.fc = Linear(num_aux * config.target_hidden_size, size, bias=False)
+        if config.own_embedding:
+            self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, config.rms_norm_eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
@@ -209,14 +226,17 @@ class Eagle3Head(DraftHead):
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
         """Feature ``[T, H]`` of step 0 from the captured target states ``[T, 3 * H_target]``."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
         if self.fc_norm is not None:
             parts = aux.split(self.config.target_hidden_size, -1)
             aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
+        assert self.fc is not None
         return self.fc(aux)
 
     def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """:meth:`fuse` of ``aux``."""
-        return self.fuse(aux)
+        """:meth:`fuse` of ``aux``, or ``hidden`` where no states are captured."""
+        return hidden if self.fc is None else self.fuse(aux)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
         """State for the next step from the layer's output, both ``[T, H]``: normed for EAGLE-3.1, else

@@ -4,7 +4,8 @@ Legend: T packed tokens, H hidden, Ht target's hidden.
 
 Step 0 of a row reads what EAGLE-3 reads. At every later step a *mask* stands in for both inputs: a learned
 embedding, and a learned state in place of the captured ones, which passes through ``fc``. The first layer
-joins embedding and feature, as EAGLE-3's does; the others are Llama layers.
+joins embedding and feature, as EAGLE-3's does; the others are Llama layers, or with norms of queries and keys
+Qwen3 layers.
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
 from eagle_kit.models.config_parts import CacheSpec
@@ -27,15 +29,29 @@ class PEagleConfig(Eagle3Config):
     Attributes:
         num_layers: decoder layers, the first included.
         mask_token_id: token whose row holds the mask's embedding in layouts that have a whole embedding.
+        sliding_layers: layers with the sliding window.
     """
 
     num_layers: int = 4
     mask_token_id: int = 0
+    sliding_layers: tuple[int, ...] = ()
 
     @property
     def cache(self) -> CacheSpec:
         """Entry of a token in the cache of all layers."""
         return self.layer.cache_of(self.num_layers)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer, None for none."""
+        slides = set(self.sliding_layers)
+        return [self.sliding_window if i in slides else None for i in range(self.num_layers)]
+
+    @property
+    def variants(self) -> list[AttentionVariant]:
+        """How each layer attends."""
+        scale = self.layer.attention_scale
+        return [AttentionVariant(scale, Limits(window=window or 0)) for window in self.windows]
 
 
 class PlainLayer(AfterAttention):
@@ -106,7 +122,7 @@ class PEagleHead(Eagle3Head):
         rotations = [self.rope.at(positions)]
         rotations += [self.rope.at(positions[rows] + step) for step in range(1, steps)]
         for i, layer in enumerate(self.stack):
-            attention = RowAttention(self.config.layer.attention, given)
+            attention = RowAttention(self.config.variants[i], given)
             attends = [attention.first, *[attention.later] * (steps - 1)]
             states = [
                 self.next_inputs(i, residual, layer.self_attn.attended(x, rotation, 0, attend))

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.core.files import COPY_AGAIN, check_name, read_object
+from eagle_kit.core.files import COPY_AGAIN, check_name, read_object, read_text
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged, load_ends
@@ -119,10 +119,10 @@ def target_fingerprint(folder: Path) -> str:
     """Hash of a model folder's config and weights: the tensor table of each file and the first bytes of every
     tensor, so that a fine-tuned copy with the same names and sizes has another fingerprint. Raises UserError
     for a corrupt file."""
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    digest = hashlib.sha256(read_text(folder / "config.json").encode())
     for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
         with open_safetensors(path), path.open("rb") as file:  # which checks the table of tensors
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
             size = file.read(8)
             header = file.read(int.from_bytes(size, "little"))
             digest.update(header)

@@ -46,13 +46,14 @@ PACKAGED_TARGETS = {
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-OLD_WEIGHTS = "pytorch_model.bin"
-"""Fetched only where there are no safetensors."""
+OLD_WEIGHTS, OLD_PATTERN = "pytorch_model.bin", "pytorch_model*.bin"
+"""File of older weights, and it and its shards; fetched only where there are no safetensors."""
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN."
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
 """Version of the conversion's output; increase it to invalidate earlier conversions."""
 TIKTOKEN = "tiktoken.model"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 ADD_TOKENIZER = "Convert it to a tokenizer.json, and add that to the folder."
 SET_CACHE = "set EAGLE_KIT_CACHE to another folder"
 ANOTHER_CACHE = f"Free some space there, or {SET_CACHE}."
@@ -114,8 +115,18 @@ def load_tokenizer(folder: str | Path) -> Any:
     """
     from transformers import AutoTokenizer
 
+    # Its config, before transformers reads it.
+    path = Path(folder) / TOKENIZER_CONFIG
+    config = read_object(path) if path.exists() else {}
+    most = config.get("model_max_length")
+    if most is not None and not isinstance(most, int | float):
+        raise UserError(
+            f"{path} has the model_max_length {shown(most)}, which is not a number.",
+            "Correct it, or remove it.",
+        )
+
     # A tokenizer whose rules are in the folder's code is refused by name.
-    own_code = _tokenizer_code(Path(folder))
+    own_code = _tokenizer_code(config)
     if not (Path(folder) / "tokenizer.json").is_file():
         if (Path(folder) / TIKTOKEN).is_file():
             raise UserError(
@@ -157,13 +168,9 @@ def _end_token_ids(folder: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _tokenizer_code(folder: Path) -> str | None:
+def _tokenizer_code(config: dict[str, Any]) -> str | None:
     """Name of the class in Python code of the folder that ``tokenizer_config.json`` asks for, if any."""
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None  # transformers says what is wrong with it
-    table = config.get("auto_map") if isinstance(config, dict) else None
+    table = config.get("auto_map")
     classes = table.get("AutoTokenizer") if isinstance(table, dict) else table
     if isinstance(classes, str):
         return classes
@@ -187,7 +194,7 @@ def _download(name: str, role: str) -> Path:
     try:
         folder = Path(fetch(revision=revision, allow_patterns=MODEL_FILES))
         if not any(folder.glob("*.safetensors")):
-            fetch(revision=folder.name, allow_patterns=OLD_WEIGHTS)
+            fetch(revision=folder.name, allow_patterns=OLD_PATTERN)
     except Exception as error:  # network, access and naming errors of many kinds
         raise hub_error(error, name, f"The {role} {name} could not be fetched") from error
     return folder

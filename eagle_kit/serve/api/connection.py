@@ -55,7 +55,8 @@ def connection_class(most: int) -> Any:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             """Begin to wait for the first request. Where there are too many connections, the ones that have
-            not sent a whole request for the longest time are closed, or this one where there are none."""
+            not sent a whole request, or not read a response, for the longest time are closed, or this one
+            where there are none."""
             super().connection_made(transport)
             self._watch()
             connections: set[Any] = self.connections  # uvicorn's type has those of other protocols
@@ -64,15 +65,16 @@ def connection_class(most: int) -> Any:
                 waiting.sort(key=lambda each: each._waits_since)
                 for each in waiting[: 1 + most // 16] or [self]:
                     connections.discard(each)  # at once: many may be accepted before it has ended
-                    each.transport.close()
+                    each.transport.abort()  # to close waits for a client that does not read
 
         @property
         def is_waiting(self) -> bool:
-            """True if the client has not sent the whole of its next request, or nothing of it."""
+            """True if the client has not sent the whole of its next request, or nothing of it, or does not
+            read its response."""
             cycle = self.cycle
-            return (
-                cycle is None or cycle.response_complete or (cycle.more_body and not cycle.response_started)
-            )
+            if cycle is None or cycle.response_complete or self.flow.write_paused:
+                return True
+            return cycle.more_body and not cycle.response_started
 
         def data_received(self, data: bytes) -> None:
             """Take in bytes, and wait for the rest of the headers they may have begun."""
@@ -86,27 +88,43 @@ def connection_class(most: int) -> Any:
                 if timer is not None:
                     timer.cancel()
 
+        def on_response_complete(self) -> None:
+            """Wait for the client to read the rest of the response, also where it is too little to pause."""
+            super().on_response_complete()
+            if self.cycle.response_complete and not self.flow.write_paused:
+                self._stop_watching_reading()
+                self._watch_reading(None)
+
         def pause_writing(self) -> None:
             """Stop the response until the client has read, and wait for that."""
             super().pause_writing()
+            self._waits_since = self.loop.time()
+            self._stop_watching_reading()
             self._watch_reading(None)
 
         def resume_writing(self) -> None:
             """Go on with the response."""
             super().resume_writing()
+            self._stop_watching_reading()
+
+        def _stop_watching_reading(self) -> None:
             if self._unread_timer is not None:
                 self._unread_timer.cancel()
+                self._unread_timer = None
 
         def _watch_reading(self, unread: int | None) -> None:
-            """Cut the client off if its ``unread`` bytes have not become fewer, or look again later."""
+            """Cut the client off if its ``unread`` bytes have not become fewer, or look again later while
+            there are any."""
             now = self.transport.get_write_buffer_size()
             if unread is not None and now >= unread:
                 self.transport.abort()
-            else:
+            elif now:
                 self._unread_timer = self.loop.call_later(UNREAD_S, self._watch_reading, now)
 
         def _watch(self) -> None:
             is_answering = self.cycle is not None and not self.cycle.response_complete
+            if is_answering and not self.flow.write_paused:
+                self._stop_watching_reading()  # what is unread grows with the next response
             if is_answering and self._headers_timer is not None:
                 self._headers_timer.cancel()
                 self._headers_timer = None

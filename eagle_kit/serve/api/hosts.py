@@ -6,14 +6,17 @@ own names only.
 """
 
 import ipaddress
+import re
 import socket
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import cut
 from eagle_kit.serve.api.errors import ApiError
+
+AUTHORITY = re.compile(rb"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?")
+"""Host and port, RFC 3986, section 3.2, without a user and without escapes."""
 
 
 def resolve(host: str, port: int) -> tuple[Any, ...]:
@@ -54,22 +57,22 @@ def check_host(headers: Mapping[bytes, bytes], allowed: frozenset[str]) -> None:
 
 
 def _name(url: bytes) -> str:
-    """Lower-case host of a URL; empty where there is none, or a user beside it, which no browser sends."""
-    if b"@" in url:
+    """Lower-case host of a URL without a path, as browsers send it; empty where it is no such URL."""
+    found = AUTHORITY.fullmatch(url.partition(b"//")[2])
+    if found is None:
         return ""
-    try:
-        return (urlsplit(url.decode("ascii")).hostname or "").rstrip(".")
-    except ValueError:
-        return ""
+    return found["host"].decode("ascii").strip("[]").lower().rstrip(".")
 
 
 def _is_allowed(name: str, allowed: frozenset[str]) -> bool:
     if name in allowed or name == "localhost" or name.endswith(".localhost"):
         return name != ""
     try:
-        return ipaddress.ip_address(name).is_loopback
+        address = ipaddress.ip_address(name)
     except ValueError:
         return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
 
 
 def _refusal(what: str, given: bytes) -> ApiError:

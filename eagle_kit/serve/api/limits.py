@@ -1,5 +1,6 @@
 """Limits per client: replies at a time, and requests per minute."""
 
+import ipaddress
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,10 +8,24 @@ from dataclasses import dataclass, field
 from eagle_kit.serve.api.errors import ApiError
 
 
+def network_of(address: str) -> str:
+    """What limits count as one client: an IPv4 address, or the /64 network of an IPv6 address, any of whose
+    addresses its holder can use. Names that are no addresses stay as they are."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return address
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(found), 64), strict=False))
+
+
 @dataclass
 class ClientLimits:
-    """Limits per client address, used on the event loop only. Requests per minute are a token bucket per
-    client.
+    """Limits per client (:func:`network_of`), used on the event loop only. Requests per minute are a token
+    bucket per client.
 
     Attributes:
         max_parallel: replies that one client may have in progress, or None.

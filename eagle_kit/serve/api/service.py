@@ -18,7 +18,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.serve.api.errors import ApiError
-from eagle_kit.serve.api.limits import ClientLimits
+from eagle_kit.serve.api.limits import ClientLimits, network_of
 from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.api.params import check_num_logprobs, make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
@@ -154,14 +154,14 @@ class Service:
         """Check the model, the room in the queue and the client's replies, before any work."""
         self.check_model(body.model)
         count = num_prompts * body.num_choices
-        client = _client_of(http)
+        client = network_of(_client_of(http))
         self.engine.check_room(count, client)
         self.limits.enter(client, count)
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
 
     def count(self, http: Any) -> None:
         """Count a request against its client's limit per minute. Raises ApiError 429."""
-        self.limits.count(_client_of(http))
+        self.limits.count(network_of(_client_of(http)))
 
     async def generate(
         self,
@@ -189,7 +189,7 @@ class Service:
         requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts, salt)
         for request in requests:
             request.arrived_at = http.state.arrived_at
-            request.client = _client_of(http)
+            request.client = network_of(_client_of(http))
         replies = await self.engine.add(requests)
         request_id = http.state.request_id
         name = RequestName(_client_of(http), request_id, http.state.has_own_id)

@@ -95,7 +95,7 @@ class SelfTest:
 def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> SelfTest:
     """Decode ``num_tokens`` in answer to each of a few questions, both ways; afterwards the engine decodes
     plainly, and its counters are zero."""
-    prompts = _prompts(llm)
+    prompts = short_prompts(llm)
     params = SamplingParams(max_tokens=min(num_tokens, llm.max_context // 4), temperature=0.0)
     started = time.perf_counter()
     drafted = llm.generate(prompts, params, shape=shape)
@@ -121,7 +121,7 @@ def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> S
     )
 
 
-def _prompts(llm: "LLM") -> list[Any]:
+def short_prompts(llm: "LLM") -> list[Any]:
     """Tokenise questions as chats, or as texts for a model without a template; cut to a short context."""
     if getattr(llm.tokenizer, "chat_template", None):
         ids = [llm.tokenize(prompt) for prompt in PROMPTS]

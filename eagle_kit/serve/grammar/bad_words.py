@@ -75,15 +75,19 @@ class MatchWithoutBadWords:
         self._has_failed = False
         # Words of several tokens: their last tokens, by the tokens before.
         self._last_tokens: dict[tuple[int, ...], set[int]] = {}
+        singles: set[int] = set()
         for sequence in sequences:
             before = tuple(sequence[:-1])
-            self._last_tokens.setdefault(before, set()).add(sequence[-1])
+            if before:
+                self._last_tokens.setdefault(before, set()).add(sequence[-1])
+            else:
+                singles.add(sequence[-1])
         self._lengths = sorted({len(before) for before in self._last_tokens})
         self._longest = max(self._lengths, default=0)
         self._tail: tuple[int, ...] = ()
 
         # Words of one token are forbidden everywhere, as what is not in the list of allowed tokens.
-        singles = self._last_tokens.get((), set())
+        self._singles = singles
         if allowed_token_ids is None:
             self._always = ~_bits(singles, vocab_size)
         else:
@@ -104,7 +108,7 @@ class MatchWithoutBadWords:
         the masks let through only where they forbid all (`masks.allowed_bits`)."""
         num_good = 0
         for token in tokens:
-            if token in self._forbidden_after(self._tail):
+            if token in self._singles or token in self._forbidden_after(self._tail):
                 break
             self._tail = self._after(self._tail, token)
             num_good += 1
@@ -132,8 +136,8 @@ class MatchWithoutBadWords:
                 tail = self._after(tails[parent], token)
             tails[node] = tail
             words[node] &= self._always
-            for forbidden in self._forbidden_after(tail):
-                words[node, forbidden // 32] &= ~np.uint32(1 << forbidden % 32)
+            if forbidden := self._forbidden_after(tail):
+                _clear(words[node], forbidden)
 
     def _after(self, tail: tuple[int, ...], token: int) -> tuple[int, ...]:
         """The last tokens of a path with one more token, as many as a word has before its last."""
@@ -141,13 +145,20 @@ class MatchWithoutBadWords:
         return path[max(0, len(path) - self._longest) :]
 
     def _forbidden_after(self, tail: tuple[int, ...]) -> set[int]:
-        """Tokens that complete a word behind ``tail``."""
+        """Tokens that complete a word of several tokens behind ``tail``."""
         found: set[int] = set()
         for length in self._lengths:
             if length > len(tail):
                 break
             found |= self._last_tokens.get(tail[len(tail) - length :], set())
         return found
+
+
+def _clear(row: np.ndarray, tokens: set[int]) -> None:
+    """Clear the bits of ``tokens`` in ``row``, uint32 ``[W]``, in one operation however many they are."""
+    ids = np.fromiter(tokens, dtype=np.int64, count=len(tokens))
+    bits = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32))
+    np.bitwise_and.at(row, ids // 32, ~bits)
 
 
 def _bits(tokens: Iterable[int], vocab_size: int) -> np.ndarray:

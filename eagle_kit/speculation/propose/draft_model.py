@@ -165,7 +165,7 @@ class HeadDraftModel(DraftModel):
     ) -> StepOutput:
         """See :class:`DraftModel`."""
         features, tokens, _, feature_rows = rows
-        embedding = self.target.embed_tokens.weight
+        embedding = self.head.embedding(self.target.embed_tokens.weight)
         inputs = self.head.blocks[module].inputs_of(features, feature_rows, tokens, embedding)
         return self.head.step(inputs, rows.positions, attend, module, wanted)
 

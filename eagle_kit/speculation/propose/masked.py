@@ -56,7 +56,7 @@ class MaskedDrafter(ReadyDrafter):
         """See :class:`Drafter`."""
         states, tokens, num_committed = missed
         b, length = tokens.shape
-        embedding = self.model.target.embed_tokens.weight
+        embedding = self.head.embedding(self.model.target.embed_tokens.weight)
         features = self.model.features(states.flatten(0, 1))
         inputs = self.head.midlayer.inputs_of(features, None, tokens.reshape(-1), embedding)
         read = self._window(inputs, state.page_table, state.seq_lens, last + 1, kept.steps, num_columns)

@@ -85,7 +85,7 @@ def _run_one_layer(
     everything = torch.arange(length, device=ids.device)
 
     def first(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        embeds = embedding(ids[token_of(everything, 0)], batch.embed_weight)
+        embeds = embedding(ids[token_of(everything, 0)], head.embedding(batch.embed_weight))
         x, residual = layer.inputs(hidden, embeds)
         q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[:length]))
         rows = plan.computed[0]
@@ -97,7 +97,7 @@ def _run_one_layer(
         step: int, before: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *earlier: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         rows, kept = plan.computed[step], plan.kept[step]
-        embeds = embedding(ids[token_of(rows, step)], batch.embed_weight)
+        embeds = embedding(ids[token_of(rows, step)], head.embedding(batch.embed_weight))
         x, residual = layer.inputs(before[kept], embeds)
         q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[rows] + step))
         own_k, own_v = torch.stack((*earlier[::2], k), 2), torch.stack((*earlier[1::2], v), 2)
@@ -143,7 +143,7 @@ def _run_layers(head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute:
     def one(step: int, hidden: torch.Tensor) -> torch.Tensor:
         layer = head.blocks[step]
         tokens = ids[token_of(everything, step).clamp(max=len(ids) - 1)]
-        x, residual = layer.inputs(hidden, embedding(tokens, batch.embed_weight))
+        x, residual = layer.inputs(hidden, embedding(tokens, head.embedding(batch.embed_weight)))
         q, k, v = layer.self_attn.qkv(x, head.rope.at(positions + step))
         attended = _attention(q, k, v, None, None, blocks, head.config.attention_scale)
         return head.feed_back(layer.finish(residual, layer.self_attn.gated(attended, x)))
@@ -167,17 +167,18 @@ def _run_masked(head: PEagleHead, batch: TTTBatch, detach_steps: bool, recompute
     rotation = head.rope.at(torch.cat(depths))
 
     def joined(hidden: torch.Tensor, aux: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        embeds = embedding(ids[token_of(everything, 0)], batch.embed_weight)
+        embeds = embedding(ids[token_of(everything, 0)], head.embedding(batch.embed_weight))
         x, residual = head.midlayer.inputs(head.features(hidden, aux), embeds)
         masks = [part.expand(sum(map(len, masked)), -1) for part in head.mask_inputs()]
         return torch.cat((x, masks[0])), torch.cat((residual, masks[1]))
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: QueryPlan) -> torch.Tensor:
-        """Attention of the rows ``first`` of step 0 and of all rows of later ones."""
+    def attend(i: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: QueryPlan) -> torch.Tensor:
+        """Attention in layer ``i`` of the rows ``first`` of step 0 and of all rows of later ones."""
+        window = head.config.windows[i]
         sizes = [length, *map(len, masked)]
         (k0, *later_k), (v0, *later_v) = k.split(sizes), v.split(sizes)
         q0, *later_q = q.split([len(first.rows), *map(len, masked)])
-        out, own = [_attention(q0, k0, v0, None, None, first, scale)], list[torch.Tensor]()
+        out, own = [_attention(q0, k0, v0, None, None, first.within(window, 0), scale)], list[torch.Tensor]()
         for step, each in enumerate(later_q, start=1):
             if not len(each):
                 break
@@ -185,17 +186,18 @@ def _run_masked(head: PEagleHead, batch: TTTBatch, detach_steps: bool, recompute
                 own = [part[plan.kept[step]] for part in own]
             own += [later_k[step - 1], later_v[step - 1]]
             own_k, own_v = torch.stack(own[::2], 2), torch.stack(own[1::2], 2)
-            out.append(_attention(each, k0, v0, own_k, own_v, plan.attention[step], scale))
+            seen = plan.attention[step].within(window, step)
+            out.append(_attention(each, k0, v0, own_k, own_v, seen, scale))
         return torch.cat(out)
 
     def one(i: int, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = stack[i].self_attn.qkv(x, rotation)
-        return head.next_inputs(i, residual, stack[i].self_attn.gated(attend(q, k, v, causal), x))
+        return head.next_inputs(i, residual, stack[i].self_attn.gated(attend(i, q, k, v, causal), x))
 
     def last(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         q, k, v = stack[-1].self_attn.qkv(x, rotation)
         q, x, residual = (torch.cat((part[plan.computed[0]], part[length:])) for part in (q, x, residual))
-        attended = stack[-1].self_attn.gated(attend(q, k, v, plan.attention[0]), x)
+        attended = stack[-1].self_attn.gated(attend(len(stack) - 1, q, k, v, plan.attention[0]), x)
         return stack[-1].finish(residual, attended)
 
     x, residual = _call(recompute, joined, features.hidden[:length], features.aux[:length])
@@ -215,7 +217,9 @@ def _run_blocks(head: DFlashHead, batch: TTTBatch, detach_steps: bool, recompute
     before = head.rope.at(positions[:length])
     rotation = head.rope.at((positions[rows, None] + 1 + numbers).flatten())
     context = _call(recompute, head.features, features.hidden[:length], features.aux[:length])
-    h = head.block_inputs(batch.ids[token_of(rows, 0)], batch.embed_weight, size).flatten(0, 1)
+    h = head.block_inputs(batch.ids[token_of(rows, 0)], head.embedding(batch.embed_weight), size).flatten(
+        0, 1
+    )
 
     def one(i: int, context: torch.Tensor, normed: torch.Tensor, h: torch.Tensor) -> Any:
         attention = head.plain[i].self_attn

@@ -49,7 +49,11 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
     layer = config.layer
     layers: list[nn.Module] = [*head.blocks[:1], *head.plain]
     block, plain = layers[0], layers[1:]
-    met = {name: _met(parameter, layer) for name, parameter in block.named_parameters()}
+    met = {
+        name: _met(parameter, layer)
+        for name, parameter in block.named_parameters()
+        if not name.startswith("embed_tokens.")  # its rows are looked up
+    }
     behind = sum(count for name, count in met.items() if name.startswith(("mlp.", "self_attn.o_proj")))
     moe = layer.moe
     inner = layer.intermediate_size

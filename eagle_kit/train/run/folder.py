@@ -29,6 +29,8 @@ FORMER_DEFAULTS = {"head.draft_vocab_size": 8192}
 FREE_TO_CHANGE = (
     "output_dir",
     "data.cache_dir",
+    "data.max_broken_lines",
+    "data.num_workers",
     "data.decontaminate",
     "data.store",
     "data.preview",

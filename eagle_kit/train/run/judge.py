@@ -162,8 +162,9 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
         return []
     if not heldout:
         raise UserError(
-            "judge.every asks for decoding, but no prompts are held out.",
-            "Raise data.eval_conversations, or set judge.every=0.",
+            "judge.every asks for decoding, but no prompts are held out: data.eval_conversations is 0, or "
+            "every prompt fills more than half of data.max_length.",
+            "Set data.eval_conversations, raise data.max_length, or set judge.every=0.",
         )
     longest = max_context - config.max_tokens
     fitting = [i for i, prompt in enumerate(heldout[: config.prompts]) if len(prompt) <= longest]

@@ -45,6 +45,8 @@ def match_table(
         return ids[(at + 1 + step).clamp(max=length - 1)]
 
     def embeds(at: torch.Tensor, step: int) -> torch.Tensor:
+        if head.embed_tokens is not None:
+            return head.embed_tokens(tokens(at, step)).to(dtype)
         return target.embed(tokens(at, step)).to(dtype)
 
     def mask(token: int) -> torch.Tensor:

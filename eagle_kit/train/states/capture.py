@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import check_disk_space, check_writable, expand, nearest_folder, replacing
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.data.chat.dataset import PreparedData
+from eagle_kit.data.chat.dataset import PreparedData, leave_out
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.data.states.store import SHARD_BYTES, StateStore
@@ -97,6 +97,8 @@ class OtherEngine:
         convention: of :class:`~eagle_kit.train.states.files.FileLayout`.
         engine_args: further arguments of vLLM's ``LLM``.
         checks: compare one text with the target's forward here, which takes all its weights.
+        max_missing: texts whose states may be missing or unusable in ``folder``; they are left out. All
+            files are read once more to find them.
     """
 
     action: str
@@ -107,6 +109,7 @@ class OtherEngine:
     convention: str = "inputs"
     engine_args: dict[str, Any] = field(default_factory=dict)
     checks: bool = True
+    max_missing: int = 0
 
     @property
     def made(self) -> dict[str, Any]:
@@ -149,6 +152,8 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
     found = load_components(unjudged, process, with_layers=options.other is None)
     place_target(found.target, unjudged, process)
     draft = head_architecture(config, found.target.config, found.tokenizer)
+    if options.other is not None and options.other.max_missing:
+        found = _without_missing(found, draft, options.other)
     manifest = states_manifest(
         config,
         found,
@@ -183,6 +188,40 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
     return _conclude(store, options, interrupt.requested, process)
 
 
+def _layout(other: OtherEngine, draft: HeadArchitecture, last: int) -> FileLayout:
+    """What lies in the files of an engine. Raises UserError where they lack a layer that the head needs."""
+    layers = other.layers or tuple(sorted({*draft.aux_layer_ids, last}))
+    layout = FileLayout(layers, other.convention)
+    layout.places(draft.aux_layer_ids, last)
+    return layout
+
+
+def _without_missing(
+    found: TrainingComponents, draft: HeadArchitecture, other: OtherEngine
+) -> TrainingComponents:
+    """The data without the texts whose states cannot be had. Raises UserError for more than are allowed."""
+    assert other.folder is not None
+    layout = _layout(other, draft, found.target.config.num_layers)
+    files = StateFiles(other.folder, skips_broken=True)
+    missing: dict[int, UserError] = {}
+    for document in (document for row in found.data.documents for document in row):
+        try:
+            files.read(found.data.chat(document).ids, len(layout.layers), found.target.config.hidden_size)
+        except UserError as error:
+            missing[document] = error
+    if not missing:
+        return found
+    first = next(iter(missing.values()))
+    if len(missing) > other.max_missing:
+        raise UserError(
+            f"The states of {len(missing)} texts cannot be used, and --max-missing is {other.max_missing}; "
+            f"the first: {first.cause}",
+            first.remedy,
+        )
+    print(f"{len(missing)} texts are left out; the first: {first.cause}", flush=True)
+    return replace(found, data=leave_out(found.data, missing, "their states are missing or unusable"))
+
+
 def _foreign(
     config: TrainConfig, found: TrainingComponents, draft: HeadArchitecture, options: CaptureOptions
 ) -> FileSource:
@@ -190,9 +229,8 @@ def _foreign(
     other, target = options.other, found.target
     assert other is not None
     last = target.config.num_layers
-    layers = other.layers or tuple(sorted({*draft.aux_layer_ids, last}))
-    layout = FileLayout(layers, other.convention)
-    layout.places(draft.aux_layer_ids, last)
+    layout = _layout(other, draft, last)
+    layers = layout.layers
     folder = other.folder
     if folder is None:
         assert other.python is not None
@@ -214,7 +252,7 @@ def _foreign(
         )
         where = other.python, found.folder, texts, folder
         compute_states(*where, numbers, dtype, longest, count, engine_args=other.engine_args)
-    source = FileSource(StateFiles(folder), layout, target)
+    source = FileSource(StateFiles(folder, skips_broken=other.max_missing > 0), layout, target)
     if other.checks:
         check_against_target(source, found, draft.aux_layer_ids)
     return source

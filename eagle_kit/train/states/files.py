@@ -10,8 +10,9 @@ Legend: T tokens, n kept layers, H hidden.
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,26 +85,38 @@ class _Place(NamedTuple):
 class StateFiles:
     """Files of texts with their states.
 
+    Args:
+        skips_broken: leave out files and lines whose tokens cannot be read; their texts are missing.
+
     Raises:
         UserError: no files, or one that is neither of the two kinds.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, skips_broken: bool = False) -> None:
         self.folder = folder
+        self._skips_broken = skips_broken
         self._places: dict[bytes, _Place] = {}
         if not folder.is_dir():
             raise UserError(f"{folder} is no folder.", "Give the folder with the engine's files.")
         for path in sorted(folder.iterdir()):
             if path.suffix == ".safetensors":
-                self._places[_key(_read_ids(path))] = _Place(path, -1)
+                self._add(_read_ids, path, _Place(path, -1))
             elif path.suffix == ".jsonl":
-                for offset, record in _lines(path):
-                    self._places[_key(_ids_of(record, path))] = _Place(path, offset)
+                for offset, line in _lines(path):
+                    self._add(partial(_line_ids, line), path, _Place(path, offset))
         if not self._places:
             raise UserError(f"{folder} has no states: no .safetensors and no .jsonl.", MAKE_THEM)
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def _add(self, read: Callable[[Path], Any], path: Path, place: _Place) -> None:
+        """Note where the states of a text are."""
+        try:
+            self._places[_key(read(path))] = place
+        except UserError:
+            if not self._skips_broken:
+                raise
 
     def read(self, ids: np.ndarray, num_layers: int, hidden_size: int) -> torch.Tensor:
         """States ``[T, n, H]`` of a text.
@@ -120,6 +133,11 @@ class StateFiles:
             )
         states = _read_states(place)
         shapes = (len(ids), num_layers, hidden_size), (len(ids), num_layers * hidden_size)
+        if 0 < len(states) < len(ids):
+            raise UserError(
+                f"{place.path} has states of {len(states)} tokens for a text of {len(ids)}.",
+                "Switch prefix caching off in the engine, which leaves out the tokens of a cached prefix.",
+            )
         if tuple(states.shape) not in shapes:
             raise UserError(
                 f"{place.path} has states of the shape {list(states.shape)} for {len(ids)} tokens, and "
@@ -193,22 +211,23 @@ def _read_states(place: _Place) -> torch.Tensor:
         ) from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Lines with the byte at which each begins."""
     offset = 0
     with path.open("rb") as file:
         for line in file:
             if line.strip():
-                try:
-                    yield offset, json.loads(line)
-                except ValueError as error:
-                    raise UserError(
-                        f"{path} has a line that is no JSON ({error}).", "Remove it, or write it again."
-                    ) from error
+                yield offset, line
             offset += len(line)
 
 
-def _ids_of(record: Any, path: Path) -> list[int]:
+def _line_ids(line: bytes, path: Path) -> list[int]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(
+            f"{path} has a line that is no JSON ({error}).", "Remove it, or write it again."
+        ) from error
     ids = record.get("input_ids") if isinstance(record, dict) else None
     if not isinstance(ids, list) or not all(type(number) is int for number in ids):
         raise UserError(f"{path} has a line without input_ids.", "Write the tokens beside their states.")

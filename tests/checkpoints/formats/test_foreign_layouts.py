@@ -267,15 +267,18 @@ def test_sglangs_older_names_of_norms_are_known(tmp_path):
 
 
 OTHERS = {
-    "norm of all states": ({"eagle_config": {"norm_before_fc": True}}, {}, "norm_before_fc"),
-    "its tensor": ({}, {"input_norm.weight": (144,)}, "norm_before_fc"),
-    "Qwen3's norms": ({}, {"midlayer.self_attn.q_norm.weight": (8,)}, "norms of queries and keys"),
-    "no states": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "no captured states"),
+    "norm of all states": ({"eagle_config": {"norm_before_fc": True}}, {}, "input_norm.weight is missing"),
+    "its tensor": ({"norm_before_fc": False}, {"input_norm.weight": (144,)}, "says norm_before_fc false"),
+    "Qwen3's norms": ({}, {"midlayer.self_attn.q_norm.weight": (8,)}, "k_norm.weight is missing"),
+    "no states": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "fc.weight is unexpected"),
     "a bias": ({}, {"midlayer.self_attn.o_proj.bias": (48,)}, "bias behind its attention"),
-    "two layers": ({"num_hidden_layers": 2}, {}, "has 2 layers"),
+    "two layers": ({}, {"layers.1.mlp.up_proj.weight": (96, 48)}, "has 2 decoder layers"),
     "Medusa": ({"architectures": ["MedusaModel"]}, {}, "is Medusa heads"),
-    "Qwen3": ({"architectures": ["Eagle3Qwen3ForCausalLM"]}, {}, "a Qwen3 layer"),
-    "a whole model": ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4}, {}, "a whole model"),
+    "Domino": ({"architectures": ["DominoDraftModel"]}, {}, "is a Domino draft"),
+    "Domino by its projector": ({"dflash_config": {"projector_type": "domino"}}, {}, "is a Domino draft"),
+    "JetSpec": ({"architectures": ["JetSpecDraftModel"]}, {}, "is a JetSpec draft"),
+    "XPress": ({"speculators_model_type": "xpress"}, {}, "is an XPress draft"),
+    "NeMo's EAGLE-1": ({"architectures": ["LlamaEagleDraftModel"]}, {}, "is an EAGLE-1 draft of NeMo"),
     "speculators' other kinds": ({"speculators_model_type": "eagle"}, {}, "of the kind 'eagle'"),
     "a newer eagle-kit": ({"eagle_kit": {"format": "tomorrow"}}, {}, "in the format 'tomorrow'"),
 }
@@ -292,9 +295,13 @@ def test_heads_that_are_not_ours_are_refused_with_the_reason(tmp_path, target, n
     with pytest.raises(UserError, match=words) as error:
         import_draft(theirs, tmp_path / "ours", target=target)
     assert error.value.remedy and not (tmp_path / "ours").exists()
-    if name != "a whole model":
-        errors = [found.cause for found in validate_draft(theirs, target) if found.level == "error"]
-        assert any(words.strip("'") in cause for cause in errors), errors
+    errors = [found.cause for found in validate_draft(theirs, target) if found.level == "error"]
+    assert any(words.strip("'") in cause for cause in errors), errors
+
+
+def test_a_whole_model_is_no_head(tmp_path, target):
+    with pytest.raises(UserError, match="a whole model"):
+        import_draft(target, tmp_path / "ours")
 
 
 def test_speculators_silence_about_the_residual_is_not_filled_in(tmp_path):

@@ -131,7 +131,6 @@ def test_a_target_that_is_not_at_hand_is_asked_for(made, tmp_path):
         ({"ptd_token_id": 10**6}, "ptd_token_id"),
         ({"pard_token": 1}, "the same token"),
         ({"num_hidden_layers": 0}, "num_hidden_layers"),
-        ({"norm_output": True}, "norm_output"),
     ],
 )
 def test_impossible_configs_are_refused(made, change, message):

@@ -97,8 +97,25 @@ EAGLE3 = {
     "all of the vocabulary": {"draft_vocab_size": 131},
     "scaled RoPE": {"rope_scaling": ROPE},
     "four layers": {"aux_layer_ids": (2, 5, 8, 11)},
+    "one norm before fc": {"norm_before_fc": True},
+    "Qwen3's layer": {"qk_norm": True},
+    "half of a head rotated": {"rotary_dim": 4},
+    "a window": {"sliding_window": 65},
+    "final states": {"aux_layer_ids": ()},
+    "an embedding of its own": {"own_embedding": True},
 }
 REFUSED = {
+    ("one norm before fc", "sglang"): "norm_before_fc",
+    ("one norm before fc", "eagle"): "norm_before_fc",
+    ("Qwen3's layer", "sglang"): "norms of queries and keys",
+    ("Qwen3's layer", "eagle"): "norms of queries and keys",
+    ("half of a head rotated", "sglang"): "partial_rotary_factor",
+    ("half of a head rotated", "eagle"): "partial_rotary_factor",
+    ("a window", "sglang"): "a sliding window",
+    ("a window", "eagle"): "a sliding window",
+    ("final states", "speculators"): "reads the target's final states",
+    ("final states", "eagle"): "reads the target's final states",
+    ("an embedding of its own", "sglang"): "takes the target's embedding",
     ("residual after its norm", "sglang"): "residual before hidden_norm",
     ("biases", "sglang"): "no biases of attention",
     ("EAGLE-3.1", "eagle"): "has no fc_norm",
@@ -181,6 +198,28 @@ def test_what_a_class_of_latent_attention_has_not_is_named(tmp_path):
             export_draft(source, tmp_path / "out", format=peer)
     there_and_back(saved(tmp_path, latent(mla=replace(mla, q_lora_rank=None))), tmp_path, "vllm")
     there_and_back(saved(tmp_path, latent(mla=replace(mla, interleaved=False))), tmp_path, "sglang")
+
+
+def test_an_embedding_that_sglang_would_replace_is_compared_with_the_targets(tmp_path):
+    target = make_target(tmp_path / "target")
+    model = load_target(target)
+    source = saved(tmp_path, tiny_head(model, aux_layer_ids=(1, 2, 3)))
+    for factor in (1.0, 1.5):
+        own = model.embed_tokens.weight.detach() * factor
+        tensors = load_file(source / "model.safetensors") | {"embed_tokens.weight": own}
+        save_file(tensors, source / "model.safetensors")
+        if factor == 1.0:
+            export_draft(source, tmp_path / "copy", format="sglang", target=target)
+    with pytest.raises(UserError, match="takes the target's embedding"):
+        export_draft(source, tmp_path / "own", format="sglang", target=target)
+
+
+def test_an_embedding_that_sglang_replaces_by_that_of_an_unknown_target_is_a_warning(tmp_path):
+    source = saved(tmp_path, eagle3())
+    tensors = load_file(source / "model.safetensors") | {"embed_tokens.weight": torch.randn(131, 48)}
+    save_file(tensors, source / "model.safetensors")
+    with pytest.warns(UserWarning, match="embed_tokens.weight"):
+        export_draft(source, tmp_path / "out", format="sglang")
 
 
 def test_a_head_of_another_width_than_its_target_needs_an_embedding_of_its_own(tmp_path):

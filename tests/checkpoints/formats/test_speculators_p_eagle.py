@@ -24,6 +24,9 @@ VARIANTS = {
     "normed states": {"fc_norm": True},
     "one layer": {"num_layers": 1},
     "biases": {"attention_bias": True},
+    "one norm before fc": {"norm_before_fc": True},
+    "Qwen3's layers in a window": {"qk_norm": True, "sliding_window": 7, "sliding_layers": (0, 1, 2)},
+    "a window in one layer": {"sliding_window": 7, "sliding_layers": (1,)},
 }
 
 
@@ -89,8 +92,10 @@ def our_logits(head, embed, aux: torch.Tensor, ids: torch.Tensor, row: torch.Ten
 
     def attend(layer, q, k, v):
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+        window = head.config.windows[layer] or LENGTH + DEPTHS
+        inside = (row + depth)[:, None] - (row + depth) < window
         scores = torch.einsum("qhd,khd->hqk", q, k) * head.config.attention_scale
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~(seen & inside), -torch.inf).softmax(-1), v)
 
     return head.logits(head.step((inputs[0], inputs[1]), 1 + row + depth, attend).fed_back)
 

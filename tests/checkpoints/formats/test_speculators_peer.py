@@ -26,6 +26,10 @@ VARIANTS = {
     "biases": {"attention_bias": True},
     "scaled RoPE": {"rope_scaling": SCALED},
     "two layers": {"aux_layer_ids": (0, 1)},
+    "its defaults": {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True},
+    "Qwen3's layer": {"qk_norm": True},
+    "a window": {"sliding_window": 6},
+    "an embedding of its own": {"own_embedding": True},
 }
 
 
@@ -47,7 +51,8 @@ def load(folder: Path, target: Path):
     model = speculators.SpeculatorModel.from_pretrained(folder, config=config)
     assert type(model) is Eagle3DraftModel
     # without an embedding in the checkpoint, 0.9.0 leaves its own as torch.empty made it
-    model._load_verifier_weights(overwrite_embed_tokens=True)
+    is_brought = "embed_tokens.weight" in load_file(folder / "model.safetensors")
+    model._load_verifier_weights(overwrite_embed_tokens=not is_brought)
     return model.eval()
 
 
@@ -65,7 +70,8 @@ def their_logits(model, aux: torch.Tensor, ids: torch.Tensor, steps: int) -> lis
 @torch.no_grad()
 def our_logits(head, embed, aux: torch.Tensor, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """Our head over the same steps. Row i of step s sees the keys of step 0 up to i, and its own of later
-    steps; it reads the embedding of id i + s, zero behind the end, at position 1 + i + s."""
+    steps; it reads the embedding of id i + s, zero behind the end, at position 1 + i + s. A sliding window is
+    that of their trainer, which does not move with the steps."""
     length, keys, out = len(ids), [], []
     hidden = head.fuse(aux)
     groups = head.config.num_heads // head.config.num_kv_heads
@@ -75,7 +81,8 @@ def our_logits(head, embed, aux: torch.Tensor, ids: torch.Tensor, steps: int) ->
         every_k, every_v = (torch.cat(parts) for parts in zip(*keys, strict=True))
         row = torch.arange(length)
         own = [row[:, None] == row for _ in keys[1:]]
-        mask = torch.cat([row[:, None] >= row, *own], 1)
+        near = row[:, None] - row < (head.config.sliding_window or length)
+        mask = torch.cat([(row[:, None] >= row) & near, *own], 1)
         scores = torch.einsum("qhd,khd->hqk", q, every_k) * head.config.attention_scale
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), every_v)
 
@@ -94,12 +101,15 @@ def test_their_class_gives_our_logits_for_every_step(tmp_path, target, name):
     export_draft(tmp_path / "ours", tmp_path / "theirs", format="speculators", dtype=None, target=target)
     theirs = load(tmp_path / "theirs", target)
     assert torch.equal(theirs.d2t, head.d2t) and torch.equal(theirs.t2d, head.t2d)
-    assert torch.equal(theirs.embed_tokens.weight, model.embed_tokens.weight)
+    table = head.embedding(model.embed_tokens.weight)
+    assert torch.equal(theirs.embed_tokens.weight, table)
     generator = torch.Generator().manual_seed(2)
     width = len(head.config.aux_layer_ids) * head.config.target_hidden_size
     aux = torch.randn(17, width, generator=generator)
     ids = torch.randint(0, model.config.vocab_size, (17,), generator=generator)
-    pairs = zip(their_logits(theirs, aux, ids, 3), our_logits(head, model.embed, aux, ids, 3), strict=True)
+    pairs = zip(
+        their_logits(theirs, aux, ids, 3), our_logits(head, table.__getitem__, aux, ids, 3), strict=True
+    )
     for step, (a, b) in enumerate(pairs):
         assert b.abs().max() > 1
         # behind the end both pad with id 0

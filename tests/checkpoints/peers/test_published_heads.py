@@ -20,16 +20,8 @@ from eagle_kit.kinds.support.files import DraftFiles, open_draft
 from eagle_kit.models.loading.known_targets import known_target
 
 REFUSED = {
-    "eagle-llama-3.1-8b-eagle3-as-trained": "the architecture LlamaForCausalLM is taken for EAGLE-1",
-    "nemo-llama-3.1-8b-eagle3": "the architecture LlamaEagle3DraftModel is not known",
-    "nemo-llama-3.1-8b-eagle3.1": "the architecture LlamaEagle3DraftModel is not known",
-    "nemo-llama-3.1-8b-p-eagle": "the architecture LlamaEagle3DraftModel is not known",
     "nemo-qwen3-8b-dflash": "the architecture Qwen3DFlashDraftModel is taken for a whole model",
     "modelopt-qwen3-8b-dflash-window": "a window without word on causal blocks (use_swa) is refused",
-    "speculators-gpt-oss-20b-eagle3": "one norm in front of fc (norm_before_fc)",
-    "speculators-qwen3-8b-eagle3-defaults-of-0.9": "one norm in front of fc (norm_before_fc)",
-    "speculators-qwen3-8b-eagle3-qwen3-layer": "a Qwen3 layer, with norms of queries and keys",
-    "speculators-qwen3-8b-p-eagle-defaults-of-0.9": "a Qwen3 layer, and a sliding window",
 }
 """Fixtures that are not read today, with the reason. Each fails strictly: a mended one leaves this table."""
 

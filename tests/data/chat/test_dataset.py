@@ -18,7 +18,7 @@ from tiny_run import make_conversations, make_target
 
 from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat import dataset
+from eagle_kit.data.chat import dataset, documents
 from eagle_kit.data.chat.dataset import PreparedData, prepare_dataset
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -99,7 +99,7 @@ def test_a_second_call_reads_the_cache(
     def refuse(*_: Any) -> None:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(dataset, "tokenize_chat", refuse)
+    monkeypatch.setattr(documents, "tokenize", refuse)
     second = prepare(tmp_path, tokenizer, settings, draft_vocab_size=30)
     assert second.fingerprint == first.fingerprint and len(second.vocab_map.d2t) == 30
     assert second.heldout_prompts == first.heldout_prompts and len(second) == len(first)
@@ -155,12 +155,39 @@ def test_held_out_prompts_are_in_no_row(tmp_path: Path, tokenizer: Any) -> None:
     data = prepare(tmp_path, tokenizer, Settings((source, again), eval_conversations=3))
     prompts = [tokenizer.decode(prompt) for prompt in data.heldout_prompts]
     assert prompts == [
-        f"<|im_start|>user\nQuestion {i:02d}?<|im_end|>\n<|im_start|>assistant\n" for i in range(3)
+        f"<|im_start|>user\nQuestion {i:02d}?<|im_end|>\n<|im_start|>assistant\n" for i in (0, 2, 3)
     ]
     joined = "".join(texts(data, tokenizer))
-    assert not any(f"Question {i:02d}?" in joined for i in range(3)) and "Question 03?" in joined
-    assert "New?" in joined and data.num_conversations == 10
-    assert data.skip_file.read_text() == "again.jsonl:1\tit begins like a held-out conversation\n"
+    assert not any(f"Question {i:02d}?" in joined for i in (0, 2, 3)) and "Question 01?" in joined
+    assert "New?" in joined and data.num_conversations == 11
+    assert data.skip_file.read_text() == "\n", "a prompt that another conversation has is not held out"
+
+
+def test_others_with_a_held_out_prompt_are_left_out_where_all_prompts_are_shared(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    found = [talk(question, f"Reply {i}.") for question in ("One?", "Two?") for i in range(3)]
+    source = write(tmp_path / "chats.jsonl", found)
+    data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
+    assert data.num_conversations == 3 and "One?" not in "".join(texts(data, tokenizer))
+    reason = "it begins like a held-out conversation"
+    assert data.skip_file.read_text() == f"chats.jsonl:2\t{reason}\nchats.jsonl:3\t{reason}\n"
+
+
+def test_conversations_with_one_greeting_are_held_out_by_their_later_turns(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    found = []
+    for i in range(24):
+        first = talk(("Hello", "Hi")[i % 2], "Yes?")["messages"]
+        found.append({"messages": first + talk(f"Question {i:02d}?", f"Reply {i:02d}.")["messages"]})
+    source = write(tmp_path / "chats.jsonl", found)
+    data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=2))
+    prompts = [tokenizer.decode(prompt) for prompt in data.heldout_prompts]
+    assert [prompt[-50:].count("Question") for prompt in prompts] == [1, 1]
+    joined = "".join(texts(data, tokenizer))
+    assert data.num_conversations == 22 and data.num_skipped == 0
+    assert not any(f"Question {i:02d}?" in joined for i in range(2)) and "Hello" in joined
 
 
 def test_conversations_without_their_start_are_learned_but_not_held_out(
@@ -213,7 +240,7 @@ def test_skipped_records_are_counted_and_listed(tmp_path: Path, tokenizer: Any) 
     assert (data.num_conversations, data.num_skipped) == (2, 3)
     assert data.skip_file.read_text().splitlines() == [
         "# chats.json is cut off after 5 whole conversations",
-        "chats.json#2\tno conversations, messages, query and answers, or prompt and completion",
+        "chats.json#2\ta text of one token",
         "chats.json#3\tno reply within the length limit",
         "chats.json#4\tan empty reply",
     ]
@@ -224,11 +251,12 @@ def test_skipped_records_are_counted_and_listed(tmp_path: Path, tokenizer: Any) 
     ("found", "held", "cause"),
     [
         ([], 0, "can be trained on"),
-        ([{"text": "?"}, {"text": "?"}], 0, r"prompt and completion \(2\)"),
+        ([{"a": "?"}, {"a": "?"}], 0, r"input_ids and loss_mask \(2\)"),
         ([talk("x" * 400)], 0, r"no reply within the length limit \(1\)"),
-        ([talk("a"), talk("b")], 2, "can be trained on"),
+        ([talk("a"), talk("b")], 48, "2 are held out, since data.eval_conversations is 48"),
+        ([talk("a", "b", finish_reasons=["length"])] * 2, 0, "nothing to learn"),
     ],
-    ids=["empty", "foreign", "no reply", "all held out"],
+    ids=["empty", "foreign", "no reply", "all held out", "replies of one token"],
 )
 def test_data_with_nothing_to_learn_is_refused_and_leaves_no_cache(
     tmp_path: Path, tokenizer: Any, found: list[dict[str, Any]], held: int, cause: str
@@ -400,7 +428,8 @@ def test_a_question_with_other_tools_begins_otherwise_than_a_held_out_one(
     tools = [[{"name": name}] for name in ("one", "two", "one")]
     source = write(tmp_path / "a.jsonl", [talk("Time?", f"Reply {i}.", tools=t) for i, t in enumerate(tools)])
     data = prepare(tmp_path, tokenizer, Settings(source, eval_conversations=1))
-    assert data.num_conversations == 1 and "Reply 1." in "".join(texts(data, tokenizer))
+    joined = "".join(texts(data, tokenizer))
+    assert data.num_conversations == 2 and "Reply 0." in joined and "Reply 1." not in joined
 
 
 def test_sources_hold_out_what_cannot_be_divided_from_the_first_on(tmp_path: Path, tokenizer: Any) -> None:
@@ -660,3 +689,77 @@ def test_conversations_that_hold_a_prompt_of_an_evaluation_set_are_left_out(
 def test_an_evaluation_set_that_is_not_there_is_named(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
     with pytest.raises(UserError, match="data.decontaminate: There is no task and no file 'nothing'"):
         prepare(tmp_path, tokenizer, Settings(str(chats), decontaminate=("nothing",)))
+
+
+def test_texts_and_tokens_are_rows_beside_conversations(tmp_path: Path, tokenizer: Any) -> None:
+    words = "the cat sat on the mat and all in the hall " * 9
+    ids = tokenizer("Question? Reply.", add_special_tokens=False)["input_ids"]
+    mask = [0] * 10 + [1] * (len(ids) - 10)
+    given = [{"text": words}, {"input_ids": ids, "loss_mask": mask}, talk("Hi?", "Yes.")]
+    data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / "all.jsonl", given)))
+    *parts, tokens, chat = [data.chat(i) for i in range(len(data._starts) - 1)]
+
+    assert all(
+        len(part.ids) <= 160 and part.reply.tolist() == [-1] + [0] * (len(part.ids) - 1) for part in parts
+    )
+    whole = tokenizer(words)["input_ids"]
+    assert np.concatenate([part.ids for part in parts]).tolist() == whole
+    assert tokens.ids.tolist() == ids and (tokens.reply >= 0).tolist() == [bool(one) for one in mask]
+    assert tokenizer.decode(chat.ids[chat.reply >= 0].tolist()) == "Yes.<|im_end|>"
+    assert data.num_conversations == 3 and data.num_skipped == 0
+
+
+def test_texts_need_no_chat_template_and_hold_out_their_beginning(tmp_path: Path, tokenizer: Any) -> None:
+    tokenizer.chat_template = None
+    found = [{"text": f"{i} is the number of the {i}th text, which is not long."} for i in range(4)]
+    data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / "a.jsonl", found), eval_conversations=1))
+    assert tokenizer.decode(data.heldout_prompts[0]) == found[0]["text"][: len(data.heldout_prompts[0])]
+    assert data.num_conversations == 3 and len(data.heldout_prompts[0]) > 8
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"input_ids": [1, 100_000], "loss_mask": [0, 1]}, "a token id above the tokenizer's last"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "no token to learn"),
+    ],
+)
+def test_rows_of_tokens_that_cannot_be_learned_say_why(
+    tmp_path: Path, tokenizer: Any, record: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UserError, match=reason):
+        prepare(tmp_path, tokenizer, Settings(write(tmp_path / "a.jsonl", [record])))
+
+
+def test_replies_of_weight_0_are_given_and_not_learned(tmp_path: Path, tokenizer: Any) -> None:
+    for key, value in (("weight", 0), ("train", False), ("loss", False)):
+        turns = [*talk("One?", "Bad.")["messages"], *talk("Two?", "Good.")["messages"]]
+        turns[1][key] = value
+        data = prepare(tmp_path, tokenizer, Settings(write(tmp_path / f"{key}.jsonl", [{"messages": turns}])))
+        row = data.row(0)
+        assert "Bad." in tokenizer.decode(row.ids.tolist())
+        assert tokenizer.decode(row.ids[row.reply >= 0].tolist()) == "Good.<|im_end|>"
+        assert "given and not learned" in data.notes[0]
+
+
+def test_broken_lines_are_skipped_as_far_as_is_allowed(tmp_path: Path, tokenizer: Any) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(f"{json.dumps(talk('a'))}\n{{oops\n{json.dumps(talk('b'))}\n")
+    with pytest.raises(UserError, match="line 2, is not JSON"):
+        prepare(tmp_path, tokenizer, Settings(str(path)))
+    data = prepare(tmp_path, tokenizer, Settings(str(path), max_broken_lines=1))
+    assert data.num_conversations == 2
+    assert data.skip_file.read_text() == "chats.jsonl:2\ta line that is not JSON\n"
+
+
+def test_rows_of_several_processes_are_those_of_one(
+    tmp_path: Path, tokenizer: Any, chats: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(str(chats), eval_conversations=2)
+    alone = prepare(tmp_path / "alone", tokenizer, settings)
+    monkeypatch.setattr(documents, "ALONE", 3)
+    monkeypatch.setattr(documents, "CHUNK", 2)
+    several = prepare(tmp_path / "several", tokenizer, replace(settings, num_workers=2))
+    assert several.fingerprint == alone.fingerprint and len(alone) > 2
+    for name in ("ids.npy", "reply.npy", "ends.npy", "rows.json", "summary.json", "skipped.txt"):
+        assert (several.folder / name).read_bytes() == (alone.folder / name).read_bytes(), name

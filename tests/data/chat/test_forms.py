@@ -1,13 +1,15 @@
 """Records as they are published become OpenAI's messages; what cannot be read says why, what is not is
 counted."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eagle_kit.data.chat.forms import to_conversation
+from eagle_kit.core.errors import UserError
+from eagle_kit.data.chat.forms import TokenRow, to_conversation, to_record
 from eagle_kit.data.chat.messages import Unusable, on_the_wire, read_message, read_tools
 from eagle_kit.data.chat.records import SkipLog, read_conversations
 
@@ -206,10 +208,10 @@ def test_parts_of_records_that_are_not_read_are_named() -> None:
 
 
 def test_template_arguments_are_read_and_unknown_keys_of_messages_are_named() -> None:
-    turns = [AGENT[0], AGENT[3] | {"weight": 0}]
+    turns = [AGENT[0], AGENT[3] | {"stars": 0}]
     found = to_conversation({"messages": turns, "chat_template_kwargs": '{"enable_thinking": false}'}, "x")
     assert found.chat_template_kwargs == {"enable_thinking": False}
-    assert found.remarks == ("the key 'weight' of a message is not read",)
+    assert found.remarks == ("the key 'stars' of a message is not read",)
 
 
 @pytest.mark.parametrize(
@@ -409,3 +411,148 @@ def test_results_of_several_calls_have_the_ids_of_the_calls_in_their_order() -> 
     ids = [call["id"] for call in sent["tool_calls"]]
     assert len(set(ids)) == 2
     assert [answer["tool_call_id"] for answer in answers] == ids
+
+
+ASKED = {"role": "user", "content": "Q?"}
+ANSWERED = {"role": "assistant", "content": "A."}
+SAME_TALK = {
+    "alpaca": {"instruction": "Q?", "input": "", "output": "A."},
+    "completion": {"prompt": "Q?", "completion": "A."},
+    "empty list of turns": {"conversations": [], "messages": [ASKED, ANSWERED]},
+    "empty lists of turns": {"conversations": [], "messages": [], "prompt": "Q?", "completion": "A."},
+    "list behind a text": {"prompt": "Q?", "completion": [ANSWERED]},
+    "lmsys": {"conversation_id": "1", "model": "m", "conversation": [ASKED, ANSWERED], "turn": 1},
+    "magpie": {
+        "uuid": "1",
+        "instruction": "Q?",
+        "response": "A.",
+        "conversations": [{"from": "human", "value": "Q?"}, {"from": "gpt", "value": "A."}],
+    },
+    "metamath": {"query": "Q?", "response": "A.", "type": "GSM"},
+    "question": {"question": "Q?", "answer": "A."},
+    "text behind a list": {"prompt": [ASKED], "completion": "A."},
+    "text beside turns": {"text": "Q? A.", "messages": [ASKED, ANSWERED]},
+    "ultrachat": {"id": "1", "data": ["Q?", "A."]},
+    "ultrachat 200k": {"prompt": "Q?", "prompt_id": "1", "messages": [ASKED, ANSWERED]},
+}
+
+
+@pytest.mark.parametrize("name", SAME_TALK)
+def test_every_common_form_is_the_same_talk(name: str) -> None:
+    assert to_record(SAME_TALK[name], "x").messages == (ASKED, ANSWERED)
+
+
+def test_parts_of_instruction_sets_are_turns() -> None:
+    record = {
+        "system_prompt": "S.",
+        "instruction": "Q",
+        "input": "Text.",
+        "output": "A.",
+        "history": [["a", "b"]],
+    }
+    found = to_record(record, "x")
+    assert [message["content"] for message in found.messages] == ["S.", "a", "b", "Q\n\nText.", "A."]
+    assert not found.remarks
+    assert (
+        "only prompt and response are read"
+        in to_record({"prompt": "a", "question": "b", "response": "c"}, "x").remarks[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("roles", "meaning"),
+    [
+        (("user", "gpt-4o", "user", "gpt-4o"), "assistant"),
+        (("student", "assistant", "student", "assistant"), "user"),
+    ],
+)
+def test_the_one_unknown_role_is_the_one_that_is_missing(roles: tuple[str, ...], meaning: str) -> None:
+    turns = [{"role": role, "content": str(i)} for i, role in enumerate(roles)]
+    found = to_conversation({"messages": turns}, "x")
+    unknown = [i for i, role in enumerate(roles) if role in ("gpt-4o", "student")]
+    assert {found.messages[i]["role"] for i in unknown} == {meaning}
+    assert found.remarks == (f"the role '{roles[unknown[0]]}' is read as the {meaning}'s",)
+
+
+@pytest.mark.parametrize("roles", [("user", "a", "b"), ("user", "assistant", "narrator"), ("a", "b")])
+def test_roles_that_could_be_several_are_unknown(roles: tuple[str, ...]) -> None:
+    turns = [{"role": role, "content": "x"} for role in roles]
+    with pytest.raises(Unusable, match="unknown role"):
+        to_conversation({"messages": turns}, "x")
+
+
+def test_weights_of_messages_are_read() -> None:
+    turns = [
+        ASKED,
+        ANSWERED | {"weight": 0},
+        ASKED,
+        ANSWERED | {"weight": 1},
+        ASKED,
+        ANSWERED | {"train": False},
+    ]
+    found = to_conversation({"messages": turns, "system": "S."}, "x")
+    assert found.not_learned == {2, 6}
+    assert set().union(*found.messages) == {"role", "content"}
+    half = to_conversation({"messages": [ASKED, ANSWERED | {"weight": 0.5}]}, "x")
+    assert half.not_learned == set() and "counts as 1" in half.remarks[0]
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ({"loss_mask": [0, 1, 1]}, (False, True, True)),
+        ({"assistant_masks": [0, 0, 1]}, (False, False, True)),
+        ({"labels": [-100, 6, 7], "attention_mask": [1, 1, 1]}, (False, True, True)),
+        ({"loss_mask": [True, False, True]}, (True, False, True)),
+    ],
+)
+def test_tokens_with_a_mask_are_rows(mask: dict[str, Any], expected: tuple[bool, ...]) -> None:
+    found = to_record({"input_ids": [5, 6, 7], **mask}, "x")
+    assert isinstance(found, TokenRow)
+    assert (found.ids, found.is_learned) == ((5, 6, 7), expected)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"input_ids": [5, 6]}, "input_ids without loss_mask"),
+        ({"input_ids": [5, 6], "loss_mask": [1]}, "as many numbers"),
+        ({"input_ids": [5, -6], "loss_mask": [1, 1]}, "not a list of token ids"),
+        ({"input_ids": "56", "loss_mask": [1, 1]}, "not a list of token ids"),
+        ({"input_ids": [5, 6], "loss_mask": [0, 2]}, "other numbers than 0 and 1"),
+        ({"input_ids": [5, 6], "labels": [-100, 7]}, "neither -100 nor the token"),
+        ({"text": " "}, "a text that is empty"),
+        ({"text": ["a"]}, "no text"),
+        ({"text": "\ud800"}, "half a character"),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "a history that is not a list of pairs"),
+        ({"messages": [ASKED, ANSWERED | {"weight": "0"}]}, "of a message that is no number"),
+    ],
+)
+def test_records_of_other_forms_say_what_is_wrong(record: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Unusable, match=reason):
+        to_record(record, "x")
+
+
+@pytest.mark.parametrize("suffix", [".json.gz", ".jsonl.gz"])
+def test_packed_files_are_read(tmp_path: Path, suffix: str) -> None:
+    records = [{"messages": [ASKED, ANSWERED]}, {"prompt": "Q?", "completion": "A."}]
+    lines = json.dumps(records) if suffix == ".json.gz" else "\n".join(map(json.dumps, records))
+    path = tmp_path / f"chats{suffix}"
+    path.write_bytes(gzip.compress(lines.encode()))
+    found = list(read_conversations(str(path), skipped=SkipLog()))
+    assert [one.messages for one in found] == [(ASKED, ANSWERED)] * 2
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(UserError, match="is damaged"):
+        list(read_conversations(str(path), skipped=SkipLog()))
+    path.write_bytes(lines.encode())
+    with pytest.raises(UserError, match="is damaged"):
+        list(read_conversations(str(path), skipped=SkipLog()))
+
+
+def test_texts_and_tokens_are_no_conversations(tmp_path: Path) -> None:
+    path = tmp_path / "all.jsonl"
+    records = [{"text": "words"}, {"input_ids": [1, 2], "loss_mask": [0, 1]}, {"messages": [ASKED, ANSWERED]}]
+    path.write_text("\n".join(map(json.dumps, records)))
+    skipped = SkipLog()
+    assert len(list(read_conversations(str(path), skipped=skipped))) == 1
+    assert skipped.counts == {"text or tokens, which have no turns": 2}

@@ -12,6 +12,7 @@ import pytest
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat import records
 from eagle_kit.data.chat.forms import Conversation, to_conversation
+from eagle_kit.data.chat.hub_sets import PRESETS, DataSet
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.records import SkipLog, read_conversations
 
@@ -81,7 +82,7 @@ def test_a_reply_cut_off_by_its_length_is_marked() -> None:
 
 BAD = [
     (["no object"], "not an object"),
-    ({"text": "q"}, "no conversations, messages, query and answers, or prompt and completion"),
+    ({"words": "q"}, "no messages, prompt and reply, text, or input_ids and loss_mask"),
     ({"messages": []}, "no user turn"),
     ({"messages": ["q"]}, "a turn that is not an object"),
     ({"messages": [{"role": "narrator", "content": "q"}]}, "unknown role 'narrator'"),
@@ -356,7 +357,7 @@ def test_a_data_set_by_name_is_read_through_the_datasets_library(monkeypatch: py
 
     def load_dataset(name: str, split: str) -> list[dict[str, Any]]:
         asked.append((name, split))
-        return [MESSAGES, {"text": "?"}]
+        return [MESSAGES, {"words": "?"}]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     found, skipped = read("datasets:org/chats:validation")
@@ -421,3 +422,141 @@ def test_a_record_that_python_cannot_hold_is_refused_with_its_line(
     path.write_bytes(first + b"\n" + record + b"\n" if suffix == ".jsonl" else b"[" + first + b",\n" + record)
     with pytest.raises(UserError, match=r"line 2, .*(nested too deeply|4300 digits)"):
         read(path)
+
+
+@pytest.fixture
+def library() -> Any:
+    return pytest.importorskip("datasets")
+
+
+def test_folders_of_save_to_disk_are_read(tmp_path: Path, library: Any) -> None:
+    train = library.Dataset.from_list([MESSAGES | {"id": "a"}])
+    test = library.Dataset.from_list([MESSAGES | {"id": "b"}])
+    train.save_to_disk(tmp_path / "one")
+    library.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
+    for source, name in (("one", "a"), ("both", "a"), ("both:test", "b")):
+        found, _ = read(f"datasets:{tmp_path}/{source}")
+        assert [conversation.id for conversation in found] == [name]
+    with pytest.raises(UserError, match="no split 'dev'") as error:
+        read(f"datasets:{tmp_path}/both:dev")
+    assert "train, test" in error.value.remedy
+    with pytest.raises(UserError, match="saved without splits"):
+        read(f"datasets:{tmp_path}/one:test")
+
+
+def test_files_and_slices_of_a_data_set_are_chosen(tmp_path: Path, library: Any) -> None:
+    for name in "abc":
+        write(tmp_path / f"{name}.jsonl", [MESSAGES | {"id": name}] * 3)
+    found, _ = read(f"datasets:{tmp_path}:::a.jsonl,c.jsonl")
+    assert [conversation.id for conversation in found] == ["a"] * 3 + ["c"] * 3
+    found, _ = read(f"datasets:{tmp_path}:train[:2]::b.jsonl")
+    assert [conversation.id for conversation in found] == ["b"] * 2
+    with pytest.raises(UserError, match="is not a name"):
+        read("datasets:a:b:c:d:e")
+
+
+def test_a_limit_streams_a_data_set_and_a_revision_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, library: Any
+) -> None:
+    asked: list[dict[str, Any]] = []
+    taken: list[int] = []
+
+    def load_dataset(name: str, **more: Any) -> Any:
+        asked.append({"name": name, **more})
+        for number in range(1000):
+            taken.append(number)
+            yield MESSAGES
+
+    monkeypatch.setattr(library, "load_dataset", load_dataset)
+    assert len(read("datasets:org/chats@v1.1:test", limit=3)[0]) == 3
+    assert asked == [{"name": "org/chats", "split": "test", "revision": "v1.1", "streaming": True}]
+    assert len(taken) == 3
+    read("datasets:org/chats@v1.1")
+    assert "streaming" not in asked[1]
+
+
+def test_a_stream_that_breaks_off_is_a_user_error(monkeypatch: pytest.MonkeyPatch, library: Any) -> None:
+    def load_dataset(name: str, **more: Any) -> Any:
+        yield MESSAGES
+        raise ConnectionError("reset")
+
+    monkeypatch.setattr(library, "load_dataset", load_dataset)
+    with pytest.raises(UserError, match=r"behind record 1 \(ConnectionError: reset\)"):
+        read("datasets:org/chats")
+
+
+PUBLISHED = {
+    "alpaca": {"instruction": "q", "input": "", "output": "r", "text": "Below is an instruction ..."},
+    "gsm8k": {"question": "q", "answer": "r"},
+    "lmsys-chat-1m": {
+        "conversation_id": "1",
+        "model": "m",
+        "conversation": TURNS,
+        "turn": 1,
+        "redacted": False,
+    },
+    "magpie": {
+        "uuid": "1",
+        "instruction": "q",
+        "response": "r",
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}],
+    },
+    "metamath": {"query": "q", "response": "r", "original_question": "o", "type": "GSM_Rephrased"},
+    "openthoughts": {
+        "system": "",
+        "conversations": [{"from": "user", "value": "q"}, {"from": "assistant", "value": "r"}],
+    },
+    "perfectblend": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}]},
+    "sharegpt": {
+        "id": "1",
+        "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}],
+    },
+    "smoltalk": {"messages": TURNS, "source": "smol-magpie-ultra"},
+    "tulu3": {"id": "1", "messages": TURNS, "source": "ai2"},
+    "ultrachat": {"prompt": "q", "prompt_id": "1", "messages": TURNS},
+    "wildchat": {
+        "conversation_hash": "1",
+        "model": "m",
+        "conversation": TURNS,
+        "turn": 1,
+        "language": "English",
+    },
+    "xlam": {
+        "id": 0,
+        "query": "q",
+        "answers": '[{"name": "f", "arguments": {"x": 1}}]',
+        "tools": '[{"name": "f", "description": "d", "parameters": {"x": {"type": "int"}}}]',
+    },
+}
+"""A record of each preset with the keys that its card publishes."""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_read_from_its_published_form(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: Any
+) -> None:
+    wanted = DataSet.parse(PRESETS[name].source.removeprefix("datasets:"))
+    written = write(tmp_path / "set.jsonl", [PUBLISHED[name]])
+    load_dataset = library.load_dataset
+    asked = []
+
+    def from_file(*names: str, split: str) -> Any:
+        asked.append((names, split))
+        return load_dataset("json", data_files=str(written), split="train", cache_dir=str(tmp_path / "cache"))
+
+    monkeypatch.setattr(library, "load_dataset", from_file)
+    (found,), skipped = read(f"preset:{name}")
+    names = (wanted.name,) if wanted.config is None else (wanted.name, wanted.config)
+    assert asked == [(names, wanted.split)]
+    assert found.messages[0] == {"role": "user", "content": "q"}
+    if name == "xlam":
+        assert found.messages[1]["tool_calls"][0]["function"]["name"] == "f"
+    else:
+        assert found.messages[1] == {"role": "assistant", "content": "r"}
+    assert not skipped.rows and "licence: " in skipped.notes[0]
+
+
+def test_a_preset_that_does_not_exist_is_named() -> None:
+    with pytest.raises(UserError, match="no preset 'ultra'") as error:
+        read("preset:ultra")
+    assert "ultrachat" in error.value.remedy

@@ -13,6 +13,7 @@ from tiny_run import TEMPLATE, make_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.data.chat.rows import LITERAL_END, NO_SYSTEM, TokenizedChat, tokenize_chat
 from eagle_kit.data.chat.template import end_names, end_tokens, prompt_token_ids
 from eagle_kit.models.loading.source import load_tokenizer
@@ -300,6 +301,14 @@ def test_a_tokenizer_without_template_is_a_user_error(tokenizer: Any) -> None:
         one_row(tokenizer, THREE_TURNS, PLENTY)
     with pytest.raises(UserError, match="no chat template"):
         prompt_token_ids(tokenizer, messages_of(THREE_TURNS, 1))
+
+
+def test_named_templates_without_a_default_are_a_user_error(tokenizer: Any) -> None:
+    tokenizer.chat_template = {"rag": str(tokenizer.chat_template)}
+    with pytest.raises(UserError, match="'rag'.*none of them is the default"):
+        one_row(tokenizer, THREE_TURNS, PLENTY)
+    forms = choose_forms(tokenizer)
+    assert forms.reasoning is None and forms.calls is None
 
 
 def test_only_added_tokens_end_a_turn(tokenizer: Any) -> None:

@@ -11,6 +11,7 @@ from tiny_run import TEMPLATE, make_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.tasks import sets
 from eagle_kit.data.tasks.sets import MT_BENCH, SPEC_BENCH, EvalPrompt, Task, load_task, load_tasks
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -257,6 +258,19 @@ def test_a_packed_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"prompt": "a"}, {"turns": []}]')
     with pytest.raises(UserError, match="Record 2 of a.json"):
         load_task(tmp_path / "a.json")
+
+
+def test_a_packed_file_is_not_unpacked_beyond_the_largest_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte can hold a gigabyte of zeros."""
+    monkeypatch.setattr(sets, "MAX_TEXT", 1 << 20)
+    record = b'{"prompt": "a"}\n'
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(record + b" " * ((1 << 20) - len(record))))
+    assert len(load_task(tmp_path / "a.jsonl.gz").prompts) == 1
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(record + b" " * (1 << 20)))
+    with pytest.raises(UserError, match="has more than 1 MiB"):
+        load_task(tmp_path / "a.jsonl.gz")
 
 
 def test_bytes_that_are_no_text_and_empty_files_are_refused(tmp_path: Path) -> None:

@@ -26,6 +26,11 @@ VARIANTS = {
         "norm_before_residual": True,
         "rms_norm_eps": 0.1,
     },
+    "one norm before fc": {"norm_before_fc": True},
+    "both norms before fc": {"norm_before_fc": True, "fc_norm": True},
+    "norms of queries and keys": {"qk_norm": True},
+    "half of a head rotated": {"rotary_dim": 4},
+    "half of a head rotated, with norms": {"rotary_dim": 4, "qk_norm": True, "rope_theta": 1e6},
     "wide heads": {"head_dim": 14, "num_heads": 4, "num_kv_heads": 1},
     "two aux states of another width": {"aux_layer_ids": (1, 3), "target_hidden_size": 40},
     "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
@@ -48,14 +53,19 @@ class Published:
         """``[T, 2H]`` -> ``[heads, T, D]``, turned by complex numbers when there are positions."""
         size = self.c["head_dim"]
         y = (x @ self.w[f"midlayer.self_attn.{name}.weight"].T).view(len(x), count, size).transpose(0, 1)
+        norm = f"midlayer.self_attn.{name.replace('proj', 'norm')}"
+        if f"{norm}.weight" in self.w:
+            y = self.rms(y, norm)
         if positions is None:
             return y
         rope = self.c["rope_parameters"]
-        freq = rope["rope_theta"] ** -(torch.arange(size // 2).double() * 2 / size) / rope.get("factor", 1.0)
-        turned = torch.complex(y[..., : size // 2], y[..., size // 2 :]) * torch.exp(
-            1j * positions.double()[:, None] * freq
+        turns = int(size * rope.get("partial_rotary_factor", 1.0))
+        y, rest = y[..., :turns], y[..., turns:]
+        freq = rope["rope_theta"] ** -(torch.arange(turns // 2).double() * 2 / turns)
+        turned = torch.complex(y[..., : turns // 2], y[..., turns // 2 :]) * torch.exp(
+            1j * positions.double()[:, None] * freq / rope.get("factor", 1.0)
         )
-        return torch.cat((turned.real, turned.imag), -1)
+        return torch.cat((turned.real, turned.imag, rest), -1)
 
     def qkv(
         self, x: torch.Tensor, positions: torch.Tensor
@@ -66,6 +76,8 @@ class Published:
         return self.heads(x, "q_proj", hq, positions), k, v
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
+        if self.c.get("norm_before_fc"):
+            aux = self.rms(aux, "input_norm")
         if self.c["fc_norm"]:
             parts = aux.split(self.c["target_hidden_size"], -1)
             aux = torch.cat([self.rms(part, f"fc_norm.{i}") for i, part in enumerate(parts)], -1)
@@ -157,9 +169,10 @@ def test_two_steps_equal_the_published_forward(saved: Callable[..., Path], varia
 def test_every_variant_computes_something_else(saved: Callable[..., Path]) -> None:
     aux, embeds = torch.randn(LENGTH, 144), torch.randn(LENGTH + 1, 48)
     plain = Published(saved()).two_steps(aux.double(), embeds.double())[1]
-    for flag in ("fc_norm", "norm_output", "norm_before_residual"):
-        other = Published(saved(**{flag: True})).two_steps(aux.double(), embeds.double())[1]
-        assert (plain - other).abs().max() > 0.01, flag
+    changes = [{flag: True} for flag in ("fc_norm", "norm_output", "norm_before_residual", "norm_before_fc")]
+    for change in (*changes, {"qk_norm": True}, {"rotary_dim": 4}):
+        other = Published(saved(**change)).two_steps(aux.double(), embeds.double())[1]
+        assert (plain - other).abs().max() > 0.01, change
 
 
 def test_draft_ids_become_target_ids() -> None:
@@ -177,7 +190,7 @@ def test_an_empty_batch_of_rows_gives_empty_outputs() -> None:
 
 
 def test_gradients_reach_every_parameter() -> None:
-    head = tiny_head(tiny_target(), fc_norm=True)
+    head = tiny_head(tiny_target(), fc_norm=True, norm_before_fc=True, qk_norm=True)
     outs = run(head, torch.randn(LENGTH, 144), torch.randn(LENGTH + 1, 48))
     sum(head.logits(out).logsumexp(-1).sum() for out in outs).backward()
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in head.parameters())

@@ -14,20 +14,30 @@ LENGTH, DEPTHS = 11, 4
 
 
 class Dense:
-    """Attention under a dense mask, in fp64."""
+    """Attention under a dense mask, in fp64; layers with a window see positions in it alone."""
 
-    def __init__(self, seen: torch.Tensor) -> None:
-        self.seen = seen
+    def __init__(self, seen: torch.Tensor, positions: torch.Tensor, windows: list[int | None]) -> None:
+        self.seen, self.positions, self.windows = seen, positions, windows
 
     def __call__(self, layer, q, k, v):
+        window = self.windows[layer]
+        distance = self.positions[:, None] - self.positions
+        seen = self.seen if window is None else self.seen & (distance < window)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
-        return torch.einsum("hij,jhd->ihd", scores.masked_fill(~self.seen, float("-inf")).softmax(-1), v)
+        return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"num_layers": 1}, {"norm_before_residual": True, "num_layers": 2, "rms_norm_eps": 0.1}],
+    [
+        {},
+        {"num_layers": 1},
+        {"norm_before_residual": True, "num_layers": 2, "rms_norm_eps": 0.1},
+        {"norm_before_fc": True, "qk_norm": True},
+        {"sliding_window": 5, "sliding_layers": (0, 1, 2)},
+        {"sliding_window": 5, "sliding_layers": (1,), "qk_norm": True},
+    ],
 )
 def test_logits_of_all_depths_equal_the_published_forward(tmp_path, changes):
     target = tiny_target()
@@ -54,12 +64,13 @@ def test_logits_of_all_depths_equal_the_published_forward(tmp_path, changes):
         torch.cat((part, mask.expand(masks, -1)))
         for part, mask in zip(parts, read.mask_inputs(), strict=True)
     ]
-    out = read.step((inputs[0], inputs[1]), row + depth, Dense(seen))
+    attend = Dense(seen, row + depth, head.config.windows)
+    out = read.step((inputs[0], inputs[1]), row + depth, attend)
     torch.testing.assert_close(
         read.logits(out.fed_back), expected, rtol=1e-4, atol=1e-5
     )  # angles of RoPE are fp32
     some = torch.tensor([1, 12, 19])
-    again = read.step((inputs[0], inputs[1]), row + depth, Dense(seen), wanted=some)
+    again = read.step((inputs[0], inputs[1]), row + depth, attend, wanted=some)
     torch.testing.assert_close(again.read, out.read[some])
     given = ChainRows(
         read.fuse(aux.double()),

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.loading.loader import load_target, read_target_config
+from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
 
 SIZES = {
     "vocab_size": 97,
@@ -116,6 +116,23 @@ def test_a_pipe_in_place_of_weights_is_not_waited_for(folder):
     os.mkfifo(folder / "a.safetensors")
     with pytest.raises(UserError, match="is not a file"):
         load_target(folder)
+
+
+def test_a_link_to_nothing_beside_the_weights_is_named_by_the_fingerprint(folder):
+    whole = target_fingerprint(folder)
+    (folder / "other.safetensors").symlink_to("nowhere")
+    assert load_target(folder)
+    with pytest.raises(UserError, match=r"other\.safetensors is missing"):
+        target_fingerprint(folder)
+    (folder / "other.safetensors").unlink()
+    assert target_fingerprint(folder) == whole
+
+
+def test_a_pipe_in_place_of_the_config_is_not_waited_for_by_the_fingerprint(folder):
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(UserError, match="is a pipe"):
+        target_fingerprint(folder)
 
 
 def test_an_index_without_shards_is_refused(folder):

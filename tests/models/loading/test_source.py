@@ -1,11 +1,14 @@
 """Resolving a target: folders, packaged models, hub ids, and the tokenizer that belongs to it."""
 
 import json
+import os
+import re
 import shutil
 from collections import namedtuple
 from types import SimpleNamespace
 
 import pytest
+from tiny_tokenizers import byte_level
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import cache_folder
@@ -66,6 +69,29 @@ def test_a_broken_tokenizer_file_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     with pytest.raises(UserError, match="no tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "is a pipe"),
+        ("[]", "does not hold a JSON object"),
+        ('{"chat_template": "\\ud800"}', "half a character"),
+        ('{"model_max_length": "512"}', "model_max_length '512'"),
+        ('{"model_max_length": [1]}', "model_max_length"),
+    ],
+)
+def test_a_tokenizer_config_that_cannot_be_used_is_refused(tmp_path, text, reason):
+    byte_level().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    path = tmp_path / "tokenizer_config.json"
+    path.unlink()
+    if text is None:
+        os.mkfifo(path)
+    else:
+        path.write_text(text)
+    with pytest.raises(UserError, match=re.escape(reason)):
         load_tokenizer(tmp_path)
 
 

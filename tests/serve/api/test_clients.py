@@ -44,6 +44,7 @@ def client_at(server, address):
 
 
 LOCAL = [
+    "[::ffff:127.0.0.1]",
     "localhost",
     "LOCALHOST:1",
     "localhost.",
@@ -62,6 +63,7 @@ FOREIGN = [
         "10.0.0.1",
     ),
     *("", ":80", ".", "[::2]", "[::1", "a b", "127.0.0.1.evil.example", "evil.example@localhost", "\x80"),
+    *("localhost/evil.example", "localhost:evil", "evil.example\\.localhost", "evil.example\t.localhost"),
 ]
 
 
@@ -72,10 +74,11 @@ def test_hosts_and_origins_of_others_are_refused_where_there_is_no_key(scripted)
             given = {name: value.encode("latin-1") for name, value in headers.items()}
             return server.http.get("/v1/models", headers=given).status_code
 
-        assert [status(host=name) for name in [*LOCAL, "model.example:80", "MODEL.example"]] == [200] * 9
+        hosts = [*LOCAL, "model.example:80", "MODEL.example"]
+        assert {status(host=name) for name in hosts} == {200}
         assert [status(host=name) for name in FOREIGN] == [403] * len(FOREIGN)
-        pages = [f"http://{name}" for name in LOCAL]
-        assert [status(origin=page) for page in [*pages, "https://model.example"]] == [200] * 8
+        pages = [*(f"http://{name}" for name in LOCAL), "https://model.example"]
+        assert {status(origin=page) for page in pages} == {200}
         foreign = [*(f"http://{name}" for name in FOREIGN), "null", "localhost", "file://"]
         assert [status(origin=page) for page in foreign] == [403] * len(foreign)
         for path in (CHAT, "/abort", "/health", "/metrics", "/docs", "/nowhere"):

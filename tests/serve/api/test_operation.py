@@ -1,5 +1,6 @@
 """Keys, limits, aborts, clients that leave, engines that break, and shutting down."""
 
+import asyncio
 import json
 import signal
 import socket
@@ -17,7 +18,7 @@ from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.serve.api import service
 from eagle_kit.serve.api.connection import connection_limits
 from eagle_kit.serve.api.errors import ApiError
-from eagle_kit.serve.api.limits import ClientLimits
+from eagle_kit.serve.api.limits import ClientLimits, network_of
 from tests.serve.api.serving import serving, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -175,6 +176,24 @@ def test_requests_a_minute_come_back_with_the_time_and_are_each_clients_own(monk
     for i in range(10_001):  # the addresses of those that may ask again are forgotten
         limits.count(f"client {i}")
     assert num_allowed(limits, "a") == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:0:1::5", "2001:db8:0:1::/64"),
+        ("2001:db8:0:1:ffff::", "2001:db8:0:1::/64"),
+        ("2001:db8:0:2::5", "2001:db8:0:2::/64"),
+        ("fe80::1%lo", "fe80::/64"),
+        ("::1", "::/64"),
+        ("testclient", "testclient"),
+        ("", ""),
+    ],
+)
+def test_the_addresses_of_one_ipv6_network_are_one_client(address, name):
+    assert network_of(address) == name
 
 
 def test_many_addresses_that_rest_take_no_memory(monkeypatch):
@@ -573,6 +592,18 @@ def test_connections_that_are_being_answered_stay_and_the_next_is_closed(scripte
         assert [answer.result().status_code for answer in both] == [200, 200]
 
 
+def test_clients_that_do_not_read_their_responses_keep_nobody_from_connecting(scripted, monkeypatch):
+    monkeypatch.setattr("eagle_kit.serve.api.connection.MOST_CONNECTIONS", 2)
+    with serving(*scripted("abc")) as server, ExitStack() as stack:
+        for _ in range(2):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 300)
+        connections = server.server.server_state.connections
+        wait_until(lambda: len(connections) == 2 and all(each.flow.write_paused for each in connections))
+        assert server.http.get("/health").status_code == 200
+        assert len(connections) == 2
+
+
 @pytest.mark.parametrize(
     ("soft", "hard", "raised_to", "connections", "backlog"),
     [
@@ -635,10 +666,30 @@ def test_a_client_that_has_read_again_is_not_cut_off(scripted, monkeypatch):
 def test_a_client_that_reads_slowly_gets_its_whole_response_from_a_server_that_is_stopped_too(
     scripted, monkeypatch
 ):
-    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", 0.8)
+    # The checks of what is unread do not run by the clock, but when the client has read something.
+    unread_s = 3600.0
+    timers = []
+    call_later = asyncio.BaseEventLoop.call_later
+
+    def record(loop, delay, callback, *args, **kwargs):
+        timer = call_later(loop, delay, callback, *args, **kwargs)
+        if delay == unread_s:
+            timers.append((loop, timer, callback, *args))
+        return timer
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", record)
+    monkeypatch.setattr("eagle_kit.serve.api.connection.UNREAD_S", unread_s)
     monkeypatch.setattr("eagle_kit.serve.api.server.SLACK_S", 0)
+    checked = []
+
+    def check(timer, callback, unread):
+        if not timer.cancelled():
+            timer.cancel()
+            checked.append(unread)
+            callback(unread)
+
     engine = scripted("abc", max_context=100_000)
-    with serving(*engine, max_queued=200, grace_period_s=20.0) as server:
+    with serving(*engine, max_queued=200, grace_period_s=60.0) as server:
         text = json.dumps({"prompt": [70] * 90_000, "n": 120, "max_tokens": 3, "echo": True})
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         head += f"Content-Length: {len(text)}\r\nContent-Type: application/json\r\n\r\n"
@@ -646,11 +697,16 @@ def test_a_client_that_reads_slowly_gets_its_whole_response_from_a_server_that_i
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", server.port))
             connection.sendall((head + text).encode())
-            answer, started = connection.recv(100_000), time.monotonic()
+            pieces = [connection.recv(100_000)]
             server.stop()
             while piece := connection.recv(200_000):
-                answer += piece
-                if time.monotonic() < started + 2.0:
-                    time.sleep(0.002)
-        content = answer.partition(b"\r\n\r\n")[2]
+                pieces.append(piece)
+                loop, timer, callback, unread = timers[-1] if timers else (None,) * 4
+                if unread is None:  # the first check only takes the number of unread bytes
+                    continue
+                if callback.__self__.transport.get_write_buffer_size() < unread:
+                    timers.pop()
+                    loop.call_soon_threadsafe(check, timer, callback, unread)
+        content = b"".join(pieces).partition(b"\r\n\r\n")[2]
         assert len(json.loads(content)["choices"]) == 120
+        assert len(checked) > 1

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -98,6 +99,37 @@ def test_masks_of_a_tree_are_those_of_its_paths(seed):
         assert found == forbidden_after(paths[node], words)
     assert set((~allowed[0]).nonzero()[:, 0].tolist()) == forbidden_after(written, words)
     assert allowed[12].all()
+
+
+def operations_of_masks(words, tail) -> int:
+    """Lines that run while the masks of a window of 16 nodes are written behind ``tail``."""
+    match = MatchWithoutBadWords(words, 1000)
+    assert match.advance(tail) == len(tail)
+    parents = np.maximum(np.arange(16) - 1, 0)
+    tokens = torch.full((16,), tail[-1])
+    bitmask = torch.full((16, 32), -1, dtype=torch.int32)
+    num_lines = 0
+
+    def count(frame, event, argument):
+        nonlocal num_lines
+        if event == "line":
+            num_lines += 1
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        match.fill(parents, tokens, bitmask)
+    finally:
+        sys.settrace(before)
+    return num_lines
+
+
+@pytest.mark.parametrize("before", [(), (5,)])
+def test_many_words_cost_no_more_operations_in_a_step_than_one(before):
+    """Words of one token, and words that differ in their last: all replies wait for their masks."""
+    one, many = ([(*before, last) for last in range(100, 100 + count)] for count in (1, 256))
+    assert operations_of_masks(many, [5]) == operations_of_masks(one, [5])
 
 
 @pytest.mark.parametrize("shape", ["none", "3,1,4", "4,4,12"])

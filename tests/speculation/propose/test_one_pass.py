@@ -35,6 +35,11 @@ from eagle_kit.tuning.policy import ToldPolicy
 
 HEADS = {
     "p-eagle": (tiny_p_eagle, {"draft_vocab_size": 9}),
+    "p-eagle, sliding, Qwen3's layers": (
+        tiny_p_eagle,
+        {"draft_vocab_size": 9, "sliding_window": 8, "sliding_layers": (0, 2)}
+        | {"qk_norm": True, "norm_before_fc": True},
+    ),
     "dflash": (tiny_dflash, {}),
     "dflash, next token": (tiny_dflash, {"predicts_next": True}),
     "dflash, sliding": (tiny_dflash, {"sliding_window": 8, "sliding_layers": (0, 2)}),

@@ -45,6 +45,9 @@ CASES = {
     "p-eagle": Case(tiny_p_eagle, changes=P_EAGLE),
     "p-eagle, dropped": Case(tiny_p_eagle, COD, changes=P_EAGLE),
     "p-eagle, published rows": Case(tiny_p_eagle, COD, "published", changes=P_EAGLE),
+    "p-eagle, sliding, Qwen3's layers": Case(
+        tiny_p_eagle, COD, changes=P_EAGLE | SLIDING | {"qk_norm": True, "norm_before_fc": True}
+    ),
     "dflash": Case(tiny_dflash),
     "dflash, sliding": Case(tiny_dflash, ANCHORS, changes=SLIDING),
     "dflash, sliding both ways": Case(tiny_dflash, ANCHORS, changes=SLIDING | {"sliding_both": True}),

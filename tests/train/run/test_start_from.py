@@ -50,8 +50,10 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
     assert new.config.intermediate_size == old.config.intermediate_size == 80
     largest = max((p - q).abs().max().item() for p, q in zip(new.parameters(), old.parameters(), strict=True))
     assert 0 < largest < 1e-3, "four small steps away"
-    first, fresh = rows(tmp_path / "run")[0], rows(trained / "run")[0]
-    assert first["loss"] < fresh["loss"] - 0.2
+    new_head = [f"data.source={other}", f"output_dir={tmp_path / 'fresh'}", "training.max_steps=1"]
+    assert main([str(config), *new_head, "judge.every=0"]) == 0
+    first, fresh = rows(tmp_path / "run")[0], rows(tmp_path / "fresh")[0]
+    assert first["loss"] < fresh["loss"] - 0.1
     about = json.loads((tmp_path / "run" / "step-4" / "eagle_kit.json").read_text())
     assert 0.5 < about["data"]["vocab_coverage"] <= 1.0
     assert about["config"]["head"]["start_from"].endswith("head")

@@ -245,3 +245,34 @@ def test_states_that_are_not_finite_or_of_another_size(engine, capsys):
     place = engine.write(layers[:-1])
     assert engine.import_states(place) == 2
     assert "are expected" in capsys.readouterr().err
+
+
+def test_texts_without_usable_states_are_left_out_up_to_a_limit(engine, capsys):
+    layers = [*ids_of(engine.run), L]
+    number = iter(range(100))
+
+    def spoil(states):
+        if next(number) == 0:
+            states[0, 0, 0] = float("nan")
+        return states
+
+    place = engine.write(layers, texts=engine.texts[1:], change=spoil)
+    (place / "broken.safetensors").write_bytes(b"no states")
+    assert engine.import_states(place, "--max-missing", "1") == 2
+    assert "states of 2 texts cannot be used, and --max-missing is 1" in capsys.readouterr().err
+    assert engine.import_states(place, "--max-missing", "2") == 0
+    assert "2 texts are left out" in capsys.readouterr().out
+
+    folder = engine.run.folder / "imported"
+    data = engine.run.folder / "imported" / "data"
+    rows = json.loads((data / "rows.json").read_text())
+    summary = json.loads((data / "summary.json").read_text())
+    assert sum(map(len, rows)) == len(engine.texts) - 2 == summary["parts"][0]["num_documents"]
+    assert "their states are missing or unusable: 2 texts" in summary["notes"]
+    assert shards(folder)
+
+
+def test_states_that_prefix_caching_shortened_have_a_remedy(engine, capsys):
+    place = engine.write([*ids_of(engine.run), L], change=lambda states: states[4:].contiguous())
+    assert engine.import_states(place) == 2
+    assert "prefix caching off" in capsys.readouterr().err

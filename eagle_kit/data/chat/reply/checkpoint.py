@@ -4,12 +4,13 @@ That parser raises where a call cannot be read, and does not say which text it t
 character by character, by which the text of a call is known, and becomes content where it must.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from eagle_kit.data.chat.messages import REASONING, Tool, Unusable
 from eagle_kit.data.chat.reply.calls import calls_of
-from eagle_kit.data.chat.reply.parts import ReplyParts
+from eagle_kit.data.chat.reply.parts import Collected, ReplyParts
 
 CALLS = "tool_calls"
 UNREADABLE = (ValueError, KeyError, TypeError, RecursionError, Unusable)
@@ -43,15 +44,14 @@ class CheckpointReader:
             if about.get("content", "text") == "text" and (has_thoughts or name not in REASONING)
         }
         self._has_calls = has_calls
-        self._raw = ""  # text of the reply that has not been handed on
+        self._raw: deque[str] = deque()  # characters of the reply that have not been handed on
         self._is_broken = False
-        self._parts = ReplyParts()
+        self._parts = Collected()
 
     def feed(self, text: str) -> ReplyParts:
         """Read a further piece of text."""
-        self._parts = ReplyParts()
         for character in text:
-            self._raw += character
+            self._raw.append(character)
             if not self._is_broken:
                 try:
                     self._take(self._parser.feed(character), num_ahead=1)
@@ -59,21 +59,24 @@ class CheckpointReader:
                     self._is_broken = True
             if self._is_broken:
                 self._give_up()
-        return self._parts
+        return self._parts.take()
 
     def finish(self, end: str = "") -> ReplyParts:
         """Release what is held back, after the last piece."""
-        self._parts = ReplyParts()
         if not self._is_broken:
             try:
                 self._take(self._parser.finalize()[1], num_ahead=0)
             except UNREADABLE:
                 self._give_up()
-        return self._parts
+        return self._parts.take()
 
     def _give_up(self) -> None:
-        self._parts.content += self._raw
-        self._raw = ""
+        self._parts.say("".join(self._raw))
+        self._raw.clear()
+
+    def _pop(self, count: int) -> str:
+        """Remove the first ``count`` characters that have not been handed on, or all where they are fewer."""
+        return "".join(self._raw.popleft() for _ in range(min(count, len(self._raw))))
 
     def _take(self, events: Sequence[dict[str, Any]], num_ahead: int) -> None:
         """Take events of the parser; a marker that is a pattern is known ``num_ahead`` characters late."""
@@ -86,19 +89,18 @@ class CheckpointReader:
                     self._hand_on(name, event["text"])
             elif kind == "open":
                 if name in self._texts:
-                    self._raw = self._raw[behind:]
+                    self._pop(behind)
             elif name == CALLS and self._has_calls:
                 self._parts.calls += calls_of(event["value"])
-                self._raw = self._raw[behind:]
+                self._pop(behind)
             elif name not in self._texts:
-                self._parts.content += self._raw[:behind]
-                self._raw = self._raw[behind:]
+                self._parts.say(self._pop(behind))
             elif not any(later["type"] == "region_open" for later in events[i + 1 :]):
-                self._raw = self._raw[behind:]
+                self._pop(behind)
 
     def _hand_on(self, name: str, text: str) -> None:
-        self._raw = self._raw[len(text) :]
+        self._pop(len(text))
         if name in REASONING:
-            self._parts.reasoning += text
+            self._parts.think(text)
         else:
-            self._parts.content += text
+            self._parts.say(text)

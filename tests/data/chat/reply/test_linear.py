@@ -12,14 +12,15 @@ import re._constants as sre
 import re._parser as sre_parser
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers.utils.chat_parsing.response_parser import ResponseParser
 
 from eagle_kit.data.chat import reply
 
-NAMES = ("parts", "tape", "literals", "calls", "tags", "harmony")
+NAMES = ("parts", "tape", "literals", "calls", "tags", "harmony", "checkpoint")
 FOLDER = Path(reply.__path__[0])
 TOOLS = [
     {
@@ -175,6 +176,32 @@ def test_hostile_messages_of_harmony_take_work_in_proportion_to_their_length(rea
     for begun in HARMONY_BEGUN:
         for part in HARMONY:
             assert grows_by(make, begun, part, size, 1200) < 7, (begun, part)
+
+
+@pytest.mark.parametrize("size", [10**9, 7])
+@pytest.mark.parametrize("begun", ["", "<think>", "<tool_call>", "<tool_call>x</tool_call>"])
+def test_a_checkpoints_reader_takes_work_in_proportion_to_the_length(
+    readers: Any, begun: str, size: int
+) -> None:
+    """The parser of transformers is not counted."""
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>",
+        "fields": {
+            "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json"},
+            "content": {"content": "text"},
+        },
+    }
+
+    def make_parser(prefix: str, tools: Any) -> ResponseParser:
+        return ResponseParser(template, prefix, tools=tools)
+
+    def make() -> Any:
+        tokenizer = SimpleNamespace(response_template=template, get_response_parser=make_parser)
+        return readers["checkpoint"].CheckpointReader(tokenizer, "", has_thoughts=True, has_calls=True)
+
+    assert grows_by(make, begun, "x", size, 200) < 5
 
 
 @pytest.mark.parametrize("name", NAMES)

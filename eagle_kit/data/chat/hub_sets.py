@@ -1,0 +1,167 @@
+"""Records of data sets that the ``datasets`` library reads, by name, by folder, or by a preset."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import expand
+
+GRAMMAR = "datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]"
+COLON = re.compile(r":(?![^\[]*\])")
+"""A colon outside the brackets of a split such as ``train[:1000]``."""
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """What is read of a data set.
+
+    Attributes:
+        name: a hub id, or a folder.
+        revision: branch, tag or commit of the hub.
+        files: of the repository or folder, by patterns.
+    """
+
+    name: str
+    split: str = "train"
+    config: str | None = None
+    revision: str | None = None
+    files: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> "DataSet":
+        """Read :data:`GRAMMAR` without its first word. Raises UserError."""
+        name, *others = COLON.split(text)
+        if len(others) > 3 or not name:
+            raise UserError(f"The data set {text!r} is not a name of one.", f"Write {GRAMMAR}.")
+        split, config, files = [*others, "", "", ""][:3]
+        revision = ""
+        if not expand(name).is_dir():
+            name, _, revision = name.partition("@")
+        return cls(
+            name,
+            split or "train",
+            config or None,
+            revision or None,
+            tuple(filter(None, files.split(","))),
+        )
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that is named, if it is one here."""
+        folder = expand(self.name)
+        return folder if folder.is_dir() else None
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A public set under a short name.
+
+    Attributes:
+        source: as ``data.source`` names it.
+        licence: a hint for people.
+    """
+
+    source: str
+    licence: str
+
+
+PRESETS = {
+    "alpaca": Preset("datasets:tatsu-lab/alpaca", "CC BY-NC 4.0"),
+    "gsm8k": Preset("datasets:openai/gsm8k:train:main", "MIT"),
+    "lmsys-chat-1m": Preset("datasets:lmsys/lmsys-chat-1m", "its own, accepted on its page"),
+    "magpie": Preset("datasets:Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "Llama 3.1 Community"),
+    "metamath": Preset("datasets:meta-math/MetaMathQA", "MIT"),
+    "openthoughts": Preset("datasets:open-thoughts/OpenThoughts-114k", "Apache 2.0"),
+    "perfectblend": Preset("datasets:mlabonne/open-perfectblend", "Apache 2.0"),
+    "sharegpt": Preset("datasets:Aeala/ShareGPT_Vicuna_unfiltered", "Apache 2.0"),
+    "smoltalk": Preset("datasets:HuggingFaceTB/smoltalk:train:all", "Apache 2.0"),
+    "tulu3": Preset("datasets:allenai/tulu-3-sft-mixture", "ODC-BY 1.0, of parts others"),
+    "ultrachat": Preset("datasets:HuggingFaceH4/ultrachat_200k:train_sft", "MIT"),
+    "wildchat": Preset("datasets:allenai/WildChat-1M", "ODC-BY 1.0"),
+    "xlam": Preset("datasets:Salesforce/xlam-function-calling-60k", "CC BY 4.0, accepted on its page"),
+}
+"""Sets that many heads are trained on; the licences were not compared with their cards."""
+
+
+def preset(name: str) -> Preset:
+    """The preset ``name``. Raises UserError where there is none."""
+    if name not in PRESETS:
+        raise UserError(f"There is no preset {name!r}.", f"Use one of {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+def read_data_set(text: str, is_limited: bool) -> Iterator[tuple[str, Any]]:
+    """Records of a data set, each with its place.
+
+    Args:
+        text: :data:`GRAMMAR` without its first word.
+        is_limited: only some of the records will be taken, so that they are streamed and not all fetched.
+
+    Raises:
+        UserError: the library is missing, or the data set cannot be loaded or read.
+    """
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        raise UserError(
+            "The package datasets is not installed.", "Install it with pip install 'eagle_kit[train]'."
+        ) from None
+    wanted = DataSet.parse(text)
+    number = 0
+    try:
+        for record in _load(wanted, is_limited):
+            number += 1
+            yield f"{wanted.name}#{number}", without_null(record)
+    except UserError:
+        raise
+    except Exception as error:  # network, access, naming and format errors of many kinds
+        reason = (str(error).strip().splitlines() or ["no details"])[0]
+        behind = f" behind record {number}" if number else ""
+        raise UserError(
+            f"The data set {wanted.name} could not be loaded{behind} ({type(error).__name__}: {reason}).",
+            "Check its name, its split and the network, or give a file.",
+        ) from error
+
+
+def _load(wanted: DataSet, is_limited: bool) -> Any:
+    """The data set that is ``wanted``, or a stream of it."""
+    from datasets import load_dataset, load_from_disk
+
+    # A folder of save_to_disk.
+    folder = wanted.folder
+    if folder is not None and (folder / "dataset_dict.json").is_file():
+        splits = load_from_disk(str(folder))
+        if wanted.split not in splits:
+            raise UserError(
+                f"The data set {wanted.name} has no split {wanted.split!r}.",
+                f"Use one of {', '.join(splits)}.",
+            )
+        return splits[wanted.split]
+    if folder is not None and (folder / "state.json").is_file():
+        if wanted.split != "train":
+            raise UserError(
+                f"The data set {wanted.name} was saved without splits.", f"Leave out {wanted.split!r}."
+            )
+        return load_from_disk(str(folder))
+
+    # Anything else that the library knows.
+    more: dict[str, Any] = {}
+    if wanted.revision is not None:
+        more["revision"] = wanted.revision
+    if wanted.files:
+        more["data_files"] = list(wanted.files)
+    if is_limited and "[" not in wanted.split:  # a stream has no slices
+        more["streaming"] = True
+    names = [wanted.name] if wanted.config is None else [wanted.name, wanted.config]
+    return load_dataset(*names, split=wanted.split, **more)
+
+
+def without_null(value: Any) -> Any:
+    """A record of Arrow without the keys that are null: a column of objects gives all of them the keys of
+    any, so that arguments of one call would appear in all."""
+    if isinstance(value, dict):
+        return {key: without_null(inner) for key, inner in value.items() if inner is not None}
+    return [without_null(inner) for inner in value] if isinstance(value, list) else value

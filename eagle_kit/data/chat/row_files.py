@@ -1,0 +1,90 @@
+"""Token arrays of prepared rows, written as they come: memory does not grow with their tokens.
+
+Legend: n tokens of all rows.
+"""
+
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eagle_kit.data.chat.rows import TokenizedChat
+
+NAMES = ("ids", "reply")
+BLOCK = 1 << 22
+"""Tokens that are read at a time."""
+
+
+class RowFiles:
+    """``ids.npy`` and ``reply.npy``, int32 ``[n]``, of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = {name: (folder / f"{name}.npy").open("w+b") for name in NAMES}
+        for file in self._files.values():
+            file.write(_header(0))
+        self._starts = [0]
+
+    def add(self, row: TokenizedChat) -> int:
+        """Append a row; returns its number."""
+        for name, file in self._files.items():
+            file.write(getattr(row, name).astype(np.int32).tobytes())
+        self._starts.append(self._starts[-1] + len(row.ids))
+        return len(self._starts) - 2
+
+    def ids(self, number: int) -> np.ndarray:
+        """``ids`` of the row ``number``."""
+        return np.frombuffer(self._read("ids", number), dtype=np.int32)
+
+    def keep(self, numbers: Sequence[int]) -> list[int]:
+        """Leave only the rows ``numbers``, ascending; returns their lengths."""
+        place = 0
+        lengths = []
+        for number in numbers:
+            length = self._starts[number + 1] - self._starts[number]
+            if place != self._starts[number]:
+                for name, file in self._files.items():
+                    moved = self._read(name, number)
+                    file.seek(_offset(place))
+                    file.write(moved)
+            place += length
+            lengths.append(length)
+        for file in self._files.values():
+            file.truncate(_offset(place))
+            file.seek(0)
+            file.write(_header(place))
+        return lengths
+
+    def close(self) -> None:
+        """Close both files."""
+        for file in self._files.values():
+            file.close()
+
+    def _read(self, name: str, number: int) -> bytes:
+        start, stop = self._starts[number : number + 2]
+        file = self._files[name]
+        file.seek(_offset(start))
+        found = file.read(_offset(stop) - _offset(start))
+        file.seek(0, io.SEEK_END)
+        return found
+
+
+def token_blocks(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """``ids`` and ``reply`` of a folder's rows, :data:`BLOCK` tokens at a time."""
+    ids = np.load(folder / "ids.npy", mmap_mode="r")
+    reply = np.load(folder / "reply.npy", mmap_mode="r")
+    for start in range(0, len(ids), BLOCK):
+        yield np.asarray(ids[start : start + BLOCK]), np.asarray(reply[start : start + BLOCK])
+
+
+def _header(num_tokens: int) -> bytes:
+    """Header of an array of ``.npy``, of the same size for any number of tokens."""
+    file = io.BytesIO()
+    about = {"descr": "<i4", "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()
+
+
+def _offset(num_tokens: int) -> int:
+    """Byte behind so many tokens."""
+    return len(_header(0)) + 4 * num_tokens

@@ -1,0 +1,136 @@
+"""Which numbering of layer ids fits a head whose config does not state it, measured on its target's replies.
+
+The input of layer i + 1 is the output of layer i, so the same ids name other states in the two conventions. A
+head that reads the wrong ones loads and accepts little.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.eval.diagnose.chain import Source, View, read_chain
+from eagle_kit.eval.diagnose.row import Text, compute_states, pack
+from eagle_kit.kinds.fused_states import SHIFTS, FusedStatesKind, unstated_ids
+from eagle_kit.kinds.registry import find_kind
+from eagle_kit.kinds.support.files import DraftFiles, open_draft
+from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.loading.loader import read_target_config, weight_files
+from eagle_kit.models.loading.source import resolve_target
+from eagle_kit.models.targets.target import Target
+from eagle_kit.serve.api.startup import short_prompts
+from eagle_kit.serve.llm import LLM
+
+NUM_TOKENS = 32
+"""Tokens of each reply that is drafted."""
+LEAST_ERRORS = 3.0
+"""Standard errors by which one reading must be better than the other."""
+
+
+class Numbering(NamedTuple):
+    """Fit of both conventions.
+
+    Attributes:
+        layers: inputs of the target's layers that a head reads, by convention.
+        shares: share of first drafts that are the target's token, by convention.
+        best: the convention that fits; None where the figures do not tell.
+        num_drafts: drafts that the shares are of.
+    """
+
+    layers: Mapping[str, tuple[int, ...]]
+    shares: Mapping[str, float]
+    best: str | None
+    num_drafts: int
+
+    @property
+    def words(self) -> str:
+        """The figures, a sentence."""
+        parts = [
+            f"{self.shares[name]:.2f} of the first drafts are accepted with the {name}s of the layers that "
+            "its config names"
+            for name in self.shares
+        ]
+        verdict = "which does not decide it" if self.best is None else f"so they are {self.best}s"
+        return f"{', and '.join(parts)} ({self.num_drafts} drafts), {verdict}."
+
+
+def measure_numbering(draft: str | Path, target: str | Path) -> Numbering | None:
+    """Compare both conventions for the layer ids of a draft.
+
+    Args:
+        draft: a folder.
+
+    Returns:
+        None for a draft that states its convention or names no layers, and for a target without weights at
+        hand.
+
+    Raises:
+        UserError: the draft or the target cannot be read.
+    """
+    # What there is to decide, by files alone.
+    files = open_draft(draft)
+    kind, folder = find_kind(files), resolve_target(target)
+    ids = unstated_ids(files, kind) if isinstance(kind, FusedStatesKind) else None
+    config = read_target_config(folder)
+    layers = readings_of(ids or [], config.num_layers)
+    if len(layers) < 2 or not _has_weights(folder):
+        return None
+
+    # Replies of the target, and the head over them.
+    llm = LLM(folder)
+    prompts = short_prompts(llm)
+    replies = llm.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0))
+    texts = [Text(prompt, reply.token_ids) for prompt, reply in zip(prompts, replies, strict=True)]
+    assert isinstance(kind, FusedStatesKind)
+    head = _head(kind, files, llm.target)
+    return compare_numberings(head, llm.target, texts, layers)
+
+
+def readings_of(ids: Sequence[int], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Inputs of layers by the convention in which ``ids`` name them; those that the target has."""
+    readings = {name: tuple(layer + shift for layer in ids) for name, shift in SHIFTS.items()}
+    return {
+        name: layers
+        for name, layers in readings.items()
+        if layers and all(0 <= layer <= num_layers for layer in layers)
+    }
+
+
+def compare_numberings(
+    head: DraftHead, target: Target, texts: Sequence[Text], layers: Mapping[str, tuple[int, ...]]
+) -> Numbering:
+    """Read the first drafts of ``head`` over ``texts`` with the states of each reading.
+
+    Args:
+        texts: prompts and greedy replies.
+        layers: of two readings.
+    """
+    row = pack(texts).to(target.embed_tokens.weight.device)
+    source = Source(
+        target, row, compute_states(target, row, sorted({i for ids in layers.values() for i in ids}))
+    )
+    readings = {name: read_chain(head, source, 1, View(layers=ids)) for name, ids in layers.items()}
+    shares = {name: float((reading.accepted > 0).float().mean()) for name, reading in readings.items()}
+
+    # The difference of log-probabilities of the target's tokens, draft by draft.
+    one, other = layers
+    gain = (readings[one].log_truth - readings[other].log_truth).double()
+    count = len(gain)
+    best = None
+    if count > 1 and float(gain.mean().abs()) > LEAST_ERRORS * float(gain.std()) / count**0.5:
+        best = one if float(gain.mean()) > 0 else other
+    return Numbering(layers, shares, best, count)
+
+
+def _head(kind: FusedStatesKind, files: DraftFiles, target: Target) -> DraftHead:  # type: ignore[type-arg]
+    weight = target.embed_tokens.weight
+    head: DraftHead = kind.read(files, target, dtype=weight.dtype, device=weight.device)
+    return head.eval().requires_grad_(False)
+
+
+def _has_weights(folder: Path) -> bool:
+    try:
+        return all(path.is_file() for path in weight_files(folder))
+    except UserError:
+        return False
