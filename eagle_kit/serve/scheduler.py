@@ -1,9 +1,9 @@
 """Scheduling policy of requests.
 
 Requests of one group share a turn: the choices of an HTTP request, or all prompts of one offline call. Groups
-wait in the order of priority, then of the slots that their clients hold, then of those that they hold
-themselves, then of arrival. A group that holds none need not wait for the end of others' replies. It takes a
-slot, or the pages that it lacks, from
+wait in the order of priority, then of the slots that their clients hold, then of the last time that their
+clients got one, then of the slots that they hold themselves, then of arrival. A group that holds none need
+not wait for the end of others' replies. It takes a slot, or the pages that it lacks, from
 
 * a group that holds several, whatever its priority,
 * unless it is a long prompt itself, a long prompt behind another that is being computed,
@@ -113,6 +113,8 @@ class Scheduler:
         self._queues: dict[int, list[tuple[int, int, Request]]] = {}
         self._num_held: Counter[int] = Counter()
         self._num_held_by_client: Counter[str] = Counter()
+        self._num_admitted = 0
+        self._last_admitted: dict[str, int] = {}
         self._num_waiting_tokens, self._states_stay = 0, True
         self._num_kept = 0
         self._slots = list(range(config.max_batch_size - 1, -1, -1))
@@ -129,6 +131,8 @@ class Scheduler:
         """Put a request into the queue."""
         heapq.heappush(self._queues.setdefault(request.group, []), (*_rank(request), request))
         self._num_waiting_tokens += request.num_tokens
+        # Those that wait already are admitted once each before a client that comes or comes back.
+        self._last_admitted.setdefault(request.client, self._num_admitted)
 
     def plan(self) -> StepPlan:
         """Plan the next step, and allocate its pages."""
@@ -180,6 +184,7 @@ class Scheduler:
         """Take a request out of the queue or the batch, and release its pages."""
         if request.slot < 0:
             self._dequeue(request)
+            self._forget_client(request.client)
             return
         self.running.remove(request)
         self._num_held[request.group] -= 1
@@ -194,6 +199,13 @@ class Scheduler:
         request.num_missed, request.has_begun, request.num_pages_written = 0, False, -1
         request.epoch += 1
         self.page_pool.release(request.allocation)
+        self._forget_client(request.client)
+
+    def _forget_client(self, client: str) -> None:
+        """Forget when a client was admitted last, if it has no request any more."""
+        waiting = (request for queue in self._queues.values() for _, _, request in queue)
+        if not self._num_held_by_client[client] and all(each.client != client for each in waiting):
+            del self._last_admitted[client]
 
     def _dequeue(self, request: Request) -> None:
         self._num_waiting_tokens -= request.num_tokens
@@ -233,10 +245,11 @@ class Scheduler:
         missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(request.allocation)
         return missing <= 0 or self.page_pool.extend(request.allocation, missing)
 
-    def _order(self, request: Request) -> tuple[int, int, int, int]:
+    def _order(self, request: Request) -> tuple[int, int, int, int, int]:
         """Key of the order in which requests are admitted; running ones give way from the other end."""
         priority, held, number = self._order_in_client(request)
-        return priority, self._num_held_by_client[request.client], held, number
+        client = request.client
+        return priority, self._num_held_by_client[client], self._last_admitted[client], held, number
 
     def _order_in_client(self, request: Request) -> tuple[int, int, int]:
         """Key of the order among the requests of one client."""
@@ -469,6 +482,8 @@ class Scheduler:
         self._num_in[part] += 1
         self._num_held[request.group] += 1
         self._num_held_by_client[request.client] += 1
+        self._num_admitted += 1
+        self._last_admitted[request.client] = self._num_admitted
         return True
 
     def _chunks(self, begun: Sequence[Request]) -> list[Chunk]:

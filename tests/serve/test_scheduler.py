@@ -111,6 +111,30 @@ def test_free_slots_are_shared_by_clients_and_not_by_requests():
     assert num_running(engine, "a") == num_running(engine, "b") == 2
 
 
+@pytest.mark.parametrize("slots", [1, 2])
+def test_clients_with_long_queues_of_short_replies_do_not_hold_another_up(slots):
+    engine = engine_of(slots)
+    for i in range(slots):
+        queue = requests_of([[each % 11, 2] for each in range(20)], first=20 * i, max_tokens=5)
+        begin(engine, of(f"a{i}", queue), steps=0)
+    begin(engine, [], steps=4)
+    assert steps_to_first_token(engine, *of("b", requests_of([[5, 6]], first=100, max_tokens=5))) <= 2 * 5
+
+
+def test_a_client_that_comes_back_goes_behind_one_that_waits():
+    engine = engine_of(slots=1)
+    waits = of("a", requests_of([[1, 2], [3, 4], [5, 6]], max_tokens=5))
+    begin(engine, waits, steps=1)
+
+    # Another client sends its next request as soon as its last one has ended.
+    for number in range(3, 6):
+        (request,) = of("b", requests_of([[number, 9]], first=number, max_tokens=5))
+        engine.add_request(request)
+        while request.finish_reason is None:
+            engine.step()
+    assert all(each.finish_reason is not None for each in waits)
+
+
 def test_a_higher_priority_goes_before_a_client_with_fewer_slots():
     engine = engine_of()
     urgent = of("a", requests_of([[i, 2] for i in range(SLOTS + 1)], max_tokens=300))
