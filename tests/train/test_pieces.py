@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import runpy
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -278,6 +280,47 @@ def test_every_process_of_a_run_says_what_stopped_it(
     assert cause.startswith("error in process 2 of 3: The output folder") and remedy.startswith("  -> ")
     assert main([str(config), "seed=-1"]) == 2
     assert capsys.readouterr().err == ""  # process 0 of this machine read the same file
+
+
+@pytest.mark.parametrize("launcher", [["--num_processes", "1"], ["--multi_gpu", "--num_processes", "2"]])
+def test_the_module_and_the_door_are_one_command_for_accelerate_s_launcher(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: list[str],
+) -> None:
+    """Its own parser is asked for the command; the module is run in a folder that is not the repository."""
+    from accelerate.commands.launch import launch_command_parser
+
+    door = Path(__file__).parents[2] / "train"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "eagle_kit.train.__main__")  # runpy warns of a module that is imported
+    said = []
+    for script in (["-m", "eagle_kit.train"], [str(door)]):
+        args = launch_command_parser().parse_args([*launcher, *script, "no.yaml", "seed=1", "--resume"])
+        monkeypatch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
+        run = runpy.run_module if args.module else runpy.run_path
+        with pytest.raises(SystemExit) as ended:
+            run(args.training_script, run_name="__main__")
+        said.append((ended.value.code, capsys.readouterr().err))
+    assert said[0] == said[1]
+    assert said[0][0] == 2 and "no.yaml" in said[0][1]
+
+
+def test_the_argument_of_deepspeed_s_launcher_agrees_with_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It adds ``--local_rank=N`` before the script's arguments, and sets LOCAL_RANK."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"target: t\noutput_dir: {tmp_path}\ndata: {{source: chats.jsonl}}\n")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["--local_rank=0", str(config)]) == 2
+    assert "The output folder" in capsys.readouterr().err, "it has got as far as without the argument"
+    assert main(["--local-rank=1", str(config)]) == 2
+    assert "--local_rank is 1, and the variable LOCAL_RANK is 0" in capsys.readouterr().err
+    monkeypatch.delenv("LOCAL_RANK")
+    assert main(["--local_rank=0", str(config)]) == 2
+    assert "LOCAL_RANK is not set" in capsys.readouterr().err
 
 
 def rates(**training: object) -> list[float]:

@@ -1,4 +1,4 @@
-"""Environment that ``torchrun`` or ``accelerate launch`` gives a process, and settings that are refused.
+"""Environment that ``torchrun``, ``deepspeed`` or ``accelerate launch`` gives, and settings that are refused.
 
 ``torchrun`` starts processes on CPUs and GPUs, and so does ``accelerate launch`` with ``--multi_gpu`` or a
 file of several processes, which says how they share the head. Without these, or with ``--cpu``, it starts one
@@ -101,6 +101,26 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
         raise UserError(
             f"accelerate was launched with --mixed_precision {asked}, but training.precision is {ours}.",
             f"{wanted} with --mixed_precision no.",
+        )
+
+
+def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:
+    """Refuse a ``--local_rank`` that contradicts the environment, which is what is read.
+
+    Args:
+        local_rank: that DeepSpeed's launcher adds to the command; None without it.
+
+    Raises:
+        UserError: ``LOCAL_RANK`` is not set, or is another one.
+    """
+    if local_rank is None:
+        return
+    known = environ.get("LOCAL_RANK")
+    if known != str(local_rank):
+        is_what = "is not set" if known is None else f"is {known}"
+        raise UserError(
+            f"--local_rank is {local_rank}, and the variable LOCAL_RANK {is_what}.",
+            "Leave --local_rank to the launcher: deepspeed, torchrun or accelerate launch.",
         )
 
 
