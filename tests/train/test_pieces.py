@@ -14,7 +14,13 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
 from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
-from eagle_kit.train.parallel.launch import check_launcher, go_on, is_main, sharding_asked_for
+from eagle_kit.train.parallel.launch import (
+    check_launcher,
+    deepspeed_config,
+    go_on,
+    is_main,
+    sharding_asked_for,
+)
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.metrics import JsonLines
 from eagle_kit.train.run.order import DataOrder, Part
@@ -200,8 +206,7 @@ def test_flags_of_the_launcher_that_would_have_no_effect_are_refused(
         ("FSDP", {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params true"),
         ("FSDP", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward false"),
         ("FSDP", {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing true"),
-        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1"),
-        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "deepspeed_config_file ds.json"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "zero_stage 0"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device cpu"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "offload_optimizer_device"),
         ("DEEPSPEED", {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "gradient_clipping 1.0"),
@@ -215,6 +220,48 @@ def test_sharding_settings_that_would_have_no_effect_are_refused(
     with pytest.raises(UserError, match=named):
         check_launcher({**launched, **settings}, TrainingConfig())
     check_launcher(settings, TrainingConfig())  # of another kind of launch
+
+
+STAGE_1 = {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "zero_optimization.stage None"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage 0"),
+        ({**STAGE_1, "train_batch_size": 64}, "training.sequences_per_step"),
+        ({**STAGE_1, "train_micro_batch_size_per_gpu": 9}, "training.gradient_accumulation"),
+        ({**STAGE_1, "gradient_accumulation_steps": 3}, "training.gradient_accumulation"),
+        ({**STAGE_1, "gradient_clipping": 9.0}, "training.clip_norm"),
+        ({**STAGE_1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, "optimizer, which"),
+        ({**STAGE_1, "scheduler": {"type": "WarmupLR"}}, "scheduler, which"),
+        ({**STAGE_1, "fp16": {"enabled": True}}, "fp16, which"),
+        ({**STAGE_1, "bf16": {"enabled": True}}, "bf16, which"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "to cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "to nvme"),
+    ],
+)
+def test_a_file_of_deepspeed_s_that_contradicts_the_run_is_refused(
+    tmp_path: Path, settings: dict[str, object], named: str
+) -> None:
+    file = tmp_path / "ds.json"
+    environ = {
+        "WORLD_SIZE": "2",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file),
+    }
+    training = TrainingConfig(sequences_per_step=4)
+    file.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"ds.json has .*{named}"):
+        check_launcher(environ, training)
+    # The same settings as auto, or switched off, are the run's own.
+    words = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    off = {**STAGE_1, "fp16": {"enabled": False}, "bf16": {"enabled": "auto"}, "train_batch_size": 4}
+    file.write_text(json.dumps({**dict.fromkeys(words, "auto"), **off, "wall_clock_breakdown": True}))
+    check_launcher(environ, training)
+    assert deepspeed_config(environ) == {**STAGE_1, "wall_clock_breakdown": True}
+    assert sharding_asked_for(environ) == "zero1"
 
 
 @pytest.mark.parametrize("name", ["multi-gpu", "fsdp2", "zero2", "zero3"])
