@@ -10,10 +10,13 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticUndefined
 
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.loading.loader import load_settings
 from eagle_kit.config.options import OptionError, Options
+from eagle_kit.config.train import TrackingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.report.wandb_run import require_wandb
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
@@ -156,3 +159,32 @@ def json_object(text: str | None, flag: str, example: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{flag} is no JSON object.", f"Give one such as {example}.")
     return value
+
+
+def add_tracking(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--tracking``."""
+    parser.add_argument(
+        "--tracking",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a run of wandb with the results; keys of a training's section tracking: wandb=online, project, "
+        "entity, group, name, tags",
+    )
+
+
+def tracking_of(args: argparse.Namespace) -> TrackingConfig:
+    """The section of ``--tracking``.
+
+    Raises:
+        UserError: a wrong key or value, no tracker, or a package that is missing.
+    """
+    tracking = load_settings(TrackingConfig, args.tracking, "--tracking")
+    others = sorted(tracking.model_fields_set & {"tensorboard", "report"})
+    if others:
+        raise UserError(f"--tracking has {others[0]}, which only a training has.", f"Leave {others[0]} out.")
+    if args.tracking and tracking.wandb == "off":
+        raise UserError("--tracking was given without a tracker.", "Add wandb=online or wandb=offline.")
+    if tracking.wandb != "off":
+        require_wandb("leave --tracking out")
+    return tracking

@@ -44,9 +44,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     preview.add_argument("--record", type=int, default=0, metavar="N", help="which conversation, from 0")
     add_config(action(_prepare, "tokenise and pack a config's data into the cache"))
     add_config(action(_mix, "say what each source of a config gives to its training, without training"))
-    vocab = action(_vocab, "write a draft vocabulary that head.vocab_map can name")
+    vocab = action(_vocab, "write a draft vocabulary that head.vocab_map or a token map can name")
     add_config(vocab)
     vocab.add_argument("--out", required=True, type=Path, metavar="FILE", help="made, or replaced")
+    vocab.add_argument(
+        "--size",
+        type=int,
+        metavar="N",
+        help="tokens of a map for serve's --speculative-token-map, where the kind of head proposes every "
+        "token; default head.draft_vocab_size",
+    )
     regenerate = action(_regenerate, "let the target answer the human turns itself")
     regenerate.add_argument("--source", required=True, help="file, package:NAME or datasets:NAME[:SPLIT]")
     regenerate.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or continued")
@@ -233,16 +240,20 @@ def _preview(args: argparse.Namespace) -> int:
     return 0
 
 
-def _data(config: "TrainConfig") -> "PreparedData":
-    """The config's data, tokenised now or read from the cache."""
+def _data(config: "TrainConfig", vocab_size: int | None = None) -> "PreparedData":
+    """The config's data, tokenised now or read from the cache.
+
+    Args:
+        vocab_size: tokens of its vocabulary; None for those of the config's head.
+    """
     from eagle_kit.data.packed_data import load_packed_data
     from eagle_kit.kinds.registry import training_kind
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
-    return load_packed_data(
-        config.data, tokenizer, training_kind(config).vocab_size(config.head), config.head.vocab_map
-    )
+    if vocab_size is None:
+        vocab_size = training_kind(config).vocab_size(config.head)
+    return load_packed_data(config.data, tokenizer, vocab_size, config.head.vocab_map)
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -289,25 +300,42 @@ def _vocab(args: argparse.Namespace) -> int:
     from eagle_kit.kinds.registry import training_kind
 
     config = _config(args)
-    if config.head.start_from is not None:
+    size = args.size
+
+    # Without --size the map is the vocabulary of the config's head.
+    if size is None:
+        if config.head.start_from is not None:
+            raise UserError(
+                f"The head of head.start_from, {config.head.start_from}, brings its vocabulary.",
+                "To make a map for a new head, leave head.start_from out; for a token map, give --size N.",
+            )
+        size = training_kind(config).vocab_size(config.head)
+    elif training_kind(config).vocab_size(config.head) is not None:
         raise UserError(
-            f"The head of head.start_from, {config.head.start_from}, brings its vocabulary.",
-            "It needs no vocabulary map; to make one for a new head, leave head.start_from out.",
+            f"--size is for heads that propose every token, unlike {config.head.kind}.",
+            "Set head.draft_vocab_size=N in place of --size N.",
         )
-    if training_kind(config).vocab_size(config.head) is None:
+    if size is None:
         raise UserError(
-            f"A head of the kind {config.head.kind} proposes every token.", "It needs no vocabulary map."
+            f"A head of the kind {config.head.kind} proposes every token, and needs no map to be trained.",
+            "To make a token map for serving it, say how many tokens with --size N, such as 32768.",
         )
+    if size < 2:
+        raise UserError(f"--size is {size}.", "Give at least two tokens.")
     if args.out.is_dir():
         raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
     check_writable(args.out.parent, "Give another file with --out.")
-    data = _data(config)
+
+    # The tokens of the replies are counted, and the most frequent ones are written.
+    data = _data(config, size)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     data.vocab_map.save(args.out)
     covered = 100 * data.vocab_map.coverage
-    size = len(data.vocab_map.d2t)
     print(f"{args.out}: {size} draft tokens cover {covered:.1f} % of the replies.")
-    print(f"Train with head.vocab_map={args.out} head.draft_vocab_size={size}.")
+    if args.size is None:
+        print(f"Train with head.vocab_map={args.out} head.draft_vocab_size={size}.")
+    else:
+        print(f"Serve an EAGLE, NEXTN or STANDALONE draft with --speculative-token-map {args.out}.")
     return 0
 
 

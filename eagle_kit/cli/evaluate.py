@@ -3,7 +3,16 @@
 import argparse
 from pathlib import Path
 
-from eagle_kit.cli.arguments import LOADING, RANKS, add_flags, add_target, json_object, options_of
+from eagle_kit.cli.arguments import (
+    LOADING,
+    RANKS,
+    add_flags,
+    add_target,
+    add_tracking,
+    json_object,
+    options_of,
+    tracking_of,
+)
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 
@@ -35,6 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--chat-template-kwargs", metavar="JSON", help=EvalConfig.help_of("chat_template_kwargs")
     )
     add_flags(parser, EngineConfig, ENGINE_FLAGS, max_batch_size=1)
+    add_tracking(parser)
     parser.add_argument(
         "--out", type=Path, default=Path("results/eval"), metavar="DIR", help="default %(default)s"
     )
@@ -43,9 +53,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; exit code 1 when an answer with speculation differs from the plain one."""
     from eagle_kit.eval.runner import name_drafts, run_eval
+    from eagle_kit.eval.tracking import log_evaluation
 
+    tracking = tracking_of(args)
     kwargs = json_object(args.chat_template_kwargs, "--chat-template-kwargs", '{"enable_thinking": false}')
     engine = options_of(args, EngineConfig, ENGINE_FLAGS)
     config = options_of(args, EvalConfig, FLAGS, engine=engine, chat_template_kwargs=kwargs)
     summary = run_eval(args.target, name_drafts(args.draft, args.name), config, out=args.out)
+    log_evaluation(summary, tracking, args.out)
     return 1 if summary["greedy_identical"] is False else 0

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.cli.arguments import add_tracking, tracking_of
 from eagle_kit.cli.jobs import STOPPED, interruptible
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
@@ -115,6 +116,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="that train together on this machine; default one on each GPU, one on a CPU",
     )
+    add_tracking(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="measure this machine, print the plan, then stop"
     )
@@ -124,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, plan, train, tune, measure what came; exit code 130 when interrupted."""
     from eagle_kit.train.__main__ import parse_duration
 
+    tracking_of(args)  # a wrong one is refused before the hours of work
     budget = parse_duration(args.budget)
     if budget < LEAST_BUDGET_S:
         raise UserError(f"--budget is {args.budget}.", "Give at least 5m, for loading and measuring.")
@@ -323,7 +326,8 @@ class Making:
             else:
                 print("Too few replies were written to learn from; the training is on raw chats alone.")
             self._config("training", training.phase, {"mix": [raw, *own]}, keeps=training.keeps)
-        return Stage("training", self._train(file), self._drop_states)
+        tracking = [f"tracking.{setting}" for setting in self._tracking()]
+        return Stage("training", self._train(file, *tracking), self._drop_states)
 
     def _export(self) -> Stage:
         run = str(self.out / "training")
@@ -332,7 +336,9 @@ class Making:
     def _eval(self) -> Stage:
         what = (KIT, "eval", *self._target(), "--draft", str(self.draft), "--name", NAME)
         how = ("--shapes", *SHAPES, *self._measured(), "--out", str(self.out / "eval"))
-        return Stage("eval", (*what, *how))
+        settings = self._tracking()
+        tracking = ("--tracking", *settings) if settings else ()
+        return Stage("eval", (*what, *how, *tracking))
 
     def _card(self) -> Stage:
         words = self._export().words
@@ -407,10 +413,17 @@ class Making:
         write_text_atomically(path, yaml.safe_dump(raw, sort_keys=False))
         return path
 
-    def _train(self, config: Path) -> tuple[str, ...]:
+    def _train(self, config: Path, *settings: str) -> tuple[str, ...]:
         together = (TORCHRUN, "--standalone", "--nproc_per_node", str(self.processes))
         program = (KIT, "train") if self.processes == 1 else (*together, "-m", "eagle_kit.train")
-        return (*program, str(config), "--resume")
+        return (*program, str(config), *settings, "--resume")
+
+    def _tracking(self) -> list[str]:
+        """Settings of ``--tracking``; the runs of one draft are a group unless another is named."""
+        asked: list[str] = list(self.args.tracking)
+        if asked and not any(setting.startswith("group=") for setting in asked):
+            asked.append(f"group={json.dumps(self.out.name)}")
+        return asked
 
     def _kept_tokens(self) -> float:
         """Tokens whose states there is room for: three captured ones and the last."""

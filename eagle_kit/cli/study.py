@@ -370,6 +370,7 @@ def _about(arm: Arm, choice: Mapping[str, Any] | None) -> str:
 def _measure(study: StudyConfig, runs: Sequence[StudyRun], choices: Mapping[str, Mapping[str, Any]]) -> int:
     from eagle_kit.eval.runner import run_eval
     from eagle_kit.eval.study import compare
+    from eagle_kit.eval.tracking import log_evaluation
 
     out, measure, names = Path(study.output_dir), study.measure, [one.name for one in runs]
     settings = json.dumps([names, measure.model_dump(mode="json")])
@@ -378,12 +379,13 @@ def _measure(study: StudyConfig, runs: Sequence[StudyRun], choices: Mapping[str,
         engine=EngineConfig(max_batch_size=measure.batch_size, max_context=measure.max_context),
         plots=False,
     )
-    summary = run_eval(
-        runs[0].resolved.target,
-        {one.name: one.head for one in runs},
-        config,
-        out=out / f"eval-{hashlib.sha256(settings.encode()).hexdigest()[:8]}",  # one for each set of heads
-    )
+    folder = out / f"eval-{hashlib.sha256(settings.encode()).hexdigest()[:8]}"  # one for each set of heads
+    target = runs[0].resolved.target
+    summary = run_eval(target, {one.name: one.head for one in runs}, config, out=folder)
+
+    # The trackers are those of the trainings.
+    tracking = runs[0].resolved.tracking.model_copy(update={"name": f"{out.name} evaluation"})
+    log_evaluation(summary, tracking, folder)
     members = {arm: [one.name for one in runs if one.arm == arm] for arm in study.arms}
     about = {name: _about(arm, choices.get(name)) for name, arm in study.arms.items()}
     trained = {one.name: {**one.about, "parameters": one.num_parameters} for one in runs}

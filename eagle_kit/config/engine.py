@@ -92,8 +92,9 @@ class EngineConfig(Options):
         algorithm: kind of the draft: auto reads it from the draft; EAGLE3, EAGLE and STANDALONE insist; NEXTN
             is EAGLE, or, without a draft, takes the MTP modules in the target's own folder; NGRAM drafts from
             earlier text, without a draft; NONE drafts nothing.
-        token_map: file with the target ids that an EAGLE or STANDALONE draft may propose (FR-Spec, arXiv
-            2502.14856).
+        token_map: file with the target ids that an EAGLE, NEXTN or STANDALONE draft may propose (FR-Spec,
+            arXiv 2502.14856): .pt, .safetensors, .json, the .npz of data vocab, or org/repository/FILE of
+            the hub.
         shape: speculation shape steps,topk,tokens such as 4,1,5 (a chain) or 5,4,16 (a tree), or none;
             several by batch size: '5,4,16 8:4,1,5 32:none'. auto, the default, chooses cycle by cycle from
             measured costs and acceptance where the draft allows it, else by the draft and the target.

@@ -4,6 +4,8 @@ A run is one YAML file read through `config.load_config`; every value can be ove
 line as ``section.key=value``. Sizes are in tokens or packed rows, times in seconds.
 """
 
+import os
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -602,6 +604,10 @@ class TrackingConfig(Section):
     Attributes:
         wandb: ``off``, ``offline`` (files in the run folder) or ``online``.
         project: name of the project there.
+        entity: user or team that the project belongs to; null is wandb's default.
+        group: group of the run; null is none.
+        name: name of the run; null is that of the run folder.
+        tags: tags of the run.
         tensorboard: write event files into ``tensorboard/`` of the run folder.
         report: draw ``report.html`` in the run folder at every judgement and at the end; null does so where
             matplotlib is installed.
@@ -609,8 +615,28 @@ class TrackingConfig(Section):
 
     wandb: Literal["off", "offline", "online"] = "off"
     project: str = "eagle-kit"
+    entity: str | None = None
+    group: str | None = None
+    name: str | None = None
+    tags: tuple[str, ...] = ()
     tensorboard: bool = False
     report: bool | None = None
+
+    def wandb_options(self, folder: str | Path) -> dict[str, Any]:
+        """Arguments of ``wandb.init`` besides the project; a setting that is null is left to wandb.
+
+        Args:
+            folder: that wandb writes into.
+        """
+        name = self.name or os.path.basename(os.path.abspath(folder))
+        options: dict[str, Any] = {"dir": str(folder), "mode": self.wandb, "name": name}
+        if self.entity is not None:
+            options["entity"] = self.entity
+        if self.group is not None:
+            options["group"] = self.group
+        if self.tags:
+            options["tags"] = list(self.tags)
+        return options
 
 
 class TrainConfig(Section):

@@ -32,7 +32,8 @@ def load_draft_model(
             model (used as it is). With ``"NEXTN"`` it may be the target's own folder.
         target_name: where the target came from; a folder is checked against it as ``validate`` does.
         algorithm: ``"auto"``, or what the draft is insisted to be.
-        token_map: a file of the target ids that an EAGLE, NEXTN or STANDALONE draft may propose.
+        token_map: a file, or a file of the hub, with the target ids that an EAGLE, NEXTN or STANDALONE draft
+            may propose; see :func:`~eagle_kit.checkpoints.token_map.load_token_map`.
 
     Raises:
         UserError: it does not fit the target, or is not what ``algorithm`` says.
@@ -44,7 +45,9 @@ def load_draft_model(
     folder = resolve_draft(draft, target.config)
     files = open_draft(folder)
     kind = find_serving_kind(files, algorithm)
-    hot = None if token_map is None else load_token_map(token_map, target.config.vocab_size)
+    hot = None
+    if token_map is not None:
+        hot = load_token_map(token_map, target.config.vocab_size, target_name)
     if target_name is not None and kind is find_kind(files):
         findings = validate_draft(folder, target_name)
         raise_on_errors(findings)

@@ -1,4 +1,7 @@
-"""The command `eagle-kit train CONFIG`, `accelerate launch train CONFIG` or `torchrun train CONFIG`."""
+"""The command `eagle-kit train CONFIG`, or `accelerate launch -m eagle_kit.train CONFIG` from any folder.
+
+`torchrun` and `deepspeed` launch it likewise; `train` at the repository's root is the same command.
+"""
 
 import argparse
 import os
@@ -10,7 +13,7 @@ from eagle_kit.config.loading.command_line import add_config, print_error
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import RankLost, UserError
-from eagle_kit.train.parallel.launch import check_launcher, is_main
+from eagle_kit.train.parallel.launch import check_launcher, check_local_rank, is_main
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
 """Words of gloo's errors when a peer is gone."""
@@ -32,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.max_steps is not None and args.max_steps < 1:
             raise UserError(f"--max-steps is {args.max_steps}.", "Give at least one step.")
         config = load_config(TrainConfig, args.config, args.overrides)
+        check_local_rank(args.local_rank, os.environ)
         check_launcher(os.environ, config.training)
     except UserError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # all processes of a machine read the same
@@ -122,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpu", default="h100-80g", metavar="KIND", help="kind of GPU of --plan (default %(default)s)"
     )
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -130,3 +131,47 @@ def test_a_torch_file_cannot_run_code(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         load_token_map(tmp_path / "map.pt", 1271)
     assert not (tmp_path / "harm").exists()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A cache as ``huggingface_hub`` lays it out, with one file of the repository of FR-Spec's authors."""
+    commit = "0123456789" * 4
+    cache = tmp_path / "hub"
+    repository = cache / "models--thunlp--LLaMA3-Instruct-8B-FR-Spec"
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    write(snapshot / "freq_32768.pt")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return commit
+
+
+@pytest.mark.parametrize("revision", ["", "@main", "@" + "0123456789" * 4])
+def test_a_hub_path_is_one_file_of_the_hub(hub, revision):
+    path = f"thunlp/LLaMA3-Instruct-8B-FR-Spec{revision}/freq_32768.pt"
+    assert load_token_map(path, 1271).tolist() == IDS
+
+
+def test_a_hub_path_that_cannot_be_fetched_is_named(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = "thunlp/LLaMA3-Instruct-8B-FR-Spec/freq_8.pt"
+    with pytest.raises(UserError, match=f"{path} does not exist here, and could not be fetched"):
+        load_token_map(path, 1271)
+    # A file here goes before the hub's; a path of fewer parts is no hub path.
+    (tmp_path / path).parent.mkdir(parents=True)
+    write(tmp_path / path, [5, 6])
+    assert load_token_map(path, 1271).tolist() == [5, 6]
+    with pytest.raises(UserError, match="maps/freq_8.pt does not exist"):
+        load_token_map("maps/freq_8.pt", 1271)
+
+
+@pytest.mark.parametrize(
+    "arrays", [{"ids": np.arange(3)}, {"d2t": np.arange(3)}, {"d2t": np.ones(3), "tokenizer": "a"}]
+)
+def test_an_npz_file_of_something_else_is_refused(tmp_path, arrays):
+    np.savez(tmp_path / "map.npz", **arrays)
+    with pytest.raises(UserError, match="map.npz (cannot be read|is not a list)"):
+        load_token_map(tmp_path / "map.npz", 1271)

@@ -3,11 +3,20 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import yaml
 from tiny_run import make_config
 
+from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.cli.app import main
+from eagle_kit.config.loading.loader import load_config
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.vocab_map import load_vocab_map
+from eagle_kit.data.packed_data import load_packed_data
+from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.loading.source import load_tokenizer
 
 
 @pytest.fixture
@@ -76,8 +85,6 @@ def test_preview_and_prompts_say_what_they_could_not_read(
 def test_vocab_writes_the_map_that_training_would_make(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import numpy as np
-
     out = tmp_path / "new" / "words.npz"
     assert main(["data", "vocab", str(config), "--out", str(out), "head.draft_vocab_size=40"]) == 0
     with np.load(out) as file:
@@ -85,6 +92,31 @@ def test_vocab_writes_the_map_that_training_would_make(
     assert len(load_vocab_map(out, tokenizer, 40, np.ones(size)).d2t) == 40
     assert main(["data", "vocab", str(config), "--out", str(tmp_path)]) == 2
     assert "is a folder" in error(capsys)
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "mtp"])
+def test_vocab_writes_a_token_map_for_heads_that_propose_every_token(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """The most frequent tokens of the replies, counted here in the packed rows."""
+    words = [f"head.kind={kind}", "head.draft_vocab_size=null", "head.intermediate_size=null"]
+    out = tmp_path / "freq.npz"
+    assert main(["data", "vocab", str(config), "--out", str(out), "--size", "24", *words]) == 0
+    assert f"--speculative-token-map {out}" in capsys.readouterr().out
+    target = Path(yaml.safe_load(config.read_text())["target"])
+    ids = load_token_map(out, read_target_config(target).vocab_size, target)
+    assert len(ids) == 24
+
+    data = load_packed_data(load_config(TrainConfig, config).data, load_tokenizer(target), None)
+    counts = np.load(data.folder / "counts.npy")
+    assert counts[ids].min() >= np.delete(counts, ids).max() and counts[ids].sum() > 0
+
+    # A map of another tokenizer has other words under the same numbers.
+    with np.load(out) as file:
+        arrays = dict(file) | {"tokenizer": "another"}
+    np.savez(out, **arrays)
+    with pytest.raises(UserError, match="another tokenizer"):
+        load_token_map(out, read_target_config(target).vocab_size, target)
 
 
 @pytest.mark.parametrize("out", [".", "file/deep/out.jsonl"])

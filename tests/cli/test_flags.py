@@ -205,6 +205,40 @@ def test_every_flag_of_an_evaluation_reaches_it(monkeypatch, tmp_path, identical
     assert (config.engine.max_batch_size, config.chat_template_kwargs) == (3, {"a": 1})
 
 
+def test_an_evaluation_is_one_run_of_wandb_however_often_it_is_asked_for(monkeypatch, tmp_path):
+    """wandb's own run and files, offline."""
+    wandb = pytest.importorskip("wandb")
+    init, finish = wandb.init, wandb.Run.finish
+    runs, summaries = [], []
+
+    def note(**options):
+        runs.append(init(**options))
+        return runs[-1]
+
+    def note_summary(run):
+        summaries.append(dict(run.summary))
+        finish(run)
+
+    row = {"task": "ours", "category": "all", "shape": "4,1,5", "accept_length": 2.5, "speedup": None}
+    summary = {
+        "greedy_identical": True,
+        "settings": {"max_tokens": 9},
+        "rows": [{**row, "draft": "x"}, {**row, "draft": None, "shape": "none", "accept_length": None}],
+    }
+    monkeypatch.setattr("eagle_kit.eval.runner.run_eval", lambda *given, out: summary)
+    monkeypatch.setattr(wandb, "init", note)
+    monkeypatch.setattr(wandb.Run, "finish", note_summary)
+    words = ["eval", "--draft", "x", "--out", str(tmp_path), "--tracking", "wandb=offline", "tags=[a]"]
+    assert app.main([*words, "project=mine"]) == 0
+    assert app.main([*words, "project=mine", "group=heads"]) == 0
+
+    assert [run.project for run in runs] == ["mine", "mine"]
+    assert runs[0].id == runs[1].id == (tmp_path / "wandb-run-id.txt").read_text().strip()
+    assert (runs[0].name, runs[0].tags, runs[1].group) == (tmp_path.name, ("a",), "heads")
+    assert runs[0].config["max_tokens"] == 9
+    assert summaries == [{"ours/all/x/4,1,5/accept_length": 2.5}] * 2
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """A target, a head, and three conversations."""
@@ -470,7 +504,14 @@ REFUSED = {
     "data import-states CONFIG --from x --out y --layers 1 last": "'last'",
     "data capture CONFIG --out y --engine vllm --engine-args [1]": "--engine-args",
     "data vocab CONFIG --out y head.start_from=z head.draft_vocab_size=null": "brings its vocabulary",
-    "data vocab CONFIG --out y head.draft_vocab_size=null head.kind=eagle1": "eagle1",
+    "data vocab CONFIG --out y head.draft_vocab_size=null head.kind=eagle1": "needs no map to be trained",
+    "eval --draft d --tracking wandb=sometimes": "`wandb` in --tracking is 'sometimes'",
+    "eval --draft d --tracking teams=us": "--tracking has the unknown key `teams`",
+    "eval --draft d --tracking project=p": "--tracking was given without a tracker",
+    "eval --draft d --tracking wandb=offline report=true": "which only a training has",
+    "make-draft t --budget 9m --tracking project=p": "--tracking was given without a tracker",
+    "data vocab CONFIG --out y --size 9": "--size is for heads that propose every token",
+    "data vocab CONFIG --out y --size 1 head.draft_vocab_size=null head.kind=eagle1": "--size is 1",
     "export run --out o --private": "--private was given without --push",
     "diagnose d --shape 3,1,4": "--shape was given without a server",
     "validate d --decode 1": "--decode is 1",

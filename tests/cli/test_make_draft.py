@@ -173,7 +173,7 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     out = tmp_path / "out"
     commands = Commands(monkeypatch)
     words[words.index("90s")] = "20m"
-    assert main(words) == 0
+    assert main([*words, "--tracking", "wandb=offline", "project=p"]) == 0
     target = words[1]
     source = words[words.index("--source") + 1]
     tasks = words[words.index("--tasks") + 1]
@@ -204,7 +204,9 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     # Training, export and evaluation.
     assert flags_of(prompts)["--source"] == source
     assert pilot_training[1:] == ["train", str(out / "pilot.yaml"), "--resume"]
-    assert training[1:] == ["train", str(out / "training.yaml"), "--resume"]
+    tracked = ["tracking.wandb=offline", "tracking.project=p", 'tracking.group="out"']
+    assert training[1:] == ["train", str(out / "training.yaml"), *tracked, "--resume"]
+    assert evaluation[-4:] == ["--tracking", "wandb=offline", "project=p", 'group="out"']
     assert export[1:4] == ["export", str(out / "training"), "--out"]
     assert export[4:] == [str(out / "draft"), "--target", target]
     assert card == [*export, "--eval", str(out / "eval")]

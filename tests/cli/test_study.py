@@ -253,6 +253,7 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
     raw["arms"]["other"] = {"choose": {"training.learning_rate": [1.0e-3, 3.0e-3]}, "about": "tuned"}
     raw["common"] |= {"judge.every": 3, "judge.shapes": ["2,1,3", "2,2,4"]}
     raw["measure"] |= {"batch_size": 4, "max_context": 96, "seed": 5}
+    raw["common"] |= {"tracking.wandb": "offline", "tracking.group": "arms"}
     study.write_text(yaml.safe_dump(raw))
     config = load_config(StudyConfig, study)
     for one in study_command.plan(config, study.parent):
@@ -275,8 +276,16 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
         about = {"date": "", "command": "", "machine": {}, "versions": {}, "greedy_identical": identical}
         return {**about, "settings": settings, "rows": rows}
 
+    logged = []
     monkeypatch.setattr("eagle_kit.eval.runner.run_eval", run_eval)
+    monkeypatch.setattr("eagle_kit.eval.tracking.log_figures", lambda *given: logged.append(given))
     assert main(["study", str(study)]) == code
+
+    # The trackers of the trainings have the evaluation.
+    ((project, options, _, figures),) = logged
+    assert (project, options["mode"], options["group"]) == ("eagle-kit", "offline", "arms")
+    assert options["name"] == "out evaluation"
+    assert figures["all/all/plain/2,1,3/accept_length"] == 6.0
 
     # What was measured.
     ((target, drafts, measured, out),) = asked

@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import runpy
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,13 @@ from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.__main__ import main
 from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
-from eagle_kit.train.parallel.launch import check_launcher, go_on, is_main, sharding_asked_for
+from eagle_kit.train.parallel.launch import (
+    check_launcher,
+    deepspeed_config,
+    go_on,
+    is_main,
+    sharding_asked_for,
+)
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.metrics import JsonLines
 from eagle_kit.train.run.order import DataOrder, Part
@@ -198,8 +206,7 @@ def test_flags_of_the_launcher_that_would_have_no_effect_are_refused(
         ("FSDP", {"FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params true"),
         ("FSDP", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward false"),
         ("FSDP", {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing true"),
-        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "1"}, "zero_stage 1"),
-        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "deepspeed_config_file ds.json"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "zero_stage 0"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device cpu"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "offload_optimizer_device"),
         ("DEEPSPEED", {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "gradient_clipping 1.0"),
@@ -213,6 +220,48 @@ def test_sharding_settings_that_would_have_no_effect_are_refused(
     with pytest.raises(UserError, match=named):
         check_launcher({**launched, **settings}, TrainingConfig())
     check_launcher(settings, TrainingConfig())  # of another kind of launch
+
+
+STAGE_1 = {"zero_optimization": {"stage": 1}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "zero_optimization.stage None"),
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage 0"),
+        ({**STAGE_1, "train_batch_size": 64}, "training.sequences_per_step"),
+        ({**STAGE_1, "train_micro_batch_size_per_gpu": 9}, "training.gradient_accumulation"),
+        ({**STAGE_1, "gradient_accumulation_steps": 3}, "training.gradient_accumulation"),
+        ({**STAGE_1, "gradient_clipping": 9.0}, "training.clip_norm"),
+        ({**STAGE_1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, "optimizer, which"),
+        ({**STAGE_1, "scheduler": {"type": "WarmupLR"}}, "scheduler, which"),
+        ({**STAGE_1, "fp16": {"enabled": True}}, "fp16, which"),
+        ({**STAGE_1, "bf16": {"enabled": True}}, "bf16, which"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "to cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "to nvme"),
+    ],
+)
+def test_a_file_of_deepspeed_s_that_contradicts_the_run_is_refused(
+    tmp_path: Path, settings: dict[str, object], named: str
+) -> None:
+    file = tmp_path / "ds.json"
+    environ = {
+        "WORLD_SIZE": "2",
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(file),
+    }
+    training = TrainingConfig(sequences_per_step=4)
+    file.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=f"ds.json has .*{named}"):
+        check_launcher(environ, training)
+    # The same settings as auto, or switched off, are the run's own.
+    words = ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping")
+    off = {**STAGE_1, "fp16": {"enabled": False}, "bf16": {"enabled": "auto"}, "train_batch_size": 4}
+    file.write_text(json.dumps({**dict.fromkeys(words, "auto"), **off, "wall_clock_breakdown": True}))
+    check_launcher(environ, training)
+    assert deepspeed_config(environ) == {**STAGE_1, "wall_clock_breakdown": True}
+    assert sharding_asked_for(environ) == "zero1"
 
 
 @pytest.mark.parametrize("name", ["multi-gpu", "fsdp2", "zero2", "zero3"])
@@ -278,6 +327,47 @@ def test_every_process_of_a_run_says_what_stopped_it(
     assert cause.startswith("error in process 2 of 3: The output folder") and remedy.startswith("  -> ")
     assert main([str(config), "seed=-1"]) == 2
     assert capsys.readouterr().err == ""  # process 0 of this machine read the same file
+
+
+@pytest.mark.parametrize("launcher", [["--num_processes", "1"], ["--multi_gpu", "--num_processes", "2"]])
+def test_the_module_and_the_door_are_one_command_for_accelerate_s_launcher(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    launcher: list[str],
+) -> None:
+    """Its own parser is asked for the command; the module is run in a folder that is not the repository."""
+    from accelerate.commands.launch import launch_command_parser
+
+    door = Path(__file__).parents[2] / "train"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "eagle_kit.train.__main__")  # runpy warns of a module that is imported
+    said = []
+    for script in (["-m", "eagle_kit.train"], [str(door)]):
+        args = launch_command_parser().parse_args([*launcher, *script, "no.yaml", "seed=1", "--resume"])
+        monkeypatch.setattr(sys, "argv", [args.training_script, *args.training_script_args])
+        run = runpy.run_module if args.module else runpy.run_path
+        with pytest.raises(SystemExit) as ended:
+            run(args.training_script, run_name="__main__")
+        said.append((ended.value.code, capsys.readouterr().err))
+    assert said[0] == said[1]
+    assert said[0][0] == 2 and "no.yaml" in said[0][1]
+
+
+def test_the_argument_of_deepspeed_s_launcher_agrees_with_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It adds ``--local_rank=N`` before the script's arguments, and sets LOCAL_RANK."""
+    config = tmp_path / "config.yaml"
+    config.write_text(f"target: t\noutput_dir: {tmp_path}\ndata: {{source: chats.jsonl}}\n")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["--local_rank=0", str(config)]) == 2
+    assert "The output folder" in capsys.readouterr().err, "it has got as far as without the argument"
+    assert main(["--local-rank=1", str(config)]) == 2
+    assert "--local_rank is 1, and the variable LOCAL_RANK is 0" in capsys.readouterr().err
+    monkeypatch.delenv("LOCAL_RANK")
+    assert main(["--local_rank=0", str(config)]) == 2
+    assert "LOCAL_RANK is not set" in capsys.readouterr().err
 
 
 def rates(**training: object) -> list[float]:

@@ -28,13 +28,25 @@ def load_config(schema: type[Schema], path: str | Path, overrides: Sequence[str]
     Raises:
         UserError: missing or malformed file, unknown key (the nearest known one is named), wrong value.
     """
-    raw = read_mapping(Path(path))
+    return _validated(schema, read_mapping(Path(path)), overrides, str(path))
+
+
+def load_settings(schema: type[Schema], settings: Sequence[str], where: str) -> Schema:
+    """Validate ``key=value`` settings alone, as :func:`load_config` does those of a file.
+
+    Args:
+        where: what they were given with, for messages.
+    """
+    return _validated(schema, {}, settings, where)
+
+
+def _validated(schema: type[Schema], raw: dict[str, Any], overrides: Sequence[str], where: str) -> Schema:
     for override in overrides:
         _apply(raw, override)
     try:
         return schema.model_validate_json(json.dumps(raw), strict=True)
     except ValidationError as error:
-        raise _explain(error, schema, str(path), raw) from None
+        raise _explain(error, schema, where, raw) from None
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -1,5 +1,6 @@
 """The strategy that a launcher asked for."""
 
+import os
 from typing import TYPE_CHECKING
 
 from eagle_kit.config.train import TrainingConfig
@@ -8,6 +9,7 @@ from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.optim.fsdp import FullySharded
 from eagle_kit.train.optim.strategy import Replicated, Strategy
 from eagle_kit.train.optim.zero import Zero
+from eagle_kit.train.parallel.launch import deepspeed_config
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -34,4 +36,5 @@ def make_strategy(
             )
     if sharding == "fsdp2":
         return FullySharded(module, training, accelerator)
-    return Zero(int(sharding.removeprefix("zero")), module, training, accelerator)
+    stage = int(sharding.removeprefix("zero"))
+    return Zero(stage, module, training, accelerator, deepspeed_config(os.environ))

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO, stages 2 and 3 (arXiv 1910.02054): shards of gradients and moments, or of weights too.
+"""DeepSpeed's ZeRO, stages 1 to 3 (arXiv 1910.02054): shards of moments, of gradients too, or of weights too.
 
 Weights and moments are fp32; a run in bfloat16 casts inside the module, as elsewhere.
 """
@@ -27,13 +27,19 @@ class Zero(Strategy):
     """A DeepSpeed engine around the module.
 
     Args:
-        stage: 2 or 3.
+        stage: 1, 2 or 3.
+        more: settings of a ``ds_config`` file, of :func:`~eagle_kit.train.parallel.launch.deepspeed_config`.
     """
 
     optimizer: Any
 
     def __init__(
-        self, stage: int, module: TTTModule, training: TrainingConfig, accelerator: "Accelerator"
+        self,
+        stage: int,
+        module: TTTModule,
+        training: TrainingConfig,
+        accelerator: "Accelerator",
+        more: Mapping[str, Any],
     ) -> None:
         deepspeed = _deepspeed()
         if accelerator.device.type == "cpu":  # its collectives over shared memory would be compiled first
@@ -48,14 +54,16 @@ class Zero(Strategy):
             deepspeed.utils.set_z3_leaf_modules(module, [TTTModule])
         share = training.sequences_per_step // self.num_processes
         micro_batches = training.gradient_accumulation or share
+        zero = {key: value for key, value in more.get("zero_optimization", {}).items() if value != "auto"}
         self.engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
             config={
+                **more,
                 "train_micro_batch_size_per_gpu": 1,
                 "gradient_accumulation_steps": micro_batches,
                 "gradient_clipping": training.clip_norm or 0.0,
-                "zero_optimization": {"stage": stage, "overlap_comm": False},
+                "zero_optimization": {"overlap_comm": False, **zero, "stage": stage},
                 "zero_allow_untested_optimizer": True,
             },
             dist_init_required=False,

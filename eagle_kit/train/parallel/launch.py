@@ -1,4 +1,4 @@
-"""Environment that ``torchrun`` or ``accelerate launch`` gives a process, and settings that are refused.
+"""Environment that ``torchrun``, ``deepspeed`` or ``accelerate launch`` gives, and settings that are refused.
 
 ``torchrun`` starts processes on CPUs and GPUs, and so does ``accelerate launch`` with ``--multi_gpu`` or a
 file of several processes, which says how they share the head. Without these, or with ``--cpu``, it starts one
@@ -6,9 +6,11 @@ process, however many were asked for.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import expand, read_object
 
 UNUSED_FLAGS = {
     "ACCELERATE_USE_MEGATRON_LM": "--use_megatron_lm",
@@ -31,12 +33,7 @@ FIXED_SETTINGS = {
         ),
     },
     "ACCELERATE_USE_DEEPSPEED": {
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": (
-            "deepspeed_config_file",
-            ("none",),
-            "Write zero_stage into accelerate's file instead.",
-        ),
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", ("2", "3"), "Set it to 2 or 3."),
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", ("1", "2", "3"), "Set it to 1, 2 or 3."),
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
             "offload_optimizer_device",
             ("none",),
@@ -56,6 +53,26 @@ FIXED_SETTINGS = {
     },
 }
 """By kind of launch: variable -> setting of the launcher, values with an effect here, remedy."""
+OURS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+    "fp16",
+    "bf16",
+    "amp",
+)
+"""Keys of a ``ds_config`` that the run's own config decides."""
+ELSEWHERE = {
+    "optimizer": "training.optimizer and what follows it are in the run's own config.",
+    "scheduler": "training.schedule and training.warmup_steps are in the run's own config.",
+    "fp16": "Set training.precision in the run's own config.",
+    "bf16": "Set training.precision=bfloat16 in the run's own config.",
+    "amp": "Set training.precision in the run's own config.",
+}
+"""Sections of a ``ds_config`` that are refused, and where what they say is set."""
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 """Variables with the number of this process among all, in the order in which accelerate looks."""
 
@@ -90,6 +107,7 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
             value = environ.get(variable, allowed[0]).lower()
             if value not in allowed:
                 raise UserError(f"accelerate was launched with {name} {value}, which has no effect.", remedy)
+    deepspeed_config(environ, training)
     if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("", "no"):
         raise UserError(
             f"accelerate was launched with --dynamo_backend {backend}, but the head is not compiled.",
@@ -104,16 +122,104 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
         )
 
 
+def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:
+    """Refuse a ``--local_rank`` that contradicts the environment, which is what is read.
+
+    Args:
+        local_rank: that DeepSpeed's launcher adds to the command; None without it.
+
+    Raises:
+        UserError: ``LOCAL_RANK`` is not set, or is another one.
+    """
+    if local_rank is None:
+        return
+    known = environ.get("LOCAL_RANK")
+    if known != str(local_rank):
+        is_what = "is not set" if known is None else f"is {known}"
+        raise UserError(
+            f"--local_rank is {local_rank}, and the variable LOCAL_RANK {is_what}.",
+            "Leave --local_rank to the launcher: deepspeed, torchrun or accelerate launch.",
+        )
+
+
 def sharding_asked_for(environ: Mapping[str, str]) -> str:
     """Sharding of the head that the launcher asks for: ``"none"`` (every process has all of it), ``"fsdp2"``,
-    ``"zero2"`` or ``"zero3"``; of one process always ``"none"``."""
+    ``"zero1"``, ``"zero2"`` or ``"zero3"``; of one process always ``"none"``."""
     if environ.get("WORLD_SIZE", "1") == "1":
         return "none"
     if _is_set(environ, "ACCELERATE_USE_FSDP"):
         return "fsdp2"
     if _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
-        return f"zero{environ.get('ACCELERATE_DEEPSPEED_ZERO_STAGE', '2')}"
+        zero = deepspeed_config(environ).get("zero_optimization", {})
+        stage = zero.get("stage", environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+        return f"zero{stage}"
     return "none"
+
+
+def deepspeed_config(environ: Mapping[str, str], training: TrainingConfig | None = None) -> dict[str, Any]:
+    """Settings of the file of DeepSpeed's own (``ds_config``) that the launcher was given, without those that
+    the run's config decides; empty without such a file.
+
+    Args:
+        training: whose settings those of the file must not contradict; None does not compare.
+
+    Raises:
+        UserError: the file cannot be read, contradicts ``training``, or asks for what we do not do.
+    """
+    name = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if name == "none" or not _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
+        return {}
+    settings = read_object(expand(name))
+    if training is not None:
+        _check_deepspeed_config(name, settings, training, int(environ.get("WORLD_SIZE", "1")))
+    return {key: value for key, value in settings.items() if key not in OURS and value != "auto"}
+
+
+def _check_deepspeed_config(
+    file: str, settings: Mapping[str, Any], training: TrainingConfig, num_processes: int
+) -> None:
+    """Raise UserError for a setting that contradicts the run's config, or has no effect here."""
+    # Settings that both files have must agree.
+    rows = training.sequences_per_step // num_processes
+    forwards = training.gradient_accumulation or rows
+    clipping = training.clip_norm or 0.0
+    ours = {
+        "train_batch_size": ("training.sequences_per_step", training.sequences_per_step),
+        "train_micro_batch_size_per_gpu": ("training.gradient_accumulation", rows // forwards),
+        "gradient_accumulation_steps": ("training.gradient_accumulation", forwards),
+        "gradient_clipping": ("training.clip_norm", clipping),
+    }
+    for key, (name, value) in ours.items():
+        theirs = settings.get(key, "auto")
+        if theirs not in ("auto", value):
+            raise UserError(
+                f"{file} has {key} {theirs}, but {name} in the run's own config makes it {value}.",
+                f"Leave {key} out of {file}, or set it to auto.",
+            )
+
+    # The optimiser, its schedule and the precision are those of the run's config alone.
+    for key, remedy in ELSEWHERE.items():
+        theirs = settings.get(key)
+        if isinstance(theirs, dict):
+            theirs = theirs.get("enabled", True)
+        if theirs not in (None, False, "auto"):
+            raise UserError(f"{file} has {key}, which has no effect here.", f"Leave {key} out. {remedy}")
+
+    # Stages and offloading.
+    zero = settings.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if not isinstance(zero, dict) or stage not in (1, 2, 3):
+        raise UserError(
+            f"{file} has the zero_optimization.stage {stage}.", "Set it to 1, 2 or 3, or launch without it."
+        )
+    for part in ("offload_optimizer", "offload_param"):
+        offload = zero.get(part) or {}
+        device = offload.get("device", "none") if isinstance(offload, dict) else offload
+        if device not in ("none", "auto", None):
+            raise UserError(
+                f"{file} has zero_optimization.{part} to {device}, which is not supported.",
+                f"Leave {part} out.",
+            )
 
 
 def is_main(environ: Mapping[str, str]) -> bool:

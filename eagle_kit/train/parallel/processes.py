@@ -46,15 +46,21 @@ def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainC
 def make_accelerator(config: TrainConfig) -> "Accelerator":
     """Start accelerate: processes, device, precision, trackers. Raises UserError for unfit settings."""
     accelerate = _accelerate()
-    accelerator: Accelerator = accelerate.Accelerator(
-        cpu=_is_on_cpu(),
-        mixed_precision="no",  # see eagle_kit.train.algorithm.module.autocast
-        log_with=list(tracker_options(config)) or None,
-        project_config=accelerate.utils.ProjectConfiguration(
-            project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")
-        ),
-        kwargs_handlers=[accelerate.InitProcessGroupKwargs(timeout=PATIENCE)],
-    )
+    try:
+        accelerator: Accelerator = accelerate.Accelerator(
+            cpu=_is_on_cpu(),
+            mixed_precision="no",  # see eagle_kit.train.algorithm.module.autocast
+            log_with=list(tracker_options(config)) or None,
+            project_config=accelerate.utils.ProjectConfiguration(
+                project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")
+            ),
+            kwargs_handlers=[accelerate.InitProcessGroupKwargs(timeout=PATIENCE)],
+        )
+    except ValueError as error:  # two of the files that it was launched with contradict each other
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        raise UserError(
+            f"accelerate did not start: {reason}.", "Correct the files that it was launched with."
+        ) from error
     _check_shares(config, accelerator.num_processes)
     _set_up(accelerator.device, config)
     return accelerator

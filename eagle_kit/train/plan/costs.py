@@ -123,7 +123,7 @@ class Layout:
     Attributes:
         num_processes: N.
         target: ``whole`` in every process, ``sharded`` over all, or ``stored`` (its states were captured).
-        sharding: of the head: ``none``, ``fsdp2``, ``zero2`` or ``zero3``.
+        sharding: of the head: ``none``, ``fsdp2``, ``zero1``, ``zero2`` or ``zero3``.
     """
 
     num_processes: int = 1
@@ -138,6 +138,7 @@ class Layout:
         return {
             "none": 16.0,
             "fsdp2": 4.0 + 16.0 / count,
+            "zero1": 8.0 + 12.0 / count,
             "zero2": 8.0 + 12.0 / count,
             "zero3": 4.0 + 20.0 / count,
         }[self.sharding]

@@ -1,11 +1,12 @@
 """wandb and tensorboard through accelerate's trackers, and the choice of drawing the local report."""
 
-import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.report.plots import has_matplotlib
+from eagle_kit.report.wandb_run import run_id
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -19,8 +20,7 @@ def tracker_options(config: TrainConfig, step: int = 0) -> dict[str, dict[str, A
     """
     options: dict[str, dict[str, Any]] = {}
     if config.tracking.wandb != "off":
-        name = os.path.basename(os.path.normpath(config.output_dir))
-        options["wandb"] = {"dir": config.output_dir, "mode": config.tracking.wandb, "name": name}
+        options["wandb"] = config.tracking.wandb_options(config.output_dir)
     if config.tracking.tensorboard:
         options["tensorboard"] = {"purge_step": step + 1} if step else {}
     return options
@@ -68,6 +68,10 @@ def start_trackers(
         plain = (bool, int, float, str)
         settings = {key: v if isinstance(v, plain) else str(v) for key, v in settings.items()}
     try:
+        # A resumed session goes on with the run of the first one.
+        if "wandb" in options and accelerator.is_main_process:
+            options["wandb"]["id"] = run_id(Path(config.output_dir))
+            options["wandb"]["resume"] = "allow"
         accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs=options)
     except Exception as error:  # no login, no network, and whatever its service raises
         accelerator.trackers = []  # or it would be asked to finish

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from eagle_kit.checkpoints.draft import load_draft
 
@@ -85,6 +86,34 @@ def strategy(request: pytest.FixtureRequest) -> str:
     if request.param.startswith("zero") and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("not installed: deepspeed")
     return request.param
+
+
+def test_the_module_is_launched_from_any_folder_with_a_file_of_deepspeed_s(make_run: Callable) -> None:
+    """ZeRO 1 of a ``ds_config`` in two processes gives the losses of one process without DeepSpeed."""
+    pytest.importorskip("deepspeed")
+    run = make_run(training={**TRAINING, "precision": "float32"})
+    torch.set_num_threads(1)
+    assert run("--max-steps", "2") == 0
+
+    settings = {"zero_optimization": {"stage": 1, "overlap_comm": "auto"}, "train_batch_size": 4}
+    (run.folder / "ds.json").write_text(json.dumps(settings))
+    ours = yaml.safe_load((REPOSITORY / "train" / "accelerate" / "zero2.yaml").read_text())
+    del ours["mixed_precision"]  # accelerate refuses it beside a file of DeepSpeed's own
+    ours["deepspeed_config"] = {
+        "deepspeed_config_file": str(run.folder / "ds.json"),
+        "zero3_init_flag": False,
+        "deepspeed_multinode_launcher": "standard",
+    }
+    (run.folder / "accelerate.yaml").write_text(yaml.safe_dump(ours))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "accelerate.yaml"]
+    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "eagle_kit.train"]
+    command += [str(run.config), "--max-steps", "2", f"output_dir={run.folder / 'two'}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=run.folder, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    check_close(rows(run.folder / "two"), run.metrics())
 
 
 @pytest.mark.nightly

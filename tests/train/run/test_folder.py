@@ -109,6 +109,10 @@ FREE: dict[str, Any] = {
     "judge.patience": 7,
     "tracking.wandb": "offline",
     "tracking.project": "mine",
+    "tracking.entity": "us",
+    "tracking.group": "heads",
+    "tracking.name": "first",
+    "tracking.tags": ["a"],
     "tracking.tensorboard": True,
     "tracking.report": False,
 }

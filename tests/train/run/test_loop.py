@@ -336,11 +336,29 @@ def test_max_steps_is_done_and_says_how_to_go_on_without_it(
     assert len(run.metrics()) == 3
 
 
-def test_wandb_offline_writes_into_the_run_folder(make_run: Callable) -> None:
-    pytest.importorskip("wandb")
-    run = make_run(tracking={"wandb": "offline"})
-    assert run("--max-steps", "2") == 0
-    assert list((run.output / "wandb").glob("offline-run-*"))
+def test_a_resumed_run_is_the_same_run_of_wandb(make_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb's own files: the names of its folders end with the id of the run."""
+    wandb = pytest.importorskip("wandb")
+    asked, init = [], wandb.init
+
+    def note(**options: object) -> object:
+        asked.append(options)
+        return init(**options)
+
+    monkeypatch.setattr(wandb, "init", note)
+    run = make_run(tracking={"wandb": "offline", "entity": "us", "group": "heads", "tags": ["a"]})
+    assert run("--max-steps", "1") == 0
+    # The session that goes on has another name of the run, and its own folder of wandb.
+    assert run("--max-steps", "2", "--resume", "tracking.name=second") == 0
+    for options in asked:
+        wanted = {"resume": "allow", "entity": "us", "group": "heads", "tags": ["a"], "mode": "offline"}
+        assert {key: options[key] for key in wanted} == wanted
+    assert [options["name"] for options in asked] == [run.output.name, "second"]
+
+    identity = (run.output / "wandb-run-id.txt").read_text().strip()
+    assert [options["id"] for options in asked] == [identity, identity]
+    folders = list((run.output / "wandb").glob("offline-run-*"))
+    assert folders and all(folder.name.endswith(f"-{identity}") for folder in folders)
 
 
 @pytest.mark.parametrize(

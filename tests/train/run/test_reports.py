@@ -226,6 +226,10 @@ def test_what_a_tracker_needs_is_asked_for_only_where_it_is_wanted(
         "wandb": {"dir": "runs/mine/", "mode": "online", "name": "mine"},
         "tensorboard": {},
     }
+    told = {"entity": "us", "group": "heads", "name": "first", "tags": ["a", "b"]}
+    assert tracker_options(config(wandb="offline", **told)) == {
+        "wandb": {"dir": "runs/mine/", "mode": "offline", **told}
+    }
     assert tracker_options(config(tensorboard=True), step=7) == {"tensorboard": {"purge_step": 8}}
     assert [draws_report(config(report=report)) for report in (True, False)] == [True, False]
     assert draws_report(config()) == has_matplotlib()
