@@ -251,9 +251,9 @@ def introduce(
     weights = llm.target.weight_format
     say(f"target     {model.target}, {weights}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
+    say(f"prefill    {llm.engine().runner.prefill_backends}")
     if not getattr(llm.tokenizer, "chat_template", None):
         say("chat       no template, /v1/completions only")
-    say(f"prefill    {llm.engine().runner.prefill_backends}")
     if (plan := llm.memory_plan) is not None:
         say(str(plan))
         extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least
