@@ -175,7 +175,7 @@ def plan(args: argparse.Namespace) -> int:
         args.expert_parallel = args.data_parallel_attention = None
     config = engine_config(args)
     draft, target = args.draft, args.model
-    if args.target is not None or (draft is None and Path(args.model).is_dir()):
+    if args.target is not None or (draft is None and Path(args.model).exists()):
         model = find_model(args.model, args.target, DEFAULT_TARGET)
         draft, target = model.draft, model.target
     if args.speculative_algorithm == "NONE":
@@ -252,6 +252,8 @@ def introduce(
     say(f"target     {model.target}, {weights}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
     say(f"prefill    {llm.engine().runner.prefill_backends}")
+    if not getattr(llm.tokenizer, "chat_template", None):
+        say("chat       no template, /v1/completions only")
     if (plan := llm.memory_plan) is not None:
         say(str(plan))
         extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least

@@ -177,8 +177,8 @@ def _short_names(drafts: Sequence[str | Path]) -> list[str]:
 
 
 def _public_name(target: str | Path) -> str:
-    """A local folder by its own name: where it lies on this disk is of no use to a reader of the results."""
-    return Path(target).resolve().name if Path(target).is_dir() else str(target)
+    """A local folder or file by its own name: its place here is of no use to readers of the results."""
+    return Path(target).resolve().name if Path(target).exists() else str(target)
 
 
 def _speed_settings() -> dict[str, Any]:

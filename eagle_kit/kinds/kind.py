@@ -39,7 +39,10 @@ from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 
 EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 FIRST_NORM = 0.1
-"""Share of the target's final norm that a head with the target's output layer starts with."""
+"""Largest share of the target's final norm that a head with the target's output layer starts with."""
+FIRST_LOGITS = 0.35
+"""Largest standard deviation of the logits that such a head starts with; a tenth of SmolLM2's norm gives
+about this."""
 Config = TypeVar("Config", bound=HeadArchitecture)
 Head = TypeVar("Head", bound=DraftHead)
 
@@ -498,8 +501,20 @@ def describe_attention(layer: DecoderConfig) -> str:
     return f"{layer.num_heads} query and {layer.num_kv_heads} key-value heads of {layer.head_dim}"
 
 
+@torch.no_grad()
 def soften(norm: nn.Module, target: Target) -> None:
-    """Start a final norm at a tenth of the target's: a new layer says nothing yet, and at full size its first
-    logits would be confidently wrong (loss 15 where guessing evenly costs 9)."""
-    with torch.no_grad():
-        norm.weight.copy_(target.norm_weight * target.logit_form.scale * FIRST_NORM)  # type: ignore[operator]
+    """Start a final norm at a small share of the target's.
+
+    A new layer has learned nothing, and at full size its first logits would be confidently wrong: loss 15
+    where guessing evenly costs 9. Norms differ by target (Gemma's has a root mean square of 54), so the share
+    is chosen by the standard deviation of the logits of random states.
+    """
+    full = target.norm_weight.float() * target.logit_form.scale
+
+    # Variance of logits, over tokens, for states whose values are independent and of size 1.
+    rows = target.head_weight
+    squares = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square() / len(rows)
+    deviation = float((full.square() * squares.to(full.device)).sum().sqrt())
+
+    share = min(FIRST_NORM, FIRST_LOGITS / max(deviation, 1e-6))
+    norm.weight.copy_(full * share)  # type: ignore[operator]

@@ -264,6 +264,44 @@ def test_an_output_layer_begins_as_the_targets_or_at_random(kind):
     assert soft and (kind == "dflash" or (fresh.norm.weight == 1).all())
 
 
+@pytest.mark.parametrize("scale", [0.02, 1.0, 54.0, 4000.0])
+@pytest.mark.parametrize("kind", ["eagle3", "p-eagle", "dflash"])
+def test_a_new_head_begins_near_the_loss_of_guessing_whatever_the_scale_of_the_norm(kind, scale):
+    target = tiny_target(num_layers=12)
+    with torch.no_grad():
+        target.norm.weight.mul_(scale)
+        target.lm_head.weight.normal_()
+    head = new_head(kind, target)
+    states = torch.randn(401, target.config.hidden_size)
+    logits = head.output(head.norm(states))
+    loss = torch.nn.functional.cross_entropy(logits, torch.arange(401) % 67)
+    assert abs(loss.item() - np.log(67)) < 0.2
+
+
+@pytest.mark.parametrize("num_tokens", [120, 131, 140])
+def test_a_tokenizer_may_have_fewer_or_more_tokens_than_the_target_has_rows(num_tokens):
+    target = tiny_target(num_layers=12)
+    vocab = VocabMap(np.zeros(67, dtype=np.int64), np.arange(num_tokens) < 67, 1.0, "", "")
+    settings = HeadConfig(kind="eagle3", draft_vocab_size=67)
+    found = registry.training_kind(train_config("eagle3"))
+    start = Start(target, None, vocab, torch.device("cpu"))
+    head = found.new_head(settings, found.new_config(settings, target.config), start)
+    assert torch.equal(head.output.weight, target.head_weight[:67])
+
+
+def test_a_draft_vocabulary_of_a_token_without_a_row_is_refused():
+    offsets = np.array([0] * 66 + [139 - 66])
+    tokens = np.arange(140) < 66
+    tokens[139] = True
+    vocab = VocabMap(offsets, tokens, 1.0, "", "")
+    settings = HeadConfig(kind="eagle3", draft_vocab_size=67)
+    found = registry.training_kind(train_config("eagle3"))
+    target = tiny_target(num_layers=12)
+    start = Start(target, None, vocab, torch.device("cpu"))
+    with pytest.raises(UserError, match="token 139"):
+        found.new_head(settings, found.new_config(settings, target.config), start)
+
+
 def test_the_masks_embedding_begins_as_the_mean():
     target = tiny_target(num_layers=12)
     head = new_head("p-eagle", target)

@@ -294,6 +294,18 @@ def test_the_server_names_the_backend_at_its_start(capsys):
     assert "prefill    torch" in lines[:4]
 
 
+def test_the_server_says_at_its_start_that_it_has_no_chat(capsys):
+    args = Namespace(no_self_test=True, speculative_algorithm=None)
+    llm = make()
+    llm.tokenizer = Namespace(chat_template=None)
+    introduce(args, ServedModel("target", "draft"), llm)
+    llm.tokenizer = Namespace(chat_template="{{ messages }}")
+    without = capsys.readouterr().err
+    introduce(args, ServedModel("target", "draft"), llm)
+    assert "chat       no template, /v1/completions only" in without.splitlines()
+    assert "no template" not in capsys.readouterr().err
+
+
 def test_the_memory_of_flashinfer_is_planned():
     variants = [AttentionVariant(1.0), AttentionVariant(1.0), AttentionVariant(1.0, Limits(window=4))]
     assert working_bytes("flashinfer", GPU, variants) == (128 << 20) + 2 * (8 << 20)

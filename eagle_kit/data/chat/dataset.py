@@ -118,6 +118,17 @@ class PreparedData:
         """Numbers of the documents of every packed row."""
         return [list(row) for row in self._rows]
 
+    def check_rows(self, num_rows: int) -> None:
+        """Raise UserError for a token that the target's embedding of ``num_rows`` rows has no row for."""
+        highest = max(
+            [int(self._ids.max(initial=-1)), *(max(ids, default=-1) for ids in self.heldout_prompts)]
+        )
+        if highest >= num_rows:
+            raise UserError(
+                f"The data have the token {highest}, and the target's embedding has {num_rows} rows.",
+                "Use the tokenizer and the chat template that the target was trained with.",
+            )
+
     def row(self, number: int) -> PackedRow:
         """Packed row ``number``."""
         documents = self._rows[number]

@@ -81,7 +81,8 @@ def chat_template(tokenizer: Any, tools: Sequence[Tool] = ()) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "The tokenizer has no chat template.",
-            "Use an instruction-tuned target, or set tokenizer.chat_template.",
+            "Use an instruction-tuned target, or put a file chat_template.jinja into the target's folder. A "
+            "server without one answers /v1/completions.",
         )
     try:
         return tokenizer.get_chat_template(None, list(tools) or None)

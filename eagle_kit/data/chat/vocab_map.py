@@ -99,14 +99,10 @@ def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str,
         counts: int64 ``[V]``, how often each token is produced.
         fingerprint, tokenizer: see :class:`VocabMap`.
 
-    Raises:
-        UserError: the target has fewer tokens.
+    A target may have more rows than its tokenizer has tokens: ``draft_vocab_size`` may be their number, and
+    the ids behind the tokenizer's are then the last of the map.
     """
-    if draft_vocab_size > len(counts):
-        raise UserError(
-            f"A draft vocabulary of {draft_vocab_size} is larger than the target's {len(counts)}.",
-            "Lower it.",
-        )
+    counts = np.pad(counts, (0, max(0, draft_vocab_size - len(counts))))
     hot = np.sort(np.argsort(-counts, kind="stable")[:draft_vocab_size])
     return vocab_map_of(hot, counts, fingerprint, tokenizer)
 

@@ -24,9 +24,17 @@ def check_vocab_size(size: int, target: TargetConfig) -> None:
 def start_output(head: Eagle3Head | DFlashHead, settings: HeadConfig, start: Start) -> None:
     """Give a new head the vocabulary of the data, and the target's output rows of it unless the settings ask
     for random ones."""
-    # A target may have more rows than its tokenizer has tokens.
-    in_draft = torch.zeros(head.config.vocab_size, dtype=torch.bool)
-    in_draft[: len(start.vocab.t2d)] = torch.as_tensor(start.vocab.t2d)
+    # A target may have more rows than its tokenizer has tokens, or fewer.
+    t2d = torch.as_tensor(start.vocab.t2d)
+    num_rows = head.config.vocab_size
+    if t2d[num_rows:].any():
+        raise UserError(
+            f"The draft vocabulary has the token {int(t2d.nonzero().max())}, and the target's embedding has "
+            f"{num_rows} rows.",
+            "Use a vocabulary map that was made for this target.",
+        )
+    in_draft = torch.zeros(num_rows, dtype=torch.bool)
+    in_draft[: len(t2d)] = t2d[:num_rows]
     head.set_vocab_map(torch.as_tensor(start.vocab.d2t), in_draft)
     tokens, weight = head.token_map, start.target.head_weight
     assert tokens is not None, "the head has an output layer of its own"

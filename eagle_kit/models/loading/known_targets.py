@@ -14,7 +14,13 @@ from eagle_kit.core.files import expand
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.fp8_layout import FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.loader import parse_target, read_raw_config, read_target_config
-from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, split_revision
+from eagle_kit.models.loading.source import (
+    GGUF,
+    PACKAGED_TARGETS,
+    REPOSITORY,
+    resolve_target,
+    split_revision,
+)
 
 
 @dataclass(frozen=True)
@@ -515,6 +521,9 @@ def _find(name: str) -> tuple[Path | KnownTarget, str]:
     from huggingface_hub import try_to_load_from_cache
 
     path = expand(name)
+    if path.suffix.lower() == GGUF and path.is_file():
+        folder = resolve_target(path)
+        return folder, f"{folder}/config.json"
     if name and path.is_dir():
         return path, f"{path}/config.json"
     packaged = PACKAGED_TARGETS.get(name.lower())

@@ -1,5 +1,6 @@
-"""Resolution of names of targets and drafts: a folder, a named package, or a hub."""
+"""Resolution of names of targets and drafts: a folder, a GGUF file, a named package, or a hub."""
 
+import hashlib
 import json
 import re
 import sys
@@ -20,6 +21,13 @@ from eagle_kit.core.files import (
     replacing,
     taking_turns,
     writing_remedy,
+)
+from eagle_kit.models.loading.gguf_target import (
+    check_whole,
+    open_gguf,
+    read_gguf_config,
+    refused,
+    restore_pre_tokenizer,
 )
 
 
@@ -48,6 +56,7 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 OLD_WEIGHTS, OLD_PATTERN = "pytorch_model.bin", "pytorch_model*.bin"
 """File of older weights, and it and its shards; fetched only where there are no safetensors."""
+GGUF = ".gguf"
 LOG_IN = "Log in with hf auth login, or set HF_TOKEN."
 CONVERSION = "conversion.json"
 CONVERSION_VERSION = 2
@@ -68,9 +77,9 @@ def resolve_model(name: str | Path, role: str) -> Path:
     """Resolve a model to its Hugging Face folder, whatever its layout.
 
     Args:
-        name: a local folder, a name of :data:`PACKAGED_TARGETS` (converted once to safetensors in the cache),
-            or a hub id, perhaps with a revision: ``org/model@revision``. A commit is downloaded once, without
-            what lies in folders of it.
+        name: a local folder, a ``.gguf`` file or a name of :data:`PACKAGED_TARGETS` (both converted once to
+            safetensors in the cache), or a hub id, perhaps with a revision: ``org/model@revision``. A commit
+            is downloaded once, without what lies in folders of it.
         role: of the model, for messages: target or draft.
 
     Raises:
@@ -82,13 +91,18 @@ def resolve_model(name: str | Path, role: str) -> Path:
     if not (name and folder.is_dir()):
         if name.lower() in PACKAGED_TARGETS:
             return _convert_packaged(name.lower())
+        if folder.suffix.lower() == GGUF:
+            return _convert_file(folder)
         if name.startswith((".", "~")) or not REPOSITORY.fullmatch(repository):
             raise UserError(
                 f"The {role} {name!r} is neither a folder here nor a hub id.",
-                f"Give a model folder, an id such as org/model, or one of {', '.join(PACKAGED_TARGETS)}.",
+                f"Give a model folder, a {GGUF} file, an id such as org/model, or one of "
+                f"{', '.join(PACKAGED_TARGETS)}.",
             )
         folder = _download(name, role)
     if not (folder / "config.json").is_file():
+        for file in sorted(folder.glob(f"*{GGUF}"))[:1]:
+            raise UserError(f"The {role} {name} has no config.json, but GGUF files.", f"Name one: {file}")
         raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
     return folder
 
@@ -232,14 +246,34 @@ def _convert_packaged(name: str) -> Path:
     wanted = {"version": CONVERSION_VERSION, "file": packaged.file}
     if _is_converted(folder, wanted):
         return folder
-    source = _package_file(name, packaged)
+    return _convert(_package_file(name, packaged), folder, wanted, name)
+
+
+def _convert_file(path: Path) -> Path:
+    """Dequantise a GGUF file into the cache, once for its place, size and time of change."""
+    if not path.is_file():
+        raise UserError(f"There is no file {path}.", "Check the path of the GGUF.")
+    path = path.resolve()
+    about = path.stat()
+    wanted = {
+        "version": CONVERSION_VERSION,
+        "file": str(path),
+        "size": about.st_size,
+        "changed": about.st_mtime_ns,
+    }
+    key = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    folder = cache_folder() / "targets" / f"{path.stem}-{key}"
+    return folder if _is_converted(folder, wanted) else _convert(path, folder, wanted, path.stem)
+
+
+def _convert(source: Path, folder: Path, wanted: dict[str, Any], name: str) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with taking_turns(folder):
             if _is_converted(folder, wanted):
                 return folder
             print(
-                f"Converting {name} from {packaged.file} to safetensors in {folder} (once)",
+                f"Converting {name} from {source.name} to safetensors in {folder} (once)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -280,46 +314,50 @@ def _package_file(name: str, packaged: PackagedTarget) -> Path:
 
 def _dequantise(source: Path, out: Path) -> None:
     """Write config, tokenizer and weights, in fp32, since a Q4_1 block is ``scale * 4 bits + minimum``, which
-    is exact in neither fp16 nor bf16."""
+    is exact in neither fp16 nor bf16.
+
+    Raises:
+        UserError: the file cannot be read, or transformers' reader leaves out some of it.
+    """
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    out.mkdir()
-    model = AutoModelForCausalLM.from_pretrained(
-        str(source.parent), gguf_file=source.name, dtype=torch.float32, trust_remote_code=False
-    )
+    reader = open_gguf(source)
+    config = read_gguf_config(source, reader)
+
+    # The tokenizer is read first, since it is small and may be one that cannot be read.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(source.parent), gguf_file=source.name, trust_remote_code=False
+        )
+    except Exception as error:  # the reader raises errors of many kinds
+        raise refused(source, error) from error
+    restore_pre_tokenizer(tokenizer, source, reader)
+
+    # The weights.
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(source.parent),
+            config=config,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
+    except Exception as error:
+        raise refused(source, error) from error
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
+    check_whole(source, reader, model.config.num_hidden_layers, weights)
+
+    # The folder.
+    out.mkdir()
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)
-    config = model.config.to_dict()
+    written = model.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
-        config.pop(key, None)
-    config |= {"architectures": [type(model).__name__], "dtype": "float32"}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tokenizer = AutoTokenizer.from_pretrained(
-        str(source.parent), gguf_file=source.name, trust_remote_code=False
-    )
-    _restore_digits(tokenizer, source)
-    tokenizer.model_max_length = config["max_position_embeddings"]
+        written.pop(key, None)
+    written |= {"architectures": [type(model).__name__], "dtype": "float32"}
+    (out / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+    tokenizer.model_max_length = written["max_position_embeddings"]
     tokenizer.save_pretrained(str(out))
-
-
-def _restore_digits(tokenizer: Any, source: Path) -> None:
-    r"""SmolLM's tokenizer cuts text at every digit before its other rules, and transformers' GGUF reader
-    drops that.
-
-    Without it ``"\n\n1."`` starts with two tokens ``\n`` where the model has learned one ``\n\n``, so prompts
-    with numbered lists or indented numbers would be foreign to it.
-    """
-    from gguf import GGUFReader
-    from tokenizers import pre_tokenizers
-
-    rules = GGUFReader(str(source)).get_field("tokenizer.ggml.pre")
-    if rules is not None and rules.contents() == "smollm":
-        parts = [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)

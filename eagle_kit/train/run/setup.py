@@ -16,6 +16,7 @@ from eagle_kit.data.packed_data import load_packed_data
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.kinds.registry import training_kind
+from eagle_kit.kinds.support.beginning import check_vocab_size
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
@@ -75,6 +76,10 @@ def load_components(
             progress=accelerator.is_local_main_process,
         )
     architecture = read_target_config(folder)
+    size = training_kind(config).vocab_size(config.head)
+    if size is not None:
+        check_vocab_size(size, architecture)
+    data.check_rows(architecture.vocab_size)
     if (
         isinstance(architecture, BridgedConfig)
         and config.data.max_length > architecture.max_position_embeddings

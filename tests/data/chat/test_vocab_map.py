@@ -39,9 +39,10 @@ def test_tokens_of_rows_that_the_tokenizer_does_not_have_are_of_no_text() -> Non
     assert len(vocab_map_of(np.array([1]), np.array([2, 3, 0]), "f", "t").t2d) == 3
 
 
-def test_more_than_the_target_has_is_refused() -> None:
-    with pytest.raises(UserError, match="larger than the target's 3"):
-        build_vocab_map(np.ones(3), 4, "f", "t")
+def test_a_draft_vocabulary_may_have_the_rows_behind_the_tokenizers_tokens() -> None:
+    whole = build_vocab_map(np.ones(3, dtype=np.int64), 5, "f", "t")
+    assert tokens(whole) == [0, 1, 2, 3, 4]
+    assert whole.coverage == 1.0
 
 
 def test_a_saved_map_comes_back_with_the_coverage_of_the_data_it_is_used_for(tmp_path: Path) -> None:

@@ -1,0 +1,162 @@
+"""A GGUF file as a target: transformers' logits and tokenizer, and what its reader leaves out."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+from tests.support.tiny_run import TEMPLATE
+
+gguf = pytest.importorskip("gguf")
+VALUE_TYPES = {
+    int: gguf.GGUFValueType.UINT32,
+    float: gguf.GGUFValueType.FLOAT32,
+    str: gguf.GGUFValueType.STRING,
+}
+SIZES = {
+    "context_length": 256,
+    "embedding_length": 64,
+    "block_count": 2,
+    "feed_forward_length": 96,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+}
+
+
+def tiny_model():
+    """A Qwen3 of two layers whose head size is not the default's."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def write_gguf(path: Path, model, *, more=(), tensors=(), pre="qwen2", left_out=()) -> Path:
+    """Write ``model`` as gguf-py does, in F32, with keys of ``more`` and tensors besides."""
+    from tokenizers import pre_tokenizers
+
+    writer = gguf.GGUFWriter(str(path), "qwen3")
+    for key, value in SIZES.items():
+        writer.add_uint32(f"qwen3.{key}", value)
+    writer.add_float32("qwen3.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32("qwen3.rope.freq_base", 5000.0)
+    for key, value in dict(more).items():
+        writer.add_key_value(key, value, VALUE_TYPES[type(value)])
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet, "ĠĠ"])
+    writer.add_token_types([3, 3, 3, *(1 for _ in alphabet), 1])
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_eos_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
+    for name, value in model.state_dict().items():
+        if name not in left_out:
+            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), value.numpy())
+    for name, value in tensors:
+        writer.add_tensor(name, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def test_a_gguf_file_has_the_logits_the_tokenizer_and_the_template_of_its_model(cache):
+    model = tiny_model()
+    path = write_gguf(cache / "tiny.gguf", model)
+    ids = torch.randint(0, 260, (40,))
+    ours = load_target(path)
+    out = ours(ids, torch.arange(40), ours.causal())
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    torch.testing.assert_close(ours.logits(out.hidden), expected, rtol=1e-4, atol=1e-4)
+    tokenizer = load_tokenizer(resolve_target(path))
+    assert len(tokenizer) == 260
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.chat_template == TEMPLATE
+
+
+def test_a_gguf_file_is_converted_again_only_after_a_change(cache, capsys):
+    path = write_gguf(cache / "tiny.gguf", tiny_model())
+    folder = resolve_target(path)
+    assert resolve_target(str(path)) == folder
+    assert capsys.readouterr().err.count("(once)") == 1
+    write_gguf(path, tiny_model())
+    assert resolve_target(path) == folder
+    assert capsys.readouterr().err.count("(once)") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        ({"more": {"qwen3.attention.scale": 0.5}}, "attention.scale"),
+        ({"more": {"qwen3.rope.scaling.type": "longrope"}}, "longrope"),
+        ({"more": {"split.count": 2}}, "split"),
+        ({"tensors": [("blk.0.attn_q.bias", torch.ones(128))]}, "weights"),
+        ({"tensors": [("rope_freqs.weight", torch.full((16,), 3.0))]}, "RoPE factors"),
+        ({"left_out": ["model.norm.weight"]}, "weights"),
+        ({"pre": "viking"}, "viking"),
+    ],
+)
+def test_what_the_reader_would_leave_out_is_refused_by_name(cache, change, cause):
+    path = write_gguf(cache / "tiny.gguf", tiny_model(), **change)
+    with pytest.raises(UserError, match=cause):
+        resolve_target(path)
+
+
+def test_yarn_of_a_gguf_file_is_that_of_the_config(cache):
+    yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 64}
+    more = {f"qwen3.rope.scaling.{key}": value for key, value in yarn.items()}
+    path = write_gguf(cache / "tiny.gguf", tiny_model(), more=more)
+    assert load_target(path).config.rope_scaling["factor"] == 4.0
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"something else" * 9])
+def test_a_file_that_is_no_gguf_is_one_sentence(cache, content):
+    path = cache / "broken.gguf"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read as a GGUF"):
+        resolve_target(path)
+
+
+def test_an_architecture_that_transformers_does_not_read_is_one_sentence(cache):
+    path = write_gguf(cache / "tiny.gguf", tiny_model())
+    path.write_bytes(path.read_bytes().replace(b"qwen3", b"qwenX"))
+    with pytest.raises(UserError, match="qwenX"):
+        resolve_target(path)
+
+
+def test_a_folder_of_gguf_files_names_one(cache):
+    path = write_gguf(cache / "tiny.gguf", tiny_model())
+    folder = cache / "repository"
+    folder.mkdir()
+    shutil.copy(path, folder / "model.Q4.gguf")
+    with pytest.raises(UserError, match="GGUF files") as error:
+        resolve_target(folder)
+    assert "model.Q4.gguf" in error.value.remedy
