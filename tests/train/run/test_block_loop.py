@@ -113,7 +113,7 @@ def test_a_head_with_a_vocabulary_of_its_own_is_trained_on_the_text_and_gone_on_
             [DSPARK, *CHAIN, "head.confidence_head=false", "training.confidence_weight=2"],
             "confidence_weight is set",
         ),
-        ([*CHAIN, "head.draft_vocab_size=5000"], "A draft vocabulary of 5000"),
+        ([*CHAIN, "head.draft_vocab_size=5000"], "draft_vocab_size is 5000, but the target has 300"),
     ],
 )
 def test_what_does_not_fit_a_block_is_refused(tmp_path, capsys, words, message):
