@@ -56,7 +56,7 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        service.start()
         trimming = asyncio.create_task(_return_memory())
         yield
         trimming.cancel()

@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -28,6 +27,7 @@ from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, ReplyStream
 from eagle_kit.serve.text_stream import TextContext, special_tokens
 from eagle_kit.serve.token_names import TokenNames
+from eagle_kit.serve.turns import TurnThread
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -134,11 +134,17 @@ class Service:
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eagle-kit tokenizer")
+        self._worker = TurnThread("eagle-kit tokenizer")
 
-    async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that may take long, such as tokenising, beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
+    def start(self) -> None:
+        """Start the threads; call it in the event loop."""
+        self.engine.start()
+        self._worker.start()
+
+    async def off_loop(self, http: Any, function: Callable[..., T], *args: Any) -> T:
+        """Run a function of a request that may take long, such as tokenising, beside the event loop. Clients
+        take turns."""
+        return await self._worker.run(network_of(_client_of(http)), function, *args)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for a model other than the one served; None is that one."""
@@ -186,7 +192,7 @@ class Service:
         shown = self.special_tokens if body.shows_special_tokens else shown_tokens
         contexts = contexts or [TextContext()] * len(prompts)
         salt = self._cache_salt(http, body)
-        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts, salt)
+        requests = await self.off_loop(http, self._requests, body, prompts, shown, thought, contexts, salt)
         for request in requests:
             request.arrived_at = http.state.arrived_at
             request.client = network_of(_client_of(http))
@@ -252,7 +258,7 @@ class Service:
 
     def close(self) -> None:
         """End the worker thread."""
-        self._worker.shutdown(wait=False)
+        self._worker.close()
 
     def _requests(
         self,

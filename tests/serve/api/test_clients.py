@@ -3,6 +3,7 @@ have its text echoed without bound, use an endpoint without limits, or end the r
 
 import json
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ from eagle_kit.cli import serve as command
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.serve.api import routes_tokens
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from tests.serve.api.serving import serving, wait_until
 
@@ -324,3 +326,28 @@ def test_bodies_are_json(scripted):
         kind = {"Content-Type": "application/json"}
         assert server.http.post("/tokenize", content=content, headers=kind).status_code == 200
         assert server.http.post("/tokenize", content=iter([content]), headers=kind).status_code == 200
+
+
+def test_a_client_with_many_prompts_does_not_hold_the_tokenizer(scripted, monkeypatch):
+    gate = threading.Event()
+    order = []
+
+    def tokenize(llm, text, *args):
+        order.append(text)
+        assert gate.wait(20)
+        return [1]
+
+    monkeypatch.setattr(routes_tokens, "text_prompt", tokenize)
+    with (
+        serving(*scripted("abc")) as server,
+        client_at(server, "127.0.0.2") as other,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        waiting = server.service._worker._turns._waiting
+        asked = [pool.submit(server.http.post, "/tokenize", json={"prompt": "many"}) for _ in range(5)]
+        wait_until(lambda: len(order) == 1 and list(map(len, waiting.values())) == [4])
+        asked.append(pool.submit(other.post, "/tokenize", json={"prompt": "one"}))
+        wait_until(lambda: len(waiting) == 2)
+        gate.set()
+        assert [future.result().status_code for future in asked] == [200] * 6
+    assert order == ["many", "one", "many", "many", "many", "many"]
