@@ -30,6 +30,7 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: dict[str, list[Call]] = {}
         self._last_turn: dict[str, int] = {}
+        self._served = ""
         self._num_turns = 0
         self._num_calls = 0
 
@@ -43,22 +44,28 @@ class Turns:
         return result
 
     def take(self) -> Call | None:
-        """Remove the next call, which then runs; None where no call waits. Calls that were cancelled take no
-        turn."""
+        """Remove the next call, which then runs until this is called again; None where no call waits. Calls
+        that were cancelled take no turn."""
+        self._forget_idle(self._served)
+        self._served = ""
         while self._waiting:
             client = min(self._waiting, key=lambda each: (self._last_turn[each], self._waiting[each][0]))
             calls = self._waiting[client]
             call = heapq.heappop(calls)
-            will_run = call.result.set_running_or_notify_cancel()
-            if will_run:
-                self._num_turns += 1
-                self._last_turn[client] = self._num_turns
             if not calls:
                 del self._waiting[client]
-                del self._last_turn[client]
-            if will_run:
+            if call.result.set_running_or_notify_cancel():
+                self._num_turns += 1
+                self._last_turn[client] = self._num_turns
+                self._served = client
                 return call
+            self._forget_idle(client)
         return None
+
+    def _forget_idle(self, client: str) -> None:
+        """Forget the last turn of a client that is not served, if no call of it waits."""
+        if client not in self._waiting:
+            self._last_turn.pop(client, None)
 
 
 class TurnThread:

@@ -37,6 +37,15 @@ def test_a_client_that_comes_goes_before_the_one_that_is_served():
     assert taken(turns, 2) == ["b2", "a4"]
 
 
+def test_the_client_that_is_served_does_not_come_again_before_another():
+    turns = Turns()
+    put(turns, "a0")
+    taken(turns, 1)
+    for name in ("a1", "a2", "b0"):
+        put(turns, name)
+    assert taken(turns) == ["b0", "a1", "a2"]
+
+
 def test_clients_that_come_again_and_again_do_not_pass_one_that_waits():
     turns = Turns()
     for number in range(3):
