@@ -81,6 +81,7 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
     app.add_middleware(
         RequestContext,
         draining=service.engine.draining,
+        count=service.count,
         api_key=config.api_key,
         allowed_hosts=allowed_hosts(config),
     )

@@ -27,15 +27,14 @@ bounded before: a megabyte of empty lists would stop the event loop for seconds 
 
 
 def body_of(model: type[ModelT], service: "Service") -> Callable[..., Awaitable[ModelT]]:
-    """Make a FastAPI dependency that counts a request against its client's limit, reads its body and
-    validates it as ``model``. A body that is on its way when the server is draining is not waited for."""
+    """Make a FastAPI dependency that reads the body of a request and validates it as ``model``. A body that
+    is on its way when the server is draining is not waited for."""
     from fastapi import Request
 
     max_bytes = service.config.max_body_bytes
     draining = service.engine.draining
 
     async def read(request: Request) -> ModelT:
-        service.count(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"The content type is {cut(kind) or 'missing'}; send application/json.")

@@ -165,9 +165,9 @@ class Service:
         self.limits.enter(client, count)
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
 
-    def count(self, http: Any) -> None:
-        """Count a request against its client's limit per minute. Raises ApiError 429."""
-        self.limits.count(network_of(_client_of(http)))
+    def count(self, address: str) -> None:
+        """Count a request against the limit per minute of the client at an address. Raises ApiError 429."""
+        self.limits.count(network_of(address))
 
     async def generate(
         self,

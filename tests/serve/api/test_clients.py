@@ -233,21 +233,45 @@ def test_errors_of_grammars_echo_200_characters(tokenizer, schema):
     assert NAME[:201] not in str(refusal.value) and len(str(refusal.value)) < 500
 
 
-def test_every_endpoint_that_works_counts_against_the_limit(scripted, monkeypatch):
+COUNTED = [
+    ("POST", "/tokenize", {"json": {"prompt": "a"}}),
+    ("POST", "/detokenize", {"json": {"tokens": [1]}}),
+    ("POST", "/abort", {"json": {"request_id": "a"}}),
+    ("POST", CHAT, {"json": {"messages": MESSAGES}}),
+    ("POST", "/v1/completions", {"json": {"prompt": "a"}}),
+    ("GET", "/health_generate", {}),
+    ("GET", "/v1/models", {}),
+    ("GET", "/openapi.json", {}),
+    # Refused with 400, 415, 404, 405, 403 and 401.
+    ("POST", "/tokenize", {"content": b"{", "headers": {"Content-Type": "application/json"}}),
+    ("POST", "/tokenize", {"headers": [("Content-Type", "a"), ("Content-Type", "b")]}),
+    ("POST", CHAT, {"content": b"{", "headers": {"Content-Type": "text/plain"}}),
+    ("GET", "/nowhere", {}),
+    ("GET", "/v1/models/other", {}),
+    ("GET", "/tokenize", {}),
+    ("GET", "/v1/models", {"headers": {"Host": "evil.example"}}),
+    ("GET", "/v1/models", {"headers": {"Authorization": "Bearer wrong"}}),
+]
+
+
+@pytest.mark.parametrize("is_spent", [False, True])
+def test_every_request_counts_against_the_limit_whatever_comes_of_it(scripted, monkeypatch, is_spent):
+    """A request is refused after others, and others after it."""
     monkeypatch.setattr("eagle_kit.serve.api.limits.time", SimpleNamespace(monotonic=lambda: 1000.0))
-    with serving(*scripted("abc"), max_requests_per_minute=1) as server:
-        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
-        for path, body in (
-            ("/tokenize", {"prompt": "a"}),
-            ("/detokenize", {"tokens": [1]}),
-            ("/abort", {"request_id": "a"}),
-            (CHAT, {"messages": MESSAGES}),
-            ("/v1/completions", {"prompt": "a"}),
-        ):
-            assert server.http.post(path, json=body).status_code == 429, path
-        assert server.http.get("/health_generate").status_code == 429
+    settings = {"api_key": "key", "allowed_host": "127.0.0.1"}
+    with serving(*scripted("abc"), max_requests_per_minute=1, **settings) as server:
+        right = {"Authorization": "Bearer key"}
+        server.http.headers = {**server.http.headers, **right}
+        buckets = server.service.limits._buckets
+        for method, path, given in COUNTED:
+            buckets.clear()
+            if is_spent:
+                assert server.http.get("/v1/models").status_code == 200
+            answer = server.http.request(method, path, **given)
+            assert (answer.status_code == 429) == is_spent, (path, answer.text)
+            assert server.http.get("/v1/models").status_code == 429, (path, answer.text)
         assert not server.service.limits._parallel
-        for path in ("/health", "/health/ready", "/health/live", "/metrics", "/v1/models"):
+        for path in ("/health", "/health/ready", "/health/live", "/metrics"):
             assert server.http.get(path).status_code == 200
 
 
