@@ -8,7 +8,6 @@ and tells the engine of a stop text that it finds. Unread tokens of a request ar
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
+from eagle_kit.serve.room import has_room
 from eagle_kit.serve.text_thread import News, Progress, TextThread
 from eagle_kit.serve.turns import TurnThread
 
@@ -45,10 +45,6 @@ class _Stopped(NamedTuple):
 _Item = _Arrival | ReplyStream | _Stopped
 """What the engine's thread is told: a request, one to abort, one to end."""
 
-SPARE = 1 / 4
-"""Room for requests beside the capacity, as a part of it, for clients that have few."""
-FEW = 1 / 16
-"""Most requests that are few, as a part of the capacity."""
 STUCK_S = 10.0
 """Seconds that the engine's thread gets to end, once another rank is lost."""
 TELLING_S = 2.0
@@ -64,7 +60,7 @@ class AsyncEngine:
         engine: exclusive between start and the end of shutdown, but for its counters and the preparation of
             requests.
         capacity: most requests at a time, running, waiting and with a grammar that is being compiled; more
-            raise :class:`Overloaded`. Clients with few have :data:`SPARE` of it beside, which those with
+            raise :class:`Overloaded`. Clients with few have a quarter of it beside, which those with
             many cannot fill.
         observer: told of latencies.
 
@@ -219,11 +215,10 @@ class AsyncEngine:
                 "Ask for fewer.",
             )
         num_held = len(self._live) + self._num_reserved.total()
-        if not count or num_held + count <= self.capacity:
+        if not count:
             return
         own = sum(reply.request.client == client for reply in self._live) + self._num_reserved[client]
-        has_few = own + count <= math.ceil(FEW * self.capacity)
-        if not has_few or num_held + count > self.capacity + math.ceil(SPARE * self.capacity):
+        if not has_room(count, held=num_held, own=own, most=self.capacity):
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
 
     async def _prepare(self, request: "Request") -> None:

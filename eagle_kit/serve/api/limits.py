@@ -1,4 +1,4 @@
-"""Limits per client: replies at a time, and requests per minute."""
+"""Limits of clients: replies at a time, requests per minute, and bytes of bodies."""
 
 import ipaddress
 import time
@@ -8,6 +8,8 @@ from itertools import islice
 from typing import NamedTuple
 
 from eagle_kit.serve.api.errors import ApiError
+from eagle_kit.serve.reply import Overloaded
+from eagle_kit.serve.room import has_room
 
 
 def network_of(address: str) -> str:
@@ -93,3 +95,67 @@ class ClientLimits:
             )
         self._buckets.pop(client, None)
         self._buckets[client] = Bucket(level - 1, now)
+
+
+class BodyRoom:
+    """Room for the bodies of all requests in progress, used on the event loop only.
+
+    Args:
+        most: bytes for all clients; those that have few have room beside (:mod:`eagle_kit.serve.room`).
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.num_held = 0
+        self._num_held_by_client: Counter[str] = Counter()
+
+    def take(self, client: str, num_bytes: int) -> None:
+        """Take room for bytes that have arrived; :meth:`give_back` must follow. Raises Overloaded."""
+        own = self._num_held_by_client[client]
+        if not has_room(num_bytes, held=self.num_held, own=own, most=self.most):
+            raise Overloaded(
+                f"The bodies of all requests in progress have {self.num_held} bytes, "
+                f"{self.most} are allowed. Try again later."
+            )
+        self.num_held += num_bytes
+        self._num_held_by_client[client] += num_bytes
+
+    def give_back(self, client: str, num_bytes: int) -> None:
+        """Give room back."""
+        self.num_held -= num_bytes
+        self._num_held_by_client[client] -= num_bytes
+        if not self._num_held_by_client[client]:
+            del self._num_held_by_client[client]
+
+
+class HeldBody:
+    """Bytes of the body of one request.
+
+    Args:
+        client: that sends it.
+        room: shared by all requests.
+
+    """
+
+    def __init__(self, client: str, room: BodyRoom) -> None:
+        self._data = bytearray()
+        self._client, self._room = client, room
+        self._num_held = 0
+
+    def add(self, chunk: bytes) -> None:
+        """Append bytes. Raises Overloaded."""
+        self._room.take(self._client, len(chunk))
+        self._num_held += len(chunk)
+        self._data += chunk
+
+    def pop(self) -> bytearray:
+        """Return the bytes and forget them. Their room stays taken for what is made of them."""
+        data = self._data
+        self._data = bytearray()
+        return data
+
+    def close(self) -> None:
+        """Give the room back; may be called again."""
+        self._room.give_back(self._client, self._num_held)
+        self._num_held = 0
+        self._data = bytearray()

@@ -16,8 +16,9 @@ from eagle_kit.core.sampling_params import SamplingParams, Thought
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.reply.choice import choose_forms
+from eagle_kit.serve.api.body import NUM_BODIES
 from eagle_kit.serve.api.errors import ApiError
-from eagle_kit.serve.api.limits import ClientLimits, network_of
+from eagle_kit.serve.api.limits import BodyRoom, ClientLimits, network_of
 from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.api.params import check_num_logprobs, make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
@@ -124,6 +125,7 @@ class Service:
         )
         self.reasons = engine.reasons
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
+        self.body_room = BodyRoom(NUM_BODIES * config.max_body_bytes)
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
         self.special_tokens = special_tokens(llm.tokenizer)

@@ -2,9 +2,11 @@
 have its text echoed without bound, use an endpoint without limits, or end the replies of others."""
 
 import json
+import logging
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import httpx
@@ -375,3 +377,73 @@ def test_a_client_with_many_prompts_does_not_hold_the_tokenizer(scripted, monkey
         gate.set()
         assert [future.result().status_code for future in asked] == [200] * 6
     assert order == ["many", "one", "many", "many", "many", "many"]
+
+
+def sending(server, address, num_bytes):
+    """A connection that has sent so much of a larger body."""
+    connection = socket.create_connection(("127.0.0.1", server.port), 10, (address, 0))
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: 1000\r\n\r\n" + b" " * num_bytes)
+    return connection
+
+
+def test_bodies_that_are_received_at_once_are_bounded_and_leave_room_for_clients_with_little(scripted):
+    """Room for 32 bodies of 1,000 bytes, and for 8 more of clients with at most two."""
+    with serving(*scripted("abc"), max_body_bytes=1000) as server, ExitStack() as stack:
+        room = server.service.body_room
+        most = 32_000
+        for count in range(1, 33):
+            stack.enter_context(sending(server, "127.0.0.1", 999))
+            wait_until(lambda count=count: room.num_held == 999 * count)
+
+        def post(http, size):
+            return http.post("/tokenize", content=b'{"prompt":"a"}'.ljust(size))
+
+        server.http.headers["Content-Type"] = "application/json"
+        refused = post(server.http, 900)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert f"{most} are allowed" in refused.json()["error"]["message"]
+        assert post(server.http, 2000).status_code == 413
+        with client_at(server, "127.0.0.2") as other:
+            other.headers["Content-Type"] = "application/json"
+            assert post(other, 1000).status_code == 200
+            stack.enter_context(sending(server, "127.0.0.2", 999))
+            stack.enter_context(sending(server, "127.0.0.2", 999))
+            wait_until(lambda: room.num_held == 999 * 34)
+            assert post(other, 1000).status_code == 503
+        stack.close()
+        wait_until(lambda: room.num_held == 0)
+        assert post(server.http, 900).status_code == 200
+        wait_until(lambda: not room._num_held_by_client)
+
+
+def test_a_body_has_its_room_until_its_request_is_over(scripted):
+    llm, engine = scripted(LONG, hold_at=6)
+    with serving(llm, engine) as server, ThreadPoolExecutor(1) as pool:
+        sent = json.dumps({"messages": MESSAGES}).encode()
+        kind = {"Content-Type": "application/json"}
+        asked = pool.submit(server.http.post, CHAT, content=sent, headers=kind)
+        wait_until(lambda: has_begun(engine, 1))
+        assert server.service.body_room.num_held == len(sent)
+        engine.release()
+        assert asked.result().status_code == 200
+        wait_until(lambda: server.service.body_room.num_held == 0)
+
+
+NO_HTTP = [
+    b"\x00\x01\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close, upgrade\r\nUpgrade: websocket\r\n\r\n",
+]
+
+
+def test_requests_that_cannot_be_read_are_not_logged(scripted, caplog):
+    logger = logging.getLogger("uvicorn")
+    with serving(*scripted("abc")) as server:
+        logger.addHandler(caplog.handler)
+        try:
+            for data in NO_HTTP:
+                assert exchange(server, data).startswith(b"HTTP/1.1 ")
+        finally:
+            logger.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
