@@ -7,21 +7,20 @@ and tells the engine of a stop text that it finds. Unread tokens of a request ar
 """
 
 import asyncio
-import itertools
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from queue import PriorityQueue
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
+from eagle_kit.serve.room import has_room
 from eagle_kit.serve.text_thread import News, Progress, TextThread
+from eagle_kit.serve.turns import TurnThread
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -37,15 +36,6 @@ class _Arrival(NamedTuple):
     taken: "asyncio.Future[None]"
 
 
-class _ToCompile(NamedTuple):
-    """A request whose grammar is to be compiled; the shortest comes first, then the oldest. None ends the
-    thread."""
-
-    num_chars: int
-    number: int
-    arrival: "tuple[Request, asyncio.Future[None]] | None"
-
-
 class _Stopped(NamedTuple):
     """Reply that holds a stop text."""
 
@@ -55,10 +45,6 @@ class _Stopped(NamedTuple):
 _Item = _Arrival | ReplyStream | _Stopped
 """What the engine's thread is told: a request, one to abort, one to end."""
 
-SPARE = 1 / 4
-"""Room for requests beside the capacity, as a part of it, for clients that have few."""
-FEW = 1 / 16
-"""Most requests that are few, as a part of the capacity."""
 STUCK_S = 10.0
 """Seconds that the engine's thread gets to end, once another rank is lost."""
 TELLING_S = 2.0
@@ -74,7 +60,7 @@ class AsyncEngine:
         engine: exclusive between start and the end of shutdown, but for its counters and the preparation of
             requests.
         capacity: most requests at a time, running, waiting and with a grammar that is being compiled; more
-            raise :class:`Overloaded`. Clients with few have :data:`SPARE` of it beside, which those with
+            raise :class:`Overloaded`. Clients with few have a quarter of it beside, which those with
             many cannot fill.
         observer: told of latencies.
 
@@ -95,8 +81,7 @@ class AsyncEngine:
         self._text = TextThread(self._deliver_soon, self._stop, self._tell, observer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
-        self._to_compile = PriorityQueue[_ToCompile]()
-        self._num_to_compile = itertools.count()
+        self._compiling = TurnThread("eagle-kit grammar")
         self._num_reserved: Counter[str] = Counter()
         self._live: set[ReplyStream] = set()
         self._idle = asyncio.Event()
@@ -126,7 +111,7 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
         self._text.start()
-        threading.Thread(target=self._compile_all, name="eagle-kit grammar", daemon=True).start()
+        self._compiling.start()
 
     async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[ReplyStream]:
         """Take requests, all of them or none.
@@ -190,7 +175,7 @@ class AsyncEngine:
         self._refuse(lambda request: not request.token_ids)
         for reply in list(self._live):
             reply.close()
-        self._to_compile.put(_ToCompile(-1, -1, None))
+        self._compiling.close()
         with self._wake:
             self._closed = True
             self._wake.notify()
@@ -230,16 +215,15 @@ class AsyncEngine:
                 "Ask for fewer.",
             )
         num_held = len(self._live) + self._num_reserved.total()
-        if not count or num_held + count <= self.capacity:
+        if not count:
             return
         own = sum(reply.request.client == client for reply in self._live) + self._num_reserved[client]
-        has_few = own + count <= math.ceil(FEW * self.capacity)
-        if not has_few or num_held + count > self.capacity + math.ceil(SPARE * self.capacity):
+        if not has_room(count, held=num_held, own=own, most=self.capacity):
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
 
     async def _prepare(self, request: "Request") -> None:
-        """Compile a grammar in the thread that does nothing else. It has a bounded amount of work, and short
-        grammars do not wait for long ones that have not begun.
+        """Compile a grammar in the thread that does nothing else. It has a bounded amount of work, clients
+        take turns, and a client's short grammars do not wait for its long ones that have not begun.
 
         Raises:
             UserError: the grammar is of no use.
@@ -247,9 +231,8 @@ class AsyncEngine:
         """
         self.check_room(0)
         assert request.params.grammar is not None
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         num_chars = len(request.params.grammar.text)
-        self._to_compile.put(_ToCompile(num_chars, next(self._num_to_compile), (request, done)))
+        done = self._compiling.run(request.client, self.engine.prepare, request, size=num_chars)
         stop = asyncio.ensure_future(self.draining.wait())
         either: set[asyncio.Future[Any]] = {done, stop}
         try:
@@ -261,27 +244,6 @@ class AsyncEngine:
         if done.cancelled():
             self.check_room(0)
         await done
-
-    def _compile_all(self) -> None:
-        """Run in a thread of its own, for which shutdown does not wait."""
-        while (arrival := self._to_compile.get().arrival) is not None:
-            request, done = arrival
-            if done.cancelled():
-                continue  # its client has gone
-            error: BaseException | None = None
-            try:
-                self.engine.prepare(request)
-            except BaseException as raised:  # it belongs to the one who waits
-                error = raised
-            self._call(self._compiled, done, error)
-
-    def _compiled(self, done: "asyncio.Future[None]", error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
 
     @contextmanager
     def _reserved(self, count: int, client: str) -> Iterator[None]:

@@ -86,6 +86,13 @@ def special_tokens(tokenizer: Any) -> frozenset[int]:
     return frozenset(token for token, about in added if about.special)
 
 
+def _byte_tokens(rust: Any) -> frozenset[int]:
+    """Return the ids of tokens that are single bytes to a decoder with byte fallback; empty where there are
+    none."""
+    found = (rust.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
+    return frozenset(token for token in found if token is not None)
+
+
 def _rust(tokenizer: Any) -> Any:
     """Return the Rust tokenizer itself: the wrapper around it costs five times the decoding of a short
     window."""
@@ -115,15 +122,25 @@ class Detokenizer:
         self._skip = not shown
         # Left out before they are decoded, since a window of tokens without a text would only grow.
         self._hidden = special_tokens(tokenizer) - shown
+        self._bytes = _byte_tokens(self._tokenizer)
         self._window = list(context.shown)
         self._num_shown_ids = len(self._window)
         self._shown = self._decode(self._window) if self._window else ""
         self._window += context.unfinished
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Decode further tokens -> their text, without an unfinished character at the end."""
+        """Decode further tokens -> their text, without an unfinished character at the end.
+
+        The text does not depend on how tokens are divided over calls.
+        """
         hidden = self._hidden
-        self._window += [token for token in token_ids if token not in hidden] if hidden else token_ids
+        visible = [token for token in token_ids if token not in hidden]
+
+        # A byte makes all bytes before it ill-formed that are decoded with it, so bytes are read one by one.
+        if len(visible) > 1 and not self._bytes.isdisjoint(visible):
+            return "".join([self.push((token,)) for token in visible])
+
+        self._window += visible
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             return self._show(text)
@@ -159,7 +176,21 @@ class Detokenizer:
             self._window, self._num_shown_ids, self._shown = behind, len(behind), shown
         else:
             self._shown = text
+            self._leave_out_nameless()
         return new
+
+    def _leave_out_nameless(self) -> None:
+        """Remove tokens without effect from the window's new ones, since a model may emit them without end:
+        ids beyond the tokenizer's, and an empty token behind another."""
+        kept = self._window[: self._num_shown_ids]
+        name_before: str | None = None
+        for token in self._window[self._num_shown_ids :]:
+            name = self._tokenizer.id_to_token(token)
+            if name is None or (name == "" and name_before == ""):
+                continue
+            kept.append(token)
+            name_before = name
+        self._window = kept
 
     def _show_finished(self) -> str:
         """Return what is new in the text without the window's last tokens, which may be the beginning of a

@@ -173,6 +173,12 @@ class Noted:
     def get_added_tokens_decoder(self):
         return self.tokenizer.get_added_tokens_decoder()
 
+    def token_to_id(self, name):
+        return self.tokenizer.token_to_id(name)
+
+    def id_to_token(self, token):
+        return self.tokenizer.id_to_token(token)
+
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory):

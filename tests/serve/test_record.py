@@ -102,6 +102,9 @@ def test_stop_texts_end_replies_whatever_the_lag(models):
         def get_added_tokens_decoder(self):
             return {}
 
+        def token_to_id(self, name):
+            return None
+
     def letters(stop):
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         return Request(0, [1, 2, 3], params, stream=TextStream(Letters(), stop=stop))

@@ -1,10 +1,11 @@
 """Incremental text equals the text decoded at once, whatever the tokens and wherever a stop text falls."""
 
+import json
 import random
-from types import SimpleNamespace
 
 import pytest
 from chat_templates import tokenizer_for
+from tiny_tokenizers import BYTES, FAMILIES, gemma_like
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from eagle_kit.serve.text_stream import Detokenizer, TextStream
@@ -251,23 +252,80 @@ RUNS = (
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: " ".join(run[:3]))
 def test_tokens_without_a_character_are_decoded_in_proportion_to_their_number(byte_fallback, run):
-    count = 0
+    ids = [byte_fallback.token_to_id(name) for name in run]
+    assert _work_of(byte_fallback, ids, 400) < 2.5 * _work_of(byte_fallback, ids, 200) + 1
 
-    def decode(ids, skip_special_tokens):
-        nonlocal count
-        count += len(ids)
-        return byte_fallback.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    counted = SimpleNamespace(decode=decode, get_added_tokens_decoder=byte_fallback.get_added_tokens_decoder)
+class CountingTokenizer:
+    """Tokenizer that counts the tokens that it decodes."""
 
-    def work_of(num_tokens):
-        nonlocal count
-        count = 0
-        ids = [byte_fallback.token_to_id(run[i % len(run)]) for i in range(num_tokens)]
-        detokenizer = Detokenizer(counted)
-        pieces = [detokenizer.push([token]) for token in ids]
-        pieces.append(detokenizer.flush())
-        assert len("".join(pieces)) == len(byte_fallback.decode(ids))
-        return count
+    def __init__(self, tokenizer):
+        self.count = 0
+        self._tokenizer = tokenizer
 
-    assert work_of(400) < 2.5 * work_of(200) + 1
+    def decode(self, ids, skip_special_tokens):
+        self.count += len(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+
+def _work_of(tokenizer, run, num_tokens):
+    """Tokens that are decoded for a reply of ``num_tokens`` that repeats ``run``."""
+    counting = CountingTokenizer(tokenizer)
+    ids = [run[i % len(run)] for i in range(num_tokens)]
+    detokenizer = Detokenizer(counting)
+    pieces = [detokenizer.push([token]) for token in ids]
+    pieces.append(detokenizer.flush())
+    assert len("".join(pieces)) == len(tokenizer.decode(ids, skip_special_tokens=True))
+    return counting.count
+
+
+def _with_empty_token(tokenizer):
+    """Return a copy of a tokenizer in which the last token has an empty name."""
+    parts = json.loads(tokenizer.to_str())
+    parts["model"]["vocab"][""] = tokenizer.get_vocab_size()
+    return Tokenizer.from_str(json.dumps(parts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("offsets", [(0,), (1,), (0, 1), (0, 0, 1)])
+def test_tokens_without_a_text_are_decoded_in_proportion_to_their_number(family, offsets):
+    """The empty token, and an id of the target's padding behind it."""
+    tokenizer = _with_empty_token(FAMILIES[family]().backend_tokenizer)
+    empty = tokenizer.token_to_id("")
+    run = [empty + offset for offset in offsets]
+    assert _work_of(tokenizer, run, 200) < 2.5 * _work_of(tokenizer, run, 100) + 1
+
+
+@pytest.mark.parametrize("family", ["llama2", "gemma", "metaspace"])
+@pytest.mark.parametrize("size", [3, 1000])
+def test_a_reply_with_byte_tokens_has_one_text_however_it_arrives(family, size):
+    """A character is shown before the next byte makes the run that it belongs to ill-formed."""
+    tokenizer = _with_empty_token(FAMILIES[family]().backend_tokenizer)
+    empty = tokenizer.token_to_id("")
+    names = [f"<0x{byte:02X}>" for byte in (0x45, 0xC3, 0xA9, 0xE2, 0x82, 0xFF)]
+    tokens = [tokenizer.token_to_id(name) for name in (*names, "▁the", "s")]
+    rng = random.Random(size)
+    for _ in range(20):
+        ids = rng.choices([*tokens, empty, empty + 1], k=24)
+        assert _in_pieces(tokenizer, ids, size) == _in_pieces(tokenizer, ids, 1)
+
+
+def test_bytes_that_become_ill_formed_at_once_are_shown_as_they_are_one_by_one():
+    tokenizer = gemma_like()
+    ids = [72, 246, 272]
+    assert [tokenizer.convert_ids_to_tokens(token) for token in ids[:2]] == [BYTES[0x45], BYTES[0xF3]]
+    texts = {_in_pieces(tokenizer, ids, size) for size in (1, 2, 3)}
+    assert len(texts) == 1
+    assert texts.pop().startswith("E")
+
+
+def _in_pieces(tokenizer, ids, size):
+    """Text of a reply whose tokens arrive ``size`` at a time."""
+    stream = TextStream(tokenizer)
+    for start in range(0, len(ids), size):
+        stream.push(ids[start : start + size])
+    stream.finish()
+    return stream.text

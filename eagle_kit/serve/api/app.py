@@ -56,7 +56,7 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        service.start()
         trimming = asyncio.create_task(_return_memory())
         yield
         trimming.cancel()
@@ -81,6 +81,7 @@ def create_app(llm: "LLM", engine: "Engine", config: ServerConfig) -> "FastAPI":
     app.add_middleware(
         RequestContext,
         draining=service.engine.draining,
+        count=service.count,
         api_key=config.api_key,
         allowed_hosts=allowed_hosts(config),
     )

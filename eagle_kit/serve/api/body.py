@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from eagle_kit.core.errors import cut
 from eagle_kit.serve.api.errors import ApiError, from_validation
+from eagle_kit.serve.api.limits import HeldBody, network_of
 from eagle_kit.serve.api.sse import ClientGone
 from eagle_kit.serve.reply import Overloaded
 
@@ -18,7 +19,8 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 DRAIN_FACTOR = 8
 """A body that is too large is still read, and thrown away, up to this many times the limit, since clients
 look for an answer only when they have sent it."""
-
+NUM_BODIES = 32
+"""Bodies of the largest size that all requests in progress may have together."""
 READ_S = 60.0
 """Seconds in which a body has to arrive."""
 MAX_PARTS = {b"[": 2**17, b"{": 2**17, b":": 2**17, b",": 2**20}
@@ -27,24 +29,29 @@ bounded before: a megabyte of empty lists would stop the event loop for seconds 
 
 
 def body_of(model: type[ModelT], service: "Service") -> Callable[..., Awaitable[ModelT]]:
-    """Make a FastAPI dependency that counts a request against its client's limit, reads its body and
-    validates it as ``model``. A body that is on its way when the server is draining is not waited for."""
+    """Make a FastAPI dependency that reads the body of a request and validates it as ``model``. A body that
+    is on its way when the server is draining is not waited for."""
     from fastapi import Request
 
     max_bytes = service.config.max_body_bytes
     draining = service.engine.draining
 
     async def read(request: Request) -> ModelT:
-        service.count(request)
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise ApiError(415, f"The content type is {cut(kind) or 'missing'}; send application/json.")
-        return parse(model, await _in_time(_read(request, max_bytes), draining))
+
+        # Room is held until the request is over, since its texts stay until then.
+        address = request.client.host if request.client else ""
+        body = HeldBody(network_of(address), service.body_room)
+        request.state.cleanup.append(body.close)
+        await _in_time(_read(request, body, max_bytes), draining)
+        return parse(model, body.pop())
 
     return read
 
 
-def parse(model: type[ModelT], body: bytes) -> ModelT:
+def parse(model: type[ModelT], body: bytes | bytearray) -> ModelT:
     """Parse JSON in strict mode: no conversions, lone surrogates or numbers out of range. Raises ApiError
     400."""
     for sign, most in MAX_PARTS.items():
@@ -57,12 +64,13 @@ def parse(model: type[ModelT], body: bytes) -> ModelT:
         raise from_validation(error) from None
 
 
-async def _in_time(body: Coroutine[Any, Any, bytes], draining: asyncio.Event) -> bytes:
+async def _in_time(body: Coroutine[Any, Any, None], draining: asyncio.Event) -> None:
     reading, stop = asyncio.ensure_future(body), asyncio.ensure_future(draining.wait())
     try:
         await asyncio.wait({reading, stop}, timeout=READ_S, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
-            return reading.result()
+            reading.result()
+            return
         if stop.done():
             raise Overloaded("The server is shutting down.")
         raise ApiError(
@@ -76,30 +84,36 @@ async def _in_time(body: Coroutine[Any, Any, bytes], draining: asyncio.Event) ->
         stop.cancel()
 
 
-async def _read(request: Any, max_bytes: int) -> bytes:
+async def _read(request: Any, body: HeldBody, max_bytes: int) -> None:
     from starlette.requests import ClientDisconnect
 
     try:
-        return await _read_stream(request.stream(), max_bytes)
+        await _read_stream(request.stream(), body, max_bytes)
     except ClientDisconnect:
         raise ClientGone from None
 
 
-async def _read_stream(stream: AsyncIterator[bytes], max_bytes: int) -> bytes:
-    chunks, size = [], 0
+async def _read_stream(stream: AsyncIterator[bytes], body: HeldBody, max_bytes: int) -> None:
+    """Read a body of at most ``max_bytes``. What is read of one that is refused is thrown away."""
+    size = 0
+    refusal: Exception | None = None
     async for chunk in stream:
         size += len(chunk)
-        if size <= max_bytes:
-            chunks.append(chunk)
-        else:
-            chunks.clear()
-            if size > DRAIN_FACTOR * max_bytes:
-                break
-    if size > max_bytes:
-        raise ApiError(
-            413,
-            f"The body is larger than {max_bytes} bytes.",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )
-    return b"".join(chunks)
+        if size > max_bytes:
+            refusal = ApiError(
+                413,
+                f"The body is larger than {max_bytes} bytes.",
+                code="body_too_large",
+                headers={"Connection": "close"},
+            )
+        if refusal is None:
+            try:
+                body.add(chunk)
+            except Overloaded as error:
+                refusal = error
+        if refusal is not None:
+            body.close()
+        if size > DRAIN_FACTOR * max_bytes:
+            break
+    if refusal is not None:
+        raise refusal

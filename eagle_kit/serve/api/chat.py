@@ -56,15 +56,15 @@ class ChatAnswer(Answer[ChatRequest]):
         """See :class:`Answer`; messages are rendered by the chat template."""
         service.enter(http, body, 1)
         tools = () if body.tool_choice == "none" else chat_tools(body)
-        prompt = await service.off_loop(chat_prompt, service.llm, body, tools, service.max_chars)
+        prompt = await service.off_loop(http, chat_prompt, service.llm, body, tools, service.max_chars)
         forms = service.reply_forms
         if not (body.has_grammar or body.must_call):
             shown = forms.shown_tokens(bool(tools))
             generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
             make_reader = partial(forms.reader, prompt, tools)
-            readers = [await service.off_loop(make_reader) for _ in generation.replies]
+            readers = [await service.off_loop(http, make_reader) for _ in generation.replies]
             return cls(service, body, generation, readers)
-        bound = await service.off_loop(forms.bound, prompt)
+        bound = await service.off_loop(http, forms.bound, prompt)
         generation = await service.generate(
             http, body, [prompt], "chatcmpl", bound.shown_tokens, bound.thought
         )

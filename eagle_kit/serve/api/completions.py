@@ -42,7 +42,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         prompts = []
         contexts = []
         for prompt in given:
-            ids, context = await service.off_loop(_read_prompt, service, body, prompt)
+            ids, context = await service.off_loop(http, _read_prompt, service, body, prompt)
             prompts.append(ids)
             contexts.append(context)
 
@@ -50,7 +50,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
         echoes: list[str] = []
         if body.echo:
             for prompt, context in zip(given, contexts, strict=True):
-                echoes.append(await service.off_loop(_echo_text, service, body, prompt, context))
+                echoes.append(await service.off_loop(http, _echo_text, service, body, prompt, context))
         return cls(service, body, generation, contexts, echoes)
 
     def choice(self, index: int, delta: Delta) -> Written:

@@ -1,4 +1,4 @@
-"""Middleware of every request: request id, API key, uncaught errors, cleanup."""
+"""Middleware of every request: request id, limit per minute, API key, uncaught errors, cleanup."""
 
 import asyncio
 import hmac
@@ -23,6 +23,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 OPEN_PATHS = ("/health", "/health/ready", "/health/live", "/metrics")
+"""Paths that need no key and count against no limit."""
 SINGLE_HEADERS = (b"authorization", b"content-type", b"origin", b"x-request-id")
 """Headers of which a second one would be read by some programs on the way and not by others."""
 
@@ -37,6 +38,8 @@ class RequestContext:
     Args:
         app: the rest.
         draining: once it is set, connections end with their responses: the next request is another server's.
+        count: counts a request of the client with this address against its limit per minute, whatever comes
+            of it; raises ApiError. It is called everywhere but at :data:`OPEN_PATHS`.
         api_key: demanded as a bearer token everywhere but at :data:`OPEN_PATHS`; None demands nothing.
         allowed_hosts: see :func:`~eagle_kit.serve.api.hosts.allowed_hosts`.
     """
@@ -45,10 +48,12 @@ class RequestContext:
         self,
         app: App,
         draining: asyncio.Event,
+        count: Callable[[str], None],
         api_key: str | None = None,
         allowed_hosts: frozenset[str] | None = None,
     ) -> None:
         self.app, self._draining, self._key = app, draining, api_key
+        self._count = count
         self._allowed_hosts = allowed_hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,6 +82,8 @@ class RequestContext:
             await send(message)
 
         try:
+            if scope["path"] not in OPEN_PATHS:
+                self._count(scope["client"][0] if scope["client"] else "")
             _check_length(scope["http_version"], headers)
             self._check_single(scope["headers"])
             if self._allowed_hosts is not None:

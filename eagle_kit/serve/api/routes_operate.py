@@ -24,12 +24,12 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         503: {"model": HealthReport, "description": "It cannot serve now."}
     }
 
-    @app.get("/v1/models", responses=error_responses(401))
+    @app.get("/v1/models", responses=error_responses(401, 429))
     async def list_models() -> ModelList:
         """The one model that is served."""
         return ModelList(data=[model])
 
-    @app.get("/v1/models/{name:path}", responses=error_responses(401, 404))
+    @app.get("/v1/models/{name:path}", responses=error_responses(401, 404, 429))
     async def retrieve_model(name: str) -> ModelCard:
         """The model by its name."""
         service.check_model(name)
@@ -51,9 +51,8 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
         return HealthReport(status=status)
 
     @app.get("/health_generate", responses={**ill, **error_responses(401, 429)})
-    async def health_generate(http: Request, response: Response) -> HealthReport:
+    async def health_generate(response: Response) -> HealthReport:
         """Health, tested by one generated token within the last second or from now on."""
-        service.count(http)
         try:
             await service.probe()
             return HealthReport(status="ok")

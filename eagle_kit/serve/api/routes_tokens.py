@@ -29,10 +29,10 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
         """Token ids of a text, or of messages with the generation prompt."""
         service.check_model(body.model)
         if (chat := body.chat) is not None:
-            ids = await service.off_loop(chat_prompt, llm, chat, chat_tools(chat), most)
+            ids = await service.off_loop(http, chat_prompt, llm, chat, chat_tools(chat), most)
         else:
             special = body.add_special_tokens is not False
-            ids = await service.off_loop(text_prompt, llm, body.prompt, most, special)
+            ids = await service.off_loop(http, text_prompt, llm, body.prompt, most, special)
         return Tokens(tokens=ids, count=len(ids), max_model_len=llm.max_context)
 
     @app.post("/detokenize", responses=errors, openapi_extra=body_schema(app, DetokenizeRequest))
@@ -48,6 +48,6 @@ def add_token_routes(app: "FastAPI", service: Service) -> None:
         skip = bool(body.skip_special_tokens)
         return Text(
             prompt=await service.off_loop(
-                lambda: llm.tokenizer.backend_tokenizer.decode(body.tokens, skip_special_tokens=skip)
+                http, lambda: llm.tokenizer.backend_tokenizer.decode(body.tokens, skip_special_tokens=skip)
             )
         )

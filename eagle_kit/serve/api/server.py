@@ -96,7 +96,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
         # uvicorn's default lets every program on this machine choose its address.
         proxy_headers=service.config.forwarded_allow_ips is not None,
         forwarded_allow_ips=service.config.forwarded_allow_ips,
-        log_level="warning",
+        log_level="error",  # a warning is a line for each request that is no HTTP
         access_log=False,
         lifespan="on",
     )

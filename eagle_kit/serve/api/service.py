@@ -6,7 +6,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -17,8 +16,9 @@ from eagle_kit.core.sampling_params import SamplingParams, Thought
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.reply.choice import choose_forms
+from eagle_kit.serve.api.body import NUM_BODIES
 from eagle_kit.serve.api.errors import ApiError
-from eagle_kit.serve.api.limits import ClientLimits, network_of
+from eagle_kit.serve.api.limits import BodyRoom, ClientLimits, network_of
 from eagle_kit.serve.api.metrics import Metrics
 from eagle_kit.serve.api.params import check_num_logprobs, make_grammar, sampling_params
 from eagle_kit.serve.api.prompts import max_chars
@@ -28,6 +28,7 @@ from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, ReplyStream
 from eagle_kit.serve.text_stream import TextContext, special_tokens
 from eagle_kit.serve.token_names import TokenNames
+from eagle_kit.serve.turns import TurnThread
 
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
@@ -124,6 +125,7 @@ class Service:
         )
         self.reasons = engine.reasons
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
+        self.body_room = BodyRoom(NUM_BODIES * config.max_body_bytes)
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
         self.special_tokens = special_tokens(llm.tokenizer)
@@ -134,11 +136,17 @@ class Service:
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="eagle-kit tokenizer")
+        self._worker = TurnThread("eagle-kit tokenizer")
 
-    async def off_loop(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function that may take long, such as tokenising, beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, function, *args)
+    def start(self) -> None:
+        """Start the threads; call it in the event loop."""
+        self.engine.start()
+        self._worker.start()
+
+    async def off_loop(self, http: Any, function: Callable[..., T], *args: Any) -> T:
+        """Run a function of a request that may take long, such as tokenising, beside the event loop. Clients
+        take turns."""
+        return await self._worker.run(network_of(_client_of(http)), function, *args)
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for a model other than the one served; None is that one."""
@@ -159,9 +167,9 @@ class Service:
         self.limits.enter(client, count)
         http.state.cleanup.append(lambda: self.limits.leave(client, count))
 
-    def count(self, http: Any) -> None:
-        """Count a request against its client's limit per minute. Raises ApiError 429."""
-        self.limits.count(network_of(_client_of(http)))
+    def count(self, address: str) -> None:
+        """Count a request against the limit per minute of the client at an address. Raises ApiError 429."""
+        self.limits.count(network_of(address))
 
     async def generate(
         self,
@@ -186,7 +194,7 @@ class Service:
         shown = self.special_tokens if body.shows_special_tokens else shown_tokens
         contexts = contexts or [TextContext()] * len(prompts)
         salt = self._cache_salt(http, body)
-        requests = await self.off_loop(self._requests, body, prompts, shown, thought, contexts, salt)
+        requests = await self.off_loop(http, self._requests, body, prompts, shown, thought, contexts, salt)
         for request in requests:
             request.arrived_at = http.state.arrived_at
             request.client = network_of(_client_of(http))
@@ -252,7 +260,7 @@ class Service:
 
     def close(self) -> None:
         """End the worker thread."""
-        self._worker.shutdown(wait=False)
+        self._worker.close()
 
     def _requests(
         self,

@@ -305,13 +305,43 @@ def test_short_grammars_go_before_long_ones_and_those_of_clients_that_left_are_n
             adding.append(add(text))
             await asyncio.sleep(0)  # it is in the queue now
         adding[2].cancel()
-        await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await adding[2]
+        await asyncio.sleep(0)  # the queue hears of it
         gate.set()
         for (reply,) in await asyncio.gather(*adding[:2], *adding[3:]):
             assert (await reply.collect()).finish_reason == "stop"
         assert begun == ["first", "", "b", "a", "longer", "the longest of all"] and not engine._num_reserved
 
     run(scripted, check, capacity=8)
+
+
+def test_a_client_with_many_grammars_does_not_hold_those_of_others(scripted):
+    gate = threading.Event()
+    begun = []
+
+    async def check(llm, inner, engine):
+        def compile_slowly(grammar):
+            begun.append(grammar.text)
+            gate.wait(20)
+
+        inner.grammars.compile = compile_slowly
+
+        def add(client, text):
+            params = SamplingParams(max_tokens=200, grammar=Grammar("regex", text))
+            return asyncio.create_task(engine.add(of(client, llm, 1, params)))
+
+        adding = [add("a", "a" * size) for size in range(1, 5)]
+        while not begun:
+            await asyncio.sleep(0.005)
+        adding.append(add("b", "longer than all others"))
+        await asyncio.sleep(0)
+        gate.set()
+        for (reply,) in await asyncio.gather(*adding):
+            await reply.collect()
+        assert begun == ["a", "longer than all others", "aa", "aaa", "aaaa"]
+
+    run(scripted, check, capacity=32)
 
 
 def test_the_process_ends_while_a_grammar_is_compiled():

@@ -2,8 +2,11 @@
 have its text echoed without bound, use an endpoint without limits, or end the replies of others."""
 
 import json
+import logging
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import httpx
@@ -13,6 +16,7 @@ from eagle_kit.cli import serve as command
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.serve.api import routes_tokens
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from tests.serve.api.serving import serving, wait_until
 
@@ -231,21 +235,45 @@ def test_errors_of_grammars_echo_200_characters(tokenizer, schema):
     assert NAME[:201] not in str(refusal.value) and len(str(refusal.value)) < 500
 
 
-def test_every_endpoint_that_works_counts_against_the_limit(scripted, monkeypatch):
+COUNTED = [
+    ("POST", "/tokenize", {"json": {"prompt": "a"}}),
+    ("POST", "/detokenize", {"json": {"tokens": [1]}}),
+    ("POST", "/abort", {"json": {"request_id": "a"}}),
+    ("POST", CHAT, {"json": {"messages": MESSAGES}}),
+    ("POST", "/v1/completions", {"json": {"prompt": "a"}}),
+    ("GET", "/health_generate", {}),
+    ("GET", "/v1/models", {}),
+    ("GET", "/openapi.json", {}),
+    # Refused with 400, 415, 404, 405, 403 and 401.
+    ("POST", "/tokenize", {"content": b"{", "headers": {"Content-Type": "application/json"}}),
+    ("POST", "/tokenize", {"headers": [("Content-Type", "a"), ("Content-Type", "b")]}),
+    ("POST", CHAT, {"content": b"{", "headers": {"Content-Type": "text/plain"}}),
+    ("GET", "/nowhere", {}),
+    ("GET", "/v1/models/other", {}),
+    ("GET", "/tokenize", {}),
+    ("GET", "/v1/models", {"headers": {"Host": "evil.example"}}),
+    ("GET", "/v1/models", {"headers": {"Authorization": "Bearer wrong"}}),
+]
+
+
+@pytest.mark.parametrize("is_spent", [False, True])
+def test_every_request_counts_against_the_limit_whatever_comes_of_it(scripted, monkeypatch, is_spent):
+    """A request is refused after others, and others after it."""
     monkeypatch.setattr("eagle_kit.serve.api.limits.time", SimpleNamespace(monotonic=lambda: 1000.0))
-    with serving(*scripted("abc"), max_requests_per_minute=1) as server:
-        assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
-        for path, body in (
-            ("/tokenize", {"prompt": "a"}),
-            ("/detokenize", {"tokens": [1]}),
-            ("/abort", {"request_id": "a"}),
-            (CHAT, {"messages": MESSAGES}),
-            ("/v1/completions", {"prompt": "a"}),
-        ):
-            assert server.http.post(path, json=body).status_code == 429, path
-        assert server.http.get("/health_generate").status_code == 429
+    settings = {"api_key": "key", "allowed_host": "127.0.0.1"}
+    with serving(*scripted("abc"), max_requests_per_minute=1, **settings) as server:
+        right = {"Authorization": "Bearer key"}
+        server.http.headers = {**server.http.headers, **right}
+        buckets = server.service.limits._buckets
+        for method, path, given in COUNTED:
+            buckets.clear()
+            if is_spent:
+                assert server.http.get("/v1/models").status_code == 200
+            answer = server.http.request(method, path, **given)
+            assert (answer.status_code == 429) == is_spent, (path, answer.text)
+            assert server.http.get("/v1/models").status_code == 429, (path, answer.text)
         assert not server.service.limits._parallel
-        for path in ("/health", "/health/ready", "/health/live", "/metrics", "/v1/models"):
+        for path in ("/health", "/health/ready", "/health/live", "/metrics"):
             assert server.http.get(path).status_code == 200
 
 
@@ -324,3 +352,98 @@ def test_bodies_are_json(scripted):
         kind = {"Content-Type": "application/json"}
         assert server.http.post("/tokenize", content=content, headers=kind).status_code == 200
         assert server.http.post("/tokenize", content=iter([content]), headers=kind).status_code == 200
+
+
+def test_a_client_with_many_prompts_does_not_hold_the_tokenizer(scripted, monkeypatch):
+    gate = threading.Event()
+    order = []
+
+    def tokenize(llm, text, *args):
+        order.append(text)
+        assert gate.wait(20)
+        return [1]
+
+    monkeypatch.setattr(routes_tokens, "text_prompt", tokenize)
+    with (
+        serving(*scripted("abc")) as server,
+        client_at(server, "127.0.0.2") as other,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        waiting = server.service._worker._turns._waiting
+        asked = [pool.submit(server.http.post, "/tokenize", json={"prompt": "many"}) for _ in range(5)]
+        wait_until(lambda: len(order) == 1 and list(map(len, waiting.values())) == [4])
+        asked.append(pool.submit(other.post, "/tokenize", json={"prompt": "one"}))
+        wait_until(lambda: len(waiting) == 2)
+        gate.set()
+        assert [future.result().status_code for future in asked] == [200] * 6
+    assert order == ["many", "one", "many", "many", "many", "many"]
+
+
+def sending(server, address, num_bytes):
+    """A connection that has sent so much of a larger body."""
+    connection = socket.create_connection(("127.0.0.1", server.port), 10, (address, 0))
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Content-Length: 1000\r\n\r\n" + b" " * num_bytes)
+    return connection
+
+
+def test_bodies_that_are_received_at_once_are_bounded_and_leave_room_for_clients_with_little(scripted):
+    """Room for 32 bodies of 1,000 bytes, and for 8 more of clients with at most two."""
+    with serving(*scripted("abc"), max_body_bytes=1000) as server, ExitStack() as stack:
+        room = server.service.body_room
+        most = 32_000
+        for count in range(1, 33):
+            stack.enter_context(sending(server, "127.0.0.1", 999))
+            wait_until(lambda count=count: room.num_held == 999 * count)
+
+        def post(http, size):
+            return http.post("/tokenize", content=b'{"prompt":"a"}'.ljust(size))
+
+        server.http.headers["Content-Type"] = "application/json"
+        refused = post(server.http, 900)
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        assert f"{most} are allowed" in refused.json()["error"]["message"]
+        assert post(server.http, 2000).status_code == 413
+        with client_at(server, "127.0.0.2") as other:
+            other.headers["Content-Type"] = "application/json"
+            assert post(other, 1000).status_code == 200
+            stack.enter_context(sending(server, "127.0.0.2", 999))
+            stack.enter_context(sending(server, "127.0.0.2", 999))
+            wait_until(lambda: room.num_held == 999 * 34)
+            assert post(other, 1000).status_code == 503
+        stack.close()
+        wait_until(lambda: room.num_held == 0)
+        assert post(server.http, 900).status_code == 200
+        wait_until(lambda: not room._num_held_by_client)
+
+
+def test_a_body_has_its_room_until_its_request_is_over(scripted):
+    llm, engine = scripted(LONG, hold_at=6)
+    with serving(llm, engine) as server, ThreadPoolExecutor(1) as pool:
+        sent = json.dumps({"messages": MESSAGES}).encode()
+        kind = {"Content-Type": "application/json"}
+        asked = pool.submit(server.http.post, CHAT, content=sent, headers=kind)
+        wait_until(lambda: has_begun(engine, 1))
+        assert server.service.body_room.num_held == len(sent)
+        engine.release()
+        assert asked.result().status_code == 200
+        wait_until(lambda: server.service.body_room.num_held == 0)
+
+
+NO_HTTP = [
+    b"\x00\x01\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
+    b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close, upgrade\r\nUpgrade: websocket\r\n\r\n",
+]
+
+
+def test_requests_that_cannot_be_read_are_not_logged(scripted, caplog):
+    logger = logging.getLogger("uvicorn")
+    with serving(*scripted("abc")) as server:
+        logger.addHandler(caplog.handler)
+        try:
+            for data in NO_HTTP:
+                assert exchange(server, data).startswith(b"HTTP/1.1 ")
+        finally:
+            logger.removeHandler(caplog.handler)
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("uvicorn")] == []
