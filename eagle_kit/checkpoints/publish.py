@@ -8,7 +8,21 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.support.files import METADATA, WEIGHTS
 from eagle_kit.models.loading.source import LOG_IN, REPOSITORY, hub_error
 
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".safetensors.index.json",
+    ".bin",
+    ".bin.index.json",
+    ".gguf",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".nemo",
+)
+"""Ends of the names of files with weights, and of their indices, as transformers and others write them."""
 
 
 class Repository:

@@ -101,15 +101,20 @@ def add_decoding(parser: argparse.ArgumentParser, *, max_tokens: int, batch_size
     )
 
 
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """``--temperature --top-k --top-p --min-p --seed --stop``: the distribution of replies."""
+def add_sampling(parser: argparse.ArgumentParser, *, seed: int | None = None) -> None:
+    """``--temperature --top-k --top-p --min-p --seed --stop``: the distribution of replies.
+
+    Args:
+        seed: default of ``--seed``; None draws other replies each time.
+    """
+    unseeded = "without it they differ" if seed is None else f"default {seed}"
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default %(default)s)"
     )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="most likely tokens kept; 0 is all")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability kept")
     parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="share of the best token's")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the samples; without it they differ")
+    parser.add_argument("--seed", type=int, default=seed, metavar="N", help=f"of the samples ({unseeded})")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the reply")
 
 

@@ -59,8 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     regenerate.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or continued")
     add_target(regenerate)
     add_decoding(regenerate, max_tokens=512, batch_size=16)
-    add_sampling(regenerate)
-    regenerate.set_defaults(seed=0)
+    add_sampling(regenerate, seed=0)
     add_shard(regenerate, "conversations")
     for flag, default, text in (
         ("--limit", None, "conversations answered when done"),

@@ -96,7 +96,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     spec.add_argument(
         "--speculative-algorithm",
         metavar="NAME",
-        help="EAGLE3, EAGLE, NEXTN or STANDALONE, NGRAM or NONE; default: that of the draft",
+        help="EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE, NEXTN, STANDALONE, NGRAM or NONE; default: that of the "
+        "draft",
     )
     for name, (flag, text) in SHAPE_FLAGS.items():
         spec.add_argument(flag, type=int, dest=name, metavar="N", help=f"{text}; in place of --shape")

@@ -338,11 +338,25 @@ def test_a_push_that_would_mix_or_publish_is_refused(hub, target, tmp_path, monk
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("file", ["model-1.safetensors", "model.safetensors.index.json", "model.Q4.gguf"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model-1.safetensors",
+        "model.safetensors.index.json",
+        "model.Q4.gguf",
+        "original/consolidated.00.pth",
+        "pytorch_model.bin.index.json",
+        "head.pt",
+        "last.ckpt",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "onnx/model.onnx",
+    ],
+)
 def test_a_repository_with_weights_of_any_sort_is_not_mixed_with_a_draft(hub, tmp_path, monkeypatch, file):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    (tmp_path / "whole").mkdir()
     for name in (file, "eagle_kit.json"):
+        (tmp_path / "whole" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "whole" / name).write_bytes(b"x")
     hub.add("me/whole", tmp_path / "whole")
     with pytest.raises(UserError, match="holds other weights than a draft's"):

@@ -180,6 +180,21 @@ def test_a_norm_of_an_impossible_scale_is_an_error(draft, target):
     assert cause.startswith("norm.weight has") and "between 0.001 and 100" in cause
 
 
+@pytest.mark.parametrize("scale", [1e4, 1e-5])
+def test_norms_of_captured_states_have_the_bounds_of_norms(tmp_path, target, scale):
+    head = tiny_head(tiny_target(num_layers=12), fc_norm=True)
+    head.config = replace(head.config, target="small")
+    folder = tmp_path / "normed"
+    save_draft(head, folder, metadata={})
+    assert by_subject(validate_draft(folder, target))["weights"].level == "ok"
+    tensors = load_file(folder / "model.safetensors")
+    tensors["fc_norm.1.weight"] *= scale
+    save_file(tensors, folder / "model.safetensors")
+    finding = by_subject(validate_draft(folder, target))["weights"]
+    assert finding.level == "error"
+    assert finding.cause.startswith("fc_norm.1.weight has a root mean square of")
+
+
 def fresh_heads():
     target = tiny_target(num_layers=12)
     like = Eagle3Config.for_target(target.config, 67)

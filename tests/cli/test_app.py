@@ -3,6 +3,7 @@
 import importlib
 import json
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.kinds.registry import algorithms
 
 HELPS = [[name] for name in app.COMMANDS] + [
     ["data", name] for name in ("preview", "prepare", "regenerate", "prompts", "vocab")
@@ -46,6 +48,22 @@ def test_every_command_has_help(command, capsys):
         app.main([*command, "--help"])
     assert caught.value.code == 0
     assert " ".join(["usage: eagle-kit", *command]) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_the_help_names_every_algorithm(command, capsys):
+    with pytest.raises(SystemExit):
+        app.main([command, "--help"])
+    words = re.findall(r"[A-Z0-9-]+", capsys.readouterr().out)
+    assert {*algorithms(), "NEXTN", "NGRAM", "NONE"} <= set(words)
+
+
+def test_the_help_of_regenerate_says_which_seed_is_taken(capsys):
+    with pytest.raises(SystemExit):
+        app.main(["data", "regenerate", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    default = app.parse(["data", "regenerate", "--source", "x.jsonl", "--out", "y.jsonl"]).seed
+    assert f"--seed N of the samples (default {default})" in words
 
 
 def test_a_mistake_is_one_line_of_cause_and_one_of_remedy_and_exit_code_2(capsys):

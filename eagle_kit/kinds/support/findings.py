@@ -1,6 +1,7 @@
 """Checks of a draft against a target that do not depend on the draft's kind."""
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ shipped head and at most 0.40 in SmolLM2-135M. Normal random numbers have 1, uni
 layer is all but zero. A norm begins with 1, or 0.1 of the target's; it has 0.7 to 1.0 in the shipped head,
 and 0.04 to 1.8 in SmolLM2-135M.
 """
+NORM = re.compile(r"norm(\.\d+)?\.weight$")
+"""End of the name of a norm's weights: ``norm.weight``, and ``fc_norm.0.weight`` of EAGLE-3.1."""
 OWN_TARGET = "Use the target that the draft was trained for, or train a draft for this one."
 
 
@@ -107,7 +110,8 @@ def _wrong_value(name: str, tensor: torch.Tensor, of_head: bool) -> str:
         least = MATRIX_GAIN / tensor.shape[-1] ** 0.5
         return f"has a root mean square of {rms:.3g}, and a head's lie between {least:.1g} and {MATRIX_RMS}"
     least, most = NORM_RMS
-    if of_head and name.endswith("norm.weight") and not least <= rms <= most:
+    is_norm = NORM.search(name) is not None and not is_matrix
+    if of_head and is_norm and not least <= rms <= most:
         return f"has a root mean square of {rms:.3g}, and norms' lie between {least:g} and {most:g}"
     return ""
 
