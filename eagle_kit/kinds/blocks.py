@@ -418,8 +418,8 @@ def _sliding(
     causal = read_flag(table, CAUSAL, where) if table.get(CAUSAL) is not None else None
     if causal and len(sliding) < layers:
         raise UserError(
-            f"The draft in {where} has layers of full attention that are causal in a block ({TABLE}.{CAUSAL}), "
-            "as JetSpec's: ours are not.",
+            f"The draft in {where} has layers of full attention that are causal in a block, as JetSpec's "
+            f"({TABLE}.{CAUSAL}): ours are not.",
             "Serve it with the engine it was made for.",
         )
     if not sliding:
