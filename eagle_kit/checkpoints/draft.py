@@ -117,7 +117,8 @@ def resolve_draft(name: str | Path, target: TargetConfig | None = None) -> Path:
     to ours in the cache, once for each commit.
 
     Args:
-        name: see :func:`~eagle_kit.models.loading.source.resolve_model`. A local folder stays as it is.
+        name: see :func:`~eagle_kit.models.loading.source.resolve_model`. A local folder stays as it is, and
+            ``org/target/folder`` is a draft in its target's repository.
         target: gives the usual layer ids to a draft that names none.
 
     Raises:
@@ -131,7 +132,10 @@ def resolve_draft(name: str | Path, target: TargetConfig | None = None) -> Path:
         return folder
     layers = () if target is None else target.default_aux_layer_ids
     version = "-".join(map(str, (commit, f"v{CONVERSION_VERSION}", *layers)))
-    converted = cache_folder() / "drafts" / folder.resolve().parents[1].name / version
+    place = folder.resolve()
+    inside = [place.name] if place.name != commit else []
+    repository = place.parents[1 + len(inside)].name
+    converted = cache_folder() / "drafts" / "--".join([repository, *inside]) / version
     if converted.is_dir():
         return converted
     try:
@@ -147,6 +151,19 @@ def resolve_draft(name: str | Path, target: TargetConfig | None = None) -> Path:
             f"The draft {name} could not be converted ({error}).", writing_remedy(error, SET_CACHE)
         ) from error
     return converted
+
+
+def drafts_in_target(folder: str | Path, algorithm: str) -> list[Path]:
+    """Folders in a target's that hold a draft head for ``algorithm``, as some are published."""
+    found = []
+    for config in sorted(Path(folder).glob(f"*/{CONFIG}")):
+        try:
+            kind = find_kind(open_draft(config.parent))
+        except UserError:  # something else, or a head that is not ours
+            continue
+        if algorithm in kind.algorithms and not kind.is_whole_model:
+            found.append(config.parent)
+    return found
 
 
 def load_draft(

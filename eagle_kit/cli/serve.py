@@ -227,16 +227,20 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
     Raises:
         UserError: an unknown algorithm, or one without the draft it needs.
     """
+    from eagle_kit.checkpoints.draft import drafts_in_target
     from eagle_kit.kinds.registry import algorithms, kind_in_target
+    from eagle_kit.models.loading.source import resolve_target
 
     name, known = args.speculative_algorithm, (*algorithms(), "NGRAM", "NONE")
     if name not in (None, *known):
         raise UserError(f"The algorithm {name!r} is not known.", f"Use one of {', '.join(known)}.")
     if name in ("NONE", "NGRAM"):
         model = type(model)(model.target, None)
-    if model.draft is None and name in algorithms() and kind_in_target(name) is None:
+    is_asked_for = model.draft is None and name in algorithms()
+    needs_draft = is_asked_for and kind_in_target(name) is None
+    if needs_draft and not drafts_in_target(resolve_target(model.target), name):
         raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
-    if model.draft is None and name != "NEXTN" and args.token_map is not None:
+    if model.draft is None and not is_asked_for and args.token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
     return model
 

@@ -22,6 +22,7 @@ from eagle_kit.kinds.support.config_json import layer_to_dict, partial_rotary_di
 from eagle_kit.kinds.support.conventions import Convention
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
+from eagle_kit.kinds.support.structure import drafts_blocks
 from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig, read_decoder
 from eagle_kit.models.config_parts import (
@@ -39,6 +40,12 @@ from eagle_kit.models.targets.target import Target
 FLAT_IDS, NESTED_IDS, TABLE = "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config"
 ROWS, SLIDING_BOTH = "sample_from_anchor", "sliding_window_non_causal"
 CAUSAL, SWA_SIZE = "causal", "swa_window_size"
+SHIFTED = "shift_label"
+"""ModelOpt's key for :data:`ROWS`."""
+NEMO = "Qwen3DFlashDraftModel"
+"""NeMo's class. In its layers with a sliding window the rows of a block attend to each other both ways."""
+OF_BOTH_PLACES = ("block_size", "mask_token_id", FLAT_IDS, ROWS)
+"""Keys that a config has at its top or in :data:`TABLE`."""
 OTHER_HEADS = ("projector_type", "markov_rank", "markov_head_type", "conv_kernel_size", "selector_rank")
 """Keys of parts that a head may have beside its body."""
 MAX_BLOCK = 64
@@ -52,11 +59,15 @@ class BlockKind(HeadKind[Config, Head]):
     Attributes:
         architecture: its name in configs of its authors.
         speculator: in those of the speculators project.
+        other_architectures: in those of other trainers.
+        keys_of_both_places: keys that a config has at its top or in :data:`TABLE`.
         known_parts: keys of :data:`OTHER_HEADS` that it has.
     """
 
     architecture: ClassVar[str]
     speculator: ClassVar[str]
+    other_architectures: ClassVar[tuple[str, ...]] = ()
+    keys_of_both_places: ClassVar[tuple[str, ...]] = OF_BOTH_PLACES
     known_parts: ClassVar[frozenset[str]] = frozenset()
     settings = frozenset(
         {
@@ -68,10 +79,16 @@ class BlockKind(HeadKind[Config, Head]):
     )
 
     def recognises(self, files: DraftFiles) -> bool:
-        """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
-        if files.config.get("speculators_model_type") is not None:
-            return bool(files.config["speculators_model_type"] == self.name)
-        return files.architecture in (self.architecture, self.speculator)
+        """See :class:`~eagle_kit.kinds.kind.DraftKind`; by its tensors, whatever its architecture is."""
+        stated = files.config.get("speculators_model_type")
+        if stated is not None:
+            return bool(stated == self.name)
+        known = (self.architecture, self.speculator, *self.other_architectures)
+        return files.architecture in known or self.has_tensors(files)
+
+    def has_tensors(self, files: DraftFiles) -> bool:
+        """True when the names of the tensors are those of this kind."""
+        return drafts_blocks(files)
 
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; ``target`` gives the authors' layer ids to a config
@@ -83,12 +100,13 @@ class BlockKind(HeadKind[Config, Head]):
         raw, where = files.config, files.where
         layer = read_table(raw, "transformer_layer_config", where) or raw
         table = read_table(raw, TABLE, where)
-        self.refuse_other_heads({**raw, **table}, where)
+        whole = self.read_keys(files)
+        self.refuse_other_heads(whole, where)
         check_activation(layer, where)
         sizes = read_decoder(layer, where) | {"rotary_dim": partial_rotary_dim(layer, where)}
         layers = read_size(layer, "num_hidden_layers", where, most=MAX_LAYERS)
         bias = read_flag(layer, "attention_bias", where)
-        block = read_size({**table, **raw}, "block_size", where, most=MAX_BLOCK)
+        block = read_size(whole, "block_size", where, most=MAX_BLOCK)
         return {
             **sizes,
             "target_hidden_size": read_size(raw, "target_hidden_size", where, sizes["hidden_size"]),
@@ -96,16 +114,32 @@ class BlockKind(HeadKind[Config, Head]):
             "max_position_embeddings": read_size(
                 layer, "max_position_embeddings", where, 2048, most=MAX_POSITIONS
             ),
-            "aux_layer_ids": _layer_ids(raw, table, layers, where, target),
-            "mask_token_id": _mask({**table, **raw}, sizes["vocab_size"], where),
+            "aux_layer_ids": _layer_ids(whole, layers, where, target),
+            "mask_token_id": _mask(whole, sizes["vocab_size"], where),
             "num_layers": layers,
             "block_size": block,
-            "predicts_next": self.read_rows({**table, **raw}, where),
+            "predicts_next": self.read_rows(whole, where),
             "attention_bias": bias,
             "attention_out_bias": bias,
             **_sliding(raw, table, layer, layers, block, where),
             **files.about,
         }
+
+    def read_keys(self, files: DraftFiles) -> dict[str, Any]:
+        """Keys of a config and of its :data:`TABLE` in one, with what rows predict under :data:`ROWS`. Raises
+        UserError where both places say different things."""
+        raw, table = files.config, read_table(files.config, TABLE, files.where)
+        stated = {key: value for key, value in raw.items() if value is not None or key not in table}
+        for key in self.keys_of_both_places:
+            if None not in (raw.get(key), table.get(key)) and raw[key] != table[key]:
+                raise _contradiction(key, raw[key], f"{TABLE}.{key}", table[key], files.where)
+        whole = {**table, **stated}
+
+        # ModelOpt's word for the rows.
+        shifted = whole.get(SHIFTED)
+        if shifted is not None and whole.get(ROWS) not in (None, shifted):
+            raise _contradiction(ROWS, whole[ROWS], SHIFTED, shifted, files.where)
+        return whole if shifted is None else {**whole, ROWS: shifted}
 
     def write_config(self, config: Config) -> dict[str, Any]:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
@@ -192,7 +226,7 @@ class BlockKind(HeadKind[Config, Head]):
             *super().check(files, config, target),
             *findings.check_sizes(width),
             _check_layers(config, target),
-            _check_rows(files, config),
+            _check_rows(self.read_keys(files), config),
         ]
 
     def describe(self, config: Config, dtype: str) -> str:
@@ -340,11 +374,19 @@ def published_layers(target_layers: int, num_layers: int) -> tuple[int, ...]:
     return tuple(round(1 + i * span / (num_layers - 1)) + 1 for i in range(num_layers))
 
 
+def _contradiction(key: str, value: object, other: str, other_value: object, where: str) -> UserError:
+    """Error for a fact that a config states twice and differently."""
+    return UserError(
+        f"The config.json in {where} says {key} {shown(value)} and {other} {shown(other_value)}.",
+        "Keep the one that the head was trained with, and remove the other.",
+    )
+
+
 def _layer_ids(
-    config: dict[str, Any], table: dict[str, Any], num_layers: int, where: str, target: TargetConfig | None
+    config: dict[str, Any], num_layers: int, where: str, target: TargetConfig | None
 ) -> tuple[int, ...]:
     """The captured layers by their inputs, whichever way they are stored."""
-    flat = {**config, **table}.get(FLAT_IDS)
+    flat = config.get(FLAT_IDS)
     nested = config.get(NESTED_IDS)
     ids: Any = flat if nested is None else nested
     shift = 1 if nested is None else 0
@@ -376,7 +418,8 @@ def _sliding(
     causal = read_flag(table, CAUSAL, where) if table.get(CAUSAL) is not None else None
     if causal and len(sliding) < layers:
         raise UserError(
-            f"The draft in {where} has layers of full attention that are causal in a block: ours are not.",
+            f"The draft in {where} has layers of full attention that are causal in a block, as JetSpec's "
+            f"({TABLE}.{CAUSAL}): ours are not.",
             "Serve it with the engine it was made for.",
         )
     if not sliding:
@@ -388,6 +431,8 @@ def _sliding(
         both = not causal
     elif "speculators_model_type" in config:
         both = False
+    elif NEMO in (config.get("architectures") or []):
+        both = True
     else:
         raise UserError(
             f"The draft in {where} does not say whether layers with a sliding window are causal in a block.",
@@ -420,10 +465,10 @@ def _check_layers(config: DFlashConfig, target: TargetConfig) -> Finding:
     return Finding("ok", "layer ids", f"inputs of layers {list(ids)} of {count}.")
 
 
-def _check_rows(files: DraftFiles, config: DFlashConfig) -> Finding:
-    """Report what a row predicts, and where that was only assumed."""
+def _check_rows(stated: dict[str, Any], config: DFlashConfig) -> Finding:
+    """Report what a row predicts, and where that was only assumed; ``stated`` are the keys of its config."""
     what = "the token behind it" if config.predicts_next else "its own token"
-    if {**read_table(files.config, TABLE, files.where), **files.config}.get(ROWS) is not None:
+    if stated.get(ROWS) is not None:
         return Finding("ok", "rows of a block", f"a row predicts {what} ({ROWS}).")
     cause = f"the draft does not say {ROWS}, so that a row is taken to predict {what}."
     return Finding("warning", "rows of a block", cause, f"Add {ROWS} to its config.json.")

@@ -6,7 +6,7 @@ one of DeepSpec's (``markov_rank``), whose heads have rows of the next token.
 
 from typing import Any
 
-from eagle_kit.kinds.blocks import BlockKind
+from eagle_kit.kinds.blocks import NEMO, BlockKind
 from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
 
 
@@ -16,6 +16,7 @@ class DFlashKind(BlockKind[DFlashConfig, DFlashHead]):
     name, title = "dflash", "DFlash draft head"
     algorithms, vllm_method = ("DFLASH",), "dflash"
     architecture, speculator = "DFlashDraftModel", "DFlashSpeculator"
+    other_architectures = (NEMO,)
     config_class, head_class = DFlashConfig, DFlashHead
     trained_as = ("dflash",)
 

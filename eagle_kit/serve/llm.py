@@ -263,8 +263,8 @@ class LLM:
     ) -> None:
         """:meth:`set_draft` of this rank."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
-        if draft_in_target(draft, algorithm, self._target_name):
-            draft = self._target_name
+        if (bundled := draft_in_target(draft, algorithm, self._target_name)) is not None:
+            draft = bundled
         self._engine = self._policy = self._draft_folder = None
         self.head, self.draft = None, None
         if isinstance(draft, str | Path):

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 
+from eagle_kit.checkpoints.draft import drafts_in_target
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.registry import algorithms, kind_in_target
 from eagle_kit.models.targets.target import Target
 
 
-def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) -> bool:
-    """Whether ``algorithm`` takes its draft from the target's folder.
+def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) -> str | Path | None:
+    """The draft that ``algorithm`` finds in the target's folder where none is given: the folder itself for
+    modules of MTP, or the only folder in it that holds such a draft. None where no draft is needed.
 
     Raises:
-        UserError: an unknown algorithm; one that takes no draft beside one, or that has none.
+        UserError: an unknown algorithm; one that takes no draft beside one, or that has none, or several.
     """
     known = ("auto", *algorithms(), "NGRAM", "NONE")
     if algorithm not in known:
@@ -29,15 +31,24 @@ def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) 
             "Leave the draft out, or the algorithm.",
         )
     if draft is not None or algorithm not in algorithms():
-        return False
+        return None
     if kind_in_target(algorithm) is None:
-        raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
+        found = [] if target_name is None else drafts_in_target(target_name, algorithm)
+        if not found:
+            raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
+        if len(found) > 1:
+            names = ", ".join(folder.name for folder in found)
+            raise UserError(
+                f"The target's folder holds several drafts for {algorithm} ({names}).",
+                "Give one of these folders as the draft.",
+            )
+        return found[0]
     if target_name is None:
         raise UserError(
             f"{algorithm} without a draft takes the modules in the target's folder: none is known.",
             "Give the target as a folder, or a draft.",
         )
-    return True
+    return target_name
 
 
 def without_graphs(options: EngineConfig, target: Target) -> EngineConfig:

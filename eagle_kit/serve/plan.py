@@ -217,8 +217,8 @@ class Planner:
         """The draft behind ``target``, which gets the whole embedding where a draft reads it."""
         algorithm = self.options.algorithm
         name = self.draft
-        if draft_in_target(name, algorithm, self.name):
-            name = self.name
+        if (bundled := draft_in_target(name, algorithm, self.name)) is not None:
+            name = str(bundled)
         if name is None:
             return None
         whole, dtype = copy(target), target.embed_tokens.weight.dtype

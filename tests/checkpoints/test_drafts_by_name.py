@@ -15,7 +15,7 @@ import torch
 from local_hub import TOKEN, environment
 from safetensors.torch import load_file
 from sweep import sweep
-from tiny import tiny_head, tiny_target
+from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_target
 from tiny_run import make_config, make_target
 
 from eagle_kit.checkpoints.draft import load_draft, resolve_draft, save_draft, write_draft
@@ -199,6 +199,53 @@ def test_whole_models_draft_by_name_and_targets_have_revisions_too(hub, target):
 @pytest.mark.real
 def test_a_packaged_target_drafts_by_name():
     assert resolve_draft("smollm2-135m-instruct") == resolve_target("smollm2-135m-instruct")
+
+
+class TestDraftsInTheirTargetsFolder:
+    """As ``poolside/Laguna-S-2.1-NVFP4/DFlash`` lies in its target's repository."""
+
+    def bundle(self, target: Path, folder: Path) -> Path:
+        """A copy of the target with a DFlash, a DSpark and an EAGLE-3 draft in it."""
+        shutil.copytree(target, folder)
+        model = load_target(target)
+        save_draft(tiny_dflash(model), folder / "DFlash", metadata={})
+        save_draft(tiny_dspark(model), folder / "DSpark", metadata={})
+        save_draft(tiny_head(model), folder / "eagle3", metadata={})
+        return folder
+
+    @pytest.mark.parametrize(
+        ("algorithm", "name"), [("DFLASH", "DFlash"), ("DSPARK", "DSpark"), ("EAGLE3", "eagle3")]
+    )
+    def test_are_found_by_their_algorithm(self, target, tmp_path, algorithm, name):
+        folder = self.bundle(target, tmp_path / "bundle")
+        llm = LLM(str(folder), algorithm=algorithm, max_context=64, max_batch_size=1)
+        assert llm.head.config == load_draft(folder / name).config
+        plain = llm.generate([[5, 6, 7]], shape="none")[0].token_ids
+        assert llm.generate([[5, 6, 7]], shape="2,1,3")[0].token_ids == plain
+
+    def test_of_one_kind_are_named_where_there_are_two(self, target, tmp_path):
+        folder = self.bundle(target, tmp_path / "bundle")
+        shutil.copytree(folder / "DFlash", folder / "DFlash-long")
+        with pytest.raises(UserError, match=r"several drafts for DFLASH \(DFlash, DFlash-long\)"):
+            LLM(str(folder), algorithm="DFLASH")
+        with pytest.raises(UserError, match="P-EAGLE needs a draft"):
+            LLM(str(folder), algorithm="P-EAGLE")
+
+    def test_have_names_of_the_hub(self, hub, target, tmp_path):
+        commit = hub.add("org/model", self.bundle(target, tmp_path / "bundle"))
+        assert load_draft("org/model/DFlash").config == load_draft(tmp_path / "bundle" / "DFlash").config
+        assert hub.downloads == ["DFlash/config.json", "DFlash/eagle_kit.json", "DFlash/model.safetensors"]
+        assert load_draft(f"org/model/DSpark@{commit}").config.markov_rank == 5
+        with pytest.raises(UserError, match="org/model/Medusa has no config.json"):
+            resolve_draft("org/model/Medusa")
+
+    def test_in_another_layout_are_converted_once(self, hub, tmp_path):
+        specforges(tmp_path / "bundle" / "eagle3")
+        hub.add("org/model", tmp_path / "bundle")
+        folder = resolve_draft("org/model/eagle3")
+        assert folder.parent.name == "models--org--model--eagle3"
+        assert load_draft(folder).config.aux_layer_ids == (2, 6, 9)
+        assert resolve_draft("org/model/eagle3") == folder
 
 
 def test_a_target_where_a_head_is_needed_is_refused(hub, target, tmp_path, capsys):

@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny_head, tiny_target
+from tiny import tiny_dspark, tiny_head, tiny_target
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.validate import validate_draft
@@ -214,6 +215,24 @@ def test_new_heads_of_every_kind_have_the_scale_of_a_heads(kind, share):
     with torch.no_grad():
         head.last_norm.weight *= share  # as kinds begin
     check_values(head.state_dict().items())
+
+
+def first_table(head):
+    """Leave the embedding table of ``head`` as torch makes it, with an RMS of 1."""
+    table = head.embed_tokens if isinstance(head, Eagle3Head) else head.markov_head.markov_w1
+    with torch.no_grad():
+        table.weight.copy_(torch.nn.Embedding(*table.weight.shape).weight)
+    return table.weight
+
+
+@pytest.mark.parametrize("make", [partial(tiny_head, own_embedding=True), tiny_dspark])
+def test_a_table_may_have_the_scale_of_torchs_own(make):
+    head = make(tiny_target(num_layers=12))
+    table = first_table(head)
+    check_values(head.state_dict().items())
+    table.data *= 1e3
+    with pytest.raises(UserError, match="a head's lie between .* and 100"):
+        check_values(head.state_dict().items())
 
 
 def test_the_shipped_head_has_the_scale_of_a_heads():

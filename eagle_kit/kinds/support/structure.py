@@ -37,6 +37,14 @@ def fuses_states(files: DraftFiles) -> bool:
     return "midlayer.hidden_norm.weight" in canonical_names(files)
 
 
+def drafts_blocks(files: DraftFiles) -> bool:
+    """True for DFlash and DSpark: a norm behind ``fc``, and layers that norm queries and keys but have no
+    norm of a feature."""
+    names = canonical_names(files).keys()
+    needed = {"fc.weight", "hidden_norm.weight", "midlayer.self_attn.k_norm.weight"}
+    return needed <= names and "midlayer.hidden_norm.weight" not in names
+
+
 def joins_embedding(files: DraftFiles) -> bool:
     """True for EAGLE-1: ``fc`` reads a state and an embedding of its own output's width, in front of a plain
     layer."""

@@ -52,6 +52,8 @@ PACKAGED_TARGETS = {
     )
 }
 REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+FOLDER_OF_REPOSITORY = re.compile(rf"({REPOSITORY.pattern})/([\w-][\w.-]*)")
+"""A repository and a folder of it, as drafts lie in their target's."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 OLD_WEIGHTS, OLD_PATTERN = "pytorch_model.bin", "pytorch_model*.bin"
@@ -78,8 +80,9 @@ def resolve_model(name: str | Path, role: str) -> Path:
 
     Args:
         name: a local folder, a ``.gguf`` file or a name of :data:`PACKAGED_TARGETS` (both converted once to
-            safetensors in the cache), or a hub id, perhaps with a revision: ``org/model@revision``. A commit
-            is downloaded once, without what lies in folders of it.
+            safetensors in the cache), or a hub id, perhaps with a folder of the repository and a revision:
+            ``org/model@revision``, ``org/model/folder``. A commit is downloaded once, without what lies in
+            other folders of it.
         role: of the model, for messages: target or draft.
 
     Raises:
@@ -87,7 +90,7 @@ def resolve_model(name: str | Path, role: str) -> Path:
     """
     name = str(name)
     folder = expand(name)
-    repository = split_revision(name)[0]
+    repository = split_folder(split_revision(name)[0])[0]
     if not (name and folder.is_dir()):
         if name.lower() in PACKAGED_TARGETS:
             return _convert_packaged(name.lower())
@@ -113,10 +116,19 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repository, revision or None
 
 
+def split_folder(repository: str) -> tuple[str, str | None]:
+    """``org/model/folder`` -> the id and the folder; None where none is named."""
+    found = FOLDER_OF_REPOSITORY.fullmatch(repository)
+    return (repository, None) if found is None else (found[1], found[2])
+
+
 def target_revision(folder: Path) -> str | None:
-    """Commit of a folder in the hub's cache; None for any other folder."""
+    """Commit of a repository, or of a folder of one, in the hub's cache; None for any other folder."""
     path = folder.resolve()
-    return path.name if path.parent.name == "snapshots" and COMMIT.fullmatch(path.name) else None
+    for place in (path, path.parent):
+        if place.parent.name == "snapshots" and COMMIT.fullmatch(place.name):
+            return place.name
+    return None
 
 
 def load_tokenizer(folder: str | Path) -> Any:
@@ -203,12 +215,15 @@ def _needs_code(folder: str | Path, name: str) -> UserError:
 def _download(name: str, role: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    repository, revision = split_revision(name)
-    fetch = partial(snapshot_download, repository, ignore_patterns="*/*")
+    whole, revision = split_revision(name)
+    repository, place = split_folder(whole)
+    prefix = "" if place is None else f"{place}/"
+    fetch = partial(snapshot_download, repository, ignore_patterns=f"{prefix}*/*")
     try:
-        folder = Path(fetch(revision=revision, allow_patterns=MODEL_FILES))
+        commit = Path(fetch(revision=revision, allow_patterns=[prefix + file for file in MODEL_FILES]))
+        folder = commit / prefix
         if not any(folder.glob("*.safetensors")):
-            fetch(revision=folder.name, allow_patterns=OLD_PATTERN)
+            fetch(revision=commit.name, allow_patterns=prefix + OLD_PATTERN)
     except Exception as error:  # network, access and naming errors of many kinds
         raise hub_error(error, name, f"The {role} {name} could not be fetched") from error
     return folder

@@ -15,12 +15,14 @@ from eagle_kit.checkpoints.export import export_draft, import_draft
 from eagle_kit.checkpoints.formats.recognise import recognise
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kinds.dflash import DFLASH
 from eagle_kit.kinds.dspark import DSPARK
 from eagle_kit.kinds.registry import find_kind, kind_of
 from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.models.heads.dflash import spread_layers
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.serve.llm import LLM
 
 PEERS = ("sglang", "vllm", "speculators")
 
@@ -255,6 +257,82 @@ def test_specforge_s_keys_are_in_the_table_of_dflash(corrected):
     assert DSPARK.read_config(files) == corrected[3].config
 
 
+def as_modelopt(files, **changes):
+    """A DSpark head of ours with ModelOpt's keys and names."""
+    parts = ("mask_token_id", "target_layer_ids", "markov_rank", "markov_head_type")
+    table = {key: files.config[key] for key in parts}
+    table |= {"projector_type": "dspark", "shift_label": True, "use_confidence_head": True, **changes}
+    left_out = {*parts, "enable_confidence_head", "confidence_head_with_markov", "sample_from_anchor"}
+    config = {key: value for key, value in files.config.items() if key not in left_out}
+    config |= {"architectures": ["DFlashDraftModel"], "dflash_config": table}
+    tensors = {
+        name.replace("markov_head.", "").replace("confidence_head.proj", "confidence_proj"): tensor
+        for name, tensor in files.tensors.items()
+    }
+    return replace(files, config=config, tensors=tensors)
+
+
+@pytest.mark.parametrize("form", ["vanilla", "gated", "rnn"])
+def test_modelopts_keys_and_names_of_dspark(corrected, form):
+    head = tiny_dspark(corrected[2], mask_token_id=5, aux_layer_ids=(0, 2, 3), markov_form=form)
+    files = as_modelopt(DSPARK.write(head, torch.float32))
+    assert "markov_w1.weight" in files.tensors and "confidence_proj.bias" in files.tensors
+    assert find_kind(files) is DSPARK
+    read = DSPARK.read(files, corrected[2])
+    assert read.config == head.config
+    for (name, mine), other in zip(head.named_parameters(), read.parameters(), strict=True):
+        assert torch.equal(mine, other), name
+    (rows,) = (
+        each for each in DSPARK.check(files, read.config, corrected[2].config) if "rows" in each.subject
+    )
+    assert rows.level == "ok"
+
+
+def test_modelopts_head_may_have_no_confidence(corrected):
+    files = as_modelopt(open_draft(corrected[1]), use_confidence_head=False)
+    assert not DSPARK.read_config(files).has_confidence
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("architectures", [None, ["Qwen3ForCausalLM"], ["SomebodysDraftModel"]])
+def test_a_head_of_blocks_is_recognised_by_its_tensors(made, corrected, kind, architectures):
+    _, ours, _, head = made if kind == "dflash" else corrected
+    files = open_draft(ours)
+    files.config.pop("markov_rank", None)
+    files.config["architectures"] = architectures
+    found = find_kind(files)
+    assert found.name == kind
+    assert found.read_config(files) == head.config
+
+
+def test_nemos_windows_are_of_both_directions(made):
+    window = {"layer_types": ["sliding_attention"] * 3, "sliding_window": 40}
+    files = open_draft(made[1])
+    files.config.update(window, architectures=["Qwen3DFlashDraftModel"])
+    assert DFLASH.read_config(files).sliding_both
+    files.config["architectures"] = ["DFlashDraftModel"]
+    with pytest.raises(UserError, match="does not say whether"):
+        DFLASH.read_config(files)
+
+
+@pytest.mark.parametrize(
+    ("top", "table", "message"),
+    [
+        ({"block_size": 6}, {"block_size": 7}, "block_size 6 and dflash_config.block_size 7"),
+        ({"mask_token_id": 6}, {"mask_token_id": 5}, "mask_token_id 6 and"),
+        ({"target_layer_ids": [0, 1, 2]}, {"target_layer_ids": [-1, 1, 2]}, "target_layer_ids"),
+        ({"sample_from_anchor": False}, {"shift_label": True}, "sample_from_anchor False and shift_label"),
+        ({}, {"causal": True}, "as JetSpec's"),
+    ],
+)
+def test_keys_that_contradict_each_other_or_our_rows_are_refused(made, top, table, message):
+    files = open_draft(made[1])
+    files.config["dflash_config"] |= table
+    files.config.update(top)
+    with pytest.raises(UserError, match=message):
+        DFLASH.read_config(files)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -271,6 +349,25 @@ def test_impossible_dspark_configs_are_refused(corrected, change, message):
     files.config.update(change)
     with pytest.raises(UserError, match=message):
         DSPARK.read_config(files)
+
+
+def test_a_table_of_speculators_first_scale_is_imported_validated_and_served(corrected, tmp_path):
+    target, _, model, _ = corrected
+    head = tiny_dspark(model, mask_token_id=5, aux_layer_ids=(0, 2, 3))
+    table = head.markov_head.markov_w1.weight
+    with torch.no_grad():
+        table.copy_(torch.nn.Embedding(*table.shape).weight)
+    save_draft(head, tmp_path / "ours", metadata={})
+    export_draft(tmp_path / "ours", tmp_path / "theirs", format="speculators", dtype=None, target=target)
+
+    import_draft(tmp_path / "theirs", tmp_path / "back", target=target)
+    errors = [each for each in validate_draft(tmp_path / "back", target) if each.level == "error"]
+    assert errors == []
+    llm = LLM(str(target), str(tmp_path / "back"), shape="3,1,4", max_context=64, max_batch_size=1)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    (drafted,) = llm.generate([[70, 71, 72]], params)
+    (plain,) = llm.generate([[70, 71, 72]], params, shape="none")
+    assert drafted.token_ids == plain.token_ids
 
 
 def test_weights_of_another_form_are_named(corrected):

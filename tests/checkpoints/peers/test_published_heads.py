@@ -19,13 +19,6 @@ from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.support.files import DraftFiles, open_draft
 from eagle_kit.models.loading.known_targets import known_target
 
-REFUSED = {
-    "nemo-qwen3-8b-dflash": "the architecture Qwen3DFlashDraftModel is taken for a whole model",
-    "modelopt-qwen3-8b-dflash-window": "a window without word on causal blocks (use_swa) is refused",
-}
-"""Fixtures that are not read today, with the reason. Each fails strictly: a mended one leaves this table."""
-
-
 LARGE = "deepseek-v3-mtp"
 """The fixture of 1,575 tensors, whose reading opens its file for each of them (20 CPU s)."""
 
@@ -34,11 +27,7 @@ def each_head() -> list:
     """One parameter for every fixture."""
     heads = []
     for name in peer_names():
-        marks = []
-        if name in REFUSED:
-            marks.append(pytest.mark.xfail(reason=REFUSED[name], strict=True))
-        if name == LARGE:
-            marks.append(pytest.mark.nightly)
+        marks = [pytest.mark.nightly] if name == LARGE else []
         heads.append(pytest.param(name, marks=marks))
     return heads
 
@@ -113,4 +102,3 @@ def test_a_fixture_says_where_it_comes_from(name: str):
 def test_every_project_is_there():
     makers = {name.partition("-")[0] for name in peer_names()}
     assert makers >= {"eagle", "specforge", "speculators", "nemo", "modelopt", "z", "deepseek"}
-    assert set(REFUSED) <= set(peer_names())
