@@ -45,7 +45,7 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
     for name, flag in flags.items():
         field = schema.model_fields[name]
         default = defaults.get(name, field.default)
-        text = schema.help_of(name).replace("%", "%%").rstrip(".")
+        text = help_text(schema, name)
         if not isinstance(default, bool | None) and field.default is not PydanticUndefined:
             text += f" (default {' '.join(default) if isinstance(default, tuple) else default})"
         reads_text = any(isinstance(each, BeforeValidator) for each in field.metadata)
@@ -65,6 +65,13 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
                 "metavar": METAVARS.get(kind, flag.split("-")[-1].upper()),
             }
         parser.add_argument(flag, **options)
+
+
+def help_text(schema: type[Options], name: str) -> str:
+    """Documentation of a field as the help of a flag, which begins with a small letter."""
+    text = schema.help_of(name).replace("%", "%%").rstrip(".")
+    begins_with_word = text[1:2].islower()
+    return text[:1].lower() + text[1:] if begins_with_word else text
 
 
 def options_of(

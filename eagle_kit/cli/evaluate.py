@@ -9,6 +9,7 @@ from eagle_kit.cli.arguments import (
     add_flags,
     add_target,
     add_tracking,
+    help_text,
     json_object,
     options_of,
     tracking_of,
@@ -41,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", nargs="+", action="extend", metavar="NAME", help="names of the drafts")
     add_flags(parser, EvalConfig, FLAGS)
     parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON", help=EvalConfig.help_of("chat_template_kwargs")
+        "--chat-template-kwargs", metavar="JSON", help=help_text(EvalConfig, "chat_template_kwargs")
     )
     add_flags(parser, EngineConfig, ENGINE_FLAGS, max_batch_size=1)
     add_tracking(parser)

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train a draft head; the exit code is 0 when done, 2 for a user's mistake, 130 when it was saved on the
     way: by a signal, or because ``--stop-after`` is over."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_intermixed_args(argv)
+    args = build_parser().parse_intermixed_args(argv)
     try:
         if args.plan:
             from eagle_kit.train.plan.report import print_plans
@@ -96,7 +96,7 @@ def _process(environ: Mapping[str, str]) -> str:
     return "" if count == "1" else f"process {environ.get('RANK', '0')} of {count}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eagle-kit train", description="Train a draft head from a YAML config."
     )
