@@ -9,6 +9,7 @@ from eagle_kit.cli.arguments import (
     add_flags,
     add_target,
     add_tracking,
+    chosen_target,
     help_text,
     json_object,
     options_of,
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     kwargs = json_object(args.chat_template_kwargs, "--chat-template-kwargs", '{"enable_thinking": false}')
     engine = options_of(args, EngineConfig, ENGINE_FLAGS)
     config = options_of(args, EvalConfig, FLAGS, engine=engine, chat_template_kwargs=kwargs)
-    summary = run_eval(args.target, name_drafts(args.draft, args.name), config, out=args.out)
+    target = chosen_target(args.target, args.draft)
+    summary = run_eval(target, name_drafts(args.draft, args.name), config, out=args.out)
     log_evaluation(summary, tracking, args.out)
     return 1 if summary["greedy_identical"] is False else 0

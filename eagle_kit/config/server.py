@@ -17,7 +17,12 @@ class ServerConfig(Options):
     """Name and limits of one server."""
 
     model_name: str
-    """Name that /v1/models lists and requests may give; default the last part of the model's path."""
+    """Name that /v1/models lists and requests may give; default the target's name. The path or hub id
+    that was served is taken as well.
+    """
+
+    model_aliases: tuple[str, ...] = ()
+    """Other names that requests may give."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""

@@ -87,13 +87,12 @@ def resolve_model(name: str | Path, role: str) -> Path:
     """
     name = str(name)
     folder = expand(name)
-    repository = split_revision(name)[0]
     if not (name and folder.is_dir()):
         if name.lower() in PACKAGED_TARGETS:
             return _convert_packaged(name.lower())
         if folder.suffix.lower() == GGUF:
             return _convert_file(folder)
-        if name.startswith((".", "~")) or not REPOSITORY.fullmatch(repository):
+        if not is_hub_id(name):
             raise UserError(
                 f"The {role} {name!r} is neither a folder here nor a hub id.",
                 f"Give a model folder, a {GGUF} file, an id such as org/model, or one of "
@@ -105,6 +104,11 @@ def resolve_model(name: str | Path, role: str) -> Path:
             raise UserError(f"The {role} {name} has no config.json, but GGUF files.", f"Name one: {file}")
         raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
     return folder
+
+
+def is_hub_id(name: str) -> bool:
+    """True for ``org/model``, perhaps with a revision, which may be a folder here as well."""
+    return not name.startswith((".", "~")) and bool(REPOSITORY.fullmatch(split_revision(name)[0]))
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
