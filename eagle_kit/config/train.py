@@ -215,8 +215,8 @@ class HeadConfig(Section):
     """
 
     draft_vocab_size: int | None = Field(default=None, ge=2)
-    """Tokens the head can propose by an output layer of its own, chosen by frequency in the supervised tokens;
-    of ``dflash`` too. Null is 8192, and of ``dflash`` every token, through the target's output layer.
+    """Tokens the head can propose by an output layer of its own, chosen by frequency in the supervised
+    tokens; of ``dflash`` too. Null is 8192, and of ``dflash`` every token, through the target's output layer.
     """
 
     vocab_map: str | None = None
