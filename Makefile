@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-peers lint clean
+.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-peers reference lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -102,6 +102,9 @@ test-cuda-fake: $(CUDA_STAMP) ## trace cycles and training on fake CUDA tensors,
 test-peers: install ## our heads in vLLM's CPU build and in speculators, in environments of their own; goes on
 	@echo "== other engines, in .venv-peers"
 	@$(BIN)/python tests/peers/run.py $(ARGS)
+
+reference: install ## write docs/reference from the schemas and the command line
+	@COLUMNS=100 $(BIN)/python docs/write_reference.py
 
 lint: install ## ruff (checks and format), mypy, import layers
 	@echo "== ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .

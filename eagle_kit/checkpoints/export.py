@@ -15,11 +15,12 @@ from eagle_kit.checkpoints.draft import write_draft
 from eagle_kit.checkpoints.formats.convert import IMPORTED, read_draft, write_draft_as
 from eagle_kit.checkpoints.formats.files import Format, Served, dtype_name
 from eagle_kit.checkpoints.formats.recognise import Layout
+from eagle_kit.checkpoints.named_target import target_of
 from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object
 from eagle_kit.kinds.kind import HeadKind
-from eagle_kit.kinds.support.files import OLD_WEIGHTS, OWN, WEIGHTS, DraftFiles, open_draft, without_keys
+from eagle_kit.kinds.support.files import OLD_WEIGHTS, OWN, WEIGHTS, DraftFiles, without_keys
 from eagle_kit.kinds.support.findings import raise_on_errors
 from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_target_config
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_model, resolve_target, split_revision
@@ -88,7 +89,7 @@ def export_draft(
             an evaluation of other drafts, no disk space.
     """
     source = find_checkpoint(run_or_checkpoint)
-    name = str(target or open_draft(source).own.get("target") or "")
+    name = target_of([source], None if target is None else str(target), usual="").name
     if name:
         raise_on_errors(validate_draft(source, name))
     served = served_by(name)

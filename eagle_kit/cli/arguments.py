@@ -1,8 +1,9 @@
 """Arguments that several commands share, and flags made from the fields of a config."""
 
 import argparse
+import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -45,7 +46,7 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
     for name, flag in flags.items():
         field = schema.model_fields[name]
         default = defaults.get(name, field.default)
-        text = schema.help_of(name).replace("%", "%%").rstrip(".")
+        text = help_text(schema, name)
         if not isinstance(default, bool | None) and field.default is not PydanticUndefined:
             text += f" (default {' '.join(default) if isinstance(default, tuple) else default})"
         reads_text = any(isinstance(each, BeforeValidator) for each in field.metadata)
@@ -67,6 +68,13 @@ def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **de
         parser.add_argument(flag, **options)
 
 
+def help_text(schema: type[Options], name: str) -> str:
+    """Documentation of a field as the help of a flag, which begins with a small letter."""
+    text = schema.help_of(name).replace("%", "%%").rstrip(".")
+    begins_with_word = text[1:2].islower()
+    return text[:1].lower() + text[1:] if begins_with_word else text
+
+
 def options_of(
     args: argparse.Namespace, schema: type[SchemaT], flags: Mapping[str, str], **more: Any
 ) -> SchemaT:
@@ -86,10 +94,24 @@ def _without_none(annotation: Any) -> Any:
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """``--target``: folder, hub id or known name."""
+    """``--target``: folder, hub id or known name; see :func:`chosen_target`."""
     parser.add_argument(
-        "--target", default=DEFAULT_TARGET, help="folder, hub id or known name (default %(default)s)"
+        "--target", help=f"folder, hub id or known name (default the draft's own, else {DEFAULT_TARGET})"
     )
+
+
+def chosen_target(given: str | None, drafts: Sequence[str | Path]) -> str:
+    """The target that was given, or the one that the drafts name, which standard error then says.
+
+    Raises:
+        UserError: a draft names a target that is not known here, or two drafts name different ones.
+    """
+    from eagle_kit.checkpoints.named_target import target_of
+
+    found = target_of(drafts, given, DEFAULT_TARGET)
+    if given is None and drafts:
+        print(f"target  {found.name}, {found.origin}", file=sys.stderr, flush=True)
+    return found.name
 
 
 def add_decoding(parser: argparse.ArgumentParser, *, max_tokens: int, batch_size: int) -> None:

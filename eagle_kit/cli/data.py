@@ -16,6 +16,7 @@ from eagle_kit.cli.arguments import (
     add_sampling,
     add_shard,
     add_target,
+    chosen_target,
     json_object,
     options_of,
     sampling_params,
@@ -454,7 +455,7 @@ def _engine(args: argparse.Namespace) -> "tuple[Responder, str]":
     from eagle_kit.serve.llm import LLM
     from eagle_kit.train.replies.responder import EngineResponder
 
-    folder = resolve_target(args.target)
+    folder = resolve_target(chosen_target(args.target, [args.draft] if args.draft else []))
     return EngineResponder(LLM(folder, args.draft, config)), target_fingerprint(folder)
 
 

@@ -9,6 +9,8 @@ from eagle_kit.cli.arguments import (
     add_flags,
     add_target,
     add_tracking,
+    chosen_target,
+    help_text,
     json_object,
     options_of,
     tracking_of,
@@ -41,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", nargs="+", action="extend", metavar="NAME", help="names of the drafts")
     add_flags(parser, EvalConfig, FLAGS)
     parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON", help=EvalConfig.help_of("chat_template_kwargs")
+        "--chat-template-kwargs", metavar="JSON", help=help_text(EvalConfig, "chat_template_kwargs")
     )
     add_flags(parser, EngineConfig, ENGINE_FLAGS, max_batch_size=1)
     add_tracking(parser)
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     kwargs = json_object(args.chat_template_kwargs, "--chat-template-kwargs", '{"enable_thinking": false}')
     engine = options_of(args, EngineConfig, ENGINE_FLAGS)
     config = options_of(args, EvalConfig, FLAGS, engine=engine, chat_template_kwargs=kwargs)
-    summary = run_eval(args.target, name_drafts(args.draft, args.name), config, out=args.out)
+    target = chosen_target(args.target, args.draft)
+    summary = run_eval(target, name_drafts(args.draft, args.name), config, out=args.out)
     log_evaluation(summary, tracking, args.out)
     return 1 if summary["greedy_identical"] is False else 0

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         "speculators": "load it with speculators, or serve it with vLLM",
         "eagle": "load it with EAGLE's EaModel",
     }
-    use = uses.get(args.format, f"serve it with eagle-kit generate --draft {args.out}")
+    use = uses.get(args.format, f"try it with eagle-kit generate --draft {args.out}")
     print(f"{args.out}: {size / 1e6:.1f} MB; {use}")
     if repository is not None:
         print(f"{args.push}: {repository.upload(args.out)}")

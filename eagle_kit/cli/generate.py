@@ -16,6 +16,7 @@ from eagle_kit.cli.arguments import (
     add_flags,
     add_sampling,
     add_target,
+    chosen_target,
     options_of,
     sampling_params,
 )
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         check_shape(config, args.draft)
     from eagle_kit.serve.llm import LLM
 
-    llm = LLM(args.target, args.draft, config, max_batch_size=min(config.max_batch_size, len(prompts)))
+    target = chosen_target(args.target, [args.draft] if args.draft else [])
+    llm = LLM(target, args.draft, config, max_batch_size=min(config.max_batch_size, len(prompts)))
     with closing(llm):
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)

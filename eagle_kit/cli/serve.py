@@ -135,10 +135,11 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.serve.ranks import launched_rank
 
     check_packages()
-    args.model_name = Path(args.model).resolve().name if args.model_name is None else args.model_name
     if args.api_key is not None:
         say(f"warning: other users of this machine see the --api-key; set ${KEY_VARIABLE} instead.")
     args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
+    is_named = args.model_name is not None
+    args.model_name = args.model_name if is_named else args.model
     server_config = options_of(args, ServerConfig, SERVER_FLAGS)
     check_names(server_config.reasoning_parser, server_config.tool_call_parser)
     is_first = config.tensor_parallel == 1 or not launched_rank()
@@ -147,6 +148,10 @@ def run(args: argparse.Namespace) -> int:
         say(f"warning: whoever reaches this machine may use the server; set a key as ${KEY_VARIABLE}.")
     draft, target = (args.model, args.target) if args.draft is None else (args.draft, args.model)
     model = check_algorithm(args, find_model(draft, target, DEFAULT_TARGET))
+    names = names_of(model)
+    if not is_named:
+        server_config = server_config.replace(model_name=names[0])
+    server_config = server_config.replace(model_aliases=names)
     try:
         with warnings_as_lines(say):
             llm = LLM(model.target, model.draft, config)  # where other ranks of torchrun end
@@ -164,6 +169,18 @@ def run(args: argparse.Namespace) -> int:
     except RankLost as error:
         tell_of_end(error)
         end_at_once(1)
+
+
+def names_of(model: "ServedModel") -> tuple[str, ...]:
+    """Names that requests may give, the one that answers have first: the target's without its folders, as it
+    was given, and likewise the draft's."""
+    names = []
+    for given in (model.target, model.draft):
+        if given is not None:
+            is_folder = Path(given).is_dir()
+            names.append(Path(given).resolve().name if is_folder else given.partition("@")[0])
+            names.append(given)
+    return tuple(dict.fromkeys(names))
 
 
 def plan(args: argparse.Namespace) -> int:

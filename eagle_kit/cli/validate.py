@@ -4,7 +4,7 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from eagle_kit.cli.arguments import add_target
+from eagle_kit.cli.arguments import add_target, chosen_target
 from eagle_kit.core.errors import UserError
 
 
@@ -29,7 +29,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.decode is not None and args.decode < 2:
         raise UserError(f"--decode is {args.decode}.", "Give at least 2 tokens.")
-    target = resolve_target(args.target)
+    name = chosen_target(args.target, [args.draft])
+    target = resolve_target(name)
     findings = validate_draft(args.draft, target)
     for finding in findings:
         print(f"{finding.level:8}{finding.subject}: {finding.cause}")
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.decode is not None and num_errors == 0:
         num_errors += not decodes_alike(args.draft, target, args.decode)
     fit = "fits" if num_errors == 0 else "does not fit"
-    print(f"\n{args.draft} {fit} {args.target}: {num_errors} error{'' if num_errors == 1 else 's'}.")
+    print(f"\n{args.draft} {fit} {name}: {num_errors} error{'' if num_errors == 1 else 's'}.")
     return 2 if num_errors else 0
 
 

@@ -40,27 +40,30 @@ def _shape_table(given: Any) -> ShapeTable | None:
 
 
 class NgramConfig(Options):
-    """Matching of n-grams, for the algorithm ``NGRAM``; names and defaults as in SGLang.
-
-    Attributes:
-        min_match_window_size: least tokens that must agree.
-        max_match_window_size: most tokens that are compared.
-        min_bfs_breadth: children of a node for the longest match.
-        max_bfs_breadth: children of a node for the shortest match, which says little, so that more
-            continuations are tried.
-        match_type: BFS fills the tree level by level, longer and then newer matches first; PROB takes the
-            most probable node next, and of its children those with the highest counts of matches.
-        branch_length: most tokens of a continuation.
-        capacity: tokens of the log.
-    """
+    """Matching of n-grams, for the algorithm ``NGRAM``; names and defaults as in SGLang."""
 
     min_match_window_size: int = Field(default=1, ge=1)
+    """Least tokens that must agree."""
+
     max_match_window_size: int = Field(default=12, ge=1)
+    """Most tokens that are compared."""
+
     min_bfs_breadth: int = Field(default=1, ge=1)
+    """Children of a node for the longest match."""
+
     max_bfs_breadth: int = Field(default=10, ge=1)
+    """Children of a node for the shortest match, which says little, so that more continuations are tried."""
+
     match_type: Literal["BFS", "PROB"] = "BFS"
+    """BFS fills the tree level by level, longer and then newer matches first; PROB takes the most probable
+    node next, and of its children those with the highest counts of matches.
+    """
+
     branch_length: int = Field(default=18, ge=1)
+    """Most tokens of a continuation."""
+
     capacity: int = Field(default=10_000_000, ge=1)
+    """Tokens of the log."""
 
     @property
     def max_bytes(self) -> int:
@@ -86,103 +89,137 @@ class NgramConfig(Options):
 
 
 class EngineConfig(Options):
-    """Options of an engine; None is chosen by the model and the device (:meth:`resolve`).
-
-    Attributes:
-        algorithm: kind of the draft: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE and
-            STANDALONE refuse drafts of other kinds; NEXTN is EAGLE, or, without a draft, takes the MTP
-            modules in the target's own folder; NGRAM drafts from earlier text, without a draft; NONE drafts
-            nothing.
-        token_map: file with the target ids that an EAGLE, NEXTN or STANDALONE draft may propose (FR-Spec,
-            arXiv 2502.14856): .pt, .safetensors, .json, the .npz of data vocab, or org/repository/FILE of
-            the hub.
-        shape: speculation shape steps,topk,tokens such as 4,1,5 (a chain) or 5,4,16 (a tree), or none;
-            several by batch size: '5,4,16 8:4,1,5 32:none'. auto, the default, chooses cycle by cycle from
-            measured costs and acceptance where the draft allows it, else by the draft and the target.
-        max_batch_size: most requests decoded together.
-        max_context: most tokens of prompt and reply; default the target's context, at most 8192.
-        page_size: tokens per page of the key-value pool.
-        prefix_cache: share and keep the pages of common prefixes.
-        prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.
-        decode_prefill_tokens: most of them in a step that also decodes, for as long as they take the next
-            cycle waits; default prefill_tokens on a CPU, 1024 on a GPU (of 8 B parameters some 25 ms, where
-            8192 take 200; parts of a few hundred would hardly compute longer than they read the weights).
-        mixed_prefill_tokens: share of prompts in a step that also decodes for others, in tokens that have
-            none before them; default 12 on a CPU, 1024 on a GPU.
-        prefill_backend: attention of the target's prompts on a GPU: triton is ours; flash-attn and flashinfer
-            are libraries that you install, which read the pool in place; auto, the default, takes the fastest
-            of those that are installed, measured in the server's warm-up. On a CPU always ours.
-        kv_tokens: tokens that the key-value pool holds; default what the batch needs, or what fits.
-        kv_memory: size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of
-            tokens.
-        state_snapshots: states kept for cached prefixes of targets with recurrent layers, which go on from
-            one of them; default four for each request of a batch, or what fits into a quarter of the room
-            for the pool.
-        kv_dtype: of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of
-            another dtype, not equal.
-        lag: steps between a cycle and its results on the host, 0 or 1; default 0 on a CPU, 1 on a GPU.
-        batch_sizes: batches are padded to the next of these; default exact sizes on a CPU, on a GPU powers of
-            two up to 16 and multiples of 8 above.
-        dtype: of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU.
-        quantization: of the target's linear layers and routed experts: auto keeps those in fp8 that the
-            checkpoint has so, none widens them, fp8 also casts the others when they are loaded, with a scale
-            for each output. LOSSY: the target is another one then, near the unquantised. Embedding, output
-            layer, norms and routers stay in dtype; slow on a CPU, which widens the weights in every step.
-        device: auto, cpu or cuda; with tensor_parallel also a list such as cuda:2,cuda:3, one of each rank.
-        tensor_parallel: processes that share the target, each with a part of its weights and of the
-            key-value pool.
-        expert_parallel: they share routed experts by number, whole ones each, in place of a part of every
-            expert.
-        data_parallel_attention: latents of a request are in the pool of one of these processes only, which
-            attends to them with all heads; of another target's attention they share heads.
-        rank_timeout_s: seconds after which a process of them that does not answer is given up.
-        tree: topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's
-            fixed tree, whose shape is 5,4,26.
-        sampled_drafts: sample drafts from the draft's own distribution where requests sample (chains and
-            static trees).
-        verifier: verification of the drafts of requests that sample; default the lossless one, or relaxed
-            with thresholds.
-        accept_threshold_single: LOSSY below 1: accept a draft token of at least this probability.
-        accept_threshold_acc: LOSSY below 1: divide the probability of a draft token by this before it is
-            accepted by chance.
-        seed: seed of requests that bring none.
-        graph_mode: capture of whole cycles: as CUDA graphs on a GPU, as lists of operations that need no
-            Python on a CPU (cycle, the default), or not at all (off).
-        ngram: matching of n-grams.
-    """
+    """Options of an engine; None is chosen by the model and the device (:meth:`resolve`)."""
 
     algorithm: str = "auto"
+    """Kind of the draft: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE and STANDALONE
+    refuse drafts of other kinds; NEXTN is EAGLE, or, without a draft, takes the MTP modules in the target's
+    own folder; NGRAM drafts from earlier text, without a draft; NONE drafts nothing.
+    """
+
     token_map: Path | None = None
+    """File with the target ids that an EAGLE, NEXTN or STANDALONE draft may propose (FR-Spec, arXiv
+    2502.14856): .pt, .safetensors, .json, the .npz of data vocab, or org/repository/FILE of the hub.
+    """
+
     shape: Annotated[ShapeTable | None, BeforeValidator(_shape_table)] = None
+    """Speculation shape steps,topk,tokens such as 4,1,5 (a chain) or 5,4,16 (a tree), or none; several by
+    batch size: '5,4,16 8:4,1,5 32:none'. auto, the default, chooses cycle by cycle from measured costs and
+    acceptance where the draft allows it, else by the draft and the target.
+    """
+
     max_batch_size: int = Field(default=8, ge=1)
+    """Most requests decoded together."""
+
     max_context: int | None = Field(default=None, ge=2)
+    """Most tokens of prompt and reply; default the target's context, at most 8192."""
+
     page_size: int = Field(default=16, ge=1)
+    """Tokens per page of the key-value pool."""
+
     prefix_cache: bool = True
+    """Share and keep the pages of common prefixes."""
+
     prefill_tokens: int | None = Field(default=None, ge=1)
+    """Most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU."""
+
     decode_prefill_tokens: int | None = Field(default=None, ge=1)
+    """Most of them in a step that also decodes, for as long as they take the next cycle waits; default
+    prefill_tokens on a CPU, 1024 on a GPU (of 8 B parameters some 25 ms, where 8192 take 200; parts of a few
+    hundred would hardly compute longer than they read the weights).
+    """
+
     mixed_prefill_tokens: int | None = Field(default=None, ge=1)
+    """Share of prompts in a step that also decodes for others, in tokens that have none before them; default
+    12 on a CPU, 1024 on a GPU.
+    """
+
     prefill_backend: PrefillBackend = "auto"
+    """Attention of the target's prompts on a GPU: triton is ours; flash-attn and flashinfer are libraries
+    that you install, which read the pool in place; auto, the default, takes the fastest of those that are
+    installed, measured in the server's warm-up. On a CPU always ours.
+    """
+
     kv_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the key-value pool holds; default what the batch needs, or what fits."""
+
     kv_memory: Annotated[int | None, BeforeValidator(parse_size)] = Field(default=None, ge=1)
+    """Size of the key-value pool in bytes, or such as 4G or 512Mi, in place of a number of tokens."""
+
     state_snapshots: int | None = Field(default=None, ge=0)
+    """States kept for cached prefixes of targets with recurrent layers, which go on from one of them; default
+    four for each request of a batch, or what fits into a quarter of the room for the pool.
+    """
+
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of another
+    dtype, not equal.
+    """
+
     lag: int | None = Field(default=None, ge=0, le=1)
+    """Steps between a cycle and its results on the host, 0 or 1; default 0 on a CPU, 1 on a GPU."""
+
     batch_sizes: tuple[int, ...] | None = None
+    """Batches are padded to the next of these; default exact sizes on a CPU, on a GPU powers of two up to 16
+    and multiples of 8 above.
+    """
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU."""
+
     quantization: Literal["auto", "fp8", "none"] = "auto"
+    """Of the target's linear layers and routed experts: auto keeps those in fp8 that the checkpoint has so,
+    none widens them, fp8 also casts the others when they are loaded, with a scale for each output. LOSSY: the
+    target is another one then, near the unquantised. Embedding, output layer, norms and routers stay in
+    dtype; slow on a CPU, which widens the weights in every step.
+    """
+
     device: str = "auto"
+    """Auto, cpu or cuda; with tensor_parallel also a list such as cuda:2,cuda:3, one of each rank."""
+
     tensor_parallel: int = Field(default=1, ge=1)
+    """Processes that share the target, each with a part of its weights and of the key-value pool."""
+
     expert_parallel: bool = False
+    """They share routed experts by number, whole ones each, in place of a part of every expert."""
+
     data_parallel_attention: bool = False
+    """Latents of a request are in the pool of one of these processes only, which attends to them with all
+    heads; of another target's attention they share heads.
+    """
+
     rank_timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds after which a process of them that does not answer is given up."""
+
     tree: Literal["dynamic", "static"] = "dynamic"
+    """Topology of drafted trees: dynamic keeps the draft's best nodes (EAGLE-2), static is EAGLE-1's fixed
+    tree, whose shape is 5,4,26.
+    """
+
     sampled_drafts: bool = False
+    """Sample drafts from the draft's own distribution where requests sample (chains and static trees)."""
+
     verifier: Literal["target-only", "relaxed", "rejection", "block"] | None = None
+    """Verification of the drafts of requests that sample; default the lossless one, or relaxed with
+    thresholds.
+    """
+
     accept_threshold_single: float = Field(default=1.0, ge=0.0, le=1.0)
+    """LOSSY below 1: accept a draft token of at least this probability."""
+
     accept_threshold_acc: float = Field(default=1.0, ge=0.0, le=1.0)
+    """LOSSY below 1: divide the probability of a draft token by this before it is accepted by chance."""
+
     seed: int = 0
+    """Seed of requests that bring none."""
+
     graph_mode: GraphMode | None = None
+    """Capture of whole cycles: as CUDA graphs on a GPU, as lists of operations that need no Python on a CPU
+    (cycle, the default), or not at all (off).
+    """
+
     ngram: NgramConfig = NgramConfig()
+    """Matching of n-grams."""
 
     @model_validator(mode="after")
     def _options_go_together(self) -> "EngineConfig":

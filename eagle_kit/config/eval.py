@@ -14,31 +14,37 @@ DEFAULT_SHAPES = ("4,1,5", "5,4,16", AUTO)
 
 
 class EvalConfig(Options):
-    """Comparison of drafts with plain decoding. Decoding is greedy.
-
-    Attributes:
-        tasks: human_eval, ours, bfcl, or files of prompts: published sets as they are, .jsonl, .jsonl.gz or
-            .json; the name of a known set says where to get it.
-        shapes: speculation shapes steps,topk,tokens, tried with every draft; auto chooses from cycle to
-            cycle.
-        max_tokens: most tokens per reply.
-        limit: prompts of each task, drawn evenly over its categories; default all.
-        seed: seed of the draw of prompts.
-        chat_template_kwargs: arguments of the chat template for prompts that have none of their own, such as
-            {"enable_thinking": false}.
-        plots: draw the plots; needs matplotlib.
-        engine: options of the engines; its algorithm is not looked at, and its shape only says what memory
-            is planned for.
-    """
+    """Comparison of drafts with plain decoding. Decoding is greedy."""
 
     tasks: tuple[str, ...] = ("human_eval", "ours")
+    """Human_eval, ours, bfcl, or files of prompts: published sets as they are, .jsonl, .jsonl.gz or .json;
+    the name of a known set says where to get it.
+    """
+
     shapes: tuple[str, ...] = DEFAULT_SHAPES
+    """Speculation shapes steps,topk,tokens, tried with every draft; auto chooses from cycle to cycle."""
+
     max_tokens: int = Field(default=128, ge=1)
+    """Most tokens per reply."""
+
     limit: int | None = None
+    """Prompts of each task, drawn evenly over its categories; default all."""
+
     seed: int = 0
+    """Seed of the draw of prompts."""
+
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template for prompts that have none of their own, such as {"enable_thinking":
+    false}.
+    """
+
     plots: bool = True
+    """Draw the plots; needs matplotlib."""
+
     engine: EngineConfig = EngineConfig(max_batch_size=1)
+    """Options of the engines; its algorithm is not looked at, and its shape only says what memory is planned
+    for.
+    """
 
     @field_validator("shapes")
     @classmethod

@@ -1,7 +1,5 @@
 """Bases of schemas: of sections of a YAML file, and of options that are filled by keyword."""
 
-import inspect
-import re
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
@@ -16,7 +14,7 @@ MAX_NUMBER = 2**32 - 1
 class Section(BaseModel):
     """Section of a YAML file: frozen, without unknown keys, with numbers that are finite and fit 32 bits."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     @field_validator("*")
     @classmethod
@@ -41,13 +39,13 @@ class OptionError(UserError):
 
 
 class Options(BaseModel):
-    """Set of options. The ``Attributes`` of a schema's docstring are also the help of its flags.
+    """Set of options. The text under a field is its documentation and the help of its flag.
 
     Raises:
         UserError: an unknown name or a wrong value, whether the schema or a validator refuses it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def __init__(self, **values: Any) -> None:
         try:
@@ -57,10 +55,8 @@ class Options(BaseModel):
 
     @classmethod
     def help_of(cls, name: str) -> str:
-        """Documentation of a field, from the docstring."""
-        text = inspect.getdoc(cls) or ""
-        found = re.search(rf"^    {name}: (.*?)(?=^    \w+: |\Z)", text, re.MULTILINE | re.DOTALL)
-        return " ".join(found[1].split()) if found is not None else ""
+        """Documentation of a field, on one line."""
+        return " ".join((cls.model_fields[name].description or "").split())
 
     def replace(self, **values: Any) -> Self:
         """Copy the options with other ``values``, validated again."""

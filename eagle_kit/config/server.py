@@ -14,51 +14,70 @@ WarmUpExtent = Literal["all", "usual", "none"]
 
 
 class ServerConfig(Options):
-    """Name and limits of one server.
-
-    Attributes:
-        model_name: name that /v1/models lists and requests may give; default the last part of the model's
-            path.
-        host: address to listen on.
-        allowed_host: names, separated by commas, that the headers Host and Origin of requests may hold
-            besides those of loopback. Without it the headers are checked where no key is set and the server
-            listens on loopback.
-        forwarded_allow_ips: addresses or networks of proxies, separated by commas, whose X-Forwarded-For
-            names the client; without it the header is not read.
-        api_key: bearer token that clients must send; default $EAGLE_KIT_API_KEY, or none. Other users of the
-            machine see a key that is given here, and not one of the environment.
-        max_queued: requests that may wait besides those that run; more get 503.
-        max_parallel_per_client: replies that one client may have in progress; more get 429.
-        max_requests_per_minute: requests of one client per minute; more get 429.
-        separate_clients: clients, who are told apart by their addresses, do not use one another's cached
-            pages, n-grams and compiled grammars.
-        max_body_bytes: size of the largest request body; larger ones get 413.
-        warm_up: what a GPU is prepared for before the first request: all that requests may ask for (all, the
-            default), all but logprobs and grammars (usual), or nothing (none). What was not prepared is
-            captured and compiled when it is first needed, while all requests wait; the table at the start
-            says what it is.
-        reasoning_parser: form of the reasoning in replies, which is sent apart from the content: auto (the
-            default, found in the chat template), none, think, deepseek_r1 (a thought that nothing has opened)
-            or harmony, or a name of vLLM's or SGLang's.
-        tool_call_parser: form of the tool calls in replies: auto (the default, found in the chat template),
-            none, hermes, llama3, mistral, deepseek or harmony, or a name of vLLM's or SGLang's.
-        grace_period_s: seconds that running replies get to finish when the server is stopped.
-    """
+    """Name and limits of one server."""
 
     model_name: str
+    """Name that /v1/models lists and requests may give; default the target's name. The path or hub id
+    that was served is taken as well.
+    """
+
+    model_aliases: tuple[str, ...] = ()
+    """Other names that requests may give."""
+
     host: str = "127.0.0.1"
+    """Address to listen on."""
+
     allowed_host: str | None = None
+    """Names, separated by commas, that the headers Host and Origin of requests may hold besides those of
+    loopback. Without it the headers are checked where no key is set and the server listens on loopback.
+    """
+
     forwarded_allow_ips: str | None = None
+    """Addresses or networks of proxies, separated by commas, whose X-Forwarded-For names the client; without
+    it the header is not read.
+    """
+
     api_key: str | None = None
+    """Bearer token that clients must send; default $EAGLE_KIT_API_KEY, or none. Other users of the machine
+    see a key that is given here, and not one of the environment.
+    """
+
     max_queued: int = Field(default=256, ge=0)
+    """Requests that may wait besides those that run; more get 503."""
+
     max_parallel_per_client: int | None = Field(default=None, ge=1)
+    """Replies that one client may have in progress; more get 429."""
+
     max_requests_per_minute: int | None = Field(default=None, ge=1)
+    """Requests of one client per minute; more get 429."""
+
     separate_clients: bool = False
+    """Clients, who are told apart by their addresses, do not use one another's cached pages, n-grams and
+    compiled grammars.
+    """
+
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1)
+    """Size of the largest request body; larger ones get 413."""
+
     warm_up: WarmUpExtent = "all"
+    """What a GPU is prepared for before the first request: all that requests may ask for (all, the default),
+    all but logprobs and grammars (usual), or nothing (none). What was not prepared is captured and compiled
+    when it is first needed, while all requests wait; the table at the start says what it is.
+    """
+
     reasoning_parser: str = "auto"
+    """Form of the reasoning in replies, which is sent apart from the content: auto (the default, found in the
+    chat template), none, think, deepseek_r1 (a thought that nothing has opened) or harmony, or a name of
+    vLLM's or SGLang's.
+    """
+
     tool_call_parser: str = "auto"
+    """Form of the tool calls in replies: auto (the default, found in the chat template), none, hermes,
+    llama3, mistral, deepseek or harmony, or a name of vLLM's or SGLang's.
+    """
+
     grace_period_s: float = Field(default=30.0, ge=0.0)
+    """Seconds that running replies get to finish when the server is stopped."""
 
     @field_validator("model_name")
     @classmethod

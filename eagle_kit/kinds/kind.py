@@ -300,7 +300,7 @@ class HeadKind(DraftKind, Generic[Config, Head]):
             findings.check_context(config.max_position_embeddings, target.config),
             findings.check_rope(config.layer, target.config),
             findings.check_template(config, target),
-            findings.check_name(config, target),
+            findings.check_target(config, files.metadata, target),
             self._check_weights(files, config),
         ]
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from eagle_kit.config.loading.command_line import add_config, print_error
 from eagle_kit.config.loading.loader import load_config
@@ -23,8 +24,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train a draft head; the exit code is 0 when done, 2 for a user's mistake, 130 when it was saved on the
     way: by a signal, or because ``--stop-after`` is over."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = _parser().parse_intermixed_args(argv)
+    args = build_parser().parse_intermixed_args(argv)
     try:
+        if args.init is not None:
+            from eagle_kit.train.first_config import write_first_config
+
+            write_first_config(Path(args.config), args.init)
+            print(f"{args.config}: written; its first lines say what to do next")
+            return 0
         if args.plan:
             from eagle_kit.train.plan.report import print_plans
 
@@ -96,7 +103,8 @@ def _process(environ: Mapping[str, str]) -> str:
     return "" if count == "1" else f"process {environ.get('RANK', '0')} of {count}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of ``train``."""
     parser = argparse.ArgumentParser(
         prog="eagle-kit train", description="Train a draft head from a YAML config."
     )
@@ -125,6 +133,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--gpu", default="h100-80g", metavar="KIND", help="kind of GPU of --plan (default %(default)s)"
+    )
+    parser.add_argument(
+        "--init", metavar="TARGET", help="write CONFIG, with comments, for a first head of this target"
     )
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser

@@ -124,7 +124,7 @@ def test_every_flag_of_the_server_reaches_its_options():
     assert found_of(config, table) == fields_of(table)
     assert config.ngram == NgramConfig(**fields_of(NGRAM))
     assert set(fields_of(NGRAM)) == set(NgramConfig.model_fields)
-    assert set(fields_of(SERVER)) == set(ServerConfig.model_fields) - {"max_body_bytes"}
+    assert set(fields_of(SERVER)) == set(ServerConfig.model_fields) - {"max_body_bytes", "model_aliases"}
     assert found_of(options_of(args, ServerConfig, serve.SERVER_FLAGS), SERVER) == fields_of(SERVER)
 
 
@@ -228,7 +228,8 @@ def test_an_evaluation_is_one_run_of_wandb_however_often_it_is_asked_for(monkeyp
     monkeypatch.setattr("eagle_kit.eval.runner.run_eval", lambda *given, out: summary)
     monkeypatch.setattr(wandb, "init", note)
     monkeypatch.setattr(wandb.Run, "finish", note_summary)
-    words = ["eval", "--draft", "x", "--out", str(tmp_path), "--tracking", "wandb=offline", "tags=[a]"]
+    words = ["eval", "--target", "t", "--draft", "x", "--out", str(tmp_path)]
+    words += ["--tracking", "wandb=offline", "tags=[a]"]
     assert app.main([*words, "project=mine"]) == 0
     assert app.main([*words, "project=mine", "group=heads"]) == 0
 
@@ -363,10 +364,11 @@ def test_a_server_is_of_the_draft_and_target_that_were_given(
     assert f"target     {folders / 'target'}" in said and f"draft      {folders / 'head'}" in said
     assert "self-test" not in said and "tokens per verify" not in said
     config = served[0].state.service.config
-    expected = (words[0], "of the environment")
+    expected = ("target", "of the environment")
     if named:
         expected = ("mine", "given")
     assert (config.model_name, config.api_key) == expected
+    assert {"target", str(folders / "target"), "head"} <= set(config.model_aliases)
 
 
 def test_every_flag_of_a_capture_reaches_it(monkeypatch, tmp_path):

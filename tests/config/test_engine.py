@@ -20,8 +20,8 @@ def test_every_option_is_documented(schema):
 
 
 def test_documentation_of_an_option_ends_where_the_next_begins():
-    assert EngineConfig.help_of("page_size") == "tokens per page of the key-value pool."
-    assert EngineConfig.help_of("ngram") == "matching of n-grams."
+    assert EngineConfig.help_of("page_size") == "Tokens per page of the key-value pool."
+    assert EngineConfig.help_of("ngram") == "Matching of n-grams."
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,8 @@ WATCH_S = 5.0
 TRIES = 3
 GROWTH = 1.05
 """Most memory of the last third of a soak, over that of the third before."""
-RESIDENT = "process_resident_memory_bytes"
+MEMORY = ("process_resident_memory_bytes", "eagle_kit:promised_memory_bytes")
+"""Metrics whose sum does not change as the pages of the key-value pool are first written."""
 
 
 class Alone(NamedTuple):
@@ -41,10 +42,11 @@ class Alone(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """State of the server: seconds since the start, resident GB, milliseconds until ``/health`` answered."""
+    """State of the server: seconds since the start, GB resident or promised, milliseconds until ``/health``
+    answered."""
 
     at: float
-    resident_gb: float
+    memory_gb: float
     health_ms: float
 
 
@@ -136,9 +138,10 @@ async def _watch(load: Load, samples: list[Sample], options: Options) -> None:
             text = (await load.server.ask("/metrics")).body.decode()
             values = {name: float(value) for name, _, value in SAMPLE.findall(text)}
             at = time.monotonic() - load.started
-            samples.append(Sample(at, values.get(RESIDENT, 0.0) / 1e9, health_ms))
+            memory = sum(values.get(name, 0.0) for name in MEMORY)
+            samples.append(Sample(at, memory / 1e9, health_ms))
             bar.update(min(round(at), total) - bar.n)
-            bar.set_postfix_str(f"{samples[-1].resident_gb:.2f} GB, {len(load.waits)} ordinary replies")
+            bar.set_postfix_str(f"{samples[-1].memory_gb:.2f} GB, {len(load.waits)} ordinary replies")
             await asyncio.sleep(WATCH_S)
 
 
@@ -164,7 +167,7 @@ def judge(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> di
     if not third:
         return {"failures": ["it was too short to be judged"]}
     before, last = (
-        max(each.resident_gb for each in part) for part in (samples[third:-third], samples[-third:])
+        max(each.memory_gb for each in part) for part in (samples[third:-third], samples[-third:])
     )
     if last > GROWTH * before:
         failures.append(f"memory grew from {before:.2f} to {last:.2f} GB in the last third")
@@ -180,8 +183,8 @@ def judge(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> di
         "seconds alone, first token": _spread([each.first for each in alone.values()]),
         "seconds, first token": _spread([wait.first for wait in load.waits]),
         "other requests meanwhile": _spread([wait.others for wait in load.waits]),
-        "resident GB at start, 1/3, 2/3, end": [
-            round(samples[i].resident_gb, 2)
+        "GB resident or promised at start, 1/3, 2/3, end": [
+            round(samples[i].memory_gb, 2)
             for i in (0, len(samples) // 3, 2 * len(samples) // 3, len(samples) - 1)
         ],
         "milliseconds of /health": _spread([each.health_ms for each in samples]),
@@ -213,5 +216,7 @@ def picture(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> 
         limits=(0, None),
     )
     at = [each.at / 60 for each in samples]
-    memory = Curves("minutes", "resident GB", [Curve(at, [s.resident_gb for s in samples])], limits=(0, None))
+    memory = Curves(
+        "minutes", "GB resident or promised", [Curve(at, [s.memory_gb for s in samples])], limits=(0, None)
+    )
     return draw("Soak", [times, memory], legend=True)

@@ -14,7 +14,7 @@ from eagle_kit.eval.diagnose.fit import LOW_SHARE, Fit
 from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatReading
 from eagle_kit.eval.diagnose.hypotheses import LEAST_RATIO
 from eagle_kit.eval.diagnose.trials import LIKELY, SURE, Trial
-from eagle_kit.kinds.support.findings import Finding
+from eagle_kit.kinds.support.findings import TARGET_WEIGHTS, Finding
 
 LEAST_EXCESS, LEAST_EXCESS_SHARE = 0.05, 0.15
 """Confidence above the target's probability that a fitting head does not have, and the share of its
@@ -98,7 +98,7 @@ def name_causes(measured: Measured) -> list[Cause]:
     found += [cause for cause in _template(measured) if not cause.is_found]
     if measured.fit.is_low or found:
         named = {cause.subject for cause in found}
-        named |= {"target"} if OTHER_TARGET in named else set()
+        named |= {"target", TARGET_WEIGHTS} if OTHER_TARGET in named else set()
         found += [cause for cause in _doubts(measured.findings) if cause.subject not in named]
     return found
 
@@ -176,32 +176,55 @@ def _by_figures(measured: Measured) -> Iterator[Cause]:
     if confirmed:
         best = max(confirmed, key=lambda trial: trial.score)
         who, fit = f"With {best.hypothesis.words}, the head", best.fit or fit
-    if _is_other_target(measured, fit):
-        yield _other_target(measured, fit, who)
+    if _is_too_sure(measured, fit):
+        has_its_weights = any(
+            each.subject == TARGET_WEIGHTS and each.level == "ok" for each in measured.findings
+        )
+        yield _learned_by_heart(measured, fit, who) if has_its_weights else _other_target(measured, fit, who)
     elif fit.is_low:
         yield _too_little_training(measured, fit, who)
 
 
-def _is_other_target(measured: Measured, fit: Fit) -> bool:
-    """The head's inputs are not those of its training, and nothing that was tried makes them so."""
+def _is_too_sure(measured: Measured, fit: Fit) -> bool:
+    """The head's inputs are not as those of its training, and nothing that was tried makes them so."""
     excess, least = fit.excess, LEAST_EXCESS_SHARE * fit.confidence.mean
     too_sure = excess.mean >= max(LEAST_EXCESS, least) and excess.score >= SURE
     return too_sure or (fit.is_low and bool(measured.other_copies))
 
 
-def _other_target(measured: Measured, fit: Fit, who: str) -> Cause:
-    evidence = (
+def _excess(fit: Fit, who: str) -> str:
+    """How much surer the head is than it may be."""
+    return (
         f"{who} gives its first drafts {fit.confidence.mean:.2f} on average and the target gives them "
         f"{fit.trust.mean:.2f}: it is surer than it may be, by {fit.excess.mean:.2f} ± "
-        f"{fit.excess.margin:.2f}, as a head is whose target's states are not those it learned from."
+        f"{fit.excess.margin:.2f}"
     )
+
+
+def _learned_by_heart(measured: Measured, fit: Fit, who: str) -> Cause:
+    evidence = (
+        f"{_excess(fit, who)}, though the target has the weights of its training: it has learned few texts, "
+        f"or texts of another kind.{_amount(measured.training)}"
+    )
+    return Cause("too few or other texts", evidence, RETRAIN, cost=fit.excess.mean)
+
+
+def _amount(training: Mapping[str, Any]) -> str:
+    """How much a head was trained, as a sentence behind another; empty where its files do not say it."""
+    seen = training.get("tokens_seen")
+    return "" if seen is None else f" It has seen {seen:,} tokens in {training.get('step', 0):,} steps."
+
+
+def _other_target(measured: Measured, fit: Fit, who: str) -> Cause:
+    evidence = f"{_excess(fit, who)}, as a head is whose target's states are not those it learned from."
     if fit.trust.mean < UNTAUGHT:
         evidence += " The target would say none of it: these may not be weights that were trained at all."
     if measured.other_copies:
         evidence += f" It brings {' and '.join(measured.other_copies)}, not this target's."
-    name = next((each for each in measured.findings if each.subject == "target"), None)
-    if name is not None:
-        evidence += f" By name: {name.cause}"
+    subjects = ("target", TARGET_WEIGHTS)
+    checked = next((each for each in measured.findings if each.subject in subjects), None)
+    if checked is not None:
+        evidence += f" A check of the files says: {checked.cause}"
     return Cause(OTHER_TARGET, evidence, OWN_TARGET, cost=fit.excess.mean)
 
 
@@ -212,8 +235,7 @@ def _too_little_training(measured: Measured, fit: Fit, who: str) -> Cause:
         f"{fit.confidence.mean:.2f}, the target {fit.trust.mean:.2f}, with an entropy of {fit.entropy:.1f} "
         f"of {fit.most_entropy:.1f} nats."
     )
-    if (seen := measured.training.get("tokens_seen")) is not None:
-        evidence += f" It has seen {seen:,} tokens in {measured.training.get('step', 0):,} steps."
+    evidence += _amount(measured.training)
     return Cause("too little training", evidence, RETRAIN, cost=LOW_SHARE - fit.share)
 
 

@@ -44,6 +44,8 @@ import torch
 
 from eagle_kit.kernels.soft_cross_entropy.reference import RowLoss
 
+NAMES = ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
+"""Losses of this module."""
 LEAST_PROBABILITY = 1e-30
 """Lower bound of probabilities inside a logarithm."""
 LEAST_ACCEPTANCE = 1e-8
@@ -62,10 +64,14 @@ def row_loss(mix: Mapping[str, float], eta: float, *, tells_acceptance: bool = F
         mix: name to weight.
         eta: of ``lk-hybrid``.
         tells_acceptance: a, whatever the losses.
+
+    Raises:
+        ValueError: a name that is not one of these losses.
     """
-    ce, kl, reverse, tv, alpha, hybrid = (
-        mix.get(name, 0.0) for name in ("ce", "kl", "reverse-kl", "tv", "lk-alpha", "lk-hybrid")
-    )
+    unknown = set(mix) - set(NAMES)
+    if unknown:
+        raise ValueError(f"unknown losses {', '.join(sorted(unknown))}; known are {', '.join(NAMES)}")
+    ce, kl, reverse, tv, alpha, hybrid = (mix.get(name, 0.0) for name in NAMES)
     learns_p, needs_kl = bool(ce or kl or hybrid), bool(kl or hybrid)
     learns_rate = bool(tv or alpha or hybrid)
 

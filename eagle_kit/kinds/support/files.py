@@ -17,6 +17,8 @@ from eagle_kit.models.loading.source import OLD_WEIGHTS
 CONFIG, WEIGHTS, METADATA = "config.json", "model.safetensors", "eagle_kit.json"
 OWN = "eagle_kit"
 """Our key in every ``config.json``. Its ``format`` names the layout, where that is not ours."""
+WEIGHTS_KEY = "target_weights"
+"""Key of ``eagle_kit.json``: hash of the files of the target that the draft was trained for."""
 TABLES = (OWN, "eagle_config", "transformer_layer_config")
 """Keys of a ``config.json`` whose values are objects."""
 

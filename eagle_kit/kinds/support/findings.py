@@ -5,13 +5,15 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.template import template_hash
+from eagle_kit.kinds.support.files import WEIGHTS_KEY
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
+from eagle_kit.models.loading.loader import target_fingerprint
 from eagle_kit.models.loading.source import load_tokenizer
 
 MATRIX_RMS, MATRIX_GAIN, NORM_RMS = 0.5, 0.01, (1e-3, 100.0)
@@ -31,6 +33,8 @@ TABLES, TABLE_RMS = ("embed_tokens.weight", "markov_w1.weight"), 100.0
 A table adds nothing up, so that its scale is its trainer's choice: torch's own is 1, which speculators leaves
 to DSpark's table.
 """
+TARGET_WEIGHTS = "target weights"
+"""Subject of the finding that compares hashes of weights."""
 OWN_TARGET = "Use the target that the draft was trained for, or train a draft for this one."
 
 
@@ -165,6 +169,26 @@ def check_template(draft: HeadArchitecture, target: TargetFolder) -> Finding:
         subject,
         "not the one the draft was trained with, so fewer of its tokens may be accepted.",
         "Serve with the template of its training, or train a draft on this one.",
+    )
+
+
+def check_target(draft: HeadArchitecture, metadata: Mapping[str, Any], target: TargetFolder) -> Finding:
+    """Compare the target's weights with those of the draft's training, by their hash, where the draft has it,
+    else by the target's name.
+
+    Args:
+        metadata: of the draft's ``eagle_kit.json``.
+    """
+    trained_for = metadata.get(WEIGHTS_KEY)
+    if trained_for is None:
+        return check_name(draft, target)
+    if trained_for == target_fingerprint(target.folder):
+        return Finding("ok", TARGET_WEIGHTS, f"{target_name(target.folder)} has the weights of the training.")
+    return Finding(
+        "warning",
+        TARGET_WEIGHTS,
+        f"{target_name(target.folder)} has other weights than {draft.target}, the target of the training.",
+        "Use the very files that the draft was trained for.",
     )
 
 

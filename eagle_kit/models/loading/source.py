@@ -90,13 +90,12 @@ def resolve_model(name: str | Path, role: str) -> Path:
     """
     name = str(name)
     folder = expand(name)
-    repository = split_folder(split_revision(name)[0])[0]
     if not (name and folder.is_dir()):
         if name.lower() in PACKAGED_TARGETS:
             return _convert_packaged(name.lower())
         if folder.suffix.lower() == GGUF:
             return _convert_file(folder)
-        if name.startswith((".", "~")) or not REPOSITORY.fullmatch(repository):
+        if not is_hub_id(name):
             raise UserError(
                 f"The {role} {name!r} is neither a folder here nor a hub id.",
                 f"Give a model folder, a {GGUF} file, an id such as org/model, or one of "
@@ -108,6 +107,12 @@ def resolve_model(name: str | Path, role: str) -> Path:
             raise UserError(f"The {role} {name} has no config.json, but GGUF files.", f"Name one: {file}")
         raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
     return folder
+
+
+def is_hub_id(name: str) -> bool:
+    """True for ``org/model`` or a folder of one, perhaps with a revision; it may be a folder here as well."""
+    repository = split_folder(split_revision(name)[0])[0]
+    return not name.startswith((".", "~")) and bool(REPOSITORY.fullmatch(repository))
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

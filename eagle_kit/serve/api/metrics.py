@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from eagle_kit.kernels.cpu_memory import promised_memory
+
 if TYPE_CHECKING:
     from eagle_kit.serve.engine import Engine
     from eagle_kit.serve.request import Request
@@ -88,6 +90,11 @@ class _EngineCollector:
             ("num_requests_running", "Requests in the batch.", engine.num_running),
             ("num_requests_waiting", "Requests in the queue.", engine.num_waiting),
             ("kv_cache_usage_perc", "Share of the key-value pool in use, 0 to 1.", engine.kv_usage),
+            (
+                "promised_memory_bytes",
+                "Memory of the key-value pool on a CPU that is resident once it was written.",
+                promised_memory(),
+            ),
             ("num_graphs", "Captured or recorded cycles.", engine.num_graphs),
             ("num_grammars", "Compiled grammars that are remembered.", engine.num_grammars),
         )

@@ -150,7 +150,7 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError 404 for a model other than the one served; None is that one."""
-        if name is not None and name != self.config.model_name:
+        if name is not None and name not in (self.config.model_name, *self.config.model_aliases):
             raise ApiError(
                 404,
                 f"The model {cut(name)!r} is not served here; use {self.config.model_name!r}.",

@@ -12,7 +12,6 @@ from eagle_kit.core.shape import NO_SPECULATION
 
 if TYPE_CHECKING:
     from eagle_kit.core.shape import SpecShape
-    from eagle_kit.kinds.support.findings import Finding
     from eagle_kit.serve.llm import LLM
 
 LOW_ACCEPT_LENGTH = {"chain": 1.2, "tree": 1.3}
@@ -26,6 +25,14 @@ PROMPTS = (
     "Write a Python function that adds two numbers.",
 )
 NUM_TOKENS = 32
+CHECKED_CAUSES = {
+    "target weights": "Another target than the one of its training",
+    "target": "Another target than the one of its training",
+    "chat template": "Another chat template",
+    "layer ids": "Layer ids in the other convention, inputs against outputs",
+    "vocabulary": "A vocabulary map of other ids",
+}
+"""Subject of a finding -> the cause of low acceptance that it is a sign of, the likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,11 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
         target: given explicitly, it makes ``draft_or_target`` a draft whatever is in it (a small model of
             its own, for STANDALONE, looks like a target).
         default_target: of drafts that name none.
+
+    Raises:
+        UserError: the draft names a target that is not known here.
     """
+    from eagle_kit.checkpoints.named_target import named_by
     from eagle_kit.kinds.registry import find_kind
     from eagle_kit.kinds.support.files import open_draft
     from eagle_kit.models.loading.source import resolve_model
@@ -53,8 +64,8 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
     files = open_draft(resolve_model(draft_or_target, "draft or target"))
     if find_kind(files).is_whole_model:
         return ServedModel(draft_or_target, None)
-    named = files.own.get("target") or files.metadata.get("target")
-    return ServedModel(str(named or default_target), draft_or_target)
+    named = named_by(draft_or_target, files)
+    return ServedModel(default_target if named is None else named.name, draft_or_target)
 
 
 @contextmanager
@@ -172,23 +183,32 @@ def doubts(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
 
 
 def causes_of_low_acceptance(draft: str, target: str, dtype: str) -> list[str]:
-    """List causes of low acceptance of a sound head, the most likely first, with findings of a check of the
-    two."""
+    """List causes of low acceptance, the most likely first, without those that a check rules out."""
+    from eagle_kit.checkpoints.draft import resolve_draft
     from eagle_kit.checkpoints.validate import validate_draft
+    from eagle_kit.kinds.support.files import read_metadata
+    from eagle_kit.models.loading.loader import read_target_config
+    from eagle_kit.models.loading.source import resolve_target
 
     findings = {finding.subject: finding for finding in validate_draft(draft, target)}
-    return [
-        f"Another target than the one of its training: {_of(findings.get('target'))}",
-        f"Another chat template: {_of(findings.get('chat template'))}",
-        f"Layer ids in the other convention, inputs against outputs: {_of(findings.get('layer ids'))}",
-        f"Another dtype, or a quantised target: this one is decoded in {dtype}.",
-        f"A vocabulary map of other ids: {_of(findings.get('vocabulary'))}",
-        f"A head that was trained too little. `eagle-kit diagnose {draft} --target {target}` tries each of "
-        "these and more, and names the one that it is.",
+    causes = [
+        f"{cause}: {findings[subject].cause} {findings[subject].remedy}"
+        for subject, cause in CHECKED_CAUSES.items()
+        if subject in findings and findings[subject].level != "ok"
     ]
 
-
-def _of(finding: "Finding | None") -> str:
-    if finding is None:
-        return "it could not be checked."
-    return finding.cause if finding.level == "ok" else f"{finding.cause} {finding.remedy}"
+    # What the files cannot rule out.
+    training = read_metadata(resolve_draft(draft, read_target_config(resolve_target(target))))
+    seen = training.get("tokens_seen")
+    amount = "" if seen is None else f" It has seen {seen:,} tokens in {training.get('step', 0):,} steps."
+    causes.append(f"A head that was trained too little, or on few texts.{amount}")
+    same_name = findings.get("target")
+    if same_name is not None and same_name.level == "ok":
+        causes.append(f"Another target of the same name: {same_name.cause}")
+    if dtype != "float32":
+        causes.append(f"Another dtype, or a quantised target: this one is decoded in {dtype}.")
+    causes[-1] += (
+        f" `eagle-kit diagnose {draft} --target {target}` tries each of these and more, and names the one "
+        "that it is."
+    )
+    return causes

@@ -11,6 +11,7 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.files import nearest_folder
 from eagle_kit.data.chat.preview import preview
+from eagle_kit.kinds.support.files import WEIGHTS_KEY
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.parallel.launch import sharding_asked_for
@@ -137,6 +138,7 @@ def metadata(
     )
     return {
         "target": config.target,
+        WEIGHTS_KEY: components.weights,
         "command": command,
         "data": {
             "source": config.data.origin or config.data.store,

@@ -20,6 +20,7 @@ from eagle_kit.kinds.support.beginning import check_vocab_size
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
+from eagle_kit.models.loading.places import remember_place
 from eagle_kit.models.loading.source import (
     load_tokenizer,
     resolve_target,
@@ -39,6 +40,7 @@ class TrainingComponents:
     Attributes:
         target: frozen, in the run's precision, where ``training.target_placement`` loads it.
         folder: where it was loaded from.
+        weights: hash of the files there, :func:`target_fingerprint`.
         tokenizer: the target's.
         data: packed rows, vocabulary map, held-out prompts.
         cut: this process's part of the target by tensor parallelism, for the judge of one that processes
@@ -47,6 +49,7 @@ class TrainingComponents:
 
     target: Target
     folder: Path
+    weights: str
     tokenizer: Any
     data: PreparedData
     cut: Target | None = None
@@ -67,6 +70,9 @@ def load_components(
     """
     with accelerator.local_main_process_first():
         folder = resolve_target(config.target)
+        weights = target_fingerprint(folder)
+        if accelerator.is_local_main_process:
+            remember_place(weights, folder)
         tokenizer = load_tokenizer(folder)
         data = load_packed_data(
             config.data,
@@ -96,12 +102,12 @@ def load_components(
         check_shared(placement, accelerator)
     if runs and placement == "tensor-parallel":
         cut = load_cut(folder, accelerator, dtype, "Set training.target_placement=fsdp and judge.every=0.")
-        return TrainingComponents(between_whole_ends(cut, folder), folder, tokenizer, data, cut)
+        return TrainingComponents(between_whole_ends(cut, folder), folder, weights, tokenizer, data, cut)
     device = loading_device(placement, accelerator)
     target = load_target(folder, dtype=dtype, device=str(device), with_layers=runs)
     is_judged = runs and placement == "fsdp" and config.judge.every > 0
     judged = load_cut(folder, accelerator, dtype, "Set judge.every=0.") if is_judged else None
-    return TrainingComponents(target, folder, tokenizer, data, judged)
+    return TrainingComponents(target, folder, weights, tokenizer, data, judged)
 
 
 def state_store(
@@ -138,7 +144,7 @@ def states_manifest(
         "target": {
             "name": config.target,
             "revision": target_revision(components.folder),
-            "weights": target_fingerprint(components.folder),
+            "weights": components.weights,
         },
         "tokenizer": tokenizer_hash(components.tokenizer),
         "template": template_hash(components.tokenizer),

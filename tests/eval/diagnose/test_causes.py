@@ -99,6 +99,10 @@ def test_a_sure_and_wrong_head_has_another_target_and_an_unsure_one_too_little_t
     warned = [Finding("warning", "target", "another name.", "Look.")]
     (cause,) = name_causes(Measured(replace(LOW, excess=sure(0.3)), [], warned))
     assert "another name" in cause.evidence, "said once"
+    same = [Finding("ok", "target weights", "the same.")]
+    learned = Measured(replace(LOW, excess=sure(0.3)), [], same, training={"tokens_seen": 4954, "step": 24})
+    assert subjects(learned) == ["too few or other texts"]
+    assert "4,954 tokens in 24 steps" in name_causes(learned)[0].evidence
     assert subjects(Measured(LOW, [], [])) == ["too little training"]
     assert subjects(Measured(LOW, [], [], other_copies=["embed_tokens.weight"])) == ["another target"]
     assert subjects(Measured(replace(LOW, excess=sure(0.3)), [trial("layer ids", 0.3)], [])) == ["layer ids"]

@@ -131,6 +131,14 @@ def test_a_draft_that_says_everything_needs_no_mass(loss):
     torch.testing.assert_close(alone.row_losses, whole.row_losses)
 
 
+@pytest.mark.parametrize("loss", ["lk-hybird", {"ce": 0.5, "huber": 0.5}])
+def test_an_unknown_loss_is_refused(loss):
+    h, w, full, index, weights = inputs(1)
+    probs, _ = teacher(full)
+    with pytest.raises(ValueError, match="unknown losses (lk-hybird|huber); known are ce, kl"):
+        linear_draft_loss(h, w, Teacher(probs, index, weights), loss=loss)
+
+
 @pytest.mark.parametrize("loss", [loss for loss in LOSSES if loss != "ce"])
 def test_a_perfect_draft_loses_nothing_but_what_it_cannot_say(loss):
     """With q = p the divergences are 0, and the acceptance rate is the mass of the draft vocabulary."""

@@ -39,7 +39,9 @@ def folder(path, config=None, metadata=None):
     return str(path)
 
 
-def test_a_folder_with_a_drafts_config_names_its_own_target(tmp_path):
+def test_a_folder_with_a_drafts_config_names_its_own_target(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder(tmp_path / "small")
     ours = folder(
         tmp_path / "ours", {"architectures": ["LlamaForCausalLMEagle3"], "eagle_kit": {"target": "small"}}
     )
@@ -173,26 +175,26 @@ def test_the_self_test_compares_with_plain_decoding_and_resets_the_counters(toke
     assert self_test(TwoFacedLLM(tokenizer, [1, 2], [1, 2, 3]), SpecShape(3, 1, 4)).differing == (0, 2)
 
 
-def test_causes_of_low_acceptance_say_what_a_check_of_the_two_found(tmp_path):
+def test_causes_of_low_acceptance_are_those_that_a_check_does_not_rule_out(tmp_path):
     target = str(test_validate.make_target(tmp_path / "small"))
-    draft = str(test_validate.make_draft(tmp_path / "draft", target="another", template="0123456789abcdef"))
+    draft = test_validate.make_draft(tmp_path / "draft", target="another", template="0123456789abcdef")
+    (draft / "eagle_kit.json").write_text(json.dumps({"step": 24, "tokens_seen": 4954}))
 
-    # Each subject by its cause, with the remedy where something is wrong.
+    # What a check found wrong comes first, with its remedy.
     findings = {finding.subject: finding for finding in validate_draft(draft, target)}
-    causes = causes_of_low_acceptance(draft, target, "bfloat16")
-    subjects = ["target", "chat template", "layer ids", None, "vocabulary", None]
-    assert len(causes) == len(subjects) and "bfloat16" in causes[3] and draft in causes[5]
-    with_remedy = set()
-    for cause, subject in zip(causes, subjects, strict=True):
-        if subject in findings:
-            finding = findings[subject]
-            assert finding.cause in cause
-            if finding.level != "ok":
-                assert finding.remedy and finding.remedy in cause
-                with_remedy.add(subject)
-        elif subject is not None:
-            assert "could not be checked" in cause
-    assert set(findings) >= {"target", "layer ids", "vocabulary"} and with_remedy
+    causes = causes_of_low_acceptance(str(draft), target, "bfloat16")
+    assert findings["target"].cause in causes[0] and findings["target"].remedy in causes[0]
+    assert findings["chat template"].cause in causes[1]
+    assert "4,954 tokens in 24 steps" in causes[2]
+    assert "bfloat16" in causes[3] and f"eagle-kit diagnose {draft}" in causes[3] and len(causes) == 4
+
+    # A target of the right name may still be another one; fp32 is no cause.
+    right = test_validate.make_draft(tmp_path / "right", target="small")
+    causes = causes_of_low_acceptance(str(right), target, "float32")
+    assert [cause.partition(",")[0].partition(":")[0] for cause in causes][-2:] == [
+        "A head that was trained too little",
+        "Another target of the same name",
+    ]
 
 
 def test_the_report_names_causes_in_order_only_when_acceptance_is_low():

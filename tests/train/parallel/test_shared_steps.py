@@ -84,7 +84,7 @@ def train_tiny(ranks: Any, normalisation: str, sharding: str = "none") -> Traine
     assert accelerator.num_processes == (1 if ranks is None else ranks.size)
     target = tiny_target()
     data = make_data()
-    components = TrainingComponents(target, Path(), None, data)  # type: ignore[arg-type]
+    components = TrainingComponents(target, Path(), "", None, data)  # type: ignore[arg-type]
     schedule = Schedule.from_config(training, len(data))
 
     # The steps.

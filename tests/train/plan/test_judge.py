@@ -68,7 +68,7 @@ def judged(ranks: Any, folder: Path, head: DraftHead, placement: str) -> tuple[i
         captured = between_whole_ends(cut, folder)
     else:
         captured = load_target(folder)
-        TrainingComponents(captured, folder, None, None, cut).share_embedding()  # type: ignore[arg-type]
+        TrainingComponents(captured, folder, "", None, None, cut).share_embedding()  # type: ignore[arg-type]
     judge = Judge(cut, PROMPTS, JUDGE)
     with LiveBytes() as live:
         judge.judge(head)

@@ -81,7 +81,17 @@ def test_a_head_learns_is_judged_resumed_exported_and_served(eagle1_run, tmp_pat
     export_draft(run.output / "step-8", out, target=tmp_path / "target")
     findings = {finding.subject: finding.level for finding in validate_draft(out, tmp_path / "target")}
     assert findings == dict.fromkeys(
-        ("layout", "hidden size", "vocabulary", "context", "rope", "weights", "chat template", "target"), "ok"
+        (
+            "layout",
+            "hidden size",
+            "vocabulary",
+            "context",
+            "rope",
+            "weights",
+            "chat template",
+            "target weights",
+        ),
+        "ok",
     )
     assert algorithm_of(out) == "EAGLE"
     config = json.loads((out / "config.json").read_text())

@@ -56,7 +56,7 @@ def trained_head(target: LlamaModel) -> Eagle3Head:
         head.lm_head.weight.copy_(target.head_weight[head.target_ids])
     schedule = Schedule.from_config(config.training, len(data))
     stepper = Stepper(
-        config, make_accelerator(config), TrainingComponents(target, Path(), None, data), head, schedule
+        config, make_accelerator(config), TrainingComponents(target, Path(), "", None, data), head, schedule
     )
     state = TrainState()
     for _ in range(100):

@@ -126,7 +126,7 @@ def test_training_from_a_store_alone_is_training_online_to_the_bit(
         for place in (run.output, offline)
     )
     assert about == offline_about and about["source"] == str(run.folder / "chats.jsonl")
-    assert not (run.folder / "cache").exists()
+    assert not (run.folder / "cache" / "states").exists()
     first, second = (
         load_file(Path(place) / "step-4" / "model.safetensors") for place in (run.output, offline)
     )

@@ -1,0 +1,174 @@
+"""Write the reference pages of this folder from the schemas and the command line: ``make reference``.
+
+The text of an option stands under its field (``eagle_kit/config``) or with its flag (``eagle_kit/cli``), and
+nowhere else. The pages are text of Markdown; a test holds them to what this program writes.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from eagle_kit.cli.app import DELEGATED, build_parser
+from eagle_kit.config.diagnose import DiagnoseConfig
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.eval import EvalConfig
+from eagle_kit.config.pretrain import PretrainConfig
+from eagle_kit.config.server import ServerConfig
+from eagle_kit.config.study import StudyConfig
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.train.__main__ import build_parser as build_train_parser
+
+FOLDER = Path(__file__).with_name("reference")
+COLUMNS = 100
+"""Width of help texts."""
+LINE = 118
+"""Width of other lines."""
+FILES = {
+    "`eagle-kit train`": TrainConfig,
+    "`eagle-kit pretrain`": PretrainConfig,
+    "`eagle-kit study`": StudyConfig,
+}
+"""Command -> schema of the YAML file that it reads."""
+KEYWORDS = {
+    "The engine": EngineConfig,
+    "The server": ServerConfig,
+    "An evaluation": EvalConfig,
+    "A diagnosis": DiagnoseConfig,
+}
+"""Heading -> schema whose fields are flags, and keywords of Python."""
+TYPES = {str: "text", int: "whole number", float: "number", bool: "true or false", Path: "file"}
+LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def config_page() -> str:
+    """Keys of the YAML files, and options of the engine, server, evaluation and diagnosis."""
+    written = (
+        "Written by `make reference` from `eagle_kit/config`. Keys of YAML files can be replaced on the "
+        "command line as `section.key=value`."
+    )
+    lines = ["# Options", "", *_wrapped(written)]
+    for command, schema in FILES.items():
+        lines += ["", f"## File of {command}", "", *section_lines(schema, "")]
+    for heading, schema in KEYWORDS.items():
+        lines += ["", f"## {heading}", "", *section_lines(schema, "")]
+    return "\n".join(lines) + "\n"
+
+
+def command_page() -> str:
+    """The help of every command."""
+    lines = ["# Commands", "", "Written by `make reference`: what `--help` prints."]
+    for name, parser in _parsers(build_parser(), "eagle-kit"):
+        help_text = parser.format_help().replace(str(Path.home()), "~").rstrip()
+        lines += ["", f"## `{name}`", "", "```", help_text, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """The parsers of commands and of commands inside of them, with their names."""
+    for action in parser._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            continue
+        for word, inner in action.choices.items():
+            if word in DELEGATED and name == "eagle-kit":
+                inner = build_train_parser()
+            has_commands = any(isinstance(each, argparse._SubParsersAction) for each in inner._actions)
+            if has_commands:
+                yield from _parsers(inner, f"{name} {word}")
+            else:
+                yield f"{name} {word}", inner
+
+
+def section_lines(schema: type[BaseModel], prefix: str) -> list[str]:
+    """Lines of a schema: its text, its keys, and then those of the sections inside of it."""
+    text = " ".join((schema.__doc__ or "").partition("\n\n")[0].split())
+    lines = [*_wrapped(text), ""]
+    inner: list[str] = []
+    for name, field in schema.model_fields.items():
+        key = f"{prefix}{name}"
+        section = _section_of(field.annotation)
+        about = " ".join((field.description or "").split()).replace("``", "`")
+        if section is not None:
+            inner += ["", f"### `{key}`", "", *_wrapped(about), "", *section_lines(section, f"{key}.")]
+        else:
+            lines += _wrapped(f"* **`{key}`** ({_type(field)}{_default(field)}): {about}", indent="  ")
+    return _without_double_blanks([*lines, *inner])
+
+
+def _without_double_blanks(lines: list[str]) -> list[str]:
+    """The lines without a blank one behind another."""
+    return [line for number, line in enumerate(lines) if line or number == 0 or lines[number - 1]]
+
+
+def _wrapped(text: str, indent: str = "") -> list[str]:
+    """Lines of a paragraph; words and code are not cut."""
+    return textwrap.wrap(text, LINE, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The schema that a value of ``annotation`` is, or has; None of other values."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = (_section_of(part) for part in get_args(annotation))
+    return next((section for section in found if section is not None), None)
+
+
+def _type(field: FieldInfo) -> str:
+    """What a field takes, with its limits."""
+    limits = []
+    for each in field.metadata:
+        limits += [f"{word} {getattr(each, name)}" for name, word in LIMITS.items() if hasattr(each, name)]
+    return ", ".join([_name_of(field.annotation), *limits])
+
+
+def _name_of(annotation: Any) -> str:
+    """A type in words."""
+    if annotation is type(None):
+        return "null"
+    if annotation in TYPES:
+        return TYPES[annotation]
+    parts = get_args(annotation)
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{part}`" for part in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_name_of(part) for part in parts)
+    if origin is tuple and parts[-1] is Ellipsis:
+        return f"list of {_name_of(parts[0])}"
+    if origin is tuple:
+        return f"list of {len(parts)} of {_name_of(parts[0])}"
+    if origin is dict:
+        return "mapping"
+    return f"`{getattr(annotation, '__name__', annotation)}`"
+
+
+def _default(field: FieldInfo) -> str:
+    """The default behind the type, or that there is none."""
+    default = field.get_default(call_default_factory=True)
+    if default is PydanticUndefined:
+        return "; required"
+    if default is None:
+        return "; null"
+    shown = str(default).lower() if isinstance(default, bool) else default
+    return f"; `{list(shown) if isinstance(shown, tuple) else shown}`"
+
+
+def main() -> int:
+    """Write both pages."""
+    os.environ["COLUMNS"] = str(COLUMNS)
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / "options.md").write_text(config_page(), encoding="utf-8")
+    (FOLDER / "commands.md").write_text(command_page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

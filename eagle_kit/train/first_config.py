@@ -1,0 +1,95 @@
+"""``eagle-kit train CONFIG --init TARGET``: a config to begin with, whose comments come from the schema."""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_text_atomically
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.loading.source import resolve_target
+
+SMALL_WIDTH = 1024
+"""Hidden size up to which a target is small enough for the settings of a laptop."""
+REPLIES = "replies.jsonl"
+WIDTH = 100
+"""Of comments."""
+
+
+def write_first_config(path: Path, target: str) -> None:
+    """Write a config for a first head of ``target``; only the target's own config is read.
+
+    Raises:
+        UserError: the file exists, the target cannot be read, or the file cannot be written.
+    """
+    if path.exists():
+        raise UserError(f"{path} exists.", "Name another file, or delete it.")
+    text = first_config(target, path.stem, read_target_config(resolve_target(target)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"{path} cannot be written ({error.strerror}).", "Name another file.") from error
+
+
+def first_config(target: str, name: str, architecture: TargetConfig) -> str:
+    """Text of a config: an EAGLE-3 head that learns from the target's own replies.
+
+    Args:
+        name: of the run folder.
+        architecture: of the target, by which sizes are chosen.
+    """
+    is_small = architecture.hidden_size <= SMALL_WIDTH
+    length = 1024 if is_small else 4096
+    settings: dict[str, Any] = {
+        "target": target,
+        "output_dir": f"runs/{name}",
+        "data": {
+            "source": REPLIES,
+            "max_length": min(length, architecture.max_position_embeddings),
+            "eval_conversations": 48,
+        },
+        "head": {
+            "kind": "eagle3" if architecture.mla is None else "eagle3-mla",
+            "draft_vocab_size": min(8192 if is_small else 32000, architecture.vocab_size),
+        },
+        "training": {
+            "ttt_length": 7,
+            "learning_rate": 8e-4 if is_small else 1e-4,
+            "epochs": 2,
+            "sequences_per_step": 4 if is_small else 16,
+            "save_every": 200,
+        },
+        "judge": {"every": 200, "prompts": 16, "max_tokens": 64, "shapes": ["4,1,5"]},
+    }
+    head = [
+        "# A first EAGLE-3 head. Every other key is in docs/reference/options.md.",
+        "# 1. Let the target answer prompts, which teaches more than replies of others:",
+        f"#    eagle-kit data regenerate --target {target} --source PROMPTS --out {REPLIES}",
+        f"# 2. eagle-kit train {name}.yaml",
+        f"# 3. eagle-kit export runs/{name} --out {name}-draft",
+        "",
+    ]
+    return "\n".join([*head, *_lines(TrainConfig, settings, "")]) + "\n"
+
+
+def _lines(schema: type[BaseModel], settings: dict[str, Any], indent: str) -> list[str]:
+    """Lines of a section, each key below the first sentence of its text."""
+    lines = []
+    for key, value in settings.items():
+        field = schema.model_fields[key]
+        if isinstance(value, dict):
+            assert isinstance(field.annotation, type)
+            lines += ["", f"{indent}{key}:", *_lines(field.annotation, value, f"{indent}  ")]
+            continue
+        about = " ".join((field.description or "").split()).replace("``", "")
+        sentence = about.partition(". ")[0].partition("; ")[0].rstrip(".")
+        mark = f"{indent}# "
+        lines += textwrap.wrap(f"{sentence}.", WIDTH, initial_indent=mark, subsequent_indent=mark)
+        lines.append(f"{indent}{key}: {json.dumps(value)}")
+    return lines
