@@ -15,7 +15,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import expand
-from eagle_kit.data.chat.vocab_map import tokenizer_hash
+from eagle_kit.data.chat.vocab_map import read_vocab_map, tokenizer_hash
 from eagle_kit.models.loading.source import hub_error, load_tokenizer, resolve_target, split_revision
 
 HUB_PATH = re.compile(r"([\w-][\w.-]*/[\w.-]+(?:@[\w.-]+)?)/([^\0]+)")
@@ -105,9 +105,9 @@ def _read(path: Path, target_name: str | Path | None) -> Any:
                 tensors = list(load_file(path).values())
                 return tensors[0] if len(tensors) == 1 else None
             case ".npz":
-                with np.load(path, allow_pickle=False) as arrays:
-                    ids = torch.from_numpy(arrays["d2t"] + np.arange(len(arrays["d2t"])))
-                    tokenizer = str(arrays["tokenizer"])
+                found = read_vocab_map(path)
+                ids = torch.from_numpy(np.flatnonzero(found.t2d))
+                tokenizer = found.tokenizer
             case _:
                 return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:

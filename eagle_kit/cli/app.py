@@ -1,6 +1,7 @@
 """`eagle-kit COMMAND`: find the command and run it; a mistake of the user is two lines and exit code 2."""
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from eagle_kit import __version__
 from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.core.errors import RankLost, UserError, shown
+from eagle_kit.core.files import CHOOSE_ANOTHER, writing_remedy
 from eagle_kit.core.process import INTERRUPTED, end_at_once
 
 
@@ -72,8 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:  # of the system, such as a name that is too long
         where = "" if error.filename is None else f" {shown(str(error.filename))}"
         cause = f"The system refuses{where}: {error.strerror or error}."
-        print_error(UserError(cause, "Check names, rights and space."))
+        print_error(UserError(cause, _remedy(error)))
         return 2
+
+
+def _remedy(error: OSError) -> str:
+    """What to do about what the system refuses; no rights to a file may be those to read it."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+        return writing_remedy(error, CHOOSE_ANOTHER)
+    return "Check names, rights and space."
 
 
 def _show_notices() -> None:

@@ -68,6 +68,8 @@ JUDGE_EVERY = 250
 """Least steps between judgements."""
 RECIPE = 2
 """Of the stages; a folder that another one has begun is not gone on with."""
+NOTE_S = 10.0
+"""Seconds between two notes of the time of a stage that is under way."""
 LONG_BUDGET_S = 7200.0
 """Budget from which costs are timed in as many passes as ``tune`` makes by itself, below it in one."""
 TRAINING = {
@@ -209,12 +211,19 @@ class Making:
         print(f"== {stage.name}: {command}", flush=True)
         started = time.monotonic()
         spent = self.state.setdefault("spent_s", {})
-        try:
-            code = _call([sys.executable, "-m", MODULES[stage.words[0]], *stage.words[1:]])
-        finally:
-            seconds = spent.get(stage.name, 0.0) + time.monotonic() - started
+        before = spent.get(stage.name, 0.0)
+
+        def note() -> float:
+            """Write the time of the stage so far, which a plan counts on, and rates are made of."""
+            seconds: float = before + time.monotonic() - started
             spent[stage.name] = round(seconds, 1)
             write_json_atomically(self.out / STATE, self.state, indent=1)
+            return seconds
+
+        try:
+            code = _call([sys.executable, "-m", MODULES[stage.words[0]], *stage.words[1:]], note)
+        finally:
+            seconds = note()
         if code in STOPPED:
             raise KeyboardInterrupt
         if code:
@@ -505,13 +514,21 @@ def _rate_without_capture(row: dict[str, Any]) -> float:
     return float(row["tokens"] / seconds)
 
 
-def _call(words: Sequence[str]) -> int:
-    """Run a command on this terminal; when it is interrupted, it saves, and is waited for."""
+def _call(words: Sequence[str], note: Callable[[], object]) -> int:
+    """Run a command on this terminal; when it is interrupted, it saves, and is waited for.
+
+    Args:
+        note: called every :data:`NOTE_S` seconds meanwhile, so that a kill loses no more than those.
+    """
     patient = {**os.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVING_S)}
     process = subprocess.Popen(words, start_new_session=True, env=patient, preexec_fn=end_with_parent())
     try:
-        return process.wait()
-    except KeyboardInterrupt:
+        while True:
+            try:
+                return process.wait(NOTE_S)
+            except subprocess.TimeoutExpired:
+                note()
+    except BaseException:
         process.terminate()  # in the background SIGINT may be ignored
         process.wait()
         raise

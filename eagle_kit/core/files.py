@@ -249,7 +249,9 @@ def replacing(path: Path) -> Iterator[Path]:
         if old.exists() and not path.exists():
             old.rename(path)
         remove(work)
-        remove(old)
+        if old.exists():  # killed meanwhile, it is half of what was there, and is not put back
+            old.rename(work)
+            remove(work)
 
 
 @contextmanager
@@ -290,6 +292,11 @@ def tidy(path: Path) -> None:
         left = path.with_name(name)
         if kind == "old" and not path.exists():
             left.rename(path)
+        elif kind == "old":
+            going = _beside(path, "partial")
+            remove(going)
+            left.rename(going)
+            remove(going)
         else:
             remove(left)
 

@@ -5,6 +5,7 @@ itself. The result is a Hugging Face folder like any other target.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,16 @@ import numpy as np
 
 from eagle_kit.config.pretrain import PretrainConfig, TextConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import write_json_atomically
+from eagle_kit.core.files import (
+    ANOTHER_FOLDER,
+    CHOOSE_ANOTHER,
+    read_object,
+    remove,
+    replacing,
+    sole_writer,
+    write_json_atomically,
+    writing_remedy,
+)
 from eagle_kit.train.run.interrupt import Interrupt
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -26,6 +36,9 @@ MIN_ASCII = 0.99
 """Least share of ASCII characters of a conversation: a small vocabulary has no room for many scripts."""
 TOKENIZER_CHARS = 20_000_000
 """Characters that the tokenizer is learned from."""
+TOKENIZER_FILE = "tokenizer.json"
+STATE_FILE = "trainer_state.json"
+"""What ``transformers`` writes last of a checkpoint."""
 
 
 def pretrain(config: PretrainConfig, *, resume: bool = False) -> bool:
@@ -38,17 +51,71 @@ def pretrain(config: PretrainConfig, *, resume: bool = False) -> bool:
         False when Ctrl-C or SIGTERM stopped the run before its end, having saved.
 
     Raises:
-        UserError: an unknown model type or source, or a run that is there or is not.
+        UserError: an unknown model type or source, a run that is there or is not, or a folder that cannot be
+            written to or that another process writes to.
     """
+    folder = Path(config.output_dir)
+    run = folder / "training"
+    with sole_writer(folder, folder / ".lock"), _writing(run):
+        saved = _saved_checkpoints(run)
+        if saved and not resume:
+            raise UserError(f"There is a run in {run}.", "Go on with --resume, or choose another output_dir.")
+        if resume and not saved:
+            raise UserError(f"There is no saved run in {run}.", "Leave --resume out.")
+        is_ours = (run / TOKENIZER_FILE).is_file()
+        if run.exists() and not is_ours and (not run.is_dir() or any(run.iterdir())):
+            raise UserError(f"There is something else than a run in {run}.", "Choose another output_dir.")
+        _remove_unfinished(run, saved)
+        return _train(config, folder, run, saved[-1] if saved else None)
+
+
+def _saved_checkpoints(run: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    found = {}
+    for path in run.glob("checkpoint-*"):
+        number = path.name.removeprefix("checkpoint-")
+        try:
+            read_object(path / STATE_FILE)
+        except UserError:  # of a process that was killed while it wrote or deleted
+            continue
+        if number.isdecimal():
+            found[int(number)] = path
+    return [found[number] for number in sorted(found)]
+
+
+def _remove_unfinished(run: Path, saved: list[Path]) -> None:
+    """Delete half-written checkpoints, and without a whole one the text that was read, which may be of other
+    settings."""
+    for path in run.glob("checkpoint-*"):
+        if path not in saved:
+            remove(path)
+    if not saved:
+        remove(run / "tokens.npy")
+
+
+@contextmanager
+def _writing(run: Path) -> Iterator[None]:
+    """Turn what ``transformers`` raises inside where the disk refuses a file into a UserError."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"The run in {run} could not be written: {error}.", writing_remedy(error, CHOOSE_ANOTHER)
+        ) from error
+    except RuntimeError as error:
+        if "inline_container" not in str(error):  # the source file in torch that writes a checkpoint
+            raise
+        raise UserError(f"A checkpoint in {run} could not be written whole.", ANOTHER_FOLDER) from error
+
+
+def _train(config: PretrainConfig, folder: Path, run: Path, checkpoint: Path | None) -> bool:
+    """Train from ``checkpoint``, or from nothing, and write the target; False when a signal stopped it."""
     import torch
     import transformers
 
-    folder, wanted = Path(config.output_dir), config.training
-    run = folder / "training"
-    if run.exists() and not resume:
-        raise UserError(f"There is a run in {run}.", "Go on with --resume, or choose another output_dir.")
-    if resume and not any(run.glob("checkpoint-*")):
-        raise UserError(f"There is no saved run in {run}.", "Leave --resume out.")
+    wanted = config.training
     transformers.set_seed(config.seed)
     run.mkdir(parents=True, exist_ok=True)
     tokenizer, ids = _read_text(config.text, run)
@@ -91,7 +158,7 @@ def pretrain(config: PretrainConfig, *, resume: bool = False) -> bool:
             train_dataset=[{"input_ids": row, "labels": row} for row in rows],
             callbacks=[StopOnSignal()],
         )
-        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     if trainer.state.global_step < wanted.steps:
         print(f"Stopped at step {trainer.state.global_step} of {wanted.steps}; --resume goes on.")
         return False
@@ -120,7 +187,7 @@ def _read_text(text: TextConfig, run: Path) -> tuple[Any, np.ndarray]:
     """Make the tokenizer and the tokens, uint16 ``[n]``, once a run."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer_file, ids_file = run / "tokenizer.json", run / "tokens.npy"
+    tokenizer_file, ids_file = run / TOKENIZER_FILE, run / "tokens.npy"
     is_new = not ids_file.exists()
     if is_new:
         print("Reading the text, making the tokenizer ...")
@@ -133,7 +200,8 @@ def _read_text(text: TextConfig, run: Path) -> tuple[Any, np.ndarray]:
             encoded = tokenizer.backend_tokenizer.encode_batch(batch)
             parts += [np.array(encoding.ids, dtype=np.uint16) for encoding in encoded]
             size += sum(len(encoding.ids) for encoding in encoded)
-        np.save(ids_file, np.concatenate(parts)[: text.max_tokens])
+        with replacing(ids_file) as work, work.open("wb") as file:  # given a name, numpy would add an ending
+            np.save(file, np.concatenate(parts)[: text.max_tokens])
     return tokenizer, np.load(ids_file, mmap_mode="r")
 
 

@@ -1,6 +1,8 @@
 """Files and options that nobody meant: one line of cause, one of remedy, exit code 2."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,23 @@ def test_a_hostile_file_is_refused_by_every_command_that_reads_one(name, tmp_pat
 def test_a_name_that_is_too_long_is_the_systems_refusal(command, target, capsys):
     words = ["--target", target] if command[0] == "validate" else []
     assert "File name too long" in refused(capsys, *command, *words)
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "Free some space, or choose another folder."),
+        (errno.EROFS, "Make it writable, or choose another folder."),
+        (errno.EACCES, "Check names, rights and space."),
+    ],
+)
+def test_the_remedy_of_what_the_system_refuses_is_the_right_one(number, remedy, capsys, monkeypatch):
+    def full(args):
+        raise OSError(number, os.strerror(number), "file")
+
+    monkeypatch.setattr("eagle_kit.cli.report.run", full)
+    assert app.main(["report", "run"]) == 2
+    assert remedy in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

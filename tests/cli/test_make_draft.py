@@ -1,6 +1,7 @@
 """`make-draft` end to end on a tiny target: interrupted, gone on with, and what it leaves."""
 
 import argparse
+import errno
 import itertools
 import json
 import shlex
@@ -57,6 +58,53 @@ def test_another_number_of_processes_or_another_recipe_does_not_go_on(words, tmp
         assert "was begun with other settings" in capsys.readouterr().err
     assert main([*words, "--processes", "0"]) == 2
     assert "--processes is 0" in capsys.readouterr().err
+
+
+WAITS = """
+import json, sys, time
+from pathlib import Path
+
+for _ in range(200):
+    if Path(sys.argv[1]).exists():
+        sys.exit(0 if json.loads(Path(sys.argv[1]).read_text())["spent_s"]["waits"] >= 0 else 4)
+    time.sleep(0.05)
+sys.exit(3)
+"""
+"""A stage that ends when the time it took so far is on the disk."""
+
+
+def waiting_stage(words, tmp_path, monkeypatch):
+    (tmp_path / "waits.py").write_text(WAITS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(make_draft.MODULES, "waits", "waits")
+    monkeypatch.setattr(make_draft, "NOTE_S", 0.01)
+    out = tmp_path / "out"
+    out.mkdir()
+    making = make_draft.Making(make_draft_args(words), 90.0, out)
+    return making, make_draft.Stage("waits", ("waits", str(out / make_draft.STATE)))
+
+
+def test_the_time_of_a_stage_is_noted_while_it_runs(words, tmp_path, monkeypatch):
+    making, stage = waiting_stage(words, tmp_path, monkeypatch)
+    assert making._do(lambda: stage) == 0
+
+
+def test_a_disk_that_is_full_meanwhile_ends_the_stage_too(words, tmp_path, monkeypatch):
+    making, stage = waiting_stage(words, tmp_path, monkeypatch)
+    start, started = subprocess.Popen, []
+
+    def full(*args, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def noted(*args, **named):
+        started.append(start(*args, **named))
+        return started[-1]
+
+    monkeypatch.setattr(make_draft, "write_json_atomically", full)
+    monkeypatch.setattr(make_draft.subprocess, "Popen", noted)
+    with pytest.raises(OSError, match="No space"):
+        making._do(lambda: stage)
+    assert started[0].returncode == -signal.SIGTERM
 
 
 def test_nothing_answered_and_no_time_left_are_told(words, tmp_path, monkeypatch, capsys):

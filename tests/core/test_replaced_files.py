@@ -142,6 +142,26 @@ def test_what_a_process_killed_between_the_renames_left_is_put_right(tmp_path):
     assert names(tmp_path) == ["draft"] and names(folder) == ["old"]
 
 
+@pytest.mark.parametrize("is_leftover", [False, True])
+def test_what_was_deleted_in_part_is_not_put_back(tmp_path, monkeypatch, is_leftover):
+    """The process is killed while it deletes the older folder, and then the newer one is moved elsewhere."""
+    folder = tmp_path / "draft"
+    write_folder(folder, "old")
+    if is_leftover:
+        write_folder(leftover(folder, "old"), "older")
+
+    def killed(going, **options):
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr("shutil.rmtree", killed)
+        write_folder(folder, "new")
+    folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(KeyError), replacing(folder):
+        raise KeyError
+    assert names(tmp_path) == ["elsewhere"]
+
+
 @pytest.mark.parametrize("has_our_number", [False, True])
 def test_leftovers_of_processes_that_ended_are_removed(tmp_path, has_our_number):
     """A process of ours can have the number of one that ended, as in a container that is started again."""

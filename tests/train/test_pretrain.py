@@ -1,18 +1,21 @@
 """A small target from nothing: stopped, gone on with, and refused where it would be mixed up."""
 
 import json
+import shutil
 import signal
 
 import numpy as np
+import pytest
 import torch
 import yaml
 
 from eagle_kit.cli import main
+from eagle_kit.core.files import sole_writer
 
 
-def test_a_run_is_stopped_by_a_signal_and_gone_on_with(tmp_path, capsys, monkeypatch):
-    import transformers
-
+@pytest.fixture
+def words(tmp_path):
+    """A command that trains for 8 steps and saves at the fifth."""
     chats = [{"messages": [{"role": "user", "content": f"Count {i}."}]} for i in range(99)]
     for i, chat in enumerate(chats):
         chat["messages"].append({"role": "assistant", "content": f"{i} and {i + 1}. " * 4})
@@ -34,8 +37,13 @@ def test_a_run_is_stopped_by_a_signal_and_gone_on_with(tmp_path, capsys, monkeyp
         },
         "seed": 7,
     }
-    words = ["pretrain", str(tmp_path / "config.yaml")]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    return ["pretrain", str(tmp_path / "config.yaml")]
+
+
+def test_a_run_is_stopped_by_a_signal_and_gone_on_with(tmp_path, words, capsys, monkeypatch):
+    import transformers
+
     step, taken = transformers.Trainer.training_step, []
 
     def stopped_at_three(self, *given, **named):
@@ -68,3 +76,74 @@ def test_a_run_is_stopped_by_a_signal_and_gone_on_with(tmp_path, capsys, monkeyp
     text = tokenizer.decode(tokens)
     assert text.startswith("<|im_start|>user\nCount 0.<|im_end|>\n<|im_start|>assistant\n0 and 1.")
     assert text.isascii(), "a conversation of another script is left out"
+
+
+class Killed(BaseException):
+    """Ends a command in the middle of what it writes."""
+
+
+def killed(*args, **named):
+    raise Killed
+
+
+@pytest.mark.parametrize("place", ["numpy.concatenate", "transformers.Trainer._save_rng_state"])
+def test_a_run_that_was_killed_before_its_first_save_begins_anew(tmp_path, words, monkeypatch, capsys, place):
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+        patched.setattr(place, killed)
+        main(words)
+    if place != "numpy.concatenate":
+        np.save(tmp_path / "target" / "training" / "tokens.npy", np.zeros(40, dtype=np.uint16))
+    assert main([*words, "--resume"]) == 2
+    assert "no saved run" in capsys.readouterr().err
+    assert main(words) == 0
+    assert len(np.load(tmp_path / "target" / "training" / "tokens.npy")) == 1500
+
+
+def test_a_save_that_was_killed_is_passed_over(tmp_path, words, monkeypatch, capsys):
+    """The whole one before it is gone on with, and what half of the later one is there is removed."""
+    run = tmp_path / "target" / "training"
+    assert main(words) == 0
+    whole = (tmp_path / "target" / "model.safetensors").read_bytes()
+    shutil.rmtree(tmp_path / "target")
+    import transformers
+
+    save = transformers.Trainer._save_rng_state
+    with monkeypatch.context() as patched, pytest.raises(Killed):
+
+        def second_is_killed(trainer, place):
+            if trainer.state.global_step == 8:
+                raise Killed
+            save(trainer, place)
+
+        patched.setattr(transformers.Trainer, "_save_rng_state", second_is_killed)
+        main(words)
+    assert (run / "checkpoint-8" / "model.safetensors").is_file()
+    assert main([*words, "--resume"]) == 0
+    assert [path.name for path in run.glob("checkpoint-*")] == ["checkpoint-8"]
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == whole
+
+
+def test_a_folder_of_something_else_is_not_touched(tmp_path, words, capsys):
+    notes = tmp_path / "target" / "training" / "checkpoint-1" / "notes"
+    notes.parent.mkdir(parents=True)
+    notes.touch()
+    assert main(words) == 2
+    assert "something else than a run" in capsys.readouterr().err
+    assert notes.exists()
+
+
+def test_a_full_disk_is_a_sentence(words, monkeypatch, capsys):
+    import transformers
+
+    def full(*args, **named):
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    monkeypatch.setattr(transformers.Trainer, "_save_optimizer_and_scheduler", full)
+    assert main(words) == 2
+    assert "could not be written whole" in capsys.readouterr().err
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path, words, capsys):
+    with sole_writer(tmp_path, tmp_path / "target" / ".lock"):
+        assert main(words) == 2
+    assert "Another process is writing" in capsys.readouterr().err

@@ -12,12 +12,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from eagle_kit.config.train import DataConfig, SourceConfig, template_variants
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import (
     cache_folder,
     expand,
@@ -35,7 +36,7 @@ from eagle_kit.data.chat.hub_sets import DataSet
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import SkipLog, package_file_size, read_records, reasons_of
-from eagle_kit.data.chat.row_files import RowFiles, token_blocks
+from eagle_kit.data.chat.row_files import RowFiles, read_integers, token_blocks
 from eagle_kit.data.chat.rows import TokenizedChat
 from eagle_kit.data.chat.template import end_names
 from eagle_kit.data.chat.variants import draw_kwargs
@@ -56,6 +57,7 @@ LONGEST_MODE = 20
 """Characters of an argument of a chat template that tells modes apart."""
 Group = tuple[str, str, str]
 """What a document is counted as: its source's name, its record's category, and its mode (:func:`_mode`)."""
+Count = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,31 @@ class PartRows:
     num_rows: int
     num_tokens: int
     num_documents: int
+
+
+class _Part(BaseModel):
+    """A :class:`PartRows` on the disk."""
+
+    name: str
+    first: Count
+    num_rows: Count
+    num_tokens: Count
+    num_documents: Count
+
+
+class _Summary(BaseModel):
+    """``summary.json``: attributes of :class:`PreparedData`."""
+
+    heldout_prompts: list[Annotated[list[Count], Field(min_length=1)]]
+    heldout_groups: list[Count] = []
+    groups: list[str] = ["all"]
+    parts: list[_Part] = []
+    num_conversations: Count
+    num_skipped: Count
+    num_tokens: Count
+    num_supervised_tokens: Count
+    notes: list[str]
+    excluded: dict[str, str] = {}
 
 
 @dataclass
@@ -101,14 +128,43 @@ class PreparedData:
     excluded: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._ids = np.load(self.folder / "ids.npy", mmap_mode="r")
-        self._reply = np.load(self.folder / "reply.npy", mmap_mode="r")
-        self._starts = np.concatenate(([0], np.load(self.folder / "ends.npy")))
+        """Open the files. Raises OSError and ValueError where they cannot be read or do not fit together."""
+        self._ids = read_integers(self.folder / "ids.npy")
+        self._reply = read_integers(self.folder / "reply.npy")
+        self._starts = np.concatenate(([0], read_integers(self.folder / "ends.npy")))
+        num_documents = len(self._starts) - 1
         self._rows = read_json(self.folder / "rows.json")
         groups = self.folder / "groups.npy"  # stores that were captured before there were groups have none
-        self._groups = np.load(groups) if groups.exists() else np.zeros(len(self._starts) - 1, np.int16)
+        self._groups = read_integers(groups) if groups.exists() else np.zeros(num_documents, np.int16)
         self.heldout_groups = self.heldout_groups or [0] * len(self.heldout_prompts)
         self.parts = self.parts or [PartRows("all", 0, len(self), self.num_tokens, self.num_conversations)]
+        self._check()
+
+    def _check(self) -> None:
+        """Raise ValueError unless every number names something that is there."""
+        # Documents lie behind one another in the tokens.
+        num_documents = len(self._starts) - 1
+        if len(self._ids) != len(self._reply) or self._starts[-1] > len(self._ids):
+            raise ValueError("the files of tokens are of different lengths")
+        if not (np.diff(self._starts) > 0).all():
+            raise ValueError("ends.npy does not ascend")
+
+        # Rows are of documents, and parts of rows.
+        is_list = isinstance(self._rows, list) and all(isinstance(row, list) and row for row in self._rows)
+        if not is_list or not self._rows:
+            raise ValueError("rows.json is not a list of rows")
+        for row in self._rows:
+            if not all(type(number) is int and 0 <= number < num_documents for number in row):
+                raise ValueError("rows.json has a document that is not there")
+        if any(part.first + part.num_rows > len(self) for part in self.parts):
+            raise ValueError("summary.json has a part of rows that are not there")
+
+        # Groups.
+        if len(self._groups) != num_documents or len(self.heldout_groups) != len(self.heldout_prompts):
+            raise ValueError("a document or a prompt has no group")
+        numbers = [*self.heldout_groups, int(self._groups.min(initial=0)), int(self._groups.max(initial=0))]
+        if not all(0 <= number < len(self.groups) for number in numbers):
+            raise ValueError("a group has no name")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -120,9 +176,12 @@ class PreparedData:
 
     def check_rows(self, num_rows: int) -> None:
         """Raise UserError for a token that the target's embedding of ``num_rows`` rows has no row for."""
-        highest = max(
-            [int(self._ids.max(initial=-1)), *(max(ids, default=-1) for ids in self.heldout_prompts)]
-        )
+        highest = max([int(self._ids.max(initial=-1)), *(max(ids) for ids in self.heldout_prompts)])
+        if self._ids.min(initial=0) < 0:
+            raise UserError(
+                f"The prepared data in {self.folder} have a token below 0.",
+                "Delete the folder, or copy it again.",
+            )
         if highest >= num_rows:
             raise UserError(
                 f"The data have the token {highest}, and the target's embedding has {num_rows} rows.",
@@ -285,10 +344,11 @@ def load_prepared(
 ) -> PreparedData:
     """The packed rows in ``folder``, which is whole; the rest as for :func:`prepare_dataset`."""
     try:
-        summary = read_object(folder / "summary.json")
-        counts, of = np.load(folder / "counts.npy"), tokenizer_hash(tokenizer)
+        found = _Summary.model_validate(read_object(folder / "summary.json"), strict=True)
+        summary = found.model_dump()
+        summary["parts"] = [PartRows(**part) for part in summary["parts"]]
+        counts, of = read_integers(folder / "counts.npy"), tokenizer_hash(tokenizer)
         size = len(counts) if draft_vocab_size is None else draft_vocab_size
-        summary["parts"] = [PartRows(**part) for part in summary.get("parts", [])]
         return PreparedData(
             folder=folder,
             vocab_map=build_vocab_map(counts, size, fingerprint, of)
@@ -299,10 +359,15 @@ def load_prepared(
         )
     except UserError:
         raise
-    except (OSError, EOFError, ValueError, TypeError) as error:
-        raise UserError(
-            f"The prepared data in {folder} cannot be read ({error}).", "Delete the folder, or copy it again."
-        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        problem = f"summary.json: {shown(where)}: {first['msg']}"
+    except (OSError, EOFError, ValueError) as error:
+        problem = str(error)
+    raise UserError(
+        f"The prepared data in {folder} cannot be read ({problem}).", "Delete the folder, or copy it again."
+    )
 
 
 def _fill_cache(

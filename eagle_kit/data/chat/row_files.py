@@ -69,6 +69,16 @@ class RowFiles:
         return found
 
 
+def read_integers(path: Path) -> np.ndarray:
+    """Read whole numbers ``[n]`` of a ``.npy`` file, mapped from the disk. Raises OSError and ValueError."""
+    if not path.is_file():  # a pipe would never end
+        raise ValueError(f"{path.name} is not a file")
+    found = np.lib.format.open_memmap(path, mode="r")
+    if found.ndim != 1 or found.dtype.kind != "i":
+        raise ValueError(f"{path.name} is not a list of whole numbers")
+    return found
+
+
 def token_blocks(folder: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """``ids`` and ``reply`` of a folder's rows, :data:`BLOCK` tokens at a time."""
     ids = np.load(folder / "ids.npy", mmap_mode="r")

@@ -7,12 +7,15 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import replacing
+
+MOST_BYTES = 1 << 26
+"""Bytes of the largest map's arrays, which a file can hold compressed."""
 
 
 @dataclass
@@ -45,6 +48,29 @@ class VocabMap:
             ) from error
 
 
+def read_vocab_map(path: Path) -> VocabMap:
+    """Read a saved map, without its coverage. Raises ValueError for any other file."""
+    if not path.is_file():
+        raise ValueError("it is not a file")
+    try:
+        # Compressed, a small file can hold more than there is memory.
+        with ZipFile(path) as members:
+            size = sum(member.file_size for member in members.infolist())
+        if size > MOST_BYTES:
+            raise ValueError(f"its arrays have more than {MOST_BYTES >> 20} MiB")
+
+        with np.load(path, allow_pickle=False) as file:
+            found = VocabMap(file["d2t"], file["t2d"], 0.0, str(file["fingerprint"]), str(file["tokenizer"]))
+    except (OSError, EOFError, KeyError, TypeError, BadZipFile, RuntimeError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+    if found.d2t.ndim != 1 or found.d2t.dtype != np.int64 or found.t2d.ndim != 1:
+        raise ValueError("d2t is not a list of whole numbers")
+    tokens = found.d2t + np.arange(len(found.d2t))
+    if not np.array_equal(np.flatnonzero(found.t2d), tokens):
+        raise ValueError("d2t and t2d name different tokens")
+    return found
+
+
 def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np.ndarray) -> VocabMap:
     """Read a saved map, for a head of ``draft_vocab_size`` tokens.
 
@@ -57,26 +83,13 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
         UserError: it cannot be read, is of another tokenizer or of another size.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            about = str(file["fingerprint"]), str(file["tokenizer"])
-            found = VocabMap(file["d2t"], file["t2d"], 0.0, *about)
-        tokens = found.d2t + np.arange(len(found.d2t))
-        if found.d2t.dtype != np.int64 or not np.array_equal(np.flatnonzero(found.t2d), tokens):
-            raise ValueError("d2t and t2d name different tokens")
-    except (
-        OSError,
-        EOFError,
-        KeyError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        BadZipFile,
-        MemoryError,
-    ) as error:
+        found = read_vocab_map(path)
+    except ValueError as error:
         raise UserError(
             f"The vocabulary map {path} cannot be read ({error}).",
             "Make one with eagle-kit data vocab CONFIG --out FILE.",
         ) from None
+    tokens = np.flatnonzero(found.t2d)
     if found.tokenizer != tokenizer or len(found.t2d) != len(counts):
         raise UserError(
             f"The vocabulary map {path} was made for another tokenizer than the target's.",

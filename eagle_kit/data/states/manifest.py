@@ -11,9 +11,11 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from eagle_kit.core.errors import UserError
+from pydantic import BaseModel, Field, ValidationError
+
+from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import check_name, read_object
 
 VERSION = 1
@@ -44,6 +46,62 @@ IDENTITY = (
 )
 """Fields that decide the bytes of the states; names, folders and dates do not."""
 NO_FIELD = "nothing"
+MOST_ROWS = 10**7
+"""Rows of the largest store: no disk holds the states of more."""
+AGAIN = "Copy it again, or capture again."
+Count = Annotated[int, Field(ge=0)]
+TypeName = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32"]
+
+
+class DataFile(BaseModel):
+    """Size and checksum of a file of the packed rows."""
+
+    bytes: Count
+    sha256: str
+
+
+class StoredData(BaseModel):
+    """The packed rows; their settings are compared where they are used."""
+
+    source: Any
+    max_length: int
+    supervised_tokens: Count
+    rows: Annotated[int, Field(ge=0, le=MOST_ROWS)]
+    files: dict[str, DataFile]
+
+
+class Origin(BaseModel):
+    """The target."""
+
+    name: str
+    revision: str | None
+    weights: str
+
+
+class ShardRecord(BaseModel):
+    """A shard, as :meth:`eagle_kit.data.states.shards.Shard.record` has it."""
+
+    path: str
+    rows: list[Count]
+    tokens: Count
+    bytes: Count
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """Fields of a manifest on the disk whose values are used, and not only compared."""
+
+    target: Origin
+    layer_ids: list[int]
+    layer_ids_are: str
+    last_hidden_state: str
+    precision: str
+    format: str
+    hidden_size: Annotated[int, Field(ge=1)]
+    data: StoredData
+    tensors: dict[str, TypeName]
+    made: dict[str, Any] = {}
+    shards: list[ShardRecord] | None = None
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -51,14 +109,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     path = folder / NAME
     if not path.exists():
         return None
-    manifest = read_object(path, "Copy it again, or capture again.")
-    shards = manifest.get("shards") or []
-    has_paths = isinstance(shards, list) and all(
-        isinstance(shard, dict) and isinstance(shard.get("path"), str) for shard in shards
-    )
-    if not has_paths or not isinstance(manifest.get("tensors"), dict):
-        raise UserError(f"{path} is not the manifest of a store.", "Copy it again, or capture again.")
-    for shard in shards:
+    manifest = read_object(path, AGAIN)
+    try:
+        Manifest.model_validate(manifest, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is not the manifest of a store: {shown(where)}: {first['msg']}.", AGAIN
+        ) from None
+    for shard in manifest.get("shards") or []:
         check_name(shard["path"], path)
     return manifest
 
@@ -123,7 +183,7 @@ def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
 def check_data_files(folder: Path, manifest: Mapping[str, Any], *, whole: bool) -> None:
     """Raise UserError when a file of the packed rows is missing or of another size; or, for ``whole``, of
     other bytes."""
-    for name, about in field(manifest, "data.files").items():
+    for name, about in manifest["data"]["files"].items():
         check_name(name, folder / NAME)
         path = folder / DATA / name
         size = path.stat().st_size if path.exists() else None

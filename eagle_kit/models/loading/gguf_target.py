@@ -72,11 +72,21 @@ def open_gguf(path: Path) -> Any:
         raise UserError(
             "The package gguf is not installed.", "Install it with pip install 'eagle_kit[demo]'."
         ) from None
+
+    class WholeReader(GGUFReader):
+        """Refuses a length behind the end of the file, up to which the reader would count to itself."""
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+            found = super()._get(offset, dtype, count, override_order)
+            if len(found) != count:
+                raise ValueError("it ends before a length that it states")
+            return found
+
     try:
-        reader = GGUFReader(str(path))
+        reader = WholeReader(str(path))
     except Exception as error:  # broken files raise errors of many kinds
         raise refused(path, error) from error
-    if (_value(reader, "split.count") or 1) > 1:
+    if _value(reader, "split.count") not in (None, 0, 1):
         raise UserError(
             f"The file {path} is a part of a split GGUF.",
             "Join the parts with llama.cpp's llama-gguf-split --merge, and give that file.",
@@ -98,10 +108,20 @@ def read_gguf_config(path: Path, reader: Any) -> Any:
     """
     from transformers import AutoConfig
 
+    _check_layers(path, reader)
     try:
         config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     except Exception as error:  # the reader raises errors of many kinds
         raise refused(path, error) from error
+    try:
+        _complete(path, config, reader)
+    except (ArithmeticError, AttributeError, TypeError) as error:  # a value of another type
+        raise refused(path, error) from error
+    return config
+
+
+def _complete(path: Path, config: Any, reader: Any) -> None:
+    """Put what transformers' reader leaves out of a file into ``config``, and check what it took."""
     name = str(_value(reader, "general.architecture"))
     keys = {key.removeprefix(f"{name}."): key for key in reader.fields if key.startswith(f"{name}.")}
     stated = {short: _value(reader, key) for short, key in keys.items()}
@@ -128,7 +148,17 @@ def read_gguf_config(path: Path, reader: Any) -> Any:
                 "leaves out.",
                 GIVE_FOLDER,
             )
-    return config
+
+
+def _check_layers(path: Path, reader: Any) -> None:
+    """Raise UserError unless the file has tensors of as many layers as it states."""
+    blocks = [BLOCK.match(tensor.name) for tensor in reader.tensors]
+    found = {int(block[1]) for block in blocks if block is not None}
+    stated = _value(reader, f"{_value(reader, 'general.architecture')}.block_count")
+    if stated not in range(1, len(found) + 1):
+        raise UserError(
+            f"The file {path} states {shown(stated)} layers, and has tensors of {len(found)}.", GIVE_FOLDER
+        )
 
 
 def check_whole(path: Path, reader: Any, num_layers: int, weights: dict[str, torch.Tensor]) -> None:
@@ -216,7 +246,9 @@ def _set_rope(path: Path, config: Any, stated: dict[str, Any]) -> None:
     scaling = {"rope_type": kind, "factor": stated.get("rope.scaling.factor")}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = stated.get("rope.scaling.original_context_length")
-    if kind not in ("linear", "yarn") or None in scaling.values():
+    factor = scaling["factor"]
+    is_number = isinstance(factor, float) and math.isfinite(factor) and factor > 0
+    if kind not in ("linear", "yarn") or not is_number or None in scaling.values():
         raise UserError(
             f"The file {path} asks for the RoPE scaling {shown(kind)}, which cannot be read of a GGUF.",
             GIVE_FOLDER,

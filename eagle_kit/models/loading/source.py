@@ -17,6 +17,7 @@ from eagle_kit.core.files import (
     cache_folder,
     check_disk_space,
     expand,
+    read_json,
     read_object,
     replacing,
     taking_turns,
@@ -287,6 +288,8 @@ def _convert_file(path: Path) -> Path:
 
 
 def _convert(source: Path, folder: Path, wanted: dict[str, Any], name: str) -> Path:
+    from safetensors import SafetensorError
+
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with taking_turns(folder):
@@ -301,7 +304,7 @@ def _convert(source: Path, folder: Path, wanted: dict[str, Any], name: str) -> P
             with replacing(folder) as work:
                 _dequantise(source, work)
                 (work / CONVERSION).write_text(json.dumps(wanted) + "\n", encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(
             f"The target {name} could not be converted in {folder.parent} ({error}).",
             writing_remedy(error, SET_CACHE),
@@ -311,8 +314,8 @@ def _convert(source: Path, folder: Path, wanted: dict[str, Any], name: str) -> P
 
 def _is_converted(folder: Path, wanted: dict[str, Any]) -> bool:
     try:
-        return json.loads((folder / CONVERSION).read_text(encoding="utf-8")) == wanted
-    except (OSError, ValueError):
+        return read_json(folder / CONVERSION) == wanted
+    except UserError:
         return False
 
 

@@ -1,12 +1,14 @@
 """Files of a regeneration: replies, and beside them its settings, what was left out, and what was done."""
 
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import check_writable, parse_json, read_object
+from eagle_kit.core.files import check_writable, parse_json, read_object, writing_remedy
 
 T = TypeVar("T")
 ANOTHER_FILE = "Give --out another file."
@@ -30,11 +32,29 @@ def check_out(path: Path) -> None:
     check_writable(path.parent, ANOTHER_FILE)
 
 
+class NotWritten(UserError):
+    """A file of a regeneration could not be written; what is behind its last whole line is not there."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise NotWritten, which names ``path``, where a file of it cannot be written inside."""
+    try:
+        yield
+    except OSError as error:
+        raise NotWritten(
+            f"The replies of {path} cannot be written: {error.strerror or error}.",
+            writing_remedy(error, "give --out another file"),
+        ) from error
+
+
 def append(path: Path, lines: str) -> None:
-    """Write lines behind those of ``path``, if there are any."""
+    """Write lines behind those of ``path``, if there are any, onto the disk."""
     if lines:
         with path.open("a", encoding="utf-8") as file:
             file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def settings_path(path: Path) -> Path:

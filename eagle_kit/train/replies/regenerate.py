@@ -11,7 +11,6 @@ said before: a reply is the same in any batch, shard or session, with a draft an
 
 import hashlib
 import json
-import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 
 from eagle_kit.config.train import TemplateVariant
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.files import sole_writer, write_json_atomically
+from eagle_kit.core.files import read_object, sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.forms import Conversation
@@ -33,8 +32,8 @@ from eagle_kit.data.chat.template import PromptError
 from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.train.replies.dialogue import REFUSAL, Dialogue, refusal_pattern, script, texts
 from eagle_kit.train.replies.files import (
-    ANOTHER_FILE,
     Key,
+    NotWritten,
     append,
     check_out,
     check_settings,
@@ -43,6 +42,7 @@ from eagle_kit.train.replies.files import (
     read_done,
     read_left_out,
     settings_path,
+    writing,
 )
 from eagle_kit.train.replies.responder import Reply, Responder
 
@@ -208,21 +208,27 @@ def _continue(
             f"Remove it to begin anew, or restore {path.name}.",
         )
     check_settings(path, settings, report.num_found + len(not_again))
+    shortened: Counter[Key] = Counter()
     for key, reason, is_shortened in not_again:
-        (report.shortened if is_shortened else report.left_out)[reason] += 1
         if not is_shortened:
-            done[key] += 1
+            report.left_out[reason] += 1
+        elif shortened[key] < done[key]:  # a process can be killed between this line and its replies
+            report.shortened[reason] += 1
+            shortened[key] += 1
+    done.update(key for key, _, is_shortened in not_again if not is_shortened)
     left = None if options.limit is None else max(options.limit - sum(done.values()), 0)
+    dialogues = _new_dialogues(responder, source, options, done, report.skipped)
     if left == 0:
+        if not _is_told(manifest_path(path), report):
+            next(dialogues, None)  # counts what is not answered
+            with writing(path):
+                write_json_atomically(manifest_path(path), report.manifest(settings), indent=1)
         return report
-    dialogues = islice(_new_dialogues(responder, source, options, done, report.skipped), left)
-    try:
+    dialogues = islice(dialogues, left)
+    with writing(path):
         write_json_atomically(settings_path(path), settings, indent=1)
-        opened = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}.", ANOTHER_FILE) from error
-    shown = tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress)
-    with opened as file, shown as bar:
+        path.open("a").close()
+    with tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar:
 
         def write(unwritten: deque[Dialogue], is_last: bool = False) -> None:
             if is_last:  # the others will not be answered now
@@ -233,16 +239,15 @@ def _continue(
                 return
             for dialogue in ready:
                 unwritten.remove(dialogue)
-            append(left_out, "".join(each.left_out_line() for each in ready if each.left_out))
+            replied = [dialogue for dialogue in ready if dialogue.finish_reasons]
+            with writing(path):
+                append(left_out, "".join(each.left_out_line() for each in ready if each.left_out))
+                append(path, "".join(each.line(options.with_ids) for each in replied))
+            report.num_written += len(replied)
             for dialogue in ready:
                 if dialogue.left_out:
                     kind = report.shortened if dialogue.finish_reasons else report.left_out
                     kind[dialogue.left_out] += 1
-                if dialogue.finish_reasons:
-                    file.write(dialogue.line(options.with_ids))
-                    report.num_written += 1
-            file.flush()
-            os.fsync(file.fileno())
             bar.set_postfix_str(str(report), refresh=False)
             bar.update(len(ready))
 
@@ -250,12 +255,23 @@ def _continue(
             while group := deque(islice(dialogues, GROUP_FACTOR * responder.batch_size)):
                 try:
                     _answer(responder, list(group), options, report, partial(write, group))
+                except NotWritten:  # nothing may come behind half a line
+                    raise
                 except BaseException:
                     write(group, is_last=not responder.repeats)
                     raise
         finally:
-            write_json_atomically(manifest_path(path), report.manifest(settings), indent=1)
+            with writing(path):
+                write_json_atomically(manifest_path(path), report.manifest(settings), indent=1)
     return report
+
+
+def _is_told(manifest: Path, report: RegenerateReport) -> bool:
+    """Return False if the process before was killed behind its last line, and has not written what it did."""
+    if not manifest.exists():
+        return False
+    found, expected = read_object(manifest), report.manifest({})
+    return all(found.get(name) == expected[name] for name in ("conversations", "left_out", "shortened"))
 
 
 def _answer(

@@ -372,7 +372,8 @@ def verify(store: StateStore) -> None:
     """Read every byte of a store, with a progress bar. Raises UserError for the first that differs."""
     from tqdm import tqdm
 
-    store.verify(tqdm(store.shards(), unit="shard", desc="verifying", dynamic_ncols=True))
+    with tqdm(store.shards(), unit="shard", desc="verifying", dynamic_ncols=True) as bar:
+        store.verify(bar)
 
 
 def summary(store: StateStore) -> str:

@@ -8,12 +8,14 @@ import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_templates import tokenizer_for
+from hostile import NUMBERS, OTHERS, with_one_other_value
 from tiny_run import make_conversations, make_target
 
 from eagle_kit.config.train import DataConfig
@@ -763,3 +765,62 @@ def test_rows_of_several_processes_are_those_of_one(
     assert several.fingerprint == alone.fingerprint and len(alone) > 2
     for name in ("ids.npy", "reply.npy", "ends.npy", "rows.json", "summary.json", "skipped.txt"):
         assert (several.folder / name).read_bytes() == (alone.folder / name).read_bytes(), name
+
+
+HOSTILE_ARRAYS = {
+    "decimals": np.zeros(3),
+    "a table": np.zeros((3, 1), dtype=np.int64),
+    "nothing": np.zeros(0, dtype=np.int64),
+    "below 0": np.full(3, -5),
+    "too high": np.full(3, 2**40),
+    "descending": np.array([3, 2, 1]),
+}
+
+
+def test_every_file_of_the_cache_may_hold_anything(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
+    """The cache is refused by its folder, or all of its rows can be read."""
+    settings = Settings(str(chats), eval_conversations=4)
+    folder = prepare(tmp_path, tokenizer, settings).folder
+
+    def refused_or_read(file: str, value: Any) -> bool:
+        try:
+            data = prepare(tmp_path, tokenizer, settings)
+            data.check_rows(300)
+            for number in range(len(data)):
+                data.row(number)
+        except UserError as error:
+            assert str(folder) in error.cause or "the token" in error.cause
+            return True
+        except Exception as error:
+            raise AssertionError(f"{file}: {value!r}") from error
+        return False
+
+    num_refused = 0
+    for path in sorted(folder.iterdir()):
+        before = path.read_bytes()
+        if path.suffix == ".npy":
+            for name, array in HOSTILE_ARRAYS.items():
+                np.save(path, array)
+                num_refused += refused_or_read(path.name, name)
+            for damaged in (b"", b"PK\x03\x04", before[:-1], b"\xff" * 200):
+                path.write_bytes(damaged)
+                assert refused_or_read(path.name, damaged)
+        elif path.name == "summary.json":
+            for _, value, changed in islice(with_one_other_value(json.loads(before)), None, None, 7):
+                path.write_text(json.dumps(changed))
+                num_refused += refused_or_read(path.name, value)
+        elif path.name == "rows.json":
+            for value in (*NUMBERS, *OTHERS):
+                for rows in (value, [value], [[value]]):
+                    path.write_text(json.dumps(rows))
+                    num_refused += refused_or_read(path.name, rows)
+        path.write_bytes(before)
+    assert num_refused > 100
+
+
+def test_a_pipe_in_the_cache_is_not_waited_for(tmp_path: Path, tokenizer: Any, chats: Path) -> None:
+    folder = prepare(tmp_path, tokenizer, Settings(str(chats))).folder
+    (folder / "ends.npy").unlink()
+    os.mkfifo(folder / "ends.npy")
+    with pytest.raises(UserError, match="ends.npy is not a file"):
+        prepare(tmp_path, tokenizer, Settings(str(chats)))

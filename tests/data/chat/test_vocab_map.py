@@ -1,12 +1,19 @@
 """The draft vocabulary is the most frequent reply tokens, and belongs to its tokenizer."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.vocab_map import VocabMap, build_vocab_map, load_vocab_map, vocab_map_of
+from eagle_kit.data.chat.vocab_map import (
+    VocabMap,
+    build_vocab_map,
+    load_vocab_map,
+    vocab_map_of,
+)
 
 
 def tokens(found: VocabMap) -> list[int]:
@@ -94,6 +101,30 @@ def test_a_map_that_cannot_be_read_is_a_user_error(tmp_path: Path, damage: str) 
         made.save(path)
     with pytest.raises(UserError, match="cannot be read"):
         load_vocab_map(path, "tok", 2, np.ones(5))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "problem"),
+    [
+        ({"t2d": np.zeros(1 << 26, dtype=bool)}, "more than 64 MiB"),
+        ({"d2t": np.zeros((2, 1), dtype=np.int64)}, "not a list"),
+    ],
+    ids=["compressed", "2-d"],
+)
+def test_a_map_is_read_within_bounds(tmp_path: Path, arrays: dict[str, np.ndarray], problem: str) -> None:
+    """Zeros compress to a thousandth, and a sum with a column has as many numbers as both multiplied."""
+    made = vars(build_vocab_map(np.ones(5), 2, "abc", "tok"))
+    np.savez_compressed(tmp_path / "map.npz", **(made | arrays))
+    with pytest.raises(UserError, match=f"cannot be read.*{problem}"):
+        load_vocab_map(tmp_path / "map.npz", "tok", 2, np.ones(5))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_token_map(tmp_path / "map.npz", 5)
+
+
+def test_a_pipe_in_place_of_a_map_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "map.npz")
+    with pytest.raises(UserError, match="not a file"):
+        load_vocab_map(tmp_path / "map.npz", "tok", 2, np.ones(5))
 
 
 def test_a_map_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:

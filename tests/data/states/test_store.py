@@ -5,14 +5,17 @@ import os
 import socket
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from hostile import with_one_other_value
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.manifest import DATA_FILES, IDENTITY
 from eagle_kit.data.states.store import StateStore
+from eagle_kit.train.states.capture import summary
 
 HERE = torch.device("cpu")
 H = 8
@@ -40,7 +43,14 @@ def manifest(**changes: object) -> dict:
         "precision": "float32",
         "format": "computed",
         "hidden_size": H,
-        "data": {"fingerprint": "d", "rows": len(LENGTHS), "tokens": sum(LENGTHS)},
+        "data": {
+            "fingerprint": "d",
+            "source": "chats.jsonl",
+            "max_length": 16,
+            "supervised_tokens": 9,
+            "rows": len(LENGTHS),
+            "tokens": sum(LENGTHS),
+        },
         **changes,
     }
 
@@ -230,7 +240,9 @@ def test_damage_is_noticed_on_opening(tmp_path: Path, data: Path, kind: str) -> 
 
 
 def test_a_single_bit_anywhere_is_found_by_reading_everything(tmp_path: Path) -> None:
-    store = StateStore(tmp_path / "states", {**manifest(), "data": {"rows": 1, "files": {}}})
+    about = manifest()
+    about["data"] |= {"rows": 1, "files": {}}
+    store = StateStore(tmp_path / "states", about)
     store.add([0], [3000], {"hidden": torch.randn(3000, H), "argmax": torch.zeros(3000, dtype=torch.int64)})
     store.flush()
     store.finish()
@@ -251,6 +263,24 @@ def test_a_manifest_with_shards_outside_is_refused(tmp_path: Path, data: Path, p
     (tmp_path / "states" / "manifest.json").write_text(json.dumps(about))
     with pytest.raises(UserError, match="not a name of a file|not the manifest of a store"):
         StateStore(tmp_path / "states")
+
+
+def test_every_field_of_a_manifest_may_hold_anything(tmp_path: Path, data: Path) -> None:
+    """What is read of it has another type, or is left out: the manifest is refused by its name, or read."""
+    whole_store(tmp_path / "states", data)
+    path = tmp_path / "states" / "manifest.json"
+    about = json.loads(path.read_text())
+    about["shards"][0]["rows"] = [0, 1]
+    num_refused = 0
+    for key, value, changed in islice(with_one_other_value(about), None, None, 7):
+        path.write_text(json.dumps(changed))
+        try:
+            summary(StateStore(tmp_path / "states"))
+        except UserError as error:
+            num_refused += "not the manifest of a store" in error.cause
+        except Exception as error:
+            raise AssertionError(f"{key} = {value!r}") from error
+    assert num_refused > 80
 
 
 def test_a_pipe_in_place_of_a_shard_is_not_waited_for(tmp_path: Path, data: Path) -> None:

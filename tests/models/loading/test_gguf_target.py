@@ -1,6 +1,7 @@
 """A GGUF file as a target: transformers' logits and tokenizer, and what its reader leaves out."""
 
 import shutil
+import struct
 from pathlib import Path
 
 import pytest
@@ -49,12 +50,12 @@ def tiny_model():
     return Qwen3ForCausalLM(config).eval()
 
 
-def write_gguf(path: Path, model, *, more=(), tensors=(), pre="qwen2", left_out=()) -> Path:
+def write_gguf(path: Path, model, *, more=(), tensors=(), pre="qwen2", left_out=(), sizes=()) -> Path:
     """Write ``model`` as gguf-py does, in F32, with keys of ``more`` and tensors besides."""
     from tokenizers import pre_tokenizers
 
     writer = gguf.GGUFWriter(str(path), "qwen3")
-    for key, value in SIZES.items():
+    for key, value in (SIZES | dict(sizes)).items():
         writer.add_uint32(f"qwen3.{key}", value)
     writer.add_float32("qwen3.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32("qwen3.rope.freq_base", 5000.0)
@@ -122,6 +123,14 @@ def test_a_gguf_file_is_converted_again_only_after_a_change(cache, capsys):
         ({"tensors": [("rope_freqs.weight", torch.full((16,), 3.0))]}, "RoPE factors"),
         ({"left_out": ["model.norm.weight"]}, "weights"),
         ({"pre": "viking"}, "viking"),
+        ({"sizes": {"block_count": 10**9}}, "states 1000000000 layers"),
+        ({"sizes": {"block_count": 0}}, "states 0 layers"),
+        ({"more": {"split.count": "x"}}, "split"),
+        ({"more": {"qwen3.attention.sliding_window": "x"}}, "cannot be read as a GGUF model"),
+        (
+            {"more": {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": float("nan")}},
+            "RoPE scaling",
+        ),
     ],
 )
 def test_what_the_reader_would_leave_out_is_refused_by_name(cache, change, cause):
@@ -143,6 +152,34 @@ def test_a_file_that_is_no_gguf_is_one_sentence(cache, content):
     path.write_bytes(content)
     with pytest.raises(UserError, match="cannot be read as a GGUF"):
         resolve_target(path)
+
+
+NUM_BYTES = 2**40
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT8, NUM_BYTES),
+        struct.pack("<IIQ", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING, NUM_BYTES),
+        struct.pack("<IQ", gguf.GGUFValueType.STRING, 2**63),
+    ],
+    ids=["array", "strings", "string"],
+)
+def test_a_length_behind_the_end_of_the_file_is_not_counted_to(cache, monkeypatch, entry):
+    """A file of 40 bytes that states an array of 2**40."""
+    get, calls = gguf.GGUFReader._get, []
+
+    def counted(*args, **named):
+        calls.append(args)
+        assert len(calls) < 1000
+        return get(*args, **named)
+
+    monkeypatch.setattr(gguf.GGUFReader, "_get", counted)
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
+    (cache / "tiny.gguf").write_bytes(header + struct.pack("<Q", 1) + b"a" + entry)
+    with pytest.raises(UserError, match="ends before a length"):
+        resolve_target(cache / "tiny.gguf")
 
 
 def test_an_architecture_that_transformers_does_not_read_is_one_sentence(cache):

@@ -1,5 +1,6 @@
 """Regeneration: the target's replies in the order of the source, once each, and a broken run that goes on."""
 
+import errno
 import json
 from collections import Counter
 from dataclasses import fields, replace
@@ -16,6 +17,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.train.replies import regenerate as regeneration
 from eagle_kit.train.replies.dialogue import (
     EMPTY,
     REFUSED,
@@ -206,6 +208,50 @@ def test_a_broken_run_goes_on_and_ends_with_the_same_file(tmp_path):
     assert broken.read_text() == straight.read_text()
     assert (report.num_found, report.num_written) == (num_done, 40 - num_done)
     assert again.num_prompts == 2 * (40 - num_done)
+
+
+def test_a_manifest_that_a_killed_run_did_not_write_is_written(tmp_path):
+    turns = [["long one"], ["a"], ["a"], ["b", "long two"], ["c"], ["d"]]
+    source, out, manifest = _source(tmp_path, turns), tmp_path / "out.jsonl", tmp_path / "out.manifest.json"
+    options = {"skip_truncated": True, "limit": 4}
+    _run(Parrot(), source, out, **options)
+    whole = json.loads(manifest.read_text())
+    manifest.unlink()
+    _run(Parrot(), source, out, **options)
+    assert json.loads(manifest.read_text()) == whole
+    manifest.write_text(json.dumps({**whole, "conversations": 1}))
+    _run(Parrot(), source, out, **options)
+    assert json.loads(manifest.read_text()) == whole
+
+
+def test_a_run_that_was_killed_before_replies_whose_rest_is_left_out_counts_the_rest_once(tmp_path):
+    """The list of what was left out is written first; the replies are asked for again."""
+    source, out = _source(tmp_path, [["a", "long one"], ["b"]]), tmp_path / "out.jsonl"
+    _run(Parrot(), source, out, skip_truncated=True)
+    whole, lines = (tmp_path / "out.manifest.json").read_text(), out.read_bytes()
+    out.write_bytes(b"")
+    _run(Parrot(), source, out, skip_truncated=True)
+    assert out.read_bytes() == lines
+    _run(Parrot(), source, out, skip_truncated=True)
+    assert (tmp_path / "out.manifest.json").read_text() == whole
+
+
+def test_nothing_is_written_behind_half_a_line_of_a_full_disk(tmp_path, monkeypatch):
+    """Which is what a disk has room for, before other files are removed from it."""
+    source, out = _source(tmp_path, [["long one"], ["b"], ["c"]]), tmp_path / "out.jsonl"
+    write = regeneration.append
+
+    def full(path, lines):
+        path.write_text(lines[:20])
+        monkeypatch.setattr(regeneration, "append", write)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(regeneration, "append", full)
+    with pytest.raises(UserError, match=r"out.jsonl cannot be written: No space.*Free some space, or give"):
+        _run(Parrot(), source, out, skip_truncated=True)
+    _run(Parrot(), source, out, skip_truncated=True)
+    assert [record["id"] for record in _records(out)] == ["c1", "c2"]
+    assert len(_records(tmp_path / "out.left-out.jsonl")) == 1
 
 
 def test_a_second_writer_of_a_file_is_refused_and_the_first_goes_on(tmp_path):
