@@ -111,8 +111,7 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
         """See :class:`~eagle_kit.kinds.blocks.BlockKind`."""
         if settings.markov_rank == 0 and settings.markov_head_type != "vanilla":
             raise UserError(
-                f"head.markov_head_type is {settings.markov_head_type}, but head.markov_rank is 0: there is no "
-                "correction.",
+                f"head.markov_head_type is {settings.markov_head_type}, but head.markov_rank is 0.",
                 "Set head.markov_rank above 0, or leave head.markov_head_type out.",
             )
         return {
