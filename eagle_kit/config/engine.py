@@ -100,7 +100,8 @@ class EngineConfig(Options):
             several by batch size: '5,4,16 8:4,1,5 32:none'. auto, the default, chooses cycle by cycle from
             measured costs and acceptance where the draft allows it, else by the draft and the target.
         max_batch_size: most requests decoded together.
-        max_context: most tokens of prompt and reply; default the target's context, at most 8192.
+        max_context: most tokens of prompt and reply, at most the target's context, which a larger number
+            stands for; default that context, at most 8192.
         page_size: tokens per page of the key-value pool.
         prefix_cache: share and keep the pages of common prefixes.
         prefill_tokens: most prompt tokens computed in one step; default 512 on a CPU, 8192 on a GPU.

@@ -65,7 +65,6 @@ STATED = [
     f"`--max-queued-requests` ({SERVER.max_queued}) more",
     f"a turn of {scheduler.TURN_TOKENS} tokens",
     f"more than {scheduler.SHORT_TURN_TOKENS} of that turn",
-    f"A long prompt that has had {('zero', 'one', 'two', 'three', 'four')[scheduler.TURN_CHUNKS]} steps' tokens",
     # Ranks.
     f"after `--rank-timeout` ({ENGINE.rank_timeout_s:g}) seconds",
     f"the limit is {START_TIMEOUT.total_seconds():,.0f} seconds",
