@@ -26,6 +26,7 @@ from eagle_kit.models.loading.loader import EXACT_SUFFIXES, read_target_config
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, resolve_model, resolve_target, split_revision
 
 QUANTISED = "quantization_config"
+CHECKPOINT = re.compile(r"best|step-\d+")
 PEER_ENGINES: tuple[Format, ...] = ("sglang", "vllm")
 ABSOLUTE_FOLDER = re.compile(r"(?<![\w.:/~-])/(?:[\w.@+-]+/)+")
 
@@ -86,8 +87,9 @@ def export_draft(
 
     Raises:
         UserError: no draft there, one that does not fit its target, a part that the format has no place for,
-            an evaluation of other drafts, no disk space.
+            an evaluation of other drafts, an ``out`` that is a checkpoint of a run, no disk space.
     """
+    check_out(out)
     source = find_checkpoint(run_or_checkpoint)
     name = target_of([source], None if target is None else str(target), usual="").name
     if name:
@@ -120,12 +122,22 @@ def import_draft(
         What the draft was recognised as.
 
     Raises:
-        UserError: as :func:`~eagle_kit.checkpoints.formats.convert.read_draft`; no disk space.
+        UserError: as :func:`~eagle_kit.checkpoints.formats.convert.read_draft`; an ``out`` that is a
+            checkpoint of a run; no disk space.
     """
+    check_out(out)
     served = served_by(str(target or ""))
     files, seen = read_draft(resolve_model(folder, "draft"), format=format, target=served.config)
     write_with_card(files, seen.kind, "eagle-kit", served, out, facts=facts)
     return seen
+
+
+def check_out(out: str | Path) -> None:
+    """Raise UserError for a checkpoint of a training run, which an export would replace by a rounded copy."""
+    folder = Path(out).resolve()
+    is_checkpoint = CHECKPOINT.fullmatch(folder.name) is not None and folder.is_dir()
+    if is_checkpoint and (folder.parent / "run.yaml").is_file():
+        raise UserError(f"The folder {out} is a checkpoint of a training run.", "Choose a new folder.")
 
 
 def served_by(name: str) -> Served:

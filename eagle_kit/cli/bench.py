@@ -141,7 +141,11 @@ def _models_here(args: argparse.Namespace, target: str, options: Options) -> int
     from eagle_kit.bench.decode import make_cases
     from eagle_kit.bench.runner import Benchmark, conduct, no_targets
     from eagle_kit.bench.train.step import cases, training_targets
+    from eagle_kit.models.loading.source import resolve_target
 
+    # A case that cannot run is left out; a named target that is not there is a mistake.
+    if args.target is not None:
+        resolve_target(target)
     if (size := getattr(args, "tensor_parallel", None)) is not None:
         from eagle_kit.bench import ranks
 

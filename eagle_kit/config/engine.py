@@ -112,7 +112,9 @@ class EngineConfig(Options):
     """Most requests decoded together."""
 
     max_context: int | None = Field(default=None, ge=2)
-    """Most tokens of prompt and reply; default the target's context, at most 8192."""
+    """Most tokens of prompt and reply, at most the target's context, which a larger number stands for;
+    default that context, at most 8192.
+    """
 
     page_size: int = Field(default=16, ge=1)
     """Tokens per page of the key-value pool."""

@@ -304,6 +304,16 @@ class BlockKind(HeadKind[Config, Head]):
                 f"Name inputs of layers, for example {list(spread_layers(target.num_layers))}.",
             )
         layers = 5 if settings.num_layers is None else settings.num_layers
+        if settings.sliding_window is not None and layers == 1:
+            raise UserError(
+                "head.sliding_window is for all layers but the last, and head.num_layers is 1.",
+                "Set head.num_layers above 1, or leave head.sliding_window out.",
+            )
+        if settings.draft_vocab_size is None and settings.lm_head_init == "random":
+            raise UserError(
+                "head.lm_head_init is random, but the head has the target's output layer.",
+                "Set head.draft_vocab_size, or leave head.lm_head_init out.",
+            )
         fields: dict[str, Any] = {"mask_token_id": mask, "aux_layer_ids": ids, "num_layers": layers}
         fields |= {"block_size": settings.block_size, **self.chosen_parts(settings)}
         if settings.intermediate_size is not None:

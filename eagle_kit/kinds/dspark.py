@@ -140,6 +140,11 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
 
     def chosen_parts(self, settings: HeadConfig) -> dict[str, Any]:
         """See :class:`~eagle_kit.kinds.blocks.BlockKind`."""
+        if settings.markov_rank == 0 and settings.markov_head_type != "vanilla":
+            raise UserError(
+                f"head.markov_head_type is {settings.markov_head_type}, but head.markov_rank is 0.",
+                "Set head.markov_rank above 0, or leave head.markov_head_type out.",
+            )
         return {
             "markov_rank": settings.markov_rank,
             "markov_form": settings.markov_head_type,

@@ -64,6 +64,12 @@ def test_peak_is_that_of_what_lives_together():
     assert 10e6 <= peak_bytes(run, torch.device("cpu")) < 11e6
 
 
+def test_a_target_that_is_not_there_is_a_mistake_and_no_case_that_is_left_out(tmp_path, capsys):
+    path = tmp_path / "t.json"
+    assert app.main(["bench", "train", "--target", str(tmp_path / "none"), "--out", str(path)]) == 2
+    assert "none" in capsys.readouterr().err and not path.exists()
+
+
 def test_the_command_writes_ratios_and_targets(tmp_path):
     path = tmp_path / "t.json"
     words = ["--model", "tiny", "--length", "90", "--ttt-length", "2", "--out", str(path), "--no-progress"]

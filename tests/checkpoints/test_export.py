@@ -14,7 +14,7 @@ from tiny_run import make_target
 
 from eagle_kit.checkpoints.card import Card, model_card
 from eagle_kit.checkpoints.draft import load_draft, save_draft
-from eagle_kit.checkpoints.export import Facts, export_draft, find_checkpoint, without_folders
+from eagle_kit.checkpoints.export import Facts, export_draft, find_checkpoint, import_draft, without_folders
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.dflash import DFLASH
 from eagle_kit.kinds.dspark import DSPARK
@@ -110,6 +110,18 @@ def test_an_exported_draft_is_small_servable_and_complete(run, target, tmp_path)
     assert torch.equal(exported.d2t, trained.d2t)
     assert exported.config == trained.config
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["best", "step-16"])
+def test_a_checkpoint_of_a_run_is_not_replaced_by_its_rounded_copy(run, target, tmp_path, name):
+    save_draft(tiny_head(tiny_target()), run / "best", metadata={})
+    (run / "run.yaml").write_text("config: {}\n")
+    before = (run / name / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match="is a checkpoint of a training run"):
+        export_draft(run, run / name, target=target)
+    with pytest.raises(UserError, match="is a checkpoint of a training run"):
+        import_draft(run / "best", run / name)
+    assert (run / name / "model.safetensors").read_bytes() == before
 
 
 def test_absolute_folders_stay_at_home(run, target, tmp_path):

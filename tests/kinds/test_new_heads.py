@@ -199,6 +199,19 @@ def test_what_a_target_has_not_is_refused(kind, head, message):
         new_config(kind, **head)
 
 
+@pytest.mark.parametrize(
+    ("kind", "head", "key"),
+    [
+        *((kind, {"sliding_window": 64, "num_layers": 1}, "sliding_window") for kind in ("dflash", "dspark")),
+        *((kind, {"lm_head_init": "random"}, "lm_head_init") for kind in ("dflash", "dspark")),
+        *(("dspark", {"markov_rank": 0, "markov_head_type": form}, form) for form in ("gated", "rnn")),
+    ],
+)
+def test_a_setting_that_another_one_leaves_without_effect_is_refused(kind, head, key):
+    with pytest.raises(UserError, match=key):
+        new_config(kind, **head)
+
+
 def test_shapes_of_cards_are_those_that_a_head_drafts():
     def suggested(kind, target=LLAMA, **head):
         config = new_config(kind, target, **head)
