@@ -22,7 +22,7 @@ from eagle_kit.kinds.support.config_json import layer_to_dict, partial_rotary_di
 from eagle_kit.kinds.support.conventions import Convention
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
-from eagle_kit.kinds.support.structure import drafts_blocks
+from eagle_kit.kinds.support.structure import count_layers, drafts_blocks
 from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig, read_decoder
 from eagle_kit.models.config_parts import (
@@ -40,6 +40,7 @@ from eagle_kit.models.targets.target import Target
 FLAT_IDS, NESTED_IDS, TABLE = "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config"
 ROWS, SLIDING_BOTH = "sample_from_anchor", "sliding_window_non_causal"
 CAUSAL, SWA_SIZE = "causal", "swa_window_size"
+LAYERS, LAYER_TYPES = "num_hidden_layers", "layer_types"
 SHIFTED = "shift_label"
 """ModelOpt's key for :data:`ROWS`."""
 NEMO = "Qwen3DFlashDraftModel"
@@ -104,7 +105,7 @@ class BlockKind(HeadKind[Config, Head]):
         self.refuse_other_heads(whole, where)
         check_activation(layer, where)
         sizes = read_decoder(layer, where) | {"rotary_dim": partial_rotary_dim(layer, where)}
-        layers = read_size(layer, "num_hidden_layers", where, most=MAX_LAYERS)
+        layers = count_layers(files) or read_size(layer, LAYERS, where, most=MAX_LAYERS)
         bias = read_flag(layer, "attention_bias", where)
         block = read_size(whole, "block_size", where, most=MAX_BLOCK)
         return {
@@ -146,7 +147,7 @@ class BlockKind(HeadKind[Config, Head]):
         slides = {
             "use_sliding_window": bool(config.sliding_layers),
             "sliding_window": config.sliding_window,
-            "layer_types": [
+            LAYER_TYPES: [
                 "full_attention" if window is None else "sliding_attention" for window in config.windows
             ],
         }
@@ -154,7 +155,7 @@ class BlockKind(HeadKind[Config, Head]):
         return {
             "architectures": [self.architecture],
             "model_type": "qwen3",
-            "num_hidden_layers": config.num_layers,
+            LAYERS: config.num_layers,
             "target_hidden_size": config.target_hidden_size,
             **layer_to_dict(config, config.rms_norm_eps),
             "attention_bias": config.attention_bias,
@@ -227,6 +228,7 @@ class BlockKind(HeadKind[Config, Head]):
             *findings.check_sizes(width),
             _check_layers(config, target),
             _check_rows(self.read_keys(files), config),
+            *_check_count(files, config),
         ]
 
     def describe(self, config: Config, dtype: str) -> str:
@@ -416,12 +418,14 @@ def _sliding(
 ) -> dict[str, Any]:
     """Fields of the layers with a sliding window: those that ``layer_types`` names, or all with ``use_swa``
     where it names none, as vLLM reads it."""
-    kinds = layer.get("layer_types")
+    kinds = layer.get(LAYER_TYPES)
     if kinds is None:
         kinds = ["full_attention"] * layers
+    if isinstance(kinds, list) and layer.get(LAYERS) == len(kinds):  # of the target, where they are more
+        kinds = kinds[:layers]
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in known for kind in kinds):
-        raise wrong_value("layer_types", kinds, where, f"{layers} of full_attention and sliding_attention")
+        raise wrong_value(LAYER_TYPES, kinds, where, f"{layers} of full_attention and sliding_attention")
     sliding = tuple(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
     if read_flag(table, "use_swa", where):
         sliding = sliding or tuple(range(layers))
@@ -473,6 +477,16 @@ def _check_layers(config: DFlashConfig, target: TargetConfig) -> Finding:
             remedy = f"If the accept length is about 1.0, shift the layer ids in its config.json by {-shift}."
             return Finding("warning", "layer ids", cause, remedy)
     return Finding("ok", "layer ids", f"inputs of layers {list(ids)} of {count}.")
+
+
+def _check_count(files: DraftFiles, config: DFlashConfig) -> list[Finding]:
+    """Report a number of layers that is not that of the tensors, as where it was copied from the target."""
+    layer = read_table(files.config, "transformer_layer_config", files.where) or files.config
+    stated = layer.get(LAYERS)
+    if stated == config.num_layers:
+        return []
+    cause = f"the config says {stated}, and the tensors are those of {config.num_layers}, which are taken."
+    return [Finding("warning", "layers", cause, f"Correct {LAYERS} in its config.json.")]
 
 
 def _check_rows(stated: dict[str, Any], config: DFlashConfig) -> Finding:
