@@ -98,6 +98,7 @@ class EngineConfig(Options):
         shape: speculation shape steps,topk,tokens such as 4,1,5 (a chain) or 5,4,16 (a tree), or none;
             several by batch size: '5,4,16 8:4,1,5 32:none'. auto, the default, chooses cycle by cycle from
             measured costs and acceptance where the draft allows it, else by the draft and the target.
+        chat_template: file with the Jinja source of a chat template, in place of the target's.
         max_batch_size: most requests decoded together.
         max_context: most tokens of prompt and reply; default the target's context, at most 8192.
         page_size: tokens per page of the key-value pool.
@@ -153,6 +154,7 @@ class EngineConfig(Options):
     algorithm: str = "auto"
     token_map: Path | None = None
     shape: Annotated[ShapeTable | None, BeforeValidator(_shape_table)] = None
+    chat_template: Path | None = None
     max_batch_size: int = Field(default=8, ge=1)
     max_context: int | None = Field(default=None, ge=2)
     page_size: int = Field(default=16, ge=1)

@@ -108,6 +108,8 @@ class DataConfig(Section):
         decontaminate: evaluation sets, by name or file, as ``eval --tasks``: conversations that hold one of
             their prompts, in a message, a thought or a call, are left out, by the rule of
             :class:`eagle_kit.data.chat.overlap.TestPrompts`.
+        chat_template: file with the Jinja source of a chat template, in place of the target's; null is the
+            target's own. Serve and evaluate the head with the same, by ``--chat-template``.
         chat_template_kwargs: arguments of the chat template, such as ``{enable_thinking: false}``; or
             variants with weights, one of which is drawn for each conversation: ``[{kwargs: {enable_thinking:
             true}, weight: 0.7}, {kwargs: {enable_thinking: false}, weight: 0.3}]``. A record's own come
@@ -127,6 +129,7 @@ class DataConfig(Section):
     max_length: int = Field(default=1024, ge=8)
     eval_conversations: int = Field(default=48, ge=0)
     decontaminate: tuple[str, ...] = ()
+    chat_template: str | None = None
     chat_template_kwargs: ChatTemplateKwargs = None
     chat_template_seed: int = Field(default=0, ge=0)
     max_broken_lines: int = Field(default=0, ge=0)
