@@ -111,7 +111,7 @@ def _limits(card: Card) -> Iterator[str]:
         "with other weights, another chat template or other kinds of prompts fewer tokens are accepted."
     )
     if not config.template_hash:
-        yield "* Which chat template it was trained with is not recorded."
+        yield "* It was trained without a chat template, or which one is not recorded."
     data = card.metadata.get("data")
     if isinstance(data, dict) and "vocab_coverage" in data and config.draft_vocab_size < config.vocab_size:
         yield (

@@ -13,7 +13,7 @@ from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 
 
-def validate_draft(draft: str | Path, target: str | Path) -> list[Finding]:
+def validate_draft(draft: str | Path, target: str | Path, chat_template: Path | None = None) -> list[Finding]:
     """Check a draft of any kind against a target.
 
     Heads: sizes, vocabulary, layer ids, context, RoPE, template, name, weights. A whole model: vocabulary,
@@ -23,12 +23,13 @@ def validate_draft(draft: str | Path, target: str | Path) -> list[Finding]:
         draft: see :func:`~eagle_kit.checkpoints.draft.resolve_draft`; when it cannot be read, that is a
             finding too.
         target: anything that ``resolve_target`` knows; only its config and tokenizer are read.
+        chat_template: file of the one in use, in place of the target's.
 
     Raises:
         UserError: the target cannot be found or read.
     """
     folder = resolve_target(target)
-    against = TargetFolder(folder, read_target_config(folder))
+    against = TargetFolder(folder, read_target_config(folder), chat_template)
     try:
         files = open_draft(resolve_draft(draft, against.config))
         kind = find_kind(files)

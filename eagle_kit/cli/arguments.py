@@ -21,7 +21,9 @@ from eagle_kit.report.wandb_run import require_wandb
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
+TEMPLATE = {"chat_template": "--chat-template"}
 LOADING = {
+    **TEMPLATE,
     "max_context": "--max-context",
     "dtype": "--dtype",
     "quantization": "--quantization",

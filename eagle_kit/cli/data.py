@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from eagle_kit.cli.arguments import (
     DECODING,
+    TEMPLATE,
     add_decoding,
+    add_flags,
     add_sampling,
     add_shard,
     add_target,
@@ -60,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     regenerate.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or continued")
     add_target(regenerate)
     add_decoding(regenerate, max_tokens=512, batch_size=16)
+    add_flags(regenerate, EngineConfig, TEMPLATE)
     add_sampling(regenerate, seed=0)
     add_shard(regenerate, "conversations")
     for flag, default, text in (
@@ -204,10 +207,12 @@ def _preview(args: argparse.Namespace) -> int:
     from eagle_kit.data.chat.preview import preview
     from eagle_kit.data.chat.records import SkipLog
     from eagle_kit.data.chat.rows import tokenize
+    from eagle_kit.data.chat.template import set_chat_template
     from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
+    set_chat_template(tokenizer, config.data.chat_template)
     excluded = ExcludedSets.load(config.data.decontaminate)
     skipped = SkipLog(max_broken_lines=config.data.max_broken_lines)
     records = records_of(config.data, skipped)
@@ -246,11 +251,13 @@ def _data(config: "TrainConfig", vocab_size: int | None = None) -> "PreparedData
     Args:
         vocab_size: tokens of its vocabulary; None for those of the config's head.
     """
+    from eagle_kit.data.chat.template import set_chat_template
     from eagle_kit.data.packed_data import load_packed_data
     from eagle_kit.kinds.registry import training_kind
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
+    set_chat_template(tokenizer, config.data.chat_template)
     if vocab_size is None:
         vocab_size = training_kind(config).vocab_size(config.head)
     return load_packed_data(config.data, tokenizer, vocab_size, config.head.vocab_map)
@@ -444,11 +451,12 @@ def _template_variants(text: str | None) -> "tuple[TemplateVariant, ...]":
 def _engine(args: argparse.Namespace) -> "tuple[Responder, str]":
     """Our engine, and its target's fingerprint."""
     from eagle_kit.cli.generate import check_shape
+    from eagle_kit.data.chat.template import template_hash
 
     if args.model or args.api_key_env:
         raise UserError("--model and --api-key-env are for a server.", "Give its address with --base-url.")
     context = args.max_prompt_tokens + args.max_tokens
-    config = options_of(args, EngineConfig, DECODING, max_context=context)
+    config = options_of(args, EngineConfig, {**DECODING, **TEMPLATE}, max_context=context)
     check_shape(config, args.draft)
     from eagle_kit.models.loading.loader import target_fingerprint
     from eagle_kit.models.loading.source import resolve_target
@@ -456,15 +464,20 @@ def _engine(args: argparse.Namespace) -> "tuple[Responder, str]":
     from eagle_kit.train.replies.responder import EngineResponder
 
     folder = resolve_target(chosen_target(args.target, [args.draft] if args.draft else []))
-    return EngineResponder(LLM(folder, args.draft, config)), target_fingerprint(folder)
+    llm = LLM(folder, args.draft, config)
+    target = target_fingerprint(folder)
+    if args.chat_template is not None:
+        target += f", chat template {template_hash(llm.tokenizer)}"
+    return EngineResponder(llm), target
 
 
 def _server(args: argparse.Namespace) -> "tuple[Responder, str]":
     """A server, and what is known of its model: no more than its name."""
     from eagle_kit.train.replies.server import ServerOptions, ServerResponder
 
-    if args.draft is not None:
-        raise UserError("--draft is for our engine.", "Leave it out, or --base-url.")
+    for flag, value in (("--draft", args.draft), ("--chat-template", args.chat_template)):
+        if value is not None:
+            raise UserError(f"{flag} is for our engine.", "Leave it out, or --base-url.")
     key = os.environ.get(args.api_key_env) if args.api_key_env else None
     if args.api_key_env and not key:
         raise UserError(f"The variable {args.api_key_env} is not set.", "Set it, or leave --api-key-env out.")

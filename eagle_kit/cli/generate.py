@@ -53,11 +53,14 @@ def run(args: argparse.Namespace) -> int:
     config = options_of(args, EngineConfig, FLAGS, seed=random.getrandbits(62))
     if config.algorithm.upper() not in ("NEXTN", "NGRAM"):
         check_shape(config, args.draft)
+    from eagle_kit.data.chat.template import has_chat_template
     from eagle_kit.serve.llm import LLM
 
     target = chosen_target(args.target, [args.draft] if args.draft else [])
     llm = LLM(target, args.draft, config, max_batch_size=min(config.max_batch_size, len(prompts)))
     with closing(llm):
+        if not has_chat_template(llm.tokenizer):
+            print("note: the target has no chat template, so it continues the texts.", file=sys.stderr)
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
     return 0

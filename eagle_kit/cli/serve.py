@@ -274,8 +274,7 @@ def introduce(
     say(f"target     {model.target}, {weights}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
     say(f"prefill    {llm.engine().runner.prefill_backends}")
-    if not getattr(llm.tokenizer, "chat_template", None):
-        say("chat       no template, /v1/completions only")
+    say(f"chat       {describe_template(llm)}")
     if (plan := llm.memory_plan) is not None:
         say(str(plan))
         extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least
@@ -293,13 +292,23 @@ def introduce(
         say(f"shape      {line}")
 
 
+def describe_template(llm: "LLM") -> str:
+    """Where the chat template comes from, in words."""
+    if llm.config.chat_template is not None:
+        return f"the template of {llm.config.chat_template}"
+    if not getattr(llm.tokenizer, "chat_template", None):
+        return "no template, /v1/completions only"
+    return "the target's template"
+
+
 def say_self_test(model: "ServedModel", llm: "LLM", dtype: str) -> None:
     """Run the self-test and print its findings."""
     from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test
 
     def causes() -> list[str]:
         if model.draft is not None:
-            return causes_of_low_acceptance(model.draft, model.target, dtype)
+            template = llm.config.chat_template
+            return causes_of_low_acceptance(model.draft, model.target, dtype, template)
         if llm.config.algorithm == "NEXTN":
             return ["The modules in the target's folder may be those of another release of it."]
         return ["The text repeats nothing that could be proposed; NGRAM is for texts that do."]

@@ -4,7 +4,8 @@ import argparse
 from functools import partial
 from pathlib import Path
 
-from eagle_kit.cli.arguments import add_target, chosen_target
+from eagle_kit.cli.arguments import TEMPLATE, add_flags, add_target, chosen_target
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 
 
@@ -12,6 +13,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``validate``."""
     parser.add_argument("draft", metavar="DRAFT", help="folder, hub id or known name")
     add_target(parser)
+    add_flags(parser, EngineConfig, TEMPLATE)
     parser.add_argument(
         "--decode",
         type=int,
@@ -31,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--decode is {args.decode}.", "Give at least 2 tokens.")
     name = chosen_target(args.target, [args.draft])
     target = resolve_target(name)
-    findings = validate_draft(args.draft, target)
+    findings = validate_draft(args.draft, target, args.chat_template)
     for finding in findings:
         print(f"{finding.level:8}{finding.subject}: {finding.cause}")
         if finding.level != "ok":
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if num_errors == 0:
         print_numbering(args.draft, target)
     if args.decode is not None and num_errors == 0:
-        num_errors += not decodes_alike(args.draft, target, args.decode)
+        num_errors += not decodes_alike(args.draft, target, args.decode, args.chat_template)
     fit = "fits" if num_errors == 0 else "does not fit"
     print(f"\n{args.draft} {fit} {name}: {num_errors} error{'' if num_errors == 1 else 's'}.")
     return 2 if num_errors else 0
@@ -62,20 +64,20 @@ def print_numbering(draft: str, target: Path) -> None:
         print("        -> Look into its model card, and measure the accept length with eagle-kit eval.")
 
 
-def decodes_alike(draft: str, target: Path, num_tokens: int) -> bool:
+def decodes_alike(draft: str, target: Path, num_tokens: int, chat_template: Path | None) -> bool:
     """Decode with the draft and plainly and print accept length and differences; False when greedy replies
     differ that must not."""
     from eagle_kit.serve.api.startup import causes_of_low_acceptance, doubts, self_test, warnings_as_lines
     from eagle_kit.serve.llm import LLM
 
     with warnings_as_lines(lambda line: None):  # of findings that are printed above
-        llm = LLM(target, draft)
+        llm = LLM(target, draft, chat_template=chat_template)
     dtype = str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     test, exact = self_test(llm, llm.default_shape, num_tokens), dtype == "float32"
     differs, fails = test.differing is not None, exact and test.differing is not None
     level = "error" if fails else "warning" if differs or test.is_low else "ok"
     print(f"{level:8}decode: accept length {test.accept_length:.2f} over {test.num_tokens} tokens.")
-    causes = partial(causes_of_low_acceptance, draft, str(target), dtype)
+    causes = partial(causes_of_low_acceptance, draft, str(target), dtype, chat_template)
     for line in doubts(test, exact=exact, low_causes=causes):
         print(f"        {line}")
     return not fails

@@ -108,6 +108,9 @@ class EngineConfig(Options):
     acceptance where the draft allows it, else by the draft and the target.
     """
 
+    chat_template: Path | None = None
+    """File with the Jinja source of a chat template, in place of the target's."""
+
     max_batch_size: int = Field(default=8, ge=1)
     """Most requests decoded together."""
 

@@ -123,7 +123,12 @@ class DataConfig(Section):
     decontaminate: tuple[str, ...] = ()
     """Evaluation sets, by name or file, as ``eval --tasks``: conversations that hold one of their prompts, in
     a message, a thought or a call, are left out, by the rule of
-    :class:`eagle_kit.data.chat.overlap.TestPrompts`.
+    ``eagle_kit/data/chat/overlap.py``.
+    """
+
+    chat_template: str | None = None
+    """File with the Jinja source of a chat template, in place of the target's; null is the target's own.
+    Serve and evaluate the head with the same, by ``--chat-template``.
     """
 
     chat_template_kwargs: ChatTemplateKwargs = None
@@ -750,7 +755,7 @@ class TrainConfig(Section):
     """One training run."""
 
     target: str
-    """Name or folder of the target model."""
+    """The target: a folder, a hub id, a ``.gguf`` file or a packaged name."""
 
     output_dir: str
     """The run folder."""

@@ -8,6 +8,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.tasks.sets import Task
 
 Messages = list[dict[str, str]]
@@ -69,7 +70,7 @@ def make_engines(
             "Evaluate one after another.",
         )
     for draft in drafts:
-        raise_on_errors(validate_draft(draft, folder))
+        raise_on_errors(validate_draft(draft, folder, config.chat_template))
     if not records and choose_device(config.device) == "cpu":
         config = config.replace(graph_mode="off")
     if config.tensor_parallel > 1:
@@ -85,9 +86,20 @@ def place(engine: EvalEngine) -> tuple[str, str]:
 
 
 def check_prompts(engine: EvalEngine, tasks: Sequence[Task]) -> None:
-    """Refuse a first turn that leaves no room for a reply, before anything is decoded. Raises UserError."""
+    """Refuse prompts that cannot be decoded, before anything is.
+
+    Raises:
+        UserError: a first turn that leaves no room for a reply, or turns without a chat template.
+    """
+    needs_template = not has_chat_template(engine.tokenizer)
     for task in tasks:
         for prompt in task.prompts:
+            if needs_template and len(prompt.turns) > 1:
+                raise UserError(
+                    f"The prompt {prompt.id} of {task.name} has {len(prompt.turns)} turns, and the target "
+                    "has no chat template.",
+                    "Give one with --chat-template FILE, or a file of single prompts with --tasks.",
+                )
             length = len(engine.tokenize(prompt.given()))
             if length >= engine.max_context:
                 raise UserError(

@@ -1,14 +1,17 @@
 """``run_eval``: decode the missing answers of an evaluation, then summary, plot and report."""
 
 import functools
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.chat.template import has_chat_template, read_chat_template
 from eagle_kit.data.tasks.sets import Task, load_tasks
 from eagle_kit.eval.answers import (
     ANSWERS_FILE,
@@ -28,6 +31,7 @@ from eagle_kit.report.plots import require_matplotlib
 NAMED = ("max_batch_size", "dtype", "device", "max_context")
 """Options of the engine that are always in the settings. Other options are in them unless they have their
 defaults. The engine's seed is never in them, since greedy decoding does not use it."""
+NO_TEMPLATE = "note: the target has no chat template, so it continues each prompt as a text."
 LOCK = ".lock"
 MOST_RECORDED = 8
 """Settings, plain decoding included, whose engines may keep recordings of cycles: up to 0.4 GB each."""
@@ -84,7 +88,8 @@ def run_eval(
         "device": engine.device,
         "max_context": engine.max_context,
         **({"chat_template_kwargs": kwargs} if kwargs else {}),
-        **engine.model_dump(mode="json", exclude={*NAMED, "seed"}, exclude_defaults=True),
+        **engine.model_dump(mode="json", exclude={*NAMED, "seed", "chat_template"}, exclude_defaults=True),
+        **_template_settings(engine),
         **_speed_settings(),
     }
     with sole_writer(Path(out), Path(out) / LOCK):
@@ -103,6 +108,8 @@ def run_eval(
                 zip([None, *drafts], engines(str(target), list(map(str, places.values()))), strict=True)
             )
             check_prompts(made[None], loaded)
+            if not (quiet or has_chat_template(made[None].tokenizer)):
+                print(NO_TEMPLATE)
             where, real_dtype = place(made[None])
             store.start(
                 {
@@ -179,6 +186,14 @@ def _short_names(drafts: Sequence[str | Path]) -> list[str]:
 def _public_name(target: str | Path) -> str:
     """A local folder or file by its own name: its place here is of no use to readers of the results."""
     return Path(target).resolve().name if Path(target).exists() else str(target)
+
+
+def _template_settings(engine: EngineConfig) -> dict[str, Any]:
+    """The hash of the chat template of the engine's options, since its file may change."""
+    if engine.chat_template is None:
+        return {}
+    template = read_chat_template(engine.chat_template)
+    return {"chat_template": hashlib.sha256(template.encode()).hexdigest()[:16]}
 
 
 def _speed_settings() -> dict[str, Any]:

@@ -24,6 +24,7 @@ def load_draft_model(
     target_name: str | Path | None = None,
     algorithm: str = "auto",
     token_map: str | Path | None = None,
+    chat_template: Path | None = None,
 ) -> DraftModel:
     """Load a draft for ``target``, in its dtype and on its device.
 
@@ -34,6 +35,7 @@ def load_draft_model(
         algorithm: ``"auto"``, or what the draft is insisted to be.
         token_map: a file, or a file of the hub, with the target ids that an EAGLE, NEXTN or STANDALONE draft
             may propose; see :func:`~eagle_kit.checkpoints.token_map.load_token_map`.
+        chat_template: file of the one in use, in place of the target's.
 
     Raises:
         UserError: it does not fit the target, or is not what ``algorithm`` says.
@@ -49,7 +51,7 @@ def load_draft_model(
     if token_map is not None:
         hot = load_token_map(token_map, target.config.vocab_size, target_name)
     if target_name is not None and kind is find_kind(files):
-        findings = validate_draft(folder, target_name)
+        findings = validate_draft(folder, target_name, chat_template)
         raise_on_errors(findings)
         for finding in findings:
             if finding.level == "warning":

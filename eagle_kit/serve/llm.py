@@ -1,5 +1,6 @@
 """``LLM``: a target, perhaps a draft, and ``generate``."""
 
+import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.data.chat.messages import ChatPrompt
-from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.template import has_chat_template, prompt_token_ids, set_chat_template
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
 from eagle_kit.kernels.linear import pack_weights
@@ -148,12 +149,27 @@ class LLM:
                 from eagle_kit.models.loading.source import load_tokenizer
 
                 self.tokenizer = load_tokenizer(target)
+        self._set_chat_template()
         device = self.target.embed_tokens.weight.device
         if device.type == "cpu":
             warn_of_spinning(torch.get_num_threads())
         pack_weights(self.target)
         if self._options.kv_dtype == "fp8_e4m3":
             check_fp8(device)
+
+    def _set_chat_template(self) -> None:
+        """Take the chat template of the options, where they name one; a tokenizer that was given is not
+        changed."""
+        path = self._options.chat_template
+        if path is None:
+            return
+        if self.tokenizer is not None:
+            self.tokenizer = copy.copy(self.tokenizer)
+            set_chat_template(self.tokenizer, path)
+        elif self.group is None:
+            raise UserError(
+                "A chat template was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
+            )
 
     def _whole(self) -> AbstractContextManager[None]:
         """Context manager: what is done within is done by all ranks, or the group is lost
@@ -284,7 +300,14 @@ class LLM:
 
         def load() -> DraftModel:
             name = self._target_name
-            return load_draft_model(draft, target, target_name=name, algorithm=algorithm, token_map=token_map)
+            return load_draft_model(
+                draft,
+                target,
+                target_name=name,
+                algorithm=algorithm,
+                token_map=token_map,
+                chat_template=self._options.chat_template,
+            )
 
         if self.group is None:
             return load()
@@ -417,7 +440,10 @@ class LLM:
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Tokenise a user turn (str), messages (list of dicts), or messages with tools and further arguments
-        of the chat template; token ids are returned as they are."""
+        of the chat template; token ids are returned as they are.
+
+        Without a chat template a str is a text that the reply continues, as a prompt of /v1/completions.
+        """
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self.tokenizer is None:
@@ -427,6 +453,8 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt.strip():
                 raise UserError("The prompt is empty.", "Give some text.")
+            if not has_chat_template(self.tokenizer):
+                return self.tokenizer(prompt, verbose=False)["input_ids"]
             prompt = [{"role": "user", "content": prompt}]
         return prompt_token_ids(self.tokenizer, prompt)  # type: ignore[arg-type]
 

@@ -341,7 +341,7 @@ def test_the_card_tells_each_fact_of_a_run(metadata, line):
 
 def test_the_card_says_what_was_not_tried():
     config = tiny_head(tiny_target()).config
-    template = "chat template it was trained with"
+    template = "without a chat template, or which one"
     measured = "have not been measured."
     gpu = "It has not been measured on a GPU"
     sampled = "sampled replies have not been measured"

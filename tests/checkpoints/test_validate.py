@@ -266,6 +266,27 @@ def test_the_chat_template_is_compared(tmp_path, target, monkeypatch):
     assert by_subject(validate_draft(draft, target))["chat template"].level == "warning"
 
 
+@pytest.mark.parametrize(
+    ("trained_with", "file", "level"),
+    [
+        ("", None, "ok"),
+        ("{{ messages }}", None, "warning"),
+        ("{{ messages }}", "{{ messages }}", "ok"),
+        ("{{ messages }}", "{{ messages[0] }}", "warning"),
+    ],
+)
+def test_the_chat_template_of_a_file_is_compared(tmp_path, target, monkeypatch, trained_with, file, level):
+    draft = make_draft(tmp_path / "draft", template=template_hash(Tokenizer(trained_with)))
+    monkeypatch.setattr("eagle_kit.kinds.support.findings.load_tokenizer", lambda folder: Tokenizer(None))
+    path = None
+    if file is not None:
+        path = tmp_path / "chat.jinja"
+        path.write_text(file)
+    finding = by_subject(validate_draft(draft, target, path))["chat template"]
+    assert finding.level == level
+    assert level == "ok" or "--chat-template" in finding.remedy
+
+
 def test_a_target_without_tokenizer_leaves_the_template_open(tmp_path, target):
     draft = make_draft(tmp_path / "draft", template="00")
     finding = by_subject(validate_draft(draft, target))["chat template"]

@@ -20,6 +20,7 @@ from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.records import SkipLog
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.report.tables import Table
@@ -34,6 +35,7 @@ SAMPLING = {
     "--seed": ("seed", 11),
 }
 LOADING = {
+    "--chat-template": ("chat_template", Path("chat.jinja")),
     "--max-context": ("max_context", 77),
     "--dtype": ("dtype", "float16"),
     "--quantization": ("quantization", "fp8"),
@@ -274,12 +276,16 @@ def test_every_flag_of_regenerate_reaches_it(monkeypatch, folders, tmp_path):
     words += ["--shard", "1/3", "--chat-template-kwargs", '{"think": true}', "--skip-refusals"]
     words += ["--refusal-patterns", str(tmp_path / "patterns"), "--skip-truncated"]
     words += ["--near-duplicates", "0.5", "--decontaminate", str(tmp_path / "task.jsonl")]
+    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}")
+    words += ["--chat-template", str(tmp_path / "chat.jinja")]
     assert app.main(["data", "regenerate", *words]) == 0
 
     # What was asked for.
     ((responder, source, out, options, target),) = asked
     assert (source, out) == (str(folders / "chats.jsonl"), tmp_path / "o.jsonl")
-    assert target == target_fingerprint(folders / "target")
+    prompt = ChatPrompt([{"role": "user", "content": "Hi"}])
+    assert responder.num_tokens(prompt) == len("Hi")
+    assert target.startswith(f"{target_fingerprint(folders / 'target')}, chat template ")
     assert options.sampling == SamplingParams(**fields_of(SAMPLING), stop=("end",))
     assert (options.limit, options.samples, options.max_turns, options.max_prompt_tokens) == (5, 2, 4, 40)
     assert (options.with_ids, options.shard, options.near_duplicates) == (True, (1, 3), 0.5)
@@ -499,6 +505,7 @@ REFUSED = {
     "data regenerate --source CHATS --out o.jsonl --model m": "--model and --api-key-env",
     "data regenerate --source CHATS --out o.jsonl --base-url http://x --draft d": "--draft is for our engine",
     "data regenerate --source CHATS --out o.jsonl --base-url http://x --api-key-env NO_KEY": "is not set",
+    "data regenerate --source CHATS --out o.jsonl --base-url http://x --chat-template c": "for our engine",
     "data prompts --source a --out b --limit 0": "--limit is below 1",
     "data prompts --source a --out b --limit 1 --skip -1": "--skip below 0",
     "data prompts --source a --out b --limit 1 --categories poems": "no prompts of poems",

@@ -121,7 +121,7 @@ def test_a_second_turn_follows_the_plain_reply_for_every_setting(prompts: Path, 
     plain = next(
         r for r in records(tmp_path / "out") if r["id"] == "p1" and r["draft"] is None and r["turn"] == 0
     )
-    second = [call[2][0] for call in fakes.measured if len(call[2][0]) == 3]
+    second = [call[2][0] for call in fakes.measured if isinstance(call[2][0], list)]
     assert len(second) == 3
     assert all(
         [m["content"] for m in messages] == ["green", plain["text"], "and then"] for messages in second
@@ -404,3 +404,34 @@ def test_a_plot_is_drawn(prompts: Path, tmp_path: Path) -> None:
     path = Path(summary["paths"]["plot"])
     assert path == tmp_path / "out" / "summary.png"
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_a_target_without_a_chat_template_continues_single_prompts_and_says_so(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fakes = Fakes()
+
+    def base(target: str, drafts: Sequence[str]) -> list[Any]:
+        engines = fakes(target, drafts)
+        for engine in engines:
+            engine.tokenizer.chat_template = None
+        return engines
+
+    with pytest.raises(UserError, match="p1 of mini has 2 turns"):
+        evaluate(prompts, tmp_path / "turns", base)
+    assert not fakes.calls
+
+    single = tmp_path / "single.jsonl"
+    single.write_text('{"prompt": "Once upon"}\n')
+    evaluate(single, tmp_path / "out", base, quiet=False)
+    assert "the target has no chat template" in capsys.readouterr().out
+    assert all(given == ["Once upon"] for _, _, given in fakes.calls)
+
+
+def test_a_run_with_another_chat_template_is_not_gone_on_with(prompts: Path, tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages }}")
+    evaluate(prompts, tmp_path / "out", Fakes(), chat_template=template)
+    template.write_text("{{ messages[0] }}")
+    with pytest.raises(UserError, match="chat_template"):
+        evaluate(prompts, tmp_path / "out", Fakes(), chat_template=template)

@@ -17,6 +17,8 @@ PREFILL_SECONDS = 0.25
 
 
 class FakeTokenizer:
+    chat_template: str | None = "{{ messages }}"
+
     def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return " ".join(f"w{token}" for token in ids)
 
@@ -53,6 +55,8 @@ class FakeLLM:
 
     def tokenize(self, prompt: Any) -> list[int]:
         messages = getattr(prompt, "messages", prompt)
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
         text = "|".join(f"{message['role']}:{message['content']}" for message in messages)
         return [ord(letter) % VOCABULARY for letter in text]
 

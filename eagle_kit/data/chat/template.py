@@ -3,14 +3,16 @@ regeneration and evaluation render messages."""
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from eagle_kit.core.errors import UserError, cut, shown
-from eagle_kit.core.files import is_unicode
-from eagle_kit.data.chat.arguments import check_arguments
+from eagle_kit.core.files import expand, is_unicode, read_text
+from eagle_kit.data.chat.arguments import check_arguments, names_read
 from eagle_kit.data.chat.messages import (
     ChatPrompt,
     Message,
@@ -76,13 +78,54 @@ def _refused(error: Exception) -> Unusable:
     return Unusable(f"the chat template refuses it: {kind}{cut(str(error))}")
 
 
+def has_chat_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template; those of base models have none."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def read_chat_template(path: str | Path) -> str:
+    """Read a chat template from a file of Jinja.
+
+    Raises:
+        UserError: the file cannot be read, is no Jinja, or never reads the messages.
+    """
+    remedy = "Give a file with the Jinja source of a chat template."
+    path = expand(path)
+    template = read_text(path, remedy)
+    if _is_json(template):
+        raise UserError(f"{path} is JSON, which would be rendered as it stands.", remedy)
+    try:
+        names = names_read(template)
+    except Unusable as reason:
+        raise UserError(f"{path} cannot be used: {reason}.", remedy) from None
+    if "messages" not in names:
+        raise UserError(f"{path} is no chat template, since it does not read messages.", remedy)
+    return template
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is JSON, as ``tokenizer_config.json`` and ``chat_template.json`` are."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def set_chat_template(tokenizer: Any, path: str | Path | None) -> None:
+    """Give ``tokenizer`` the chat template of a file in place of its own; None leaves it as it is. Raises as
+    :func:`read_chat_template`."""
+    if path is not None:
+        tokenizer.chat_template = read_chat_template(path)
+
+
 def chat_template(tokenizer: Any, tools: Sequence[Tool] = ()) -> str:
     """Source of the template that is used with ``tools`` or without. Raises UserError where there is none."""
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_chat_template(tokenizer):
         raise UserError(
             "The tokenizer has no chat template.",
-            "Use an instruction-tuned target, or put a file chat_template.jinja into the target's folder. A "
-            "server without one answers /v1/completions.",
+            "Give one with --chat-template FILE (a training: data.chat_template), or texts without turns "
+            "(a server: /v1/completions; a training: text records).",
         )
     try:
         return tokenizer.get_chat_template(None, list(tools) or None)

@@ -59,10 +59,16 @@ class EvalPrompt:
             messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
         return [*messages, {"role": "user", "content": self.turns[len(replies)]}]
 
-    def given(self, replies: Sequence[str] = ()) -> list[Message] | ChatPrompt:
-        """:meth:`messages`, with tools and arguments where there are any, as an engine takes them."""
-        messages, kwargs = self.messages(replies), self.chat_template_kwargs
-        return ChatPrompt(messages, self.tools, kwargs) if self.tools or kwargs else messages
+    def given(self, replies: Sequence[str] = ()) -> str | list[Message] | ChatPrompt:
+        """:meth:`messages`, with tools and arguments where there are any, as an engine takes them.
+
+        A single user turn is given as its text, which a target without a chat template continues.
+        """
+        messages = self.messages(replies)
+        kwargs = self.chat_template_kwargs
+        if self.tools or kwargs:
+            return ChatPrompt(messages, self.tools, kwargs)
+        return self.turns[0] if len(messages) == 1 else messages
 
 
 def read_record(record: Any, task: str, number: int) -> EvalPrompt:

@@ -87,7 +87,7 @@ def diagnose(
     folder = resolve_draft(draft, read_target_config(place))
     files = open_draft(folder)
     find_head_kind(files)
-    findings = tuple(validate_draft(folder, place))
+    findings = tuple(validate_draft(folder, place, config.engine.chat_template))
     if errors := causes_in_files(findings):
         return Diagnosis(tuple(errors), findings)
     if server is not None:
@@ -108,7 +108,7 @@ def diagnose_models(
     if server is not None and not getattr(models.llm.tokenizer, "chat_template", None):
         raise UserError(
             "The target has no chat template, and a server is asked with chats.",
-            "Leave --base-url out, or set the tokenizer's chat_template.",
+            "Leave --base-url out, or give --chat-template FILE.",
         )
     progress, dtype = Progress(not is_quiet), str(models.dtype).removeprefix("torch.")
     try:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.chat.template import template_hash
+from eagle_kit.data.chat.template import set_chat_template, template_hash
 from eagle_kit.kinds.support.files import WEIGHTS_KEY
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.loading.loader import target_fingerprint
@@ -49,10 +49,12 @@ class Finding:
 
 
 class TargetFolder(NamedTuple):
-    """A target to check against: its folder, of which config and tokenizer are read, and its sizes."""
+    """A target to check against: its folder, of which config and tokenizer are read, its sizes, and the file
+    of a chat template in place of its own."""
 
     folder: Path
     config: TargetConfig
+    chat_template: Path | None = None
 
 
 def raise_on_errors(findings: Sequence[Finding]) -> None:
@@ -149,8 +151,17 @@ def check_rope(draft: DecoderConfig, target: TargetConfig) -> Finding:
 
 
 def check_template(draft: HeadArchitecture, target: TargetFolder) -> Finding:
-    """Compare the target's chat template with the one that the draft was trained with."""
+    """Compare the chat template in use with the one that the draft was trained with."""
     subject = "chat template"
+    try:
+        tokenizer = load_tokenizer(target.folder)
+        set_chat_template(tokenizer, target.chat_template)
+    except UserError as error:
+        return Finding("warning", subject, f"it cannot be compared: {error.cause}", error.remedy)
+    found = template_hash(tokenizer)
+    if found == draft.template_hash:
+        cause = "the one the draft was trained with." if found else "neither target nor draft has one."
+        return Finding("ok", subject, cause)
     if not draft.template_hash:
         return Finding(
             "warning",
@@ -158,17 +169,14 @@ def check_template(draft: HeadArchitecture, target: TargetFolder) -> Finding:
             "the draft does not say which one it was trained with.",
             "Look into its model card.",
         )
-    try:
-        found = template_hash(load_tokenizer(target.folder))
-    except UserError as error:
-        return Finding("warning", subject, f"it cannot be compared: {error.cause}", error.remedy)
-    if found == draft.template_hash:
-        return Finding("ok", subject, "the one the draft was trained with.")
+    difference = "not the one the draft was trained with"
+    if not found:
+        difference = "the target has none, but the draft was trained with one"
     return Finding(
         "warning",
         subject,
-        "not the one the draft was trained with, so fewer of its tokens may be accepted.",
-        "Serve with the template of its training, or train a draft on this one.",
+        f"{difference}, so fewer of its tokens may be accepted.",
+        "Give the template of its training with --chat-template FILE, or train a draft on this one.",
     )
 
 

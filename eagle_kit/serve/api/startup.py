@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.sampling_params import SamplingParams
@@ -134,11 +135,7 @@ def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> S
 
 def short_prompts(llm: "LLM") -> list[Any]:
     """Tokenise questions as chats, or as texts for a model without a template; cut to a short context."""
-    if getattr(llm.tokenizer, "chat_template", None):
-        ids = [llm.tokenize(prompt) for prompt in PROMPTS]
-    else:
-        ids = [llm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
-    return [each[: llm.max_context // 2] for each in ids]
+    return [llm.tokenize(prompt)[: llm.max_context // 2] for prompt in PROMPTS]
 
 
 def report(
@@ -182,15 +179,21 @@ def doubts(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
     return lines
 
 
-def causes_of_low_acceptance(draft: str, target: str, dtype: str) -> list[str]:
-    """List causes of low acceptance, the most likely first, without those that a check rules out."""
+def causes_of_low_acceptance(
+    draft: str, target: str, dtype: str, chat_template: Path | None = None
+) -> list[str]:
+    """List causes of low acceptance, the most likely first, without those that a check rules out.
+
+    Args:
+        chat_template: file of the one in use, in place of the target's.
+    """
     from eagle_kit.checkpoints.draft import resolve_draft
     from eagle_kit.checkpoints.validate import validate_draft
     from eagle_kit.kinds.support.files import read_metadata
     from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import resolve_target
 
-    findings = {finding.subject: finding for finding in validate_draft(draft, target)}
+    findings = {finding.subject: finding for finding in validate_draft(draft, target, chat_template)}
     causes = [
         f"{cause}: {findings[subject].cause} {findings[subject].remedy}"
         for subject, cause in CHECKED_CAUSES.items()

@@ -10,7 +10,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import expand
 from eagle_kit.data.chat.dataset import PreparedData, cache_root
-from eagle_kit.data.chat.template import template_hash
+from eagle_kit.data.chat.template import set_chat_template, template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.packed_data import load_packed_data
 from eagle_kit.data.states import manifest as state_manifest
@@ -74,6 +74,7 @@ def load_components(
         if accelerator.is_local_main_process:
             remember_place(weights, folder)
         tokenizer = load_tokenizer(folder)
+        set_chat_template(tokenizer, config.data.chat_template)
         data = load_packed_data(
             config.data,
             tokenizer,

@@ -74,7 +74,7 @@ def test_a_card_tells_what_is_known_of_the_run(tmp_path, draft):
     assert "decoded accept length while training, shape 3,1,4: 1.5" in text
     assert "It can propose 67 of 131 tokens, 97.5 % of those in its training replies." in text
     assert "Accept lengths per task have not been measured." in text
-    assert "chat template it was trained with is not recorded" in text
+    assert "without a chat template, or which one is not recorded" in text
 
 
 def test_out_and_in_on_the_command_line(tmp_path, draft, capsys):

@@ -189,7 +189,7 @@ def test_prompts_with_tools_are_rendered_with_them(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     assert called.messages([]) == [*MESSAGES[:2], said, MESSAGES[3], turn]
     assert called.tools == asked.tools == (wrapped,) and plain.tools == ()
-    assert plain.given() == [turn]
+    assert plain.given() == "And tomorrow?"
     tokenizer = load_tokenizer(make_target(tmp_path / "target"))
     with pytest.raises(UserError, match="no place for tools"):
         prompt_token_ids(tokenizer, asked.given())
