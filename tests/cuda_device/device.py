@@ -84,6 +84,11 @@ def is_in_front() -> bool:
     return IN_FRONT in os.environ
 
 
+def has_values() -> bool:
+    """True in mode "values", where Python computes what kernels would."""
+    return os.environ.get("EAGLE_KIT_DEVICE_MODE") == "values"
+
+
 def environment(settings: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of a process that runs on the device; the libraries are built if need be.
 
@@ -122,8 +127,12 @@ def _runtime() -> ctypes.CDLL:
 
 
 def start() -> None:
-    """From now on calls are logged with their Python lines."""
+    """From now on calls are logged with their Python lines and, in mode "values", operations are computed."""
     _runtime()
+    if has_values():
+        from tests.cuda_device.values import operations
+
+        operations.install()
 
 
 # ---- Counters ----

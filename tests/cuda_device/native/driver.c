@@ -166,3 +166,10 @@ CUresult cuGetProcAddress_v2(const char *name, void **function, int version, cuu
     if (result) *result = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
     return *function ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
+
+/* Tables of functions that are not documented: there are none. NVRTC, which compiles some of torch's kernels, asks for one
+   and does without it, but reads through a null pointer where this function is missing. */
+CUresult cuGetExportTable(const void **table, const CUuuid *id) {
+    *table = NULL;
+    return CUDA_ERROR_NOT_FOUND;
+}

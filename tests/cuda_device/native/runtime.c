@@ -1296,28 +1296,64 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     return cudaSuccess;
 }
 
+/* An attribute that is not listed is refused: a number that is made up may keep a caller in a loop for ever. */
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
     struct cudaDeviceProp properties;
     cudaError_t error = cudaGetDeviceProperties(&properties, device);
     if (error) return error;
-    switch (attribute) {
+    switch ((int)attribute) {
+    /* Sizes of a launch. */
     case cudaDevAttrMaxThreadsPerBlock: *value = properties.maxThreadsPerBlock; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)properties.sharedMemPerBlock; break;
+    case cudaDevAttrMaxBlockDimX: *value = properties.maxThreadsDim[0]; break;
+    case cudaDevAttrMaxBlockDimY: *value = properties.maxThreadsDim[1]; break;
+    case cudaDevAttrMaxBlockDimZ: *value = properties.maxThreadsDim[2]; break;
+    case cudaDevAttrMaxGridDimX: *value = properties.maxGridSize[0]; break;
+    case cudaDevAttrMaxGridDimY: *value = properties.maxGridSize[1]; break;
+    case cudaDevAttrMaxGridDimZ: *value = properties.maxGridSize[2]; break;
     case cudaDevAttrWarpSize: *value = properties.warpSize; break;
-    case cudaDevAttrMaxRegistersPerBlock: *value = properties.regsPerBlock; break;
-    case cudaDevAttrClockRate: *value = 1980000; break;        /* kHz */
+
+    /* Sizes of a multiprocessor. */
     case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
-    case cudaDevAttrMemoryClockRate: *value = 2619000; break;  /* kHz */
-    case cudaDevAttrGlobalMemoryBusWidth: *value = properties.memoryBusWidth; break;
-    case cudaDevAttrL2CacheSize: *value = properties.l2CacheSize; break;
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = properties.maxThreadsPerMultiProcessor; break;
-    case cudaDevAttrUnifiedAddressing: *value = 1; break;
+    case cudaDevAttrMaxBlocksPerMultiprocessor: *value = properties.maxBlocksPerMultiProcessor; break;
+    case cudaDevAttrMaxRegistersPerBlock: *value = properties.regsPerBlock; break;
+    case cudaDevAttrMaxRegistersPerMultiprocessor: *value = properties.regsPerMultiprocessor; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)properties.sharedMemPerBlock; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)properties.sharedMemPerBlockOptin; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)properties.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrReservedSharedMemoryPerBlock: *value = 1 << 10; break;
+
+    /* The device. */
     case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
     case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)properties.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrClockRate: *value = 1980000; break;       /* kHz */
+    case cudaDevAttrMemoryClockRate: *value = 2619000; break; /* kHz */
+    case cudaDevAttrGlobalMemoryBusWidth: *value = properties.memoryBusWidth; break;
+    case cudaDevAttrL2CacheSize: *value = properties.l2CacheSize; break;
+    case cudaDevAttrTextureAlignment: *value = (int)properties.textureAlignment; break;
+    case cudaDevAttrPciBusId: *value = properties.pciBusID; break;
+    case cudaDevAttrPciDeviceId: *value = 0; break;
+    case cudaDevAttrPciDomainId: *value = 0; break;
+    case cudaDevAttrAsyncEngineCount: *value = properties.asyncEngineCount; break;
+
+    /* What it can do. */
+    case cudaDevAttrUnifiedAddressing: *value = 1; break;
+    case cudaDevAttrCanMapHostMemory: *value = 1; break;
+    case cudaDevAttrConcurrentKernels: *value = 1; break;
     case cudaDevAttrCooperativeLaunch: *value = 1; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)properties.sharedMemPerBlockOptin; break;
-    default: *value = 0; /* an ability that this device does not have */
+    case cudaDevAttrIntegrated: *value = 0; break;
+    case cudaDevAttrManagedMemory: *value = 0; break;
+    case cudaDevAttrConcurrentManagedAccess: *value = 0; break;
+    case cudaDevAttrPageableMemoryAccess: *value = 0; break;
+    case cudaDevAttrMemoryPoolsSupported: *value = 0; break;
+    case 102: *value = 0; break; /* CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED */
+    case 132: *value = 0; break; /* CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED */
+    default: {
+        char detail[64];
+        snprintf(detail, sizeof detail, "the attribute %d is not kept", (int)attribute);
+        *value = 0;
+        return fail(cudaErrorInvalidValue, "cudaDeviceGetAttribute", detail);
+    }
     }
     return cudaSuccess;
 }
