@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).parents[3]
@@ -143,3 +144,41 @@ def test_the_first_variant_of_every_kernel_module_is_translated(tmp_path):
 def test_every_variant_that_ships_is_translated(tmp_path):
     found = translations(tmp_path, (80, 90, 120), None)
     assert found["refused"] == {} and len(set(found["translated"])) > 40
+
+
+def recorded(tmp_path: Path, operations: tuple[str, ...], *, interpreted: bool) -> list:
+    """Name and tensors of each launch of the self-check of these operations."""
+    file = tmp_path / f"recorded-{interpreted}.pt"
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.cuda_device.values.recorded_launches", str(file), *operations]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(file)
+
+
+# Not draft_topk: the upper halves of its integers are bits of floats, whose last one may differ.
+SAMPLE = ("norm", "rope", "accept", "commit", "best_first")
+ALL = (
+    *SAMPLE, "prefill_attention", "window_attention", "mla_attention", "recurrence", "small_linear",
+    "experts", "tree_build", "sampling", "packed_attention", "ttt_attention", "soft_cross_entropy", "swiglu",
+    "rows", "draft_inputs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("operations", [SAMPLE, pytest.param(ALL, marks=pytest.mark.nightly)], ids=len)
+def test_launches_leave_what_the_interpreter_leaves(operations, tmp_path):
+    """Integers and NaN are equal, other floats but for the order of sums."""
+    theirs = recorded(tmp_path, operations, interpreted=True)
+    ours = recorded(tmp_path, operations, interpreted=False)
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    assert len({name for name, _ in ours}) >= len(operations)
+    for (name, here), (_, there) in zip(ours, theirs, strict=True):
+        for number, (mine, expected) in enumerate(zip(here, there, strict=True)):
+            where = f"tensor {number} of {name}: {mine} instead of {expected}"
+            if not expected.is_floating_point():
+                assert torch.equal(mine, expected), where
+                continue
+            finite = expected.double().nan_to_num(0, 0, 0)
+            largest = float(finite.abs().max()) if finite.numel() else 0.0
+            close = torch.isclose(mine.double(), expected.double(), 0, 1e-6 * largest, equal_nan=True)
+            assert close.all(), where
