@@ -1,5 +1,6 @@
 """docs/serving.md states the limits that the code has."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from eagle_kit.kernels.collectives import START_TIMEOUT
 from eagle_kit.serve import scheduler
 from eagle_kit.serve.api import body, connection, errors, params, service
 from eagle_kit.serve.api.metrics import PREFIX, Metrics
+from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest
 from eagle_kit.serve.async_engine import STUCK_S, TELLING_S
 from eagle_kit.serve.grammar import bad_words, compiler, schema_rules
 
@@ -81,6 +83,24 @@ def test_equal_sizes_of_keywords_share_one_number() -> None:
     """The page has one number for a pattern, a bound of a number and a subschema."""
     others = {size for name, size in SIZES.items() if name != "format"}
     assert others == {schema_rules.SUBSCHEMA_SIZE}
+
+
+CHAT_FIELDS = ChatRequest.model_fields.keys()
+COMPLETION_FIELDS = CompletionRequest.model_fields.keys()
+
+
+@pytest.mark.parametrize("name", sorted(CHAT_FIELDS | COMPLETION_FIELDS))
+def test_the_page_names_every_parameter_of_a_request(name: str) -> None:
+    section = PAGE.partition("**Parameters of both completions**")[2].partition("**Refused with 400**")[0]
+    assert re.search(rf"`{name}[`:]", section) or f"`{name}." in section
+
+
+def test_the_page_says_which_ignored_parameters_one_of_the_two_requests_has() -> None:
+    accepted = PAGE.partition("**Accepted, and without effect**")[2].partition("**Refused")[0]
+    before, _, behind = accepted.partition("in chats ")
+    assert "in completions `best_of: 1`" in behind
+    common = set(re.findall(r"`(\w+)[`:]", before))
+    assert "user" in common and common <= CHAT_FIELDS & COMPLETION_FIELDS
 
 
 def test_every_status_of_an_error_has_a_row() -> None:
