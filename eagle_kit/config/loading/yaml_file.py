@@ -16,6 +16,8 @@ MAX_BYTES = 1 << 20
 MAX_DEPTH = 32
 MAX_NODES = 10_000
 """Keys and values of a file, what aliases stand for counted each time."""
+MAX_DIGITS = 3000
+"""Digits of a whole number, hexadecimal ones too."""
 _TAG = "tag:yaml.org,2002:"
 _CORE = {
     "null": (r"~|null|Null|NULL|", "~nN"),
@@ -60,7 +62,17 @@ class _Loader(yaml.SafeLoader):
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         text = self.construct_scalar(node)
+        if len(text) > MAX_DIGITS:  # Python writes no longer one
+            raise ValueError(f"a number of {len(text)} digits; the limit is {MAX_DIGITS}")
         return int(text, 0 if text[1:2] in ("o", "x") else 10)
+
+    def construct_yaml_str(self, node: yaml.ScalarNode) -> str:
+        text: str = self.construct_scalar(node)
+        if "\0" in text:  # no path and no name has it
+            raise yaml.constructor.ConstructorError(
+                None, None, "a text has the character NUL", node.start_mark
+            )
+        return text
 
     def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
         text = self.construct_scalar(node)
@@ -80,7 +92,7 @@ _Loader.yaml_constructors = {
 for _name, (_pattern, _first) in _CORE.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), [*_first, ""])
-for _name in ("int", "float"):
+for _name in ("int", "float", "str"):
     _Loader.add_constructor(_TAG + _name, getattr(_Loader, f"construct_yaml_{_name}"))
 
 

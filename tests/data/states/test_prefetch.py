@@ -40,10 +40,14 @@ class Gated(StateStore):
 def store(tmp_path: Path) -> Gated:
     about = {
         "version": 1,
+        "target": {"name": "t", "revision": None, "weights": "w0"},
+        "layer_ids": [],
+        "layer_ids_are": "inputs of layers",
+        "last_hidden_state": "after the final norm",
         "precision": "float32",
         "format": "computed",
         "hidden_size": 2,
-        "data": {"rows": 8},
+        "data": {"source": "t", "max_length": 1, "supervised_tokens": 8, "rows": 8, "files": {}},
     }
     store = Gated(tmp_path / "states", about, shard_bytes=1)
     for row in range(8):
