@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conformance import untrained_head
 from crossed import crossed
 from restless import Restless
 from tiny import tiny_head, tiny_target
@@ -171,3 +172,25 @@ def test_the_request_ends_alone_where_windows_are_packed():
         ended = requests.pop(1)
         assert ended.finish_reason == "error" and ended.token_ids == []
         assert [request.token_ids for request in requests] == expected
+
+
+HEADS = ("eagle3", "eagle1", "p-eagle", "dflash", "dspark", "one module", "three modules")
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_draft_that_is_not_finite_changes_no_greedy_token(kind):
+    """Chains, trees and sampled chains of a head all of whose weights are NaN, beside plain decoding."""
+    target = tiny_target(vocab_size=11)
+    head = untrained_head(kind, target)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.fill_(math.nan)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    expected = replies(engine_of((target, None), None), GOOD[:2], params)
+    modes = [("2,1,3", {}), ("2,3,6", {})]
+    if "module" not in kind or kind == "one module":
+        modes.append(("2,1,3", {"sampled_drafts": True}))
+    for shape, options in modes:
+        found = serve(engine_of((target, head), shape, **options), GOOD[:2], params)
+        assert [request.token_ids for request in found] == expected
+        assert {request.finish_reason for request in found} == {"length"}

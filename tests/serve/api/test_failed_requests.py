@@ -1,5 +1,6 @@
 """A request whose logits are not finite gets an error of its own; the server and other requests go on."""
 
+import json
 import math
 
 import pytest
@@ -47,6 +48,31 @@ def test_over_http(server):
     assert failed() == before + 2
     assert post(GOOD).json()["choices"][0]["text"] == expected
     assert server.http.get("/health").status_code == 200
+
+
+def strict(text: str):
+    """Read JSON, in which NaN and infinities are no numbers."""
+
+    def refuse(name: str):
+        raise AssertionError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("more", [{"logprobs": 5}, {"echo": True}])
+def test_no_response_has_a_number_that_json_does_not_know(server, more):
+    """The first token is good and the next one's logits are not, whole and as events."""
+    body = {**GOOD, "logit_bias": {str(BAD): 100.0}, **more}
+    refused = server.http.post("/v1/completions", json=body)
+    assert refused.status_code == 500
+    assert strict(refused.text)["error"]["code"] == "logits_not_finite"
+
+    sent = server.http.post("/v1/completions", json={**body, "stream": True}).text
+    events = [line.removeprefix("data: ") for line in sent.splitlines() if line]
+    assert events.pop() == "[DONE]"
+    *choices, last = map(strict, events)
+    assert last["error"]["code"] == "logits_not_finite"
+    assert all(event["choices"] for event in choices)
 
 
 def test_generate_returns_the_others(llm):

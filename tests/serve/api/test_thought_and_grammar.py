@@ -83,3 +83,24 @@ def test_completions_have_no_reasoning(served: Any) -> None:
         model="tiny", prompt="Hi", max_tokens=50, seed=1, extra_body={"regex": "[ab]{3}"}
     )
     assert set(made.choices[0].text) <= {"a", "b"} and made.choices[0].finish_reason == "stop"
+
+
+def test_words_are_forbidden_in_the_reasoning_and_behind_it_in_every_choice(served: Any) -> None:
+    """Without the words the letter is in both parts; a choice among several is the one that is made alone."""
+    server = served()
+    (letter,) = server.llm.tokenizer("a", add_special_tokens=False)["input_ids"]
+    body = {"max_tokens": 100, "temperature": 1, "seed": 1, "regex": "[a-h]{6}"}
+    body["logit_bias"] = {END: 9.0, BEGIN: 10.0, letter: 9.0}
+    body["messages"] = [{"role": "user", "content": "Hi"}]
+
+    def parts_of(**more: Any) -> list[tuple[str, str]]:
+        answer = server.http.post("/v1/chat/completions", json={**body, **more})
+        messages = [choice["message"] for choice in answer.json()["choices"]]
+        return [(message["reasoning_content"], message["content"]) for message in messages]
+
+    ((thought, text),) = parts_of()
+    assert "a" in thought and "a" in text
+    several = parts_of(n=2, bad_words=["a"])
+    assert not any("a" in part for parts in several for part in parts)
+    assert all(len(text) == 6 for _, text in several)
+    assert parts_of(bad_words=["a"]) == several[:1]

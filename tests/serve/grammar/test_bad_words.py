@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from restless import Restless
 from tiny import tiny_head
 from tiny_engine import PROMPTS, make_engine, serve
 from tiny_run import END_TOKEN, make_target, tokens_of
@@ -32,7 +33,7 @@ SHAPES = ("none", "3,1,4", "3,3,8")
 
 @pytest.fixture(scope="module")
 def trained():
-    return trained_models()
+    return trained_models(steps=30)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def replies(models, shape, words=WORDS, prompts=PROMPTS, options=None, **params)
     """Served replies without ``words``; with a parameter ``seed`` reply i draws from its own numbers."""
     sizes = {"batch": 3, "page_size": 4, **(options or {})}
     engine = make_engine(models, **sizes)
-    engine.use_shape(SpecShape.parse(shape))
+    engine.use_shape(shape if isinstance(shape, Restless) else SpecShape.parse(shape))
     asked = SamplingParams(**{"max_tokens": 24, "ignore_eos": True, **params})
     requests = [Request(i, list(ids), asked, bad_word_ids=words) for i, ids in enumerate(prompts)]
     serve(engine, requests)
@@ -157,34 +158,67 @@ def test_greedy_replies_are_those_of_transformers(llm, folder, shape):
     assert request.token_ids == expected[0, len(prompt) :].tolist() != plain
 
 
+@pytest.fixture(scope="module")
+def plain(trained):
+    """Greedy replies of plain decoding without the words."""
+    found = tokens_of_all(replies(trained, None))
+    assert not any(holds(tokens, WORDS) for tokens in found)
+    assert any(holds(tokens, WORDS) for tokens in tokens_of_all(replies(trained, None, words=None)))
+    return found
+
+
 @pytest.mark.parametrize(
-    "params",
+    ("shape", "lag", "params"),
     [
-        {},
-        {"temperature": 1.0, "seed": 5},
-        {"temperature": 0.8, "seed": 2, "repetition_penalty": 1.2, "logit_bias": {4: 1.5}, "logprobs": 2},
-        {"temperature": 1.0, "seed": 7, "allowed_token_ids": (0, 1, 2, 3, 4, 5, 7, 9)},
+        ("3,1,4", 1, {"temperature": 1.0, "seed": 5}),
+        (
+            "3,3,8",
+            0,
+            {"temperature": 0.8, "seed": 2, "repetition_penalty": 1.2, "logit_bias": {4: 1.5}, "logprobs": 2},
+        ),
+        ("3,3,8", 1, {"temperature": 1.0, "seed": 7, "allowed_token_ids": (0, 1, 2, 3, 4, 5, 7, 9)}),
     ],
     ids=str,
 )
-def test_speculation_changes_no_token(trained, params):
-    """Chains and trees, with a pool that runs full, and both lags, beside plain decoding."""
-    plain = tokens_of_all(replies(trained, None, **params))
-    assert not any(holds(tokens, WORDS) for tokens in plain)
-    assert any(holds(tokens, WORDS) for tokens in tokens_of_all(replies(trained, None, words=None, **params)))
-    for shape, lag in (("3,1,4", 1), ("3,3,8", 0)):
-        small = {"kv_tokens": 104, "lag": lag, "max_context": 100}
-        found = replies(trained, shape, options=small, **params)
-        assert tokens_of_all(found) == plain
-        assert sum(request.num_preemptions for request in found) > 0
+def test_speculation_changes_no_token_that_is_drawn(trained, shape, lag, params):
+    """A chain and a tree, with a pool that runs full, and both lags, beside plain decoding."""
+    alone = tokens_of_all(replies(trained, None, **params))
+    assert not any(holds(tokens, WORDS) for tokens in alone)
+    small = {"kv_tokens": 104, "lag": lag, "max_context": 100}
+    found = replies(trained, shape, options=small, **params)
+    assert tokens_of_all(found) == alone
+    assert sum(request.num_preemptions for request in found) > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ("3,1,4", {"kv_tokens": 104, "max_context": 100}),
+        ("3,3,8", {"lag": 1}),
+        ("3,1,4", {"sampled_drafts": True}),
+        ("3,1,4", {"sampled_drafts": True, "verifier": "rejection"}),
+    ],
+    ids=str,
+)
+def test_speculation_changes_no_greedy_token(trained, plain, shape, options):
+    assert tokens_of_all(replies(trained, shape, options=options)) == plain
+
+
+def test_windows_that_are_packed_change_no_token(trained, plain):
+    """Shapes and numbers of drafts that change from cycle to cycle."""
+    shapes = (SpecShape(3, 1, 4), SpecShape(3, 3, 8))
+    policy = Restless(1, shapes, most_plain=2)
+    assert tokens_of_all(replies(trained, policy)) == plain
+    assert policy.used >= set(shapes)
 
 
 def test_drafts_of_ngrams_are_masked(trained):
     prompts = [[4, 6, 8, 3, 4, 6, 8, 3, 4, 6]] * 2
     target = (trained[0], None)
-    plain = tokens_of_all(replies(target, None, prompts=prompts))
+    alone = tokens_of_all(replies(target, None, prompts=prompts))
     found = replies(target, "4,1,5", prompts=prompts, options={"algorithm": "NGRAM"})
-    assert tokens_of_all(found) == plain and not any(holds(tokens, WORDS) for tokens in plain)
+    assert tokens_of_all(found) == alone
+    assert not any(holds(tokens, WORDS) for tokens in alone)
 
 
 @pytest.fixture(scope="module")
@@ -192,32 +226,27 @@ def law(trained):
     """Probability of every reply of three tokens, ``[11, 11, 11]``, masked by the definition."""
     alone = LLM(trained[0], max_context=64)
     law = torch.zeros(11, 11, 11, dtype=torch.float64)
-
-    def after(tokens) -> torch.Tensor:
-        logits = alone.logits([1, 2, *tokens])[-1].double() / 1.1
-        logits[list(forbidden_after(tokens, WORDS))] = float("-inf")
-        return logits.softmax(-1)
-
-    first = after([])
-    for one in range(11):
-        second = after([one])
-        for two in range(11):
-            law[one, two] = first[one] * second[two] * after([one, two])
+    for one, two in itertools.product(range(11), repeat=2):
+        logits = alone.logits([1, 2, one, two])[1:].double() / 1.1
+        for count in range(3):
+            logits[count, list(forbidden_after([one, two][:count], WORDS))] = float("-inf")
+        first, second, third = logits.softmax(-1)
+        law[one, two] = first[one] * second[two] * third
     return law
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"shape": "none", "seed": 1},
         {"shape": "2,1,3", "seed": 2, "sampled_drafts": True},
+        {"shape": "2,1,3", "seed": 4, "sampled_drafts": True, "verifier": "rejection"},
         {"shape": "2,2,5", "seed": 3},
     ],
     ids=str,
 )
 def test_sampled_replies_have_the_enumerated_distribution(trained, law, options):
-    """Block verification of sampled chains, and trees, beside all replies of three tokens."""
-    count = 2_000
+    """Both verifications of sampled chains, and trees, beside all replies of three tokens."""
+    count = 1_000
     options = dict(options)
     shape = options.pop("shape")
     sizes = {"batch": 1000, "max_context": 24, "kv_tokens": 40_000, "mixed_prefill_tokens": 512, **options}

@@ -156,7 +156,7 @@ def grows_by(make: Any, begun: str, part: str, size: int, length: int) -> float:
     return long / short
 
 
-@pytest.mark.parametrize("size", [10**9, 7])
+@pytest.mark.parametrize("size", [10**9, 19])
 @pytest.mark.parametrize("form", FORMS)
 def test_hostile_replies_take_work_in_proportion_to_their_length(readers: Any, form: Any, size: int) -> None:
     def make() -> Any:
@@ -168,17 +168,17 @@ def test_hostile_replies_take_work_in_proportion_to_their_length(readers: Any, f
         assert grows_by(make, begun[i % len(begun)], part, size, 400) < 7, (begun[i % len(begun)], part)
 
 
-@pytest.mark.parametrize("size", [10**9, 7])
+@pytest.mark.parametrize("size", [10**9, 19])
 def test_hostile_messages_of_harmony_take_work_in_proportion_to_their_length(readers: Any, size: int) -> None:
     def make() -> Any:
         return readers["harmony"].HarmonyReader(has_thoughts=True, has_calls=True)
 
-    for begun in HARMONY_BEGUN:
-        for part in HARMONY:
+    for i, part in enumerate(HARMONY):  # each behind two of the beginnings
+        for begun in (HARMONY_BEGUN[i % 4], HARMONY_BEGUN[(i + 1) % 4]):
             assert grows_by(make, begun, part, size, 1200) < 7, (begun, part)
 
 
-@pytest.mark.parametrize("size", [10**9, 7])
+@pytest.mark.parametrize("size", [10**9, 19])
 @pytest.mark.parametrize("begun", ["", "<think>", "<tool_call>", "<tool_call>x</tool_call>"])
 def test_a_checkpoints_reader_takes_work_in_proportion_to_the_length(
     readers: Any, begun: str, size: int
