@@ -89,9 +89,10 @@ class EngineConfig(Options):
     """Options of an engine; None is chosen by the model and the device (:meth:`resolve`).
 
     Attributes:
-        algorithm: kind of the draft: auto reads it from the draft; EAGLE3, EAGLE and STANDALONE insist; NEXTN
-            is EAGLE, or, without a draft, takes the MTP modules in the target's own folder; NGRAM drafts from
-            earlier text, without a draft; NONE drafts nothing.
+        algorithm: kind of the draft: auto reads it from the draft; EAGLE3, EAGLE and STANDALONE insist, and
+            without a draft a head that lies in a folder of the target's is taken; NEXTN is EAGLE, or, without
+            a draft, takes the MTP modules in the target's own folder; NGRAM drafts from earlier text, without
+            a draft; NONE drafts nothing.
         token_map: file with the target ids that an EAGLE, NEXTN or STANDALONE draft may propose (FR-Spec,
             arXiv 2502.14856): .pt, .safetensors, .json, the .npz of data vocab, or org/repository/FILE of
             the hub.
