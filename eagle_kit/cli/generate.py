@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompt, args.file)
     params = sampling_params(args)
     config = options_of(args, EngineConfig, FLAGS, seed=random.getrandbits(62))
-    if config.algorithm.upper() not in ("NEXTN", "NGRAM"):
+    if config.algorithm.upper() in ("AUTO", "NONE"):  # others may find a draft in the target's folder
         check_shape(config, args.draft)
     from eagle_kit.data.chat.template import has_chat_template
     from eagle_kit.serve.llm import LLM

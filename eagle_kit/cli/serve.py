@@ -247,6 +247,7 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
     from eagle_kit.checkpoints.draft import drafts_in_target
     from eagle_kit.kinds.registry import algorithms, kind_in_target
     from eagle_kit.models.loading.source import resolve_target
+    from eagle_kit.serve.options import draft_in_target
 
     name, known = args.speculative_algorithm, (*algorithms(), "NGRAM", "NONE")
     if name not in (None, *known):
@@ -255,8 +256,11 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
         model = type(model)(model.target, None)
     is_asked_for = model.draft is None and name in algorithms()
     needs_draft = is_asked_for and kind_in_target(name) is None
-    if needs_draft and not drafts_in_target(resolve_target(model.target), name):
-        raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
+    if needs_draft:
+        folder = resolve_target(model.target)
+        if not drafts_in_target(folder, name):
+            raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
+        model = type(model)(model.target, str(draft_in_target(None, name, folder)))
     if model.draft is None and not is_asked_for and args.token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
     return model

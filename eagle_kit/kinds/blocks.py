@@ -483,7 +483,7 @@ def _check_count(files: DraftFiles, config: DFlashConfig) -> list[Finding]:
     """Report a number of layers that is not that of the tensors, as where it was copied from the target."""
     layer = read_table(files.config, "transformer_layer_config", files.where) or files.config
     stated = layer.get(LAYERS)
-    if stated == config.num_layers:
+    if stated in (None, config.num_layers):
         return []
     cause = f"the config says {stated}, and the tensors are those of {config.num_layers}, which are taken."
     return [Finding("warning", "layers", cause, f"Correct {LAYERS} in its config.json.")]

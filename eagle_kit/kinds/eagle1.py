@@ -27,6 +27,11 @@ from eagle_kit.models.heads.eagle3 import Eagle3Config
 from eagle_kit.models.targets.target import Target
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
+NAMES = (
+    *(ARCHITECTURE, "MistralForCausalLMEagle", "Qwen2ForCausalLMEagle"),
+    *("EagleLlamaForCausalLM", "EagleMistralForCausalLM"),
+)
+"""SGLang's and vLLM's classes for such heads with Llama's layer."""
 LAYER = "layers.0."
 BIASES = {"bias": "fc.bias", "qkv_bias": f"{LAYER}self_attn.q_proj.bias"}
 """EAGLE's config keys, and the tensors that they promise."""
@@ -52,7 +57,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`. A published head may also call itself a Llama, and is
         then known by its ``fc``, which joins state and embedding and which no whole model has."""
-        return "eagle" in files.architecture.lower() or joins_embedding(files)
+        return files.architecture in NAMES or joins_embedding(files)
 
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Eagle1Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; names of the tensors tell which biases there are."""

@@ -3,6 +3,7 @@
 Which kind a draft is of is asked here and nowhere else.
 """
 
+import re
 from typing import Any
 
 from eagle_kit.config.train import HeadConfig, TrainConfig
@@ -40,14 +41,27 @@ OTHERS = {
     "kimik3eagle3": "a draft with Kimi K3's layer, whose attention is gated and rotates nothing",
     "llamaeagledraftmodel": "an EAGLE-1 draft of NeMo, with a norm in front of its layer and one behind it",
     **dict.fromkeys(
-        ("gemma4dspark", "omnidspark", "k3dspark"), "a DSpark draft with layers that are not Qwen3's"
+        (
+            *("gemma4dspark", "omnidspark", "k3dspark", "glm5_2dspark", "minimaxm3dspark"),
+            *("deepseekv4dspark", "dsparkdeepseekv4", "dsparkv41", "forcausallmdspark"),
+        ),
+        "a DSpark draft with layers that are not Qwen3's",
     ),
     "mlpspeculator": "an MLP speculator",
+    "eaglemistrallarge3": "an EAGLE-1 draft with latent attention",
+    "eagledeepseekmtp": "an EAGLE-1 draft with latent attention",
+    "eaglecohere": "an EAGLE-1 draft with Cohere's layer, whose attention and MLP run side by side",
+    "eagleminicpm": "an EAGLE-1 draft with MiniCPM's layer, which scales its residuals",
     "eagle3gemma": "an EAGLE-3 head with Gemma's layer, whose norms multiply by 1 + weight",
     "eaglellama4": "an EAGLE head with a Llama 4 layer",
     "llama4forcausallmeagle": "an EAGLE head with a Llama 4 layer",
 }
 """Parts of names of architectures -> drafts of a kind that we do not have."""
+OTHER_MODULES = {"prefix_gru": "domino", "candidate_selector": "dflash2", "medusa_heads": "medusa"}
+"""Modules that only such drafts have -> their key in :data:`OTHERS`."""
+NAMES_OF_DRAFTS = re.compile("eagle|dflash|dspark|draft|speculator|nextn|mtp|assistant", re.IGNORECASE)
+"""Words of architectures that no whole model has."""
+ANOTHER_ENGINE = "Serve it with the engine it was made for, or train an EAGLE-3 head."
 KIND_SETTINGS = (
     *(f"head.{name}" for name in HeadConfig.model_fields if name != "kind"),
     *("training.loss", "training.dpace_alpha", "training.regression", "training.feature_noise"),
@@ -64,17 +78,29 @@ def head_kinds() -> list[HeadKind[Any, Any]]:
 
 def find_kind(files: DraftFiles) -> DraftKind:
     """The kind of a draft. Raises UserError for one that we do not have."""
+    # Drafts that we know and do not run, by their names or by a module.
     words = [*(files.config.get("architectures") or [])]
     words += [files.config.get("model_type"), files.config.get("speculators_model_type")]
     words += [table.get("projector_type") for table in _tables_of_blocks(files.config)]
     text = " ".join(str(word).lower() for word in words if word)
-    for part, what in OTHERS.items():
-        if part in text:
-            raise UserError(
-                f"The draft in {files.where} is {what} ({words[0]}), which eagle-kit does not run.",
-                "Serve it with the engine it was made for, or train an EAGLE-3 head.",
-            )
-    return next(kind for kind in KINDS if kind.recognises(files))
+    modules = {name.removeprefix("model.").partition(".")[0] for name in files.names}
+    others = [what for part, what in OTHERS.items() if part in text]
+    others += [OTHERS[part] for module, part in OTHER_MODULES.items() if module in modules]
+    if others:
+        raise UserError(
+            f"The draft in {files.where} is {others[0]} ({words[0]}), which eagle-kit does not run.",
+            ANOTHER_ENGINE,
+        )
+
+    # The first kind that recognises it; the last one is for models that are no drafts by their names.
+    kind = next(kind for kind in KINDS if kind.recognises(files))
+    if kind.is_whole_model and NAMES_OF_DRAFTS.search(files.architecture):
+        raise UserError(
+            f"The draft in {files.where} has the architecture {files.architecture}, and its tensors are not "
+            "those of a kind that eagle-kit runs.",
+            ANOTHER_ENGINE,
+        )
+    return kind
 
 
 def _tables_of_blocks(config: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,12 +6,15 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from tiny import tiny_dflash
 from tiny_mtp import save_target
 from tiny_run import make_target
 
+from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli import app
 from eagle_kit.cli.serve import check_algorithm
 from eagle_kit.core.errors import UserError
+from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.api.startup import find_model
 
 
@@ -37,9 +40,17 @@ def test_generate_says_the_same_with_the_targets_own_module(folder, capsys):
 
 def test_serve_asks_for_no_draft(folder):
     def check(algorithm):
-        args = Namespace(speculative_algorithm=algorithm, speculative_token_map=None)
+        args = Namespace(speculative_algorithm=algorithm, token_map=None)
         return check_algorithm(args, find_model(str(folder), None, "none"))
 
     assert check("NEXTN").draft is None and str(check("NEXTN").target) == str(folder)
     with pytest.raises(UserError, match="EAGLE needs a draft"):
         check("EAGLE")
+
+
+def test_serve_takes_the_draft_in_its_targets_folder(tmp_path):
+    target = make_target(tmp_path / "target")
+    save_draft(tiny_dflash(load_target(target)), target / "DFlash", metadata={})
+    args = Namespace(speculative_algorithm="DFLASH", token_map=None)
+    model = check_algorithm(args, find_model(str(target), None, "none"))
+    assert Path(model.draft) == target / "DFlash" and model.target == str(target)

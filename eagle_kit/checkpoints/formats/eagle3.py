@@ -125,7 +125,11 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
     """Raise UserError for what ``peer`` would lose or read otherwise."""
     ids = list(config.aux_layer_ids)
     if ids != sorted(set(ids)):
-        refuse(peer, f"it reads the layers {ids}, and {peer} captures each once, in ascending order")
+        refuse(
+            peer,
+            f"it reads the layers {ids}, and {peer} captures each once, in ascending order",
+            "Train a head whose head.aux_layer_ids ascend, such as [1, 2, 3].",
+        )
     if EMBEDDING not in files.tensors and config.target_hidden_size != config.hidden_size:
         refuse(peer, "it is narrower or wider than its target and brings no embedding of its own")
     no_residual = "its class takes the residual before hidden_norm (norm_before_residual)"

@@ -142,6 +142,7 @@ class FolderTensors(Mapping[str, torch.Tensor]):
         """Every tensor by name, or the file that it is in."""
         whole = self.folder / WEIGHTS
         has_shards = any(self.folder.glob("*.safetensors.index.json"))
+        has_shards |= not whole.is_file() and any(self.folder.glob("*-of-*.safetensors"))
         old = [] if whole.is_file() or has_shards else old_weight_files(self.folder)
         places: dict[str, torch.Tensor | Path] = {}
         for path in old:

@@ -149,6 +149,11 @@ def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> l
         ]
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
+    if unlisted := sorted(folder.glob("*-of-*.safetensors")):
+        raise UserError(
+            f"The folder {folder} has shards, such as {unlisted[0].name}, and no {index.name}.",
+            "Copy the index of the same repository to them.",
+        )
     raise UserError(
         f"The folder {folder} has no model.safetensors and no index of shards.",
         "Convert its weights to safetensors.",

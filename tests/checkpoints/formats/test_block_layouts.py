@@ -231,7 +231,7 @@ def test_wrong_conventions_are_named(made):
 def test_a_config_that_names_no_layers_means_those_of_the_authors(made, target_layers, layers, outputs):
     """As many as the head has layers, by the ``build_target_layer_ids`` of their repository."""
     _, ours, model, _ = made
-    files = open_draft(ours)
+    files = replace(open_draft(ours), tensors={})  # whose number of layers would be taken
     files.config.update(dflash_config={"mask_token_id": 5}, num_hidden_layers=layers, layer_types=None)
     config = DFLASH.read_config(files, replace(model.config, num_layers=target_layers))
     assert [layer - 1 for layer in config.aux_layer_ids] == outputs

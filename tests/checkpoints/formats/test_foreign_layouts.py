@@ -276,6 +276,12 @@ OTHERS = {
     "Medusa": ({"architectures": ["MedusaModel"]}, {}, "is Medusa heads"),
     "Domino": ({"architectures": ["DominoDraftModel"]}, {}, "is a Domino draft"),
     "Domino by its projector": ({"dflash_config": {"projector_type": "domino"}}, {}, "is a Domino draft"),
+    "Domino by its tensors": (
+        {"architectures": None},
+        {"prefix_gru.weight_ih_l0": (3, 3)},
+        "is a Domino draft",
+    ),
+    "DFlash2 by its tensors": ({}, {"candidate_selector.successor_codebook": (3, 3)}, "is a DFlash2 draft"),
     "JetSpec": ({"architectures": ["JetSpecDraftModel"]}, {}, "is a JetSpec draft"),
     "XPress": ({"speculators_model_type": "xpress"}, {}, "is an XPress draft"),
     "NeMo's EAGLE-1": ({"architectures": ["LlamaEagleDraftModel"]}, {}, "is an EAGLE-1 draft of NeMo"),

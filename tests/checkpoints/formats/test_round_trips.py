@@ -445,5 +445,6 @@ def test_without_the_targets_family_unusual_layers_are_not_guessed_at(tmp_path):
 def test_layers_out_of_order_are_refused(tmp_path):
     source = saved(tmp_path, eagle3(aux_layer_ids=(6, 2, 9)))
     for peer in PEERS:
-        with pytest.raises(UserError, match="in ascending order"):
+        with pytest.raises(UserError, match="in ascending order") as error:
             export_draft(source, tmp_path / peer, format=peer)
+        assert "head.aux_layer_ids" in error.value.remedy

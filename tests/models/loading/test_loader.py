@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
 
@@ -93,6 +94,14 @@ def test_a_missing_shard_is_named(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match="model-00001-of-00002.safetensors is missing"):
         load_target(folder)
+
+
+def test_shards_without_their_index_are_named(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    for read in (load_target, lambda folder: open_draft(folder).tensors["model.norm.weight"]):
+        with pytest.raises(UserError, match="has shards, such as model-00001-of-00002.safetensors") as error:
+            read(folder)
+        assert error.value.remedy == "Copy the index of the same repository to them."
 
 
 OUTSIDE = ["../other/a.safetensors", "/tmp/a.safetensors", "sub/a.safetensors", "..", "", "a\\b", "a\0b"]
