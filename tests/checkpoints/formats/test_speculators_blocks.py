@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_rows import block_logits
 from published_dflash import PublishedDFlash
 from tiny import tiny_dflash, tiny_dspark
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft, import_draft
-from eagle_kit.models.heads.chain import ChainRows
-from eagle_kit.models.heads.dflash import DFlashHead
 from eagle_kit.models.loading.loader import load_target
 
 speculators = pytest.importorskip(
@@ -132,26 +131,6 @@ def their_logits(model, aux: torch.Tensor, ids: torch.Tensor, doc_start: torch.T
     return anchors, logits + seen.get("bias", 0), rows, seen.get("sure")
 
 
-@torch.no_grad()
-def our_logits(head: DFlashHead, embed, aux, ids, doc_start, anchors) -> torch.Tensor:
-    """Our head's logits ``[A, S, Vd]`` of the rows that draft, and of their confidence ``[A, S]`` or None."""
-
-    def tokens(rows: torch.Tensor, step: int) -> torch.Tensor:
-        return ids[rows + 1 + step]
-
-    def embeds(rows: torch.Tensor, step: int) -> torch.Tensor:
-        return embed(tokens(rows, step))
-
-    def mask(token: int) -> torch.Tensor:
-        return embed(torch.tensor([token]))
-
-    given = ChainRows(head.features(aux, aux), tokens, embeds, mask, anchors - 1, doc_start)
-    read = head.chain(given, head.config.most_steps)
-    sure = [head.confidence_logits(h, tokens(given.rows, step)) for step, h in enumerate(read)]
-    logits = torch.stack([head.logits(h) for h in read], 1)
-    return logits, None if sure[0] is None else torch.stack(sure, 1)
-
-
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a.double(), b.double(), atol=1e-4, rtol=1e-4)
 
@@ -167,7 +146,7 @@ def test_their_class_gives_our_logits_of_every_row(tmp_path, target, name):
     anchors, a, teacher, their_sure = their_logits(theirs, aux, ids, doc_start)
     assert len(set(doc_start[anchors].tolist())) == len(STARTS)
     first = head.config.first_drafted
-    c, sure = our_logits(head, model.embed, aux, ids, doc_start, anchors)
+    c, sure = block_logits(head, model.embed, aux, ids, doc_start, anchors)
     assert close(a[:, first:], c), (a[:, first:] - c).abs().max()
     assert (sure is None) == (their_sure is None)
     assert sure is None or close(their_sure.view(-1, BLOCK)[:, first:], sure)
@@ -193,7 +172,7 @@ def test_a_sliding_window_ends_at_the_row_for_us_and_at_the_anchor_for_them(tmp_
     aux, ids, doc_start = make_row(model.config.vocab_size, head.fc.weight.shape[1])
     anchors, wide, *_ = their_logits(theirs, aux, ids, doc_start)
     before = anchors - doc_start[anchors]
-    c, _ = our_logits(head, model.embed, aux, ids, doc_start, anchors)
+    c, _ = block_logits(head, model.embed, aux, ids, doc_start, anchors)
     for k in range(1, BLOCK):
         fits = before <= WINDOW - 1 - k
         assert fits.any() and not fits.all()

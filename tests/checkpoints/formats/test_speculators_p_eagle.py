@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_rows import p_eagle_logits
 from tiny import tiny_p_eagle
 from tiny_run import make_target
 
@@ -78,28 +79,6 @@ def their_logits(model, aux: torch.Tensor, ids: torch.Tensor):
     return generate_cod_sample_indices(len(ids), loss_mask, **options), seen[0]
 
 
-@torch.no_grad()
-def our_logits(head, embed, aux: torch.Tensor, ids: torch.Tensor, row: torch.Tensor, depth: torch.Tensor):
-    """Our head over those rows of those depths, in one pass."""
-    emitted = head.midlayer.inputs(head.fuse(aux[row]), embed(ids[row]))
-    inputs = [
-        torch.where((depth > 0)[:, None], mask, own)
-        for mask, own in zip(head.mask_inputs(), emitted, strict=True)
-    ]
-    before = (depth[None] == 0) & (row[None] <= row[:, None])
-    seen = before | ((row[None] == row[:, None]) & (depth[None] <= depth[:, None]))
-    groups = head.config.num_heads // head.config.num_kv_heads
-
-    def attend(layer, q, k, v):
-        k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
-        window = head.config.windows[layer] or LENGTH + DEPTHS
-        inside = (row + depth)[:, None] - (row + depth) < window
-        scores = torch.einsum("qhd,khd->hqk", q, k) * head.config.attention_scale
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~(seen & inside), -torch.inf).softmax(-1), v)
-
-    return head.logits(head.step((inputs[0], inputs[1]), 1 + row + depth, attend).fed_back)
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_their_class_gives_our_logits_at_every_depth(tmp_path, target, name):
     model = load_target(target)
@@ -115,7 +94,7 @@ def test_their_class_gives_our_logits_at_every_depth(tmp_path, target, name):
     aux = torch.randn(LENGTH, width, generator=generator)
     ids = torch.randint(0, size - 3, (LENGTH,), generator=generator)
     (row, depth), a = their_logits(theirs, aux, ids)
-    b = our_logits(head, model.embed, aux, ids, row, depth)
+    b = p_eagle_logits(head, model.embed, aux, ids, row, depth)
     assert depth.bincount().tolist() == [LENGTH - d - (d > 0) for d in range(DEPTHS)]
     assert b.abs().max() > 1
     assert torch.allclose(a, b, atol=1e-4, rtol=1e-4), (a - b).abs().max()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_rows import eagle3_logits
 from safetensors.torch import load_file
 from tiny import tiny_head
 from tiny_run import make_target
@@ -67,32 +68,6 @@ def their_logits(model, aux: torch.Tensor, ids: torch.Tensor, steps: int) -> lis
     return seen
 
 
-@torch.no_grad()
-def our_logits(head, embed, aux: torch.Tensor, ids: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Our head over the same steps. Row i of step s sees the keys of step 0 up to i, and its own of later
-    steps; it reads the embedding of id i + s, zero behind the end, at position 1 + i + s. A sliding window is
-    that of their trainer, which does not move with the steps."""
-    length, keys, out = len(ids), [], []
-    hidden = head.fuse(aux)
-    groups = head.config.num_heads // head.config.num_kv_heads
-
-    def attend(layer, q, k, v):
-        keys.append((k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)))
-        every_k, every_v = (torch.cat(parts) for parts in zip(*keys, strict=True))
-        row = torch.arange(length)
-        own = [row[:, None] == row for _ in keys[1:]]
-        near = row[:, None] - row < (head.config.sliding_window or length)
-        mask = torch.cat([(row[:, None] >= row) & near, *own], 1)
-        scores = torch.einsum("qhd,khd->hqk", q, every_k) * head.config.attention_scale
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, -torch.inf).softmax(-1), every_v)
-
-    for step in range(steps):
-        shifted = torch.cat((ids[step:], ids.new_zeros(step)))
-        hidden = head(hidden, embed(shifted), torch.arange(length) + 1 + step, attend)
-        out.append(head.logits(hidden))
-    return out
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_their_class_gives_our_logits_for_every_step(tmp_path, target, name):
     model = load_target(target)
@@ -108,7 +83,7 @@ def test_their_class_gives_our_logits_for_every_step(tmp_path, target, name):
     aux = torch.randn(17, width, generator=generator)
     ids = torch.randint(0, model.config.vocab_size, (17,), generator=generator)
     pairs = zip(
-        their_logits(theirs, aux, ids, 3), our_logits(head, table.__getitem__, aux, ids, 3), strict=True
+        their_logits(theirs, aux, ids, 3), eagle3_logits(head, table.__getitem__, aux, ids, 3), strict=True
     )
     for step, (a, b) in enumerate(pairs):
         assert b.abs().max() > 1
