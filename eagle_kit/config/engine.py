@@ -92,16 +92,10 @@ class EngineConfig(Options):
     """Options of an engine; None is chosen by the model and the device (:meth:`resolve`)."""
 
     algorithm: str = "auto"
-<<<<<<< /tmp/m59/ours.py
     """Kind of the draft: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE and STANDALONE
-    refuse drafts of other kinds; NEXTN is EAGLE, or, without a draft, takes the MTP modules in the target's
-    own folder; NGRAM drafts from earlier text, without a draft; NONE drafts nothing.
-=======
-    """Kind of the draft: auto reads it from the draft; EAGLE3, EAGLE and STANDALONE insist, and without a
-    draft a head that lies in a folder of the target's is taken; NEXTN is EAGLE, or, without a draft, takes
-    the MTP modules in the target's own folder; NGRAM drafts from earlier text, without a draft; NONE drafts
-    nothing.
->>>>>>> /tmp/m59/theirs.py
+    refuse drafts of other kinds, and without a draft a head that lies in a folder of the target's is taken;
+    NEXTN is EAGLE, or, without a draft, takes the MTP modules in the target's own folder; NGRAM drafts from
+    earlier text, without a draft; NONE drafts nothing.
     """
 
     token_map: Path | None = None

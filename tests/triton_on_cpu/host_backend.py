@@ -7,7 +7,6 @@ intermediate code, and what is loaded and launched is that code as C++ (:mod:`ke
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from triton.backends.driver import DriverBase
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 
-from tests.cuda_device.values.kernel import Kernel
+from tests.triton_on_cpu.kernel import Kernel, values_of
 
 launches: Counter[str] = Counter()
 """Launches of each kernel since the start of the process, by module and name: ``norm.triton._rms_norm``."""
@@ -125,7 +124,7 @@ class _Launcher:
     def __call__(self, x: int, y: int, z: int, stream: int, kernel: Kernel, *rest: Any) -> None:
         # Behind the kernel come its metadata and two hooks, then its arguments.
         arguments = rest[4:]
-        values = list(arguments_of(self.signature, arguments))
+        values = list(values_of(self.signature, arguments))
         launches[self.name] += 1
 
         # Programs in any order, within the memory of the tensors.
@@ -140,15 +139,6 @@ class _Launcher:
 def kernel_name(function: Any) -> str:
     """Module and name of a kernel; of the project's kernels without the folder of all of them."""
     return f"{function.__module__.removeprefix('eagle_kit.kernels.')}.{function.__name__}"
-
-
-def arguments_of(signature: Any, values: Any) -> Iterator[Any]:
-    """The values that a compiled kernel takes: tuples one by one, and no constants."""
-    for kind, value in zip(signature, values, strict=True):
-        if isinstance(kind, tuple):
-            yield from arguments_of(kind, value)
-        elif kind != "constexpr":
-            yield value
 
 
 def storages(values: list[Any]) -> list[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Kernels of Triton as functions of the CPU: translated, compiled by a C++ compiler, and run over a grid.
 
-No GPU and none of CUDA's libraries is needed: tensors lie in host memory, or in the memory of the device in
-software.
+No GPU and none of CUDA's libraries is needed. Tensors lie in host memory. Memory of the CUDA device in
+software is host memory too, so :func:`computation_of` takes a kernel that Triton has compiled for a GPU.
 """
 
 import ctypes
@@ -12,13 +12,13 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.cuda_device.values.translation import Translation, translate
-from tests.cuda_device.values.ttir import Type, read_module
+from tests.triton_on_cpu.translation import Translation, translate
+from tests.triton_on_cpu.ttir import Type, read_module
 
 OPTIONS = ("-std=c++14", "-O1", "-w", "-fwrapv", "-ffp-contract=off", "-fPIC", "-shared")
 """Integers wrap around, and a product is rounded before it is added to something."""
@@ -36,6 +36,35 @@ _compiling = threading.Lock()
 
 class KernelFault(Exception):
     """An access outside of the memory of a launch: on a GPU an illegal access, or a wrong value."""
+
+
+def computation_of(
+    compiled: Any, grid: Sequence[int], arguments: Sequence[Any], **options: Any
+) -> Callable[[], None]:
+    """The computation of a launch of a kernel that Triton has compiled, for whatever GPU.
+
+    Args:
+        compiled: what ``kernel.warmup(...)`` or a launch returns.
+        grid: numbers of programs along one to three axes.
+        arguments: of all parameters in their order, constants and tuples included.
+        options: of :meth:`Kernel.launch`.
+    """
+    if compiled.hash not in _kernels:
+        _kernels[compiled.hash] = Kernel(compiled.asm["ttir"])
+    values = list(values_of(compiled.src.signature.values(), arguments))
+    return _kernels[compiled.hash].launch(grid, values, **options)
+
+
+_kernels: dict[str, "Kernel"] = {}
+
+
+def values_of(signature: Iterable[Any], arguments: Iterable[Any]) -> Iterator[Any]:
+    """The values that a compiled kernel takes: tuples one by one, and no constants."""
+    for kind, argument in zip(signature, arguments, strict=True):
+        if isinstance(kind, tuple):
+            yield from values_of(kind, argument)
+        elif kind != "constexpr":
+            yield argument
 
 
 class _Range(ctypes.Structure):
@@ -133,9 +162,9 @@ def _compiled(translation: Translation) -> Any:
 
 
 def cache_folder() -> Path:
-    """Where compiled kernels and their sources are kept: EAGLE_KIT_DEVICE_KERNELS, or in the environment."""
-    folder = os.environ.get("EAGLE_KIT_DEVICE_KERNELS")
-    return Path(folder) if folder else Path(sys.prefix) / "cuda_device" / "kernels"
+    """Where compiled kernels and their sources are kept: EAGLE_KIT_TRITON_ON_CPU, or in the environment."""
+    folder = os.environ.get("EAGLE_KIT_TRITON_ON_CPU")
+    return Path(folder) if folder else Path(sys.prefix) / "triton_on_cpu"
 
 
 def _compile(library: Path) -> None:

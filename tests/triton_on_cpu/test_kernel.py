@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from tests.cuda_device.values.kernel import Kernel, KernelFault
-from tests.cuda_device.values.ttir import UnknownOperation
+from tests.triton_on_cpu.kernel import Kernel, KernelFault
+from tests.triton_on_cpu.ttir import UnknownOperation
 
 pytestmark = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler"
@@ -32,7 +32,7 @@ INF, NAN = math.inf, math.nan
 def compiled_here(tmp_path_factory: pytest.TempPathFactory):
     """Kernels of these tests are compiled anew, into a folder of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EAGLE_KIT_DEVICE_KERNELS", str(tmp_path_factory.mktemp("kernels")))
+        patch.setenv("EAGLE_KIT_TRITON_ON_CPU", str(tmp_path_factory.mktemp("kernels")))
         yield
 
 

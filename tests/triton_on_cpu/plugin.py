@@ -1,4 +1,4 @@
-"""Plugin of pytest (``-p tests.cuda_device.values.plugin``): Triton kernels run as C++ on CPU tensors.
+"""Plugin of pytest (``-p tests.triton_on_cpu.plugin``): Triton kernels run as C++ on CPU tensors.
 
 It takes the place of Triton's interpreter in tests that launch kernels on CPU tensors. Programs of a launch
 run in an order drawn from a seed; an access outside of the storages of its tensors raises. Each kernel that
@@ -14,7 +14,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.cuda_device.values import host_backend
+from tests.triton_on_cpu import host_backend
 
 host_backend.install(seed=18)
 _tests: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """Record what each Triton launch of the self-check leaves in its tensors, under the interpreter or as C++.
 
-``python -m tests.cuda_device.values.recorded_launches FILE OPERATION...``: the interpreter runs the kernels
+``python -m tests.triton_on_cpu.recorded_launches FILE OPERATION...``: the interpreter runs the kernels
 if TRITON_INTERPRET is 1. Operations are folders of eagle_kit/kernels; without any, all are checked.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
         repair()
         warnings.filterwarnings("ignore", "invalid value encountered in cast", RuntimeWarning)
     else:
-        from tests.cuda_device.values import host_backend
+        from tests.triton_on_cpu import host_backend
 
         host_backend.install()
     # What a kernel leaves unwritten is the same in both, NaN or the largest integer.

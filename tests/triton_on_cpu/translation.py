@@ -5,7 +5,7 @@ that is spread over a shape stays a number. Each operation becomes a loop over t
 the programs of a grid run one after another. So the threads of a program are always in step, and a barrier
 within it has nothing to do. A kernel that waits for other programs of its grid cannot run, and is refused.
 
-What is done to single elements stands in ``operations.h``, a function for each operation. Operations that
+What is done to single elements stands in ``elements.h``, a function for each operation. Operations that
 move elements, access memory or have regions are translated here, each by the method that bears its name.
 """
 
@@ -16,9 +16,9 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.cuda_device.values.ttir import Block, Function, Operation, Type, UnknownOperation
+from tests.triton_on_cpu.ttir import Block, Function, Operation, Type, UnknownOperation
 
-HEADER = Path(__file__).with_name("operations.h")
+HEADER = Path(__file__).with_name("elements.h")
 AXES = {"x": 0, "y": 1, "z": 2}
 SILENT_INSTRUCTIONS = ("griddepcontrol.", "prefetch.")
 """Inline assembly that changes no value: order of launches, and hints to a cache."""
@@ -129,7 +129,7 @@ def translate(function: Function) -> Translation:
 
 @cache
 def elementwise_names() -> frozenset[str]:
-    """Names of the functions of ``operations.h``, such as ``arith_addi`` and ``atomic_fadd``."""
+    """Names of the functions of ``elements.h``, such as ``arith_addi`` and ``atomic_fadd``."""
     return frozenset(re.findall(r"\b((?:arith|math|tt|atomic)_\w+)\(", HEADER.read_text()))
 
 
@@ -236,7 +236,7 @@ class _Translator:
             self.elementwise(operation, operation.name.replace(".", "_"), operation.result_types)
 
     def elementwise(self, operation: Operation, function: str, result_types: list[Type]) -> None:
-        """A function of ``operations.h`` for each element."""
+        """A function of ``elements.h`` for each element."""
         if function not in elementwise_names() or len(result_types) != 1:
             raise operation.unknown()
         operands = self.operands(operation)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path: Path, text: str) -> dict:
@@ -18,7 +18,7 @@ def run(tmp_path: Path, text: str) -> dict:
     script = tmp_path / "script.py"
     script.write_text(text)
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
-    environment |= {"EAGLE_KIT_DEVICE_KERNELS": str(tmp_path / "kernels")}
+    environment |= {"EAGLE_KIT_TRITON_ON_CPU": str(tmp_path / "kernels")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -28,8 +28,8 @@ def run(tmp_path: Path, text: str) -> dict:
 LAUNCHES = """
 import json
 import torch, triton, triton.language as tl
-from tests.cuda_device.values import host_backend
-from tests.cuda_device.values.kernel import KernelFault
+from tests.triton_on_cpu import host_backend
+from tests.triton_on_cpu.kernel import KernelFault
 
 host_backend.install(80)
 
@@ -97,8 +97,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from eagle_kit.kernels.aot import kernel_modules, load_variants
-from tests.cuda_device.values.translation import translate
-from tests.cuda_device.values.ttir import UnknownOperation, read_module
+from tests.triton_on_cpu.translation import translate
+from tests.triton_on_cpu.ttir import UnknownOperation, read_module
 
 def intermediate_code(variant, capability):
     signature = {name: variant.types.get(name, "constexpr") for name in variant.kernel.arg_names}
@@ -150,7 +150,7 @@ def recorded(tmp_path: Path, operations: tuple[str, ...], *, interpreted: bool) 
     """Name and tensors of each launch of the self-check of these operations."""
     file = tmp_path / f"recorded-{interpreted}.pt"
     environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.cuda_device.values.recorded_launches", str(file), *operations]
+    command = [sys.executable, "-m", "tests.triton_on_cpu.recorded_launches", str(file), *operations]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return torch.load(file)
