@@ -21,7 +21,7 @@ NATIVE = Path(__file__).parent / "native"
 SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
 INCLUDES = (SITE / "triton" / "backends" / "nvidia" / "include", SITE / "nvidia" / "cu13" / "include")
 OPTIONS = ("-std=gnu11", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
-CUBLAS_ROUTINE = re.compile(r"cublas(?:[SDCZ]|I[sdcz])[a-z]\w*|cublas(?:Gemm\w*|Dot)Ex")
+CUBLAS_ROUTINE = re.compile(r"cublas(?!Set|Get)(?:[SDCZ]|I[sdcz])[a-z]\w*|cublas(?:Gemm\w*|Dot)Ex")
 """Routines that compute, by their type letters, against settings of a handle."""
 
 
