@@ -1,5 +1,6 @@
 """Steps whose loss or gradient is not finite, the precision of a run, and where its backward pass runs."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,18 @@ def test_captured_states_that_are_given_settle_the_precision(tmp_path: Path) -> 
         settings = {"target": "t", "data": data, "output_dir": "o", "training": {"precision": asked}}
         return with_precision(TrainConfig.model_validate(settings), on_gpu=False).training.precision
 
-    (tmp_path / "manifest.json").write_text('{"precision": "bfloat16", "tensors": {}}')
+    manifest = {
+        "target": {"name": "t", "revision": None, "weights": "w0"},
+        "layer_ids": [],
+        "layer_ids_are": "inputs of layers",
+        "last_hidden_state": "after the final norm",
+        "precision": "bfloat16",
+        "format": "computed",
+        "hidden_size": 2,
+        "data": {"source": "t", "max_length": 1, "supervised_tokens": 0, "rows": 0, "files": {}},
+        "tensors": {},
+    }
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert settled(tmp_path, "auto") == "bfloat16"
     assert settled(tmp_path, "float32") == "float32", "which is refused where the store is read"
     assert settled(tmp_path / "none", "auto") == "float32"
