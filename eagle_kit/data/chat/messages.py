@@ -56,6 +56,12 @@ JSON_TYPES = {
     **{"set": "array", "array": "array", "dict": "object", "object": "object"},
 }
 """JSON Schema's names for the types of Python that function-calling sets name."""
+SCHEMA_KEYWORDS = {
+    *("$defs", "definitions", "properties", "patternProperties", "additionalProperties", "propertyNames"),
+    *("unevaluatedProperties", "dependentSchemas", "dependentRequired", "dependencies"),
+    *("not", "if", "then", "else"),
+}
+"""Keywords of JSON Schema for objects whose values are objects."""
 
 
 class Unusable(Exception):
@@ -149,12 +155,10 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
 
 
 def _json_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Parameters by name with Python's types as JSON Schema; what is a schema stays as it is."""
-    if (
-        not parameters
-        or "properties" in parameters
-        or not all(isinstance(v, dict) for v in parameters.values())
-    ):
+    """Parameters by name with Python's types as JSON Schema; what is a schema stays as it is: it has
+    ``properties``, or a value that is no object, or no key but keywords of JSON Schema."""
+    is_schema = "properties" in parameters or parameters.keys() <= SCHEMA_KEYWORDS
+    if is_schema or not all(isinstance(value, dict) for value in parameters.values()):
         return parameters
     properties, required = {}, []
     for name, about in parameters.items():

@@ -556,3 +556,25 @@ def test_texts_and_tokens_are_no_conversations(tmp_path: Path) -> None:
     skipped = SkipLog()
     assert len(list(read_conversations(str(path), skipped=skipped))) == 1
     assert skipped.counts == {"text or tokens, which have no turns": 2}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"additionalProperties": {"type": "string"}},
+        {"$defs": {"a": {"type": "string"}}, "patternProperties": {"^a": {"$ref": "#/$defs/a"}}},
+        {"not": {"required": ["a"]}, "propertyNames": {"maxLength": 3}},
+        {"if": {"required": ["a"]}, "then": {"required": ["b"]}, "else": {}},
+    ],
+    ids=str,
+)
+def test_a_schema_without_properties_is_not_taken_for_parameters_by_name(schema):
+    (tool,) = read_tools([{"name": "f", "parameters": schema}])
+    assert tool["function"]["parameters"] == schema
+
+
+def test_parameters_may_have_names_of_keywords():
+    parameters = {"not": {"type": "str"}, "city": {"type": "int"}}
+    (tool,) = read_tools([{"name": "f", "parameters": parameters}])
+    expected = {"not": {"type": "string"}, "city": {"type": "integer"}}
+    assert tool["function"]["parameters"]["properties"] == expected
