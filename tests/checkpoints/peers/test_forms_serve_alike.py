@@ -15,9 +15,10 @@ import torch
 from conformance import Texts, make_requests, tokens_of
 from crossed import crossed
 from peer_files import PeerHead, peer_names, read_peer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import randomise, tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle
 from tiny_engine import resolved, serve
+from tiny_mtp import save_target
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_kit.checkpoints.draft import save_draft
@@ -25,7 +26,8 @@ from eagle_kit.checkpoints.export import import_draft
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.eagle1 import EAGLE1
-from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.kinds.mtp import MTP
+from eagle_kit.kinds.support.files import DraftFiles, open_draft
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.heads.eagle1 import Eagle1Head
 from eagle_kit.models.loading.loader import load_target
@@ -282,9 +284,10 @@ def prefixed(config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
             tensors[f"model.{name}"] = tensors.pop(name)
 
 
-def drafted(models: Models, folder: Path) -> tuple[list[list[int]], list[list[int]]]:
+def drafted(models: Models, folder: Path, algorithm: str = "auto") -> tuple[list[list[int]], list[list[int]]]:
     """Replies with the draft of a folder, and how often each depth of it was accepted."""
-    engine = Engine(models.target, load_draft_model(folder, models.target), resolved(4, 64, kv_tokens=400))
+    draft = load_draft_model(folder, models.target, algorithm=algorithm)
+    engine = Engine(models.target, draft, resolved(4, 64, kv_tokens=400))
     engine.use_shape(SHAPE)
     requests = make_requests("greedy", models.prompts)
     serve(engine, requests)
@@ -315,3 +318,64 @@ def test_a_trained_head_drafts_alike_in_every_form(models, trained, tmp_path, na
     # Imported and served.
     import_draft(theirs, tmp_path / "imported", target=models.folder, format=peer.format)
     assert drafted(models, tmp_path / "imported") == ours.drafted
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory):
+    """A DeepSeek target, and its trained MTP module in a folder of ours and in the target's own."""
+    folder = tmp_path_factory.mktemp("modules") / "target"
+    save_target(folder, copies=False, vocab_size=WORDS)
+    target = load_target(folder)
+    prompts = [[(5 * i * i + 3 * i + number) % WORDS for i in range(7)] for number in range(4)]
+    requests = make_requests("greedy", prompts)
+    serve(Engine(target, None, resolved(4, 64, kv_tokens=400)), requests)
+    models = Models(target, folder, prompts, tokens_of(requests))
+
+    texts = Texts(target, [a + b for a, b in zip(prompts, models.replies, strict=True)])
+    head = texts.teach_head(MTP.read(open_draft(folder), target))
+    ours = folder.parent / "ours"
+    save_draft(head, ours, metadata={})
+    return models, Trained(head, ours, drafted(models, ours))
+
+
+def nextn(files: DraftFiles, models: Models) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """As SGLang's converter of DeepSeek's release writes them, without scales."""
+    config = json.loads((models.folder / "config.json").read_text())
+    config |= {"architectures": ["DeepseekV3ForCausalLMNextN"], "num_hidden_layers": 1}
+    return config, dict(files.tensors)
+
+
+def with_copies(files: DraftFiles, models: Models) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The same with the target's embedding and output layer, as in DeepSeek's release."""
+    config, tensors = nextn(files, models)
+    target = models.target
+    tensors["model.layers.0.embed_tokens.weight"] = target.embed_tokens.weight.detach().clone()
+    tensors["model.layers.0.shared_head.head.weight"] = target.head_weight.detach().clone()
+    return config, tensors
+
+
+def of_the_release(files: DraftFiles, models: Models) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Behind the last layer of the target, in its folder."""
+    config = json.loads((models.folder / "config.json").read_text())
+    number = config["num_hidden_layers"]
+    tensors = load_file(models.folder / "model.safetensors")
+    mine = {name.replace("layers.0.", f"layers.{number}."): each for name, each in files.tensors.items()}
+    return config, tensors | mine
+
+
+@crossed(
+    ("form", [nextn, with_copies, of_the_release]),
+    ("write", [one_file, shards]),
+)
+def test_a_trained_module_drafts_alike_in_every_form(modules, tmp_path, form, write):
+    models, ours = modules
+    replies, accepted = ours.drafted
+    assert replies == models.replies and sum(map(sum, accepted)) > 0
+    config, tensors = form(open_draft(ours.folder), models)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write(tmp_path, tensors)
+    algorithm = "NEXTN" if form is of_the_release else "auto"
+    assert drafted(models, tmp_path, algorithm) == ours.drafted
+    if form is not of_the_release:
+        import_draft(tmp_path, tmp_path / "imported", target=models.folder)
+        assert drafted(models, tmp_path / "imported") == ours.drafted
