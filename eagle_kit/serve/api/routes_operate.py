@@ -72,7 +72,7 @@ def add_operation_routes(app: "FastAPI", service: Service) -> None:
 
     @app.post(
         "/abort",
-        responses=error_responses(400, 401, 408, 413, 415, 429),
+        responses=error_responses(400, 401, 408, 413, 415, 429, 503),
         openapi_extra=body_schema(app, AbortRequest),
     )
     async def abort(
