@@ -40,7 +40,8 @@ from eagle_kit.models.targets.target import Target
 FLAT_IDS, NESTED_IDS, TABLE = "target_layer_ids", "aux_hidden_state_layer_ids", "dflash_config"
 ROWS, SLIDING_BOTH = "sample_from_anchor", "sliding_window_non_causal"
 CAUSAL, SWA_SIZE = "causal", "swa_window_size"
-LAYERS, LAYER_TYPES = "num_hidden_layers", "layer_types"
+LAYERS = "num_hidden_layers"
+LAYER_TYPES = "layer_types"
 SHIFTED = "shift_label"
 """ModelOpt's key for :data:`ROWS`."""
 NEMO = "Qwen3DFlashDraftModel"
@@ -129,7 +130,8 @@ class BlockKind(HeadKind[Config, Head]):
     def read_keys(self, files: DraftFiles) -> dict[str, Any]:
         """Keys of a config and of its :data:`TABLE` in one, with what rows predict under :data:`ROWS`. Raises
         UserError where both places say different things."""
-        raw, table = files.config, read_table(files.config, TABLE, files.where)
+        raw = files.config
+        table = read_table(files.config, TABLE, files.where)
         stated = {key: value for key, value in raw.items() if value is not None or key not in table}
         for key in self.keys_of_both_places:
             if None not in (raw.get(key), table.get(key)) and raw[key] != table[key]:

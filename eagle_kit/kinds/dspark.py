@@ -24,7 +24,8 @@ from eagle_kit.models.targets.target import Target
 
 RANK, FORM = "markov_rank", "markov_head_type"
 CONFIDENCE, READS_TOKEN = "enable_confidence_head", "confidence_head_with_markov"
-CONFIDENCE_WEIGHT, TABLE_WEIGHT = "confidence_head.proj.weight", "markov_head.markov_w1.weight"
+CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
+TABLE_WEIGHT = "markov_head.markov_w1.weight"
 USES_CONFIDENCE = "use_confidence_head"
 """ModelOpt's key for :data:`CONFIDENCE`."""
 FLAT_MODULES = {

@@ -187,7 +187,8 @@ def _read_text(text: TextConfig, run: Path) -> tuple[Any, np.ndarray]:
     """Make the tokenizer and the tokens, uint16 ``[n]``, once a run."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer_file, ids_file = run / TOKENIZER_FILE, run / "tokens.npy"
+    tokenizer_file = run / TOKENIZER_FILE
+    ids_file = run / "tokens.npy"
     is_new = not ids_file.exists()
     if is_new:
         print("Reading the text, making the tokenizer ...")

@@ -210,8 +210,10 @@ def test_every_flag_of_an_evaluation_reaches_it(monkeypatch, tmp_path, identical
 def test_an_evaluation_is_one_run_of_wandb_however_often_it_is_asked_for(monkeypatch, tmp_path):
     """wandb's own run and files, offline."""
     wandb = pytest.importorskip("wandb")
-    init, finish = wandb.init, wandb.Run.finish
-    runs, summaries = [], []
+    init = wandb.init
+    finish = wandb.Run.finish
+    runs = []
+    summaries = []
 
     def note(**options):
         runs.append(init(**options))

@@ -91,7 +91,8 @@ def test_the_time_of_a_stage_is_noted_while_it_runs(words, tmp_path, monkeypatch
 
 def test_a_disk_that_is_full_meanwhile_ends_the_stage_too(words, tmp_path, monkeypatch):
     making, stage = waiting_stage(words, tmp_path, monkeypatch)
-    start, started = subprocess.Popen, []
+    start = subprocess.Popen
+    started = []
 
     def full(*args, **named):
         raise OSError(errno.ENOSPC, "No space left on device")

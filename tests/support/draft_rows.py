@@ -11,7 +11,9 @@ def eagle3_logits(head, embed, aux: torch.Tensor, ids: torch.Tensor, steps: int)
     """Our head over the same steps. Row i of step s sees the keys of step 0 up to i, and its own of later
     steps; it reads the embedding of id i + s, zero behind the end, at position 1 + i + s. A sliding window is
     that of their trainer, which does not move with the steps."""
-    length, keys, out = len(ids), [], []
+    length = len(ids)
+    keys = []
+    out = []
     hidden = head.fuse(aux)
     groups = head.config.num_heads // head.config.num_kv_heads
 

@@ -25,7 +25,8 @@ ELEMENTS = {
     torch.int16: "i16",
     torch.int8: "i8",
 }
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -214,7 +215,8 @@ def test_comparisons_of_integers_have_a_sign_or_none():
 
 
 def test_integers_at_their_ends():
-    low, high = -(2**31), 2**31 - 1
+    low = -(2**31)
+    high = 2**31 - 1
     a = torch.tensor([low, 7, -7, high], dtype=torch.int32)
     b = torch.tensor([-1, 0, 2, high], dtype=torch.int32)
     assert elementwise("arith.divsi", torch.int32, a, b).tolist() == [low, -1, -3, 1]
@@ -233,7 +235,8 @@ def test_shifts_by_more_than_there_are_bits():
 
 def test_floats_that_no_integer_holds():
     x = torch.tensor([2.9, -2.9, 3e9, -3e9, INF, -INF, NAN])
-    high, low = 2**31 - 1, -(2**31)
+    high = 2**31 - 1
+    low = -(2**31)
     assert elementwise("arith.fptosi", torch.int32, x).tolist() == [2, -2, high, low, high, low, 0]
     assert elementwise("arith.fptosi", torch.int8, x).tolist() == [2, -2, 127, -128, 127, -128, 0]
     wide = elementwise("arith.fptoui", torch.int32, x).tolist()

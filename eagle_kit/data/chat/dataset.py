@@ -347,7 +347,8 @@ def load_prepared(
         found = _Summary.model_validate(read_object(folder / "summary.json"), strict=True)
         summary = found.model_dump()
         summary["parts"] = [PartRows(**part) for part in summary["parts"]]
-        counts, of = read_integers(folder / "counts.npy"), tokenizer_hash(tokenizer)
+        counts = read_integers(folder / "counts.npy")
+        of = tokenizer_hash(tokenizer)
         size = len(counts) if draft_vocab_size is None else draft_vocab_size
         return PreparedData(
             folder=folder,

@@ -27,7 +27,8 @@ and 0.04 to 1.8 in SmolLM2-135M.
 """
 NORM = re.compile(r"norm(\.\d+)?\.weight$")
 """End of the name of a norm's weights: ``norm.weight``, and ``fc_norm.0.weight`` of EAGLE-3.1."""
-TABLES, TABLE_RMS = ("embed_tokens.weight", "markov_w1.weight"), 100.0
+TABLES = ("embed_tokens.weight", "markov_w1.weight")
+TABLE_RMS = 100.0
 """Ends of names of embedding tables, and the bound on their RMS.
 
 A table adds nothing up, so that its scale is its trainer's choice: torch's own is 1, which speculators leaves

@@ -139,7 +139,8 @@ class HeldBody:
 
     def __init__(self, client: str, room: BodyRoom) -> None:
         self._data = bytearray()
-        self._client, self._room = client, room
+        self._client = client
+        self._room = room
         self._num_held = 0
 
     def add(self, chunk: bytes) -> None:

@@ -270,7 +270,8 @@ def _is_told(manifest: Path, report: RegenerateReport) -> bool:
     """Return False if the process before was killed behind its last line, and has not written what it did."""
     if not manifest.exists():
         return False
-    found, expected = read_object(manifest), report.manifest({})
+    found = read_object(manifest)
+    expected = report.manifest({})
     return all(found.get(name) == expected[name] for name in ("conversations", "left_out", "shortened"))
 
 

@@ -35,7 +35,11 @@ from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
 
-WORDS, DRAFT_WORDS, LAYERS, SIZE, MASK = 23, 17, 12, 48, 22
+WORDS = 23
+DRAFT_WORDS = 17
+LAYERS = 12
+SIZE = 48
+MASK = 22
 INPUTS = (2, 6, 9)
 """The usual captured layers of a target of :data:`LAYERS` layers, by their inputs."""
 FLAGS = ("norm_output", "norm_before_residual", "norm_before_fc", "fc_norm")

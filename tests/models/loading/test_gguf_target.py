@@ -168,7 +168,8 @@ NUM_BYTES = 2**40
 )
 def test_a_length_behind_the_end_of_the_file_is_not_counted_to(cache, monkeypatch, entry):
     """A file of 40 bytes that states an array of 2**40."""
-    get, calls = gguf.GGUFReader._get, []
+    get = gguf.GGUFReader._get
+    calls = []
 
     def counted(*args, **named):
         calls.append(args)

@@ -212,7 +212,9 @@ def test_a_broken_run_goes_on_and_ends_with_the_same_file(tmp_path):
 
 def test_a_manifest_that_a_killed_run_did_not_write_is_written(tmp_path):
     turns = [["long one"], ["a"], ["a"], ["b", "long two"], ["c"], ["d"]]
-    source, out, manifest = _source(tmp_path, turns), tmp_path / "out.jsonl", tmp_path / "out.manifest.json"
+    source = _source(tmp_path, turns)
+    out = tmp_path / "out.jsonl"
+    manifest = tmp_path / "out.manifest.json"
     options = {"skip_truncated": True, "limit": 4}
     _run(Parrot(), source, out, **options)
     whole = json.loads(manifest.read_text())
@@ -226,9 +228,11 @@ def test_a_manifest_that_a_killed_run_did_not_write_is_written(tmp_path):
 
 def test_a_run_that_was_killed_before_replies_whose_rest_is_left_out_counts_the_rest_once(tmp_path):
     """The list of what was left out is written first; the replies are asked for again."""
-    source, out = _source(tmp_path, [["a", "long one"], ["b"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["a", "long one"], ["b"]])
+    out = tmp_path / "out.jsonl"
     _run(Parrot(), source, out, skip_truncated=True)
-    whole, lines = (tmp_path / "out.manifest.json").read_text(), out.read_bytes()
+    whole = (tmp_path / "out.manifest.json").read_text()
+    lines = out.read_bytes()
     out.write_bytes(b"")
     _run(Parrot(), source, out, skip_truncated=True)
     assert out.read_bytes() == lines
@@ -238,7 +242,8 @@ def test_a_run_that_was_killed_before_replies_whose_rest_is_left_out_counts_the_
 
 def test_nothing_is_written_behind_half_a_line_of_a_full_disk(tmp_path, monkeypatch):
     """Which is what a disk has room for, before other files are removed from it."""
-    source, out = _source(tmp_path, [["long one"], ["b"], ["c"]]), tmp_path / "out.jsonl"
+    source = _source(tmp_path, [["long one"], ["b"], ["c"]])
+    out = tmp_path / "out.jsonl"
     write = regeneration.append
 
     def full(path, lines):

@@ -342,7 +342,8 @@ def test_max_steps_is_done_and_says_how_to_go_on_without_it(
 def test_a_resumed_run_is_the_same_run_of_wandb(make_run: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """wandb's own files: the names of its folders have the id of the run."""
     wandb = pytest.importorskip("wandb")
-    asked, init = [], wandb.init
+    asked = []
+    init = wandb.init
 
     def note(**options: object) -> object:
         asked.append(options)
