@@ -25,14 +25,16 @@ SIZES = {
 
 
 def small_llm(shape: str = "3,2,6", changes: Mapping[str, int] | None = None, **options: Any) -> LLM:
-    """An engine of a small Llama with an EAGLE-3 head in bf16, at lag 1.
+    """An engine of a small Llama in bf16, with an EAGLE-3 head or n-grams, at lag 1.
 
     Args:
         changes: sizes of the target, in place of those of ``SIZES``.
         options: of ``LLM``.
     """
     target = tiny_target(512, **{**SIZES, **(changes or {})}).to("cuda", torch.bfloat16)
-    head = tiny_head(target, 256).to("cuda", torch.bfloat16)
+    head = None
+    if options.get("algorithm") != "NGRAM":
+        head = tiny_head(target, 256).to("cuda", torch.bfloat16)
     sizes = {"max_batch_size": 2, "max_context": 256, "batch_sizes": (1, 2), "kv_tokens": 2048, "lag": 1}
     return LLM(target, head, shape=shape, **{**sizes, **options})
 

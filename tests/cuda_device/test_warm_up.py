@@ -70,10 +70,20 @@ def serve(llm: LLM, kinds: tuple[dict[str, Any], ...]) -> int:
     return sum(len(request.token_ids) for request in requests)
 
 
-@pytest.mark.parametrize(("extent", "kinds"), [("usual", USUAL), ("all", WITH_GRAMMARS)])
-def test_traffic_behind_a_warm_up_is_prepared_for(extent, kinds):
+@pytest.mark.parametrize(
+    ("extent", "kinds", "options"),
+    [
+        ("usual", USUAL, {}),
+        ("all", WITH_GRAMMARS, {}),
+        ("usual", USUAL, {"shape": "none"}),
+        ("usual", USUAL, {"shape": "3,1,4", "sampled_drafts": True}),
+        ("usual", USUAL, {"algorithm": "NGRAM"}),
+    ],
+    ids=["usual", "all", "no drafts", "sampled drafts", "n-grams"],
+)
+def test_traffic_behind_a_warm_up_is_prepared_for(extent, kinds, options):
     """The warm-up prepares for grammars where there is a tokenizer; here nobody calls it."""
-    llm, warmed = prepared(extent, tokenizer=object())
+    llm, warmed = prepared(extent, tokenizer=object(), **options)
     engine = llm.engine()
     planned = graphs_of(llm.target.config, llm.draft, llm.config, extent, chooses_shapes=False)
     assert warmed.counts["captures"] >= engine.num_graphs == planned.number > 0
