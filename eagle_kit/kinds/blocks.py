@@ -22,7 +22,7 @@ from eagle_kit.kinds.support.config_json import layer_to_dict, partial_rotary_di
 from eagle_kit.kinds.support.conventions import Convention
 from eagle_kit.kinds.support.files import OWN, DraftFiles, open_draft
 from eagle_kit.kinds.support.findings import OWN_TARGET, Finding
-from eagle_kit.kinds.support.structure import count_layers, drafts_blocks
+from eagle_kit.kinds.support.structure import count_layers, drafts_blocks, num_layers
 from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig, read_decoder
 from eagle_kit.models.config_parts import (
@@ -106,7 +106,9 @@ class BlockKind(HeadKind[Config, Head]):
         self.refuse_other_heads(whole, where)
         check_activation(layer, where)
         sizes = read_decoder(layer, where) | {"rotary_dim": partial_rotary_dim(layer, where)}
-        layers = count_layers(files) or read_size(layer, LAYERS, where, most=MAX_LAYERS)
+        stated = read_size(layer, LAYERS, where, count_layers(files), most=MAX_LAYERS)
+        copied = (raw.get("num_target_layers"), None if target is None else target.num_layers)
+        layers = num_layers(files, stated, copied)
         bias = read_flag(layer, "attention_bias", where)
         block = read_size(whole, "block_size", where, most=MAX_BLOCK)
         return {

@@ -23,6 +23,7 @@ from eagle_kit.kinds.support.structure import (
     canonical_names,
     count_layers,
     fuses_states,
+    num_layers,
 )
 from eagle_kit.kinds.support.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig
@@ -96,9 +97,9 @@ class FusedStatesKind(HeadKind[Config, Head]):
             is_latent = f"{ATTENTION}kv_a_proj_with_mqa.weight" in names
             norms_heads = f"{ATTENTION}q_norm.weight" in names
         mla = read_mla(config, where) if is_latent else None
-        num_layers = self.num_layers(files, config)
-        sizes = read_layer(config, where, mla, num_layers)
-        slides = sliding_layers(config, num_layers, where)
+        layers = self.num_layers(files, config, target)
+        sizes = read_layer(config, where, mla, layers)
+        slides = sliding_layers(config, layers, where)
         has_bias = f"{ATTENTION}q_proj.bias" in names or read_flag(config, "attention_bias", where)
 
         # The states of the target, and the tokens that it proposes.
@@ -132,12 +133,14 @@ class FusedStatesKind(HeadKind[Config, Head]):
         is_other = EMBEDDING in names and size != target_size
         return is_other or read_flag(files.own, OWN_EMBEDDING, files.where)
 
-    def num_layers(self, files: DraftFiles, config: dict[str, Any]) -> int:
+    def num_layers(self, files: DraftFiles, config: dict[str, Any], target: TargetConfig | None) -> int:
         """Decoder layers of a head: those that have tensors, or as its flat ``config`` says where these
-        cannot be read. Raises UserError for more than the kind has."""
+        cannot be read or fewer than it says are there. Raises UserError for more than the kind has."""
         stated = read_size(config, LAYERS, files.where, 1, most=MAX_LAYERS)
+        if self.has_many_layers:
+            return num_layers(files, stated, (None if target is None else target.num_layers,))
         found = count_layers(files) or stated
-        if found != 1 and not self.has_many_layers:
+        if found != 1:
             raise UserError(
                 f"The draft in {files.where} has {found} decoder layers, and an {self.title} here has one.",
                 "Use a head of one layer.",

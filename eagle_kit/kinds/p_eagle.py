@@ -90,7 +90,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         if type(number) is not int or not 0 <= number < fields["vocab_size"]:
             raise wrong_value(key, number, where, f"a token below {fields['vocab_size']}")
         flat = flatten_config(config, where, self.speculators_model_type)
-        layers = self.num_layers(files, flat)
+        layers = self.num_layers(files, flat, target)
         own = {
             "norm_output": False,  # nothing is fed back
             "num_layers": layers,

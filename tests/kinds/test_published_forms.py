@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_p_eagle, tiny_target
+from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle3 import EAGLE3
 from eagle_kit.kinds.p_eagle import P_EAGLE
-from eagle_kit.kinds.registry import find_kind
+from eagle_kit.kinds.registry import find_kind, kind_of
 from eagle_kit.kinds.support.files import DraftFiles, open_draft
 from eagle_kit.models.config import TargetConfig
 
@@ -167,6 +167,22 @@ class TestRope:
         assert TargetConfig.from_dict(config).rope_theta == 1e6
         with pytest.raises(UserError, match="rotate differently"):
             TargetConfig.from_dict(config | {"layer_types": ["full_attention", "sliding_attention"]})
+
+
+@pytest.mark.parametrize("make", [tiny_dflash, tiny_dspark, tiny_p_eagle])
+def test_a_head_that_is_cut_off_is_not_taken_for_a_shorter_one(make):
+    head = make(TARGET, num_layers=3)
+    kind = kind_of(head.config)
+    files = kind.write(head, torch.float32)
+    kept = {name: tensor for name, tensor in files.tensors.items() if not name.startswith("layers.2.")}
+    cut = replace(files, tensors=kept)
+    with pytest.raises(UserError, match=r"layers\.2\.\S+ is missing"):
+        kind.weights(cut, kind.read_config(cut, TARGET.config))
+
+    # A number that is the target's says nothing of the head.
+    kinds = {"layer_types": ["full_attention"] * 12} if "layer_types" in files.config else {}
+    copied = replace(files, config=files.config | {"num_hidden_layers": 12} | kinds)
+    assert kind.read_config(copied, TARGET.config) == kind.read_config(files, TARGET.config)
 
 
 def test_shards_of_a_pickled_head_are_read_by_their_index(tmp_path):

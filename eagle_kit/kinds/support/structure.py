@@ -31,6 +31,19 @@ def count_layers(files: DraftFiles) -> int | None:
     return len(found) or None
 
 
+def num_layers(files: DraftFiles, stated: int, copied: tuple[object, ...]) -> int:
+    """Decoder layers of a head that may have several: those that have tensors.
+
+    Args:
+        stated: number in the config. Where fewer have tensors the head is cut off, and this one is returned,
+            unless it is in ``copied``.
+        copied: numbers that are the target's.
+    """
+    found = count_layers(files)
+    is_cut = found is not None and found < stated and stated not in copied
+    return stated if found is None or is_cut else found
+
+
 def fuses_states(files: DraftFiles) -> bool:
     """True for the layer of EAGLE-3: it has a norm of the feature beside that of the embedding, and its
     attention reads both."""
