@@ -343,7 +343,6 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
     _check_rope_of_speculators(layer, where)
     extra = read_table(read_table(config, OWN, where), "extra", where)
     flags = (*FLAGS, "target_hidden_size", "mask_token_id")
-    kept = ("dtype", "torch_dtype", "eagle_kit", "speculators_config")
     ids = config.get(LAYER_IDS)
     return {
         **extra,
@@ -352,7 +351,7 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
         "architectures": [LAYER_TYPES[model_type]],
         "draft_vocab_size": config.get("draft_vocab_size"),
         "eagle_config": _numbered_by_inputs(ids),
-        **{key: config[key] for key in kept if key in config},
+        **{key: config[key] for key in ("dtype", "torch_dtype", "eagle_kit") if key in config},
     }
 
 

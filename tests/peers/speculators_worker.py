@@ -149,7 +149,7 @@ class Drafter:
         self.kind: str = raw["speculators_model_type"]
         config = model_class.registry[self.kind].config_class.from_pretrained(folder)
         config.transformer_layer_config._attn_implementation = "eager"
-        self.model = model_class.from_pretrained(folder, config=config).float().eval()
+        self.model = model_class.from_pretrained(folder, config=config, dtype=torch.float32).eval()
         proposal = config.speculators_config.proposal_methods[0]
         self.num_drafts: int = proposal.speculative_tokens
         self.layers: list[int] = list(self.model.target_layer_ids)

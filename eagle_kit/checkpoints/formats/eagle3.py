@@ -286,7 +286,7 @@ def read_fused(
     if found.ties_output:
         ours[TIED] = True
     if is_ours:  # keys that we do not know were ours already
-        known = {*ours, NORM_BEFORE_FC, "embed_requires_grad", "eagle_config", "speculators_config"}
+        known = {*ours, NORM_BEFORE_FC, "embed_requires_grad", "eagle_config"}
         ours = without_keys(raw, known) | ours
         ours["eagle_config"] = {**eagle, **own.pop("eagle_config", {}), **ours["eagle_config"]}
         own.pop("extra", None)

@@ -55,9 +55,6 @@ class DraftFiles:
         """Target and chat template of its training, as fields of an architecture; empty when unknown.
         Raises UserError for what is no text."""
         about = {key: self.own.get(key) or "" for key in ("target", "template_hash")}
-        if "target" not in self.own:
-            speculators = read_table(self.config, "speculators_config", self.where)
-            about["target"] = read_table(speculators, "verifier", self.where).get("name_or_path") or ""
         for key, value in about.items():
             if not isinstance(value, str):
                 raise wrong_value(key, value, self.where, "a text")
