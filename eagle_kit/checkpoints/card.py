@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eagle_kit.checkpoints.serve_commands import DraftInfo, serve_commands
+from eagle_kit.core.files import expand
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, split_revision
@@ -96,7 +97,7 @@ def model_card(card: Card) -> str:
 def _front_matter(hub_id: str, tag: str, licence: str) -> str:
     """The hub's YAML; a base model only where it is a repository's name."""
     lines = ["library_name: eagle_kit", "pipeline_tag: text-generation"]
-    if REPOSITORY.fullmatch(hub_id):
+    if REPOSITORY.fullmatch(hub_id) and not expand(hub_id).exists():
         lines += [f"base_model: {hub_id}"]
     if licence:
         lines += [f"license: {json.dumps(licence)}"]

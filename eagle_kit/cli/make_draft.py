@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.cli.arguments import add_tracking, tracking_of
+from eagle_kit.cli.arguments import TEMPLATE, add_flags, add_tracking, tracking_of
 from eagle_kit.cli.jobs import STOPPED, interruptible
+from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
     check_writable,
@@ -118,6 +119,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="that train together on this machine; default one on each GPU, one on a CPU",
     )
+    add_flags(parser, EngineConfig, TEMPLATE)
     add_tracking(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="measure this machine, print the plan, then stop"
@@ -126,9 +128,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, plan, train, tune, measure what came; exit code 130 when interrupted."""
+    from eagle_kit.data.chat.template import read_chat_template
     from eagle_kit.train.__main__ import parse_duration
 
-    tracking_of(args)  # a wrong one is refused before the hours of work
+    # What is wrong is refused before the hours of work.
+    tracking_of(args)
+    if args.chat_template is not None:
+        read_chat_template(args.chat_template)
     budget = parse_duration(args.budget)
     if budget < LEAST_BUDGET_S:
         raise UserError(f"--budget is {args.budget}.", "Give at least 5m, for loading and measuring.")
@@ -151,6 +157,7 @@ class Making:
         asked = {
             "target": args.target,
             "source": args.source,
+            "chat_template": self._template_file,
             "budget_s": budget_s,
             "tasks": list(args.tasks),
             "processes": self.processes,
@@ -249,7 +256,8 @@ class Making:
             "--max-tokens": MAX_REPLY_TOKENS,
         }
         flags = [word for flag, number in numbers.items() for word in (flag, str(number))]
-        words = (KIT, "data", "regenerate", "--source", source, *self._target(), "--out", str(out), *flags)
+        what = (KIT, "data", "regenerate", "--source", source, *self._target(), *self._template())
+        words = (*what, "--out", str(out), *flags)
 
         def finish(seconds: float) -> dict[str, Any]:
             conversations, tokens = self._count_replies(out)
@@ -343,7 +351,7 @@ class Making:
         return Stage("export", (KIT, "export", run, "--out", str(self.draft), *self._target()))
 
     def _eval(self) -> Stage:
-        what = (KIT, "eval", *self._target(), "--draft", str(self.draft), "--name", NAME)
+        what = (KIT, "eval", *self._target(), *self._template(), "--draft", str(self.draft), "--name", NAME)
         how = ("--shapes", *SHAPES, *self._measured(), "--out", str(self.out / "eval"))
         settings = self._tracking()
         tracking = ("--tracking", *settings) if settings else ()
@@ -356,11 +364,19 @@ class Making:
     def _tune(self) -> Stage:
         """The tuning table beside the weights; last, because exporting replaces the folder."""
         passes = () if self.budget_s >= LONG_BUDGET_S else ("--passes", "1")
-        words = (KIT, "tune", str(self.draft), "--ship", *self._target(), *self._measured(), *passes)
-        return Stage("tune", words)
+        what = (KIT, "tune", str(self.draft), "--ship", *self._target(), *self._template())
+        return Stage("tune", (*what, *self._measured(), *passes))
 
     def _target(self) -> tuple[str, str]:
         return "--target", self.args.target
+
+    def _template(self) -> tuple[str, ...]:
+        """``--chat-template`` of the commands that render chats, where it was given."""
+        return () if self._template_file is None else ("--chat-template", self._template_file)
+
+    @property
+    def _template_file(self) -> str | None:
+        return None if self.args.chat_template is None else str(self.args.chat_template)
 
     def _measured(self) -> tuple[str, ...]:
         """Tasks, and prompts of each for the time that is reserved: a prompt is decoded plainly and in every
@@ -401,6 +417,7 @@ class Making:
             "output_dir": str(self.out / name),
             "data": {
                 **data,
+                "chat_template": self._template_file,
                 "max_length": length,
                 "eval_conversations": HELD_OUT,
                 "decontaminate": list(self.args.tasks),

@@ -440,6 +440,15 @@ def test_the_card_has_the_accept_length_against_tokens_of_a_run_that_was_judged_
     assert lines == ["|--:|--:|--:|", "| 1,200,000 | 1.500 | - |", "| 2,400,000 | 1.562 | 1.750 |"]
 
 
+@pytest.mark.parametrize("target", ["../model", "../model.Q4.gguf", "models/model.Q4.gguf", "models/base"])
+def test_the_card_names_no_path_as_a_repository(tmp_path, monkeypatch, target):
+    (tmp_path / "models" / "base").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    head = tiny_head(tiny_target())
+    card = model_card(Card(EAGLE3, replace(head.config, target=target), {}, "me/draft"))
+    assert "base_model" not in card and f"--target {target} " in card
+
+
 def test_the_card_of_a_draft_for_a_revision_names_the_repository():
     head = tiny_head(tiny_target())
     card = model_card(Card(EAGLE3, replace(head.config, target="org/model@v2"), {}, "me/draft"))

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from tiny_run import make_conversations, make_target
+from tiny_run import TEMPLATE, make_conversations, make_target
 
 from eagle_kit.cli import make_draft
 from eagle_kit.cli.app import main
@@ -222,6 +222,9 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     out = tmp_path / "out"
     commands = Commands(monkeypatch)
     words[words.index("90s")] = "20m"
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    words += ["--chat-template", str(template)]
     assert main([*words, "--tracking", "wandb=offline", "project=p"]) == 0
     target = words[1]
     source = words[words.index("--source") + 1]
@@ -249,6 +252,12 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     assert numbers[0] == 16 and numbers[1] == numbers[2] > 1
     missing = 3 * numbers[1] - 60
     assert 0 <= numbers[3] - missing < 3, "the 60 answered prompts are to be a third"
+
+    # The chat template, of all stages that render chats.
+    for command in (pilot, answers, replies, evaluation, tune):
+        assert flags_of(command)["--chat-template"] == str(template)
+    for name in ("pilot", "training"):
+        assert yaml.safe_load((out / f"{name}.yaml").read_text())["data"]["chat_template"] == str(template)
 
     # Training, export and evaluation.
     assert flags_of(prompts)["--source"] == source

@@ -207,8 +207,8 @@ def test_flags_of_the_launcher_that_would_have_no_effect_are_refused(
         ("FSDP", {"FSDP_RESHARD_AFTER_FORWARD": "false"}, "fsdp_reshard_after_forward false"),
         ("FSDP", {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "fsdp_activation_checkpointing true"),
         ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "zero_stage 0"),
-        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "offload_param_device cpu"),
-        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu"}, "offload_optimizer_device"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "cpu and zero_stage 2"),
+        ("DEEPSPEED", {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"}, "offload_optimizer_device"),
         ("DEEPSPEED", {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "gradient_clipping 1.0"),
         ("DEEPSPEED", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps 4"),
     ],
@@ -238,7 +238,8 @@ STAGE_1 = {"zero_optimization": {"stage": 1}}
         ({**STAGE_1, "scheduler": {"type": "WarmupLR"}}, "scheduler, which"),
         ({**STAGE_1, "fp16": {"enabled": True}}, "fp16, which"),
         ({**STAGE_1, "bf16": {"enabled": True}}, "bf16, which"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "to cpu"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "to nvme"),
+        ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "and stage 2"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "to nvme"),
     ],
 )
@@ -262,6 +263,20 @@ def test_a_file_of_deepspeed_s_that_contradicts_the_run_is_refused(
     check_launcher(environ, training)
     assert deepspeed_config(environ) == {**STAGE_1, "wall_clock_breakdown": True}
     assert sharding_asked_for(environ) == "zero1"
+
+
+def test_offloading_that_accelerate_s_own_settings_ask_for_reaches_deepspeed() -> None:
+    environ = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu",
+    }
+    check_launcher(environ, TrainingConfig())
+    on_cpu = {"device": "cpu"}
+    zero = {"stage": 3, "offload_optimizer": on_cpu, "offload_param": on_cpu}
+    assert deepspeed_config(environ) == {"zero_optimization": zero}
+    assert deepspeed_config({**environ, "ACCELERATE_USE_DEEPSPEED": "false"}) == {}
 
 
 @pytest.mark.parametrize("name", ["multi-gpu", "fsdp2", "zero2", "zero3"])

@@ -14,7 +14,7 @@ from eagle_kit.data.chat.template import set_chat_template, template_hash
 from eagle_kit.kinds.support.files import WEIGHTS_KEY
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.loading.loader import target_fingerprint
-from eagle_kit.models.loading.source import load_tokenizer
+from eagle_kit.models.loading.source import converted_file, load_tokenizer
 
 MATRIX_RMS, MATRIX_GAIN, NORM_RMS = 0.5, 0.01, (1e-3, 100.0)
 """Bounds on the root mean square (RMS) of a head's weights.
@@ -220,7 +220,10 @@ def check_name(draft: HeadArchitecture, target: TargetFolder) -> Finding:
 
 
 def target_name(folder: Path) -> str:
-    """The last part of a model's name, from its folder or from its place in a hub's cache."""
+    """The last part of a model's name, from its folder, its GGUF file or its place in a hub's cache."""
+    file = converted_file(folder)
+    if file is not None:
+        return file.name
     for part in folder.resolve().parts[-3:]:
         if part.startswith("models--"):
             return part.rpartition("--")[2]

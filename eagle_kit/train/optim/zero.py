@@ -28,7 +28,7 @@ class Zero(Strategy):
 
     Args:
         stage: 1, 2 or 3.
-        more: settings of a ``ds_config`` file, of :func:`~eagle_kit.train.parallel.launch.deepspeed_config`.
+        more: settings of the launch, of :func:`~eagle_kit.train.parallel.launch.deepspeed_config`.
     """
 
     optimizer: Any
@@ -65,6 +65,7 @@ class Zero(Strategy):
                 "gradient_clipping": training.clip_norm or 0.0,
                 "zero_optimization": {"overlap_comm": False, **zero, "stage": stage},
                 "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,  # offloaded moments are torch's AdamW's too
             },
             dist_init_required=False,
         )

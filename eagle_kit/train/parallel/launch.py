@@ -36,10 +36,14 @@ FIXED_SETTINGS = {
         "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("zero_stage", ("1", "2", "3"), "Set it to 1, 2 or 3."),
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
             "offload_optimizer_device",
-            ("none",),
-            "Set it to none.",
+            ("none", "cpu"),
+            "Set it to none or cpu.",
         ),
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": ("offload_param_device", ("none",), "Set it to none."),
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
+            "offload_param_device",
+            ("none", "cpu"),
+            "Set it to none, or with zero_stage 3 to cpu.",
+        ),
         "ACCELERATE_GRADIENT_CLIPPING": (
             "gradient_clipping",
             ("none", "auto"),
@@ -53,6 +57,11 @@ FIXED_SETTINGS = {
     },
 }
 """By kind of launch: variable -> setting of the launcher, values with an effect here, remedy."""
+OFFLOADED = {
+    "offload_optimizer": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "offload_param": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+}
+"""Settings of ``zero_optimization``, and the variables with their devices where there is no ``ds_config``."""
 OURS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -150,15 +159,15 @@ def sharding_asked_for(environ: Mapping[str, str]) -> str:
     if _is_set(environ, "ACCELERATE_USE_FSDP"):
         return "fsdp2"
     if _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
-        zero = deepspeed_config(environ).get("zero_optimization", {})
-        stage = zero.get("stage", environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-        return f"zero{stage}"
+        return f"zero{deepspeed_config(environ)['zero_optimization']['stage']}"
     return "none"
 
 
 def deepspeed_config(environ: Mapping[str, str], training: TrainingConfig | None = None) -> dict[str, Any]:
-    """Settings of the file of DeepSpeed's own (``ds_config``) that the launcher was given, without those that
-    the run's config decides; empty without such a file.
+    """Settings for DeepSpeed; empty where nothing asks for it.
+
+    They are those of the file of its own (``ds_config``) that the launcher was given, without those that the
+    run's config decides; without a file, stage and offloading that accelerate was launched with.
 
     Args:
         training: whose settings those of the file must not contradict; None does not compare.
@@ -166,13 +175,32 @@ def deepspeed_config(environ: Mapping[str, str], training: TrainingConfig | None
     Raises:
         UserError: the file cannot be read, contradicts ``training``, or asks for what we do not do.
     """
-    name = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
-    if name == "none" or not _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
+    if not _is_set(environ, "ACCELERATE_USE_DEEPSPEED"):
         return {}
+    name = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if name == "none":
+        return {"zero_optimization": _zero_of_launcher(environ)}
     settings = read_object(expand(name))
     if training is not None:
         _check_deepspeed_config(name, settings, training, int(environ.get("WORLD_SIZE", "1")))
     return {key: value for key, value in settings.items() if key not in OURS and value != "auto"}
+
+
+def _zero_of_launcher(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The section ``zero_optimization`` of accelerate's own settings. Raises UserError for weights that are
+    offloaded though every process has all of them."""
+    stage = int(environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+    zero: dict[str, Any] = {"stage": stage}
+    for part, variable in OFFLOADED.items():
+        device = environ.get(variable, "none").lower()
+        if device != "none":
+            zero[part] = {"device": device}
+    if "offload_param" in zero and stage != 3:
+        raise UserError(
+            f"accelerate was launched with offload_param_device cpu and zero_stage {stage}.",
+            "Set offload_param_device to none, or zero_stage to 3.",
+        )
+    return zero
 
 
 def _check_deepspeed_config(
@@ -212,13 +240,18 @@ def _check_deepspeed_config(
         raise UserError(
             f"{file} has the zero_optimization.stage {stage}.", "Set it to 1, 2 or 3, or launch without it."
         )
-    for part in ("offload_optimizer", "offload_param"):
+    for part in OFFLOADED:
         offload = zero.get(part) or {}
         device = offload.get("device", "none") if isinstance(offload, dict) else offload
-        if device not in ("none", "auto", None):
+        if device not in ("none", "auto", "cpu", None):
             raise UserError(
                 f"{file} has zero_optimization.{part} to {device}, which is not supported.",
-                f"Leave {part} out.",
+                f"Set its device to cpu, or leave {part} out.",
+            )
+        if device == "cpu" and part == "offload_param" and stage != 3:
+            raise UserError(
+                f"{file} has zero_optimization.{part} and stage {stage}.",
+                f"Leave {part} out, or set stage to 3.",
             )
 
 

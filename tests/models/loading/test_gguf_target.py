@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.kinds.support.findings import target_name
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 from tests.support.tiny_run import TEMPLATE
@@ -19,15 +20,18 @@ VALUE_TYPES = {
     str: gguf.GGUFValueType.STRING,
 }
 SIZES = {
-    "context_length": 256,
-    "embedding_length": 64,
-    "block_count": 2,
-    "feed_forward_length": 96,
-    "attention.head_count": 4,
-    "attention.head_count_kv": 2,
-    "attention.key_length": 32,
-    "attention.value_length": 32,
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "head_dim",
 }
+"""Keys of sizes, and attributes of transformers' configs."""
+WINDOW = 8
+LOCAL_BASE = 700.0
 
 
 def tiny_model():
@@ -50,17 +54,47 @@ def tiny_model():
     return Qwen3ForCausalLM(config).eval()
 
 
-def write_gguf(path: Path, model, *, more=(), tensors=(), pre="qwen2", left_out=(), sizes=()) -> Path:
+def tiny_gemma3():
+    """A Gemma 3 of seven layers, the third and the last without a window."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(0)
+    rope = {"full_attention": 5000.0, "sliding_attention": LOCAL_BASE}
+    config = Gemma3TextConfig(
+        vocab_size=260,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=7,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=WINDOW,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        layer_types=["full_attention" if layer in (2, 6) else "sliding_attention" for layer in range(7)],
+        rope_parameters={name: {"rope_type": "default", "rope_theta": base} for name, base in rope.items()},
+    )
+    return Gemma3ForCausalLM(config).eval()
+
+
+def write_gguf(
+    path: Path, model, *, arch="qwen3", more=(), tensors=(), pre="qwen2", left_out=(), sizes=()
+) -> Path:
     """Write ``model`` as gguf-py does, in F32, with keys of ``more`` and tensors besides."""
     from tokenizers import pre_tokenizers
 
-    writer = gguf.GGUFWriter(str(path), "qwen3")
-    for key, value in (SIZES | dict(sizes)).items():
-        writer.add_uint32(f"qwen3.{key}", value)
-    writer.add_float32("qwen3.attention.layer_norm_rms_epsilon", 1e-6)
-    writer.add_float32("qwen3.rope.freq_base", 5000.0)
+    writer = gguf.GGUFWriter(str(path), arch)
+    stated = {key: getattr(model.config, attribute) for key, attribute in SIZES.items()}
+    for key, value in (stated | dict(sizes)).items():
+        writer.add_uint32(f"{arch}.{key}", value)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32(f"{arch}.rope.freq_base", 5000.0)
     for key, value in dict(more).items():
-        writer.add_key_value(key, value, VALUE_TYPES[type(value)])
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        else:
+            writer.add_key_value(key, value, VALUE_TYPES[type(value)])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -69,8 +103,13 @@ def write_gguf(path: Path, model, *, more=(), tensors=(), pre="qwen2", left_out=
     writer.add_token_merges(["Ġ Ġ"])
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 2)
+    architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(architectures[arch], model.config.num_hidden_layers)
     for name, value in model.state_dict().items():
+        if arch == "gemma3" and "norm" in name:
+            value = value + 1  # as llama.cpp's converter writes them
+        if arch == "gemma3" and name == "lm_head.weight":
+            continue  # it is the embedding
         if name not in left_out:
             writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), value.numpy())
     for name, value in tensors:
@@ -103,6 +142,29 @@ def test_a_gguf_file_has_the_logits_the_tokenizer_and_the_template_of_its_model(
     assert tokenizer.chat_template == TEMPLATE
 
 
+@pytest.mark.parametrize(
+    "pattern", [3, [True, True, False, True, True, True, False]], ids=["every third", "by layer"]
+)
+def test_windows_and_ropes_by_layer_are_those_of_the_file(cache, pattern):
+    model = tiny_gemma3()
+    if pattern == 3:
+        model.config.layer_types[5] = "full_attention"
+        model.config.layer_types[6] = "sliding_attention"
+        model = type(model)(model.config).eval()
+    more = {
+        "gemma3.attention.sliding_window": WINDOW,
+        "gemma3.attention.sliding_window_pattern": pattern,
+        "gemma3.rope.freq_base_swa": LOCAL_BASE,
+    }
+    path = write_gguf(cache / "tiny.gguf", model, arch="gemma3", more=more)
+    ours = load_target(path)
+    ids = torch.randint(0, 260, (4 * WINDOW,))
+    out = ours(ids, torch.arange(4 * WINDOW), ours.causal())
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    torch.testing.assert_close(ours.logits(out.hidden), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_gguf_file_is_converted_again_only_after_a_change(cache, capsys):
     path = write_gguf(cache / "tiny.gguf", tiny_model())
     folder = resolve_target(path)
@@ -119,6 +181,8 @@ def test_a_gguf_file_is_converted_again_only_after_a_change(cache, capsys):
         ({"more": {"qwen3.attention.scale": 0.5}}, "attention.scale"),
         ({"more": {"qwen3.rope.scaling.type": "longrope"}}, "longrope"),
         ({"more": {"split.count": 2}}, "split"),
+        ({"more": {"qwen3.rope.freq_base_swa": 7.0}}, "RoPE of its own"),
+        ({"more": {"qwen3.attention.sliding_window_pattern": [True, False, True]}}, "which of 3 layers"),
         ({"tensors": [("blk.0.attn_q.bias", torch.ones(128))]}, "weights"),
         ({"tensors": [("rope_freqs.weight", torch.full((16,), 3.0))]}, "RoPE factors"),
         ({"left_out": ["model.norm.weight"]}, "weights"),
@@ -188,6 +252,11 @@ def test_an_architecture_that_transformers_does_not_read_is_one_sentence(cache):
     path.write_bytes(path.read_bytes().replace(b"qwen3", b"qwenX"))
     with pytest.raises(UserError, match="qwenX"):
         resolve_target(path)
+
+
+def test_a_converted_file_keeps_its_name(cache):
+    path = write_gguf(cache / "tiny.gguf", tiny_model())
+    assert target_name(resolve_target(path)) == "tiny.gguf"
 
 
 def test_a_folder_of_gguf_files_names_one(cache):

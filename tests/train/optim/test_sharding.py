@@ -88,6 +88,26 @@ def strategy(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def test_accelerate_launches_the_module_from_any_folder(make_run: Callable) -> None:
+    """The command and the environment are those of ``accelerate launch``, which would import as much more."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    run = make_run(training={**TRAINING, "precision": "float32"})
+    torch.set_num_threads(1)
+    assert run("--max-steps", "1") == 0
+    words = ["--cpu", "--num_processes", "1", "-m", "eagle_kit.train", str(run.config), "--max-steps", "1"]
+    asked = launch_command_parser().parse_args([*words, f"output_dir={run.folder / 'launched'}"])
+    command, environment = prepare_simple_launcher_cmd_env(_validate_launch_command(asked)[0])
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=run.folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    check_close(rows(run.folder / "launched"), run.metrics())
+
+
+@pytest.mark.nightly
 def test_the_module_is_launched_from_any_folder_with_a_file_of_deepspeed_s(make_run: Callable) -> None:
     """ZeRO 1 of a ``ds_config`` in two processes gives the losses of one process without DeepSpeed."""
     pytest.importorskip("deepspeed")

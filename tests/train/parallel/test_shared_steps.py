@@ -1,6 +1,7 @@
 """Optimiser steps that two processes share over gloo, against the same steps of one process alone."""
 
 import copy
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +19,17 @@ from tiny_run import PackedRows, packed_row_of
 from eagle_kit.config.train import DataConfig, TrainConfig, TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.optim.schedule import Schedule
+from eagle_kit.train.parallel.launch import sharding_asked_for
 from eagle_kit.train.parallel.processes import make_accelerator
 from eagle_kit.train.run.checkpoint import TrainState
 from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.step import Stepper, StepResult
 
 NUM_STEPS = 3
+FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
+ZERO = ((1, ()), (2, ("offload_optimizer",)), (3, ("offload_optimizer", "offload_param")))
+MORE_ZERO = ((1, ("offload_optimizer",)), (2, ()), (3, ()), (3, ("offload_optimizer",)))
+"""Stages of DeepSpeed's ZeRO, and what is in the memory of the CPU."""
 
 
 class Trained(NamedTuple):
@@ -90,6 +96,8 @@ def train_tiny(ranks: Any, normalisation: str, sharding: str = "none") -> Traine
     # The steps.
     head = tiny_head(target)
     stepper = Stepper(config, accelerator, components, head, schedule, sharding=sharding)
+    if sharding.startswith("zero"):
+        check_offloading(stepper.strategy.engine)
     state = TrainState()
     results = [stepper.step(state) for _ in range(NUM_STEPS)]
     after = replace(state)
@@ -110,6 +118,23 @@ def train_tiny(ranks: Any, normalisation: str, sharding: str = "none") -> Traine
         each.close()
     AcceleratorState._reset_state(reset_partial_state=True)
     return Trained(results, after, weights, moments, goes_on)
+
+
+def check_offloading(engine: Any) -> None:
+    """Assert that DeepSpeed offloads what its file says."""
+    zero = json.loads(Path(os.environ[FILE]).read_text())["zero_optimization"]
+    assert (engine.zero_offload_optimizer() is not None) == ("offload_optimizer" in zero)
+    assert (engine.zero_offload_param() is not None) == ("offload_param" in zero)
+
+
+def train_by_files(ranks: Any, files: dict[str, str]) -> dict[str, Trained]:
+    """:func:`train_tiny` by each file of DeepSpeed's own, as a launcher names it; all by one import of it."""
+    found = {}
+    for name, file in files.items():
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        os.environ[FILE] = file
+        found[name] = train_tiny(ranks, "tokens", sharding_asked_for(os.environ))
+    return found
 
 
 def refuse_uneven(ranks: Any) -> str:
@@ -137,7 +162,33 @@ def refuse_uneven(ranks: Any) -> str:
 def test_two_processes_take_the_steps_of_one(normalisation: str, sharding: str) -> None:
     alone = train_tiny(None, normalisation)
     both: list[Trained] = run_ranks(2, train_tiny, normalisation, sharding, processes=FORK_SERVER)
+    check_same(both, alone)
 
+
+@pytest.mark.parametrize(
+    "asked", [pytest.param(ZERO, id="some"), pytest.param(MORE_ZERO, id="more", marks=pytest.mark.nightly)]
+)
+def test_two_processes_take_the_steps_of_one_by_files_of_deepspeed_s(
+    tmp_path: Path, asked: tuple[tuple[int, tuple[str, ...]], ...]
+) -> None:
+    """ZeRO 1 to 3, with moments or weights too in the memory of the CPU."""
+    pytest.importorskip("deepspeed")
+    files = {}
+    for stage, offloaded in asked:
+        name = " ".join([f"stage {stage}", *offloaded])
+        zero = {"stage": stage, **{part: {"device": "cpu"} for part in offloaded}}
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps({"zero_optimization": zero, "train_batch_size": 4}))
+        files[name] = str(path)
+    alone = train_tiny(None, "tokens")
+    first, second = run_ranks(2, train_by_files, files, processes=FORK_SERVER)
+    assert first.keys() == files.keys()
+    for name in files:
+        check_same([first[name], second[name]], alone)
+
+
+def check_same(both: list[Trained], alone: Trained) -> None:
+    """Assert that two processes have taken the steps of one."""
     for mine in both:
         steps = zip((*mine.results, *mine.goes_on), (*alone.results, *alone.goes_on), strict=True)
         for ours, theirs in steps:
