@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-peers lint clean
+.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-cuda-device test-peers lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -98,6 +98,13 @@ durations: install ## measure what every test costs and write it to tests/durati
 test-cuda-fake: $(CUDA_STAMP) ## trace cycles and training on fake CUDA tensors, in an environment of 5.5 GB; no GPU
 	@echo "== traces on fake CUDA tensors"
 	@OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q tests/cuda_fake $(ARGS)
+
+ON_DEVICE := OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.cuda_device.plugin
+
+test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in software, in the same environment; no GPU
+	@echo "== tests on a CUDA device in software"
+	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values $(ARGS)
+	@EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE) tests/cuda_device/values $(ARGS)
 
 test-peers: install ## our heads in vLLM's CPU build and in speculators, in environments of their own; goes on
 	@echo "== other engines, in .venv-peers"

@@ -9,6 +9,7 @@ that cannot be captured is enqueued while the device is still busy with the flus
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -72,14 +73,14 @@ class Timer:
         """Warm up, then time ``run()``, which must do the same every time."""
         if self.device.type != "cuda":
             return self._by_clock(run)
-        side = torch.cuda.Stream(self.device)
+        side = _side_stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             for _ in range(2):
                 run()
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
-        graph = _capture(run) if as_graph else None
+        graph = _capture(run, side) if as_graph else None
         if graph is not None:
             return Timing.of(self._by_events(graph.replay, 1), "graph")
         return Timing.of(self._by_events(run, EAGER_FLUSHES), "eager")
@@ -149,11 +150,24 @@ def matmul_rates(size: int = 2048) -> dict[str, float]:
     return {name: 2 * size**3 / timer.time(run).median for name, run in forms.items()}
 
 
-def _capture(run: Callable[[], Any]) -> "torch.cuda.CUDAGraph | None":
-    """``run`` as a graph; None where the host takes part in it."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+@cache
+def _side_stream(device: torch.device) -> "torch.cuda.Stream":
+    """Stream of all measurements on a device.
+
+    cuBLAS keeps a workspace of 32 MiB for every stream that it has seen.
+    """
+    return torch.cuda.Stream(device)
+
+
+def _capture(run: Callable[[], Any], side: "torch.cuda.Stream") -> "torch.cuda.CUDAGraph | None":
+    """Capture ``run`` on the stream ``side``; None where the host takes part in it.
+
+    Other threads may pin or allocate memory during the capture.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
             run()
     except Exception:  # whatever an operation raises that cannot be captured; run eagerly it may still work
         torch.cuda.set_stream(stream)  # a capture that ends in an error leaves its own

@@ -119,6 +119,7 @@ class Graph:
 
     Raises:
         CaptureError: an operation that cannot be captured, by name. The pool is of no use afterwards.
+        torch.OutOfMemoryError: the device has too little memory for the body.
     """
 
     def __init__(
@@ -139,11 +140,15 @@ class Graph:
         self._graph = torch.cuda.CUDAGraph()
         last = _LastOperation()
         try:
-            with torch.cuda.graph(self._graph, pool=pool, stream=side), last:
+            # Other threads may pin or allocate memory meanwhile, as the prefetch of a store does.
+            mode = "thread_local"
+            with torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode=mode), last:
                 self.outputs = body(self.inputs)
         except Exception as error:
             torch.cuda.set_stream(ours)  # the end of a capture that failed fails too, before it restores it
             first = error.__context__ or error
+            if isinstance(first, torch.OutOfMemoryError):
+                raise first from None  # no fault of the operation that asked for it
             reason = str(first).strip().splitlines() or [type(first).__name__]
             raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason[0]}") from first
 
@@ -213,7 +218,7 @@ class GraphRunner:
             self._stream = self._stream or torch.cuda.Stream()
         try:
             graph = self._kind(call.body, call.idle(), self._pool, self._stream)
-        except CaptureError:
+        except (CaptureError, torch.OutOfMemoryError):
             self._pool = None
             raise
         self._graphs[call.name, call.key] = graph

@@ -146,7 +146,7 @@ def can_have_grammars(engine: Engine) -> bool:
 def _prompts(engine: Engine) -> Iterator[list[Request]]:
     """Iterate over lists of requests that are computed together: lengths and numbers of prompts for every
     size of a tile, which are powers of two, a full step and more, a cached prefix, and all kinds of first
-    tokens."""
+    tokens. The longest prompts come first, so that the others find room in the memory that these reserved."""
     config, rng = engine.config, random.Random(0)
     most = min(config.max_context - 2, (config.own_pages - 2) * config.page_size - config.room(63))
     if most < 1:  # no room for a prompt
@@ -166,12 +166,14 @@ def _prompts(engine: Engine) -> Iterator[list[Request]]:
             made.append(Request(number, prompt, params, group=number))
         return made
 
-    for length in sorted({*_powers(step), step, min(step + 1, most), most}):
+    lengths = {*_powers(step), step, min(step + 1, most), most}
+    for length in sorted(lengths, reverse=True):
         yield together([tokens(length)])
     known = tokens(step)
     yield together([known])
     yield together([[*known[: max(0, most - 1)], *tokens(1)]])  # behind it, as far as it fits
-    for count in sorted({*_powers(config.max_batch_size), config.max_batch_size}):
+    counts = {*_powers(config.max_batch_size), config.max_batch_size}
+    for count in sorted(counts, reverse=True):
         yield together([tokens(min(3, most)) for _ in range(count)])
     for params in PARAMS[1:]:
         yield together([tokens(min(3, most))], params)

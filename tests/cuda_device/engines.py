@@ -1,0 +1,62 @@
+"""Engines of small models on the device, and made-up results for them, since no kernel computes any."""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from tiny import tiny_head, tiny_target
+
+from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.serve.graph import HostCopy, leaves
+from eagle_kit.serve.llm import LLM
+
+SIZES = {
+    "hidden_size": 128,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "max_position_embeddings": 512,
+}
+"""Sizes that all Triton kernels take."""
+
+
+def small_llm(shape: str = "3,2,6", changes: Mapping[str, int] | None = None, **options: Any) -> LLM:
+    """An engine of a small Llama with an EAGLE-3 head in bf16, at lag 1.
+
+    Args:
+        changes: sizes of the target, in place of those of ``SIZES``.
+        options: of ``LLM``.
+    """
+    target = tiny_target(512, **{**SIZES, **(changes or {})}).to("cuda", torch.bfloat16)
+    head = tiny_head(target, 256).to("cuda", torch.bfloat16)
+    sizes = {"max_batch_size": 2, "max_context": 256, "batch_sizes": (1, 2), "kv_tokens": 2048, "lag": 1}
+    return LLM(target, head, shape=shape, **{**sizes, **options})
+
+
+@contextmanager
+def made_up_results(seed: int = 0) -> Iterator[None]:
+    """Within, results of cycles and prompts are finite, of random tokens and accepted lengths.
+
+    Without them results are whatever bytes the device's memory holds.
+    """
+    rng = random.Random(seed)
+    wait = HostCopy.wait
+
+    @torch.inference_mode()
+    def answered(self: HostCopy, ranks: Ranks | None = None) -> Any:
+        emitted = wait(self, ranks)
+        emitted.is_finite.fill_(True)
+        most = emitted.tokens.shape[1]
+        for row in range(len(emitted.num_emitted)):
+            emitted.num_emitted[row] = rng.randint(1, most)
+            emitted.tokens[row] = torch.tensor([rng.randrange(500) for _ in range(most)])
+        for numbers in leaves((emitted.logprobs, emitted.confidence)):
+            numbers.zero_()
+        return emitted
+
+    with mock.patch.object(HostCopy, "wait", answered):
+        yield

@@ -1,0 +1,98 @@
+/* Interface between the libraries of the CUDA device in software, and between them and Python (../device.py).
+
+   The runtime (runtime.c) keeps all books: memory, streams, captures, counters, the log. The driver (driver.c) and
+   cuBLAS (cublas.c) report to it. Errors are cudaError_t as int, so that no file needs the headers of another. */
+
+#pragma once
+#include <stdbool.h>
+#include <stddef.h>
+
+/* What is counted, from the start of the process. Python reads the names from here, by device_counter_name. */
+#define COUNTERS(X)                                                                                                    \
+    X(runtime_launches)      /* kernels that torch's own code launched, captured ones included */                      \
+    X(driver_launches)       /* kernels that Triton launched, captured ones included */                                \
+    X(library_launches)      /* products and other routines of cuBLAS, captured ones included */                       \
+    X(programmatic_launches) /* launches, of these, that may begin before the kernel in front of them has ended */     \
+    X(graph_launches)        /* replays */                                                                             \
+    X(replayed_nodes)        /* works in the graphs that were replayed */                                              \
+    X(copies)                /* copies that were enqueued, captured ones included */                                   \
+    X(fills)                                                                                                           \
+    X(captures)              /* captures that ended in a graph */                                                      \
+    X(live_graphs)           /* instantiated graphs that were not destroyed */                                         \
+    X(synchronisations)      /* calls in which the host waits for the device */                                        \
+    X(device_allocations)    /* cudaMalloc and the like; torch's caching allocator calls it for a new segment */       \
+    X(pinned_allocations)                                                                                              \
+    X(modules_loaded)        /* compiled kernels that the driver loaded */                                             \
+    X(illegal_calls)         /* calls that failed; out of memory is counted apart */                                   \
+    X(out_of_memory)                                                                                                   \
+    X(computations)          /* works of Python that ran (mode "values") */                                            \
+    X(uncomputed_launches)   /* launches for which no computation stands (mode "values") */
+
+enum Counter {
+#define X(name) COUNT_##name,
+    COUNTERS(X)
+#undef X
+    NUM_COUNTERS
+};
+
+/* Kinds of entries of the log. Failures are always logged, the others while they are watched. */
+enum LogKind {
+    LOG_ILLEGAL_CALL = 1,
+    LOG_OUT_OF_MEMORY = 2,
+    LOG_SYNCHRONISATION = 4,
+    LOG_ALLOCATION = 8,
+    LOG_CAPTURE = 16,
+    LOG_MODULE = 32,
+    LOG_UNCOMPUTED = 64,
+};
+
+typedef struct LogEntry {
+    int kind;
+    int error;
+    char call[64];      /* name of the function of CUDA */
+    char detail[160];   /* numbers, for people */
+    char trace[4096];   /* Python's stack, innermost frame first, as faulthandler writes it */
+} LogEntry;
+
+/* ---- For the driver and for cuBLAS ---- */
+
+/* Counts, in `counter`, a launch of `kernel` and enqueues it in a stream: 0, or why it is refused. */
+int device_launch(void *stream, enum Counter counter, const char *call, const char *kernel);
+
+/* A call that may not happen during captures of other kinds than "relaxed": 0, or the error of such a call. */
+int device_unsafe_call(const char *call);
+
+/* A call of a function that has no body here: logs its name and returns `error`. */
+int device_absent(const char *call, int error);
+
+/* A call that failed: logs it, makes it the last error of this thread, and returns it. */
+int device_fail(int error, const char *call, const char *detail);
+
+void device_count(enum Counter counter, long number);
+void device_note(int kind, const char *call, const char *detail);
+
+/* ---- For Python ---- */
+
+const char *device_counter_name(int counter); /* NULL behind the last one */
+long device_counter(int counter);
+size_t device_bytes_used(int device);
+size_t device_bytes_peak(int device);
+void device_reset_peak(int device);
+void device_set_memory(int device, size_t bytes);
+
+/* Python's stack is written to `fd` by the handler of `signal` (faulthandler.register). */
+void device_trace_by(int signal, int fd);
+void device_watch(int kinds); /* kinds of LogKind that are logged besides the failures */
+long device_log_length(void);
+int device_log_entry(long number, LogEntry *entry);
+
+/* Mode "values": Python computes. `compute` runs the computation of a number; `forget` says that no graph and no queue
+   has it any more. */
+void device_compute_by(void (*compute)(long), void (*forget)(long));
+/* Enqueues a computation in a stream. 1: it was captured and runs at every replay; 0: it has run; < 0: an error. */
+int device_enqueue_computation(void *stream, long number);
+/* Within a pair of +1 and -1 launches, copies and fills of this thread are parts of a computation of Python's: they are
+   counted and checked, and do nothing. */
+void device_cover(int delta);
+/* True if `address` lies in memory that was allocated and not given back. */
+bool device_is_allocated(const void *address);

@@ -1,0 +1,31 @@
+"""Plugin of pytest that starts the interpreter again with the device's libraries in front.
+
+Use: ``python -m pytest -p tests.cuda_device.plugin``. The libraries have to be there before torch loads
+CUDA's, so they are named in LD_PRELOAD, which is read when a process starts. The command is the same; the
+environment tells the second process that it is the second one.
+"""
+
+import os
+import sys
+
+import pytest
+
+from tests.cuda_device import device
+
+if not device.is_in_front():
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], device.environment())
+device.start()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the mark of tests that provoke errors."""
+    config.addinivalue_line("markers", "illegal_calls: provokes calls that fail as they do on hardware")
+
+
+def pytest_report_header() -> str:
+    """Say what device this is."""
+    import torch
+
+    total = torch.cuda.mem_get_info()[1]
+    return f"CUDA device: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {total / 1e9:.0f} GB"

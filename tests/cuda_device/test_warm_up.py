@@ -1,0 +1,140 @@
+"""What a warm-up prepares, and that traffic behind it captures, compiles and reserves nothing."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.serve.graph_memory import graphs_of
+from eagle_kit.serve.llm import LLM
+from eagle_kit.serve.warm_up import warm_up
+from tests.cuda_device.device import LogKind, Phase, phase
+from tests.cuda_device.engines import made_up_results, small_llm
+
+USUAL = (
+    {},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 2},
+    {"repetition_penalty": 1.2},
+)
+RARE = ({"logprobs": 2}, {"temperature": 0.7, "seed": 3, "logprobs": 1, "frequency_penalty": 0.1})
+WITH_GRAMMARS = (*USUAL, *RARE, {"grammar": True}, {"grammar": True, "temperature": 1.0, "seed": 4})
+PROMPTS = ([5, 6, 7], [1] * 40, [9, 8], [3] * 100, [2, 4])
+WAITS = frozenset({"wait", "allowed_bits"})
+"""Functions in which the host may wait for the device during traffic: for the results of a step, and for the
+drafts that a grammar is to judge."""
+
+
+class AnyToken:
+    """A grammar of all texts, which needs no tokenizer."""
+
+    is_complete = False
+    is_stuck = False
+
+    def fill(self, parents: Any, tokens: Any, bitmask: Any) -> None:
+        """Allow every token."""
+        bitmask[:] = -1
+
+    def advance(self, tokens: Any) -> int:
+        """Accept all tokens."""
+        return len(tokens)
+
+
+def prepared(extent: str, **options: Any) -> tuple[LLM, Phase]:
+    """An engine after its warm-up, and what the warm-up did."""
+    llm = small_llm(**options)
+    engine = llm.engine()
+    with phase(LogKind.SYNCHRONISATION) as found, made_up_results():
+        warm_up(engine, extent)
+    llm.tokenizer = None  # requests are token ids, and replies too
+    return llm, found
+
+
+def serve(llm: LLM, kinds: tuple[dict[str, Any], ...]) -> int:
+    """Serve prompts of all kinds at once -> the tokens of the replies together."""
+    engine = llm.engine()
+    requests = []
+    for i in range(max(len(PROMPTS), len(kinds))):
+        sampling = dict(kinds[i % len(kinds)])
+        has_grammar = sampling.pop("grammar", False)
+        params = SamplingParams(max_tokens=24 + 3 * i, ignore_eos=True, **sampling)
+        request = llm.make_request(list(PROMPTS[i % len(PROMPTS)]), params)
+        if has_grammar:
+            request.match = AnyToken()
+        requests.append(request)
+        engine.add_request(request)
+    while engine.has_work:
+        engine.step()
+        engine.check()
+    return sum(len(request.token_ids) for request in requests)
+
+
+@pytest.mark.parametrize(("extent", "kinds"), [("usual", USUAL), ("all", WITH_GRAMMARS)])
+def test_traffic_behind_a_warm_up_is_prepared_for(extent, kinds):
+    """The warm-up prepares for grammars where there is a tokenizer; here nobody calls it."""
+    llm, warmed = prepared(extent, tokenizer=object())
+    engine = llm.engine()
+    planned = graphs_of(llm.target.config, llm.draft, llm.config, extent, chooses_shapes=False)
+    assert warmed.counts["captures"] >= engine.num_graphs == planned.number > 0
+    reserved = torch.cuda.memory_reserved()
+
+    with phase(LogKind.SYNCHRONISATION | LogKind.ALLOCATION) as found, made_up_results():
+        num_tokens = serve(llm, kinds)
+    assert num_tokens > 100
+    assert found.counts["captures"] == 0 and engine.num_graphs == planned.number
+    assert found.counts["modules_loaded"] == 0, "compiled in traffic"
+    grown = torch.cuda.memory_reserved() - reserved
+    assert grown == 0, [str(call) for call in found.of(LogKind.ALLOCATION)]
+    waits = {call.place.function for call in found.of(LogKind.SYNCHRONISATION) if call.place}
+    assert waits <= WAITS, [str(call) for call in found.of(LogKind.SYNCHRONISATION)]
+
+
+def test_without_a_warm_up_nothing_is_captured_before_it_is_needed():
+    llm, warmed = prepared("none")
+    assert warmed.counts["captures"] == 0 and llm.engine().num_graphs == 0
+    with phase() as found, made_up_results():
+        serve(llm, USUAL[:1])
+    assert found.counts["captures"] >= llm.engine().num_graphs > 0
+
+
+def test_a_decode_step_is_one_graph_and_a_copy_of_its_results():
+    llm, _ = prepared("usual")
+    engine = llm.engine()
+    requests = [
+        llm.make_request([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(2)
+    ]
+    with made_up_results():
+        for request in requests:
+            engine.add_request(request)
+        for _ in range(4):
+            engine.step()
+        with phase() as found:
+            for _ in range(5):
+                engine.step()
+        for request in requests:
+            engine.abort(request)
+        engine.drain()
+    assert found.counts["graph_launches"] == 5
+    assert found.counts["driver_launches"] == found.counts["library_launches"] == 0
+    assert found.counts["synchronisations"] <= 5
+
+
+def test_later_prompts_of_a_warm_up_find_room_in_what_the_first_reserved():
+    """The first is the longest. Activations of 100 kB a token have segments of their own."""
+    sizes = {"intermediate_size": 16384, "max_position_embeddings": 4096}
+    llm = small_llm(changes=sizes, max_context=2200, prefill_tokens=2048, kv_tokens=6000)
+    engine = llm.engine()
+    reserved: list[int] = []
+    prefill = engine.prefill
+
+    def measured(requests: Any) -> Any:
+        done = prefill(requests)
+        reserved.append(torch.cuda.memory_reserved())
+        return done
+
+    engine.prefill = measured  # type: ignore[method-assign]
+    with made_up_results():
+        warm_up(engine, "usual")
+    assert len(reserved) > 10
+    assert reserved[-1] == reserved[0], [size >> 20 for size in reserved]
