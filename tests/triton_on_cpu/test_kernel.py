@@ -316,6 +316,25 @@ def test_a_reduction_of_pairs_with_a_region():
     assert computed(pairs, torch.zeros(2, dtype=torch.int32), x, rows).tolist() == [1, 0]
 
 
+def test_a_long_sum_is_as_exact_as_a_gpus():
+    """Added one after another, the last of so many numbers lose bits."""
+    size = 4099  # odd ones are left over
+    x = torch.full((size,), 0.1)
+    total = f"""
+        %sum = "tt.reduce"(%a) <{{axis = 0 : i32}}> ({{
+        ^bb0(%l: f32, %r: f32):
+          %s = arith.addf %l, %r : f32
+          tt.reduce.return %s : f32
+        }}) : (tensor<{size}xf32>) -> f32
+        %out = tt.splat %sum : f32 -> tensor<1xf32>"""
+    exact = pytest.approx(float(x.double().sum()), rel=2e-7)
+    assert float(computed(total, torch.zeros(1), x)) == exact
+    in_order = torch.zeros(1)
+    for element in x:
+        in_order += element
+    assert float(in_order) != exact
+
+
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_a_scan_in_both_directions(is_reversed):
     x = torch.arange(6, dtype=torch.int32).reshape(2, 3)

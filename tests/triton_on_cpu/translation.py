@@ -453,67 +453,87 @@ class _Translator:
         return array
 
     def tt_reduce(self, operation: Operation) -> None:
-        """Elements along an axis combined by a region, from the first to the last."""
+        """Elements along an axis combined by a region: neighbours, then pairs, then fours.
+
+        So the rounding errors of a sum grow with the logarithm of its length, as they do on a GPU.
+        """
         inputs = self.operands(operation)
-        shape = _without(inputs[0].type.shape, operation.integer("axis")) or None
-        results = [self.storage(Type(value.type.element, shape)) for value in inputs]
-        index = "outer * num_inner + inner"
-        self._combine(operation, inputs, lambda sums: self._put(results, index, sums), each=False)
+        shape = inputs[0].type.shape
+        axis = operation.integer("axis")
+        num_along = shape[axis]
+        results = [self.storage(Type(value.type.element, _without(shape, axis) or None)) for value in inputs]
+        parts = [self.new(Type(value.type.element, (num_along,)), is_array=True) for value in inputs]
+        left = [self.new(Type(value.type.element)) for value in inputs]
+        right = [self.new(Type(value.type.element)) for value in inputs]
+
+        # All elements of a line.
+        self._begin_lines(shape, axis)
+        self.lines.append(f"for (int along = 0; along < {num_along}; along++) {{")
+        self.lines.append(f"const int from = (outer * {num_along} + along) * num_inner + inner;")
+        self._put(parts, "along", [value.at("from") for value in inputs])
+        self.lines.append("}")
+
+        # Half of them are left after each round; an odd one waits for the next.
+        self.lines += [
+            f"for (int width = {num_along}; width > 1; width = (width + 1) / 2) {{",
+            "for (int pair = 0; pair < width / 2; pair++) {",
+        ]
+        self._put(left, "", [part.at("2 * pair") for part in parts])
+        self._put(right, "", [part.at("2 * pair + 1") for part in parts])
+        self.bind(operation.regions[0], [*left, *right])
+        self.region(operation.regions[0], lambda values: self.copy(left, values))
+        self._put(parts, "pair", [value.name for value in left])
+        self.lines.append("}")
+        self.lines.append("if (width % 2) {")
+        self._put(parts, "width / 2", [part.at("width - 1") for part in parts])
+        self.lines += ["}", "}"]
+
+        self._put(results, "outer * num_inner + inner", [part.at("0") for part in parts])
+        self.lines += ["}", "}"]
         self.scope.update(zip(operation.results, results, strict=True))
 
     def tt_scan(self, operation: Operation) -> None:
         """Elements along an axis combined with all before them (behind them, if reversed)."""
         inputs = self.operands(operation)
-        results = [self.storage(value.type) for value in inputs]
-        self._combine(operation, inputs, lambda sums: self._put(results, "from", sums), each=True)
-        self.scope.update(zip(operation.results, results, strict=True))
-
-    def _put(self, results: Sequence[Value], index: str, values: Sequence[Value]) -> None:
-        for result, value in zip(results, values, strict=True):
-            self.lines.append(f"{result.at(index)} = {value.name};")
-
-    def _combine(
-        self,
-        operation: Operation,
-        inputs: Sequence[Value],
-        put: Callable[[Sequence[Value]], None],
-        *,
-        each: bool,
-    ) -> None:
-        """Combine along an axis; ``put`` takes the sums after each element, or after the last one."""
         shape = inputs[0].type.shape
         axis = operation.integer("axis")
         num_along = shape[axis]
-        num_outer = Type("", shape[:axis]).num_elements
-        num_inner = Type("", shape[axis + 1 :]).num_elements
+        results = [self.storage(value.type) for value in inputs]
         sums = [self.new(Type(value.type.element)) for value in inputs]
         elements = [self.new(Type(value.type.element)) for value in inputs]
-        self.bind(operation.regions[0], [*sums, *elements])
 
         # The first element begins the sums.
         is_reversed = operation.attributes.get("reverse", "false") == "true"
         step = f"{num_along - 1} - along" if is_reversed else "along"
-        self.lines += [
-            "{",
-            f"const int num_inner = {num_inner};",
-            f"for (int outer = 0; outer < {num_outer}; outer++)",
-            "for (int inner = 0; inner < num_inner; inner++) {",
-            f"for (int along = 0; along < {num_along}; along++) {{",
-            f"const int from = (outer * {num_along} + {step}) * num_inner + inner;",
-            "if (along == 0) {",
-            *(f"{a.name} = {value.at('from')};" for a, value in zip(sums, inputs, strict=True)),
-            "} else {",
-            *(f"{b.name} = {value.at('from')};" for b, value in zip(elements, inputs, strict=True)),
-        ]
+        self._begin_lines(shape, axis)
+        self.lines.append(f"for (int along = 0; along < {num_along}; along++) {{")
+        self.lines.append(f"const int from = (outer * {num_along} + {step}) * num_inner + inner;")
+        self.lines.append("if (along == 0) {")
+        self._put(sums, "", [value.at("from") for value in inputs])
+
         # The others are combined with them.
+        self.lines.append("} else {")
+        self._put(elements, "", [value.at("from") for value in inputs])
+        self.bind(operation.regions[0], [*sums, *elements])
         self.region(operation.regions[0], lambda values: self.copy(sums, values))
         self.lines.append("}")
-        if each:
-            put(sums)
-        self.lines.append("}")
-        if not each:
-            put(sums)
-        self.lines += ["}", "}"]
+        self._put(results, "from", [value.name for value in sums])
+        self.lines += ["}", "}", "}"]
+        self.scope.update(zip(operation.results, results, strict=True))
+
+    def _begin_lines(self, shape: tuple[int, ...], axis: int) -> None:
+        """Begin loops over all lines along an axis: ``outer`` in front of it, ``inner`` behind it."""
+        self.lines += [
+            "{",
+            f"const int num_inner = {Type('', shape[axis + 1 :]).num_elements};",
+            f"for (int outer = 0; outer < {Type('', shape[:axis]).num_elements}; outer++)",
+            "for (int inner = 0; inner < num_inner; inner++) {",
+        ]
+
+    def _put(self, targets: Sequence[Value], index: str, expressions: Sequence[str]) -> None:
+        """Assign one element of each target."""
+        for target, expression in zip(targets, expressions, strict=True):
+            self.lines.append(f"{target.at(index)} = {expression};")
 
     # ---- Control flow ----
 
