@@ -521,7 +521,7 @@ def _accept_sampled() -> float:
 def _distribution() -> float:
     """Temperature 0.5, top-k 3 and top-p 0.9 of four tokens: the two most likely ones stay."""
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9)
-    batch = make_sampling_batch([params], [[]], [0], 4, torch.device("cpu"))
+    batch = make_sampling_batch([params], [[]], [0], 4, torch.get_default_device())
     logits = torch.tensor([2.0, 1.0, 0.0, 1.5])
     weights = (logits.double() / 0.5).exp() * torch.tensor([1, 0, 0, 1])
     return _error(target_probs(logits.view(1, 1, 4), batch)[0, 0], weights / weights.sum())
