@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ NATIVE = Path(__file__).parent / "native"
 SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
 INCLUDES = (SITE / "triton" / "backends" / "nvidia" / "include", SITE / "nvidia" / "cu13" / "include")
 OPTIONS = ("-std=gnu11", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
-CUBLAS_ROUTINE = re.compile(r"cublas(?:[SDCZ]|I[sdcz])[a-z]\w*|cublas(?:Gemm\w*|Dot)Ex")
+CUBLAS_ROUTINE = re.compile(r"cublas(?!Set|Get)(?:[SDCZ]|I[sdcz])[a-z]\w*|cublas(?:Gemm\w*|Dot)Ex")
 """Routines that compute, by their type letters, against settings of a handle."""
 
 
@@ -147,11 +148,12 @@ def _needs(path: Path, file: str) -> bool:
     return f"[{file}]" in _run(["readelf", "-d", str(path)])
 
 
-def _symbols(path: Path, which: str) -> list[str]:
+@cache
+def _symbols(path: Path, which: str) -> tuple[str, ...]:
     """The dynamic symbols of a library, or all of an object file."""
     dynamic = [] if path.suffix == ".o" else ["-D"]
     lines = _run(["nm", *dynamic, which, "--extern-only", "--with-symbol-versions", str(path)]).splitlines()
-    return [line.split()[-1] for line in lines if line.split()]
+    return tuple(line.split()[-1] for line in lines if line.split())
 
 
 def _run(command: list[str]) -> str:

@@ -11,6 +11,11 @@ from tests.cuda_device.device import LogKind
 HERE = Path(__file__).parent
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the mark of tests that provoke errors."""
+    config.addinivalue_line("markers", "illegal_calls: provokes calls that fail as they do on hardware")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip these tests in a process that does not run on the device, or in another mode than theirs."""
     for item in items:

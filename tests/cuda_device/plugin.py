@@ -8,19 +8,12 @@ environment tells the second process that it is the second one.
 import os
 import sys
 
-import pytest
-
 from tests.cuda_device import device
 
 if not device.is_in_front():
     sys.stdout.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], device.environment())
 device.start()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Name the mark of tests that provoke errors."""
-    config.addinivalue_line("markers", "illegal_calls: provokes calls that fail as they do on hardware")
 
 
 def pytest_report_header() -> str:

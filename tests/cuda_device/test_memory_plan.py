@@ -10,6 +10,7 @@ from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.warm_up import warm_up
 from tests.cuda_device.device import phase
+from tests.cuda_device.engines import made_up_results
 
 TOLERANCE = 0.06
 DEVICE = torch.device("cuda", 0)
@@ -37,13 +38,14 @@ def llama_8b_with_a_head() -> tuple[LlamaModel, Eagle3Head]:
 
 @pytest.mark.nightly
 def test_llama_8b_takes_what_is_planned(record_property):
+    """Planned, without the estimate for graphs' nodes, which this device has not: 27.20 GB."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    target, head = llama_8b_with_a_head()
-    llm = LLM(target, head, shape="5,4,8", max_batch_size=8)
+    # The draft has a copy of the head, so nothing here may hold the original.
+    llm = LLM(*llama_8b_with_a_head(), shape="5,4,8", max_batch_size=8)
     engine = llm.engine()
-    with phase() as found:
+    with phase() as found, made_up_results():
         prepared = warm_up(engine, "usual")
     plan = llm.memory_plan
     assert plan is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.graph_memory import graphs_of
+from eagle_kit.serve.graph_memory import BYTES_OF_LAUNCH, graphs_of
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.warm_up import warm_up
 from tests.cuda_device.device import LogKind, Phase, phase
@@ -101,9 +101,8 @@ def test_without_a_warm_up_nothing_is_captured_before_it_is_needed():
 def test_a_decode_step_is_one_graph_and_a_copy_of_its_results():
     llm, _ = prepared("usual")
     engine = llm.engine()
-    requests = [
-        llm.make_request([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True)) for _ in range(2)
-    ]
+    params = SamplingParams(max_tokens=200, ignore_eos=True)
+    requests = [llm.make_request([1, 2, 3], params) for _ in range(2)]
     with made_up_results():
         for request in requests:
             engine.add_request(request)
@@ -115,9 +114,27 @@ def test_a_decode_step_is_one_graph_and_a_copy_of_its_results():
         for request in requests:
             engine.abort(request)
         engine.drain()
-    assert found.counts["graph_launches"] == 5
-    assert found.counts["driver_launches"] == found.counts["library_launches"] == 0
-    assert found.counts["synchronisations"] <= 5
+    assert found.launches == 0 and found.counts["graph_launches"] == 5
+    assert found.counts["copies"] == 5 * len(("tokens", "num_emitted", "is_finite"))
+    assert found.counts["synchronisations"] == 5
+
+    # A graph has no more launches than memory is planned for.
+    planned = graphs_of(llm.target.config, llm.draft, llm.config, "usual", chooses_shapes=False)
+    of_graph = planned.bytes / planned.number / BYTES_OF_LAUNCH
+    assert 0.7 * of_graph <= found.counts["replayed_nodes"] / 5 <= of_graph
+
+
+def test_launches_of_a_prompt_do_not_grow_with_its_length():
+    llm, _ = prepared("usual")
+    launches = {}
+    with made_up_results():
+        for length in (30, 100):
+            request = llm.make_request([7 + length] * length, SamplingParams(max_tokens=1, ignore_eos=True))
+            with phase() as found:
+                llm.engine().prefill([request])
+            launches[length] = found.launches
+            assert found.counts["synchronisations"] == 1 and found.counts["device_allocations"] == 0
+    assert launches[100] <= launches[30] < 35 * len(llm.target.layers)
 
 
 def test_later_prompts_of_a_warm_up_find_room_in_what_the_first_reserved():
