@@ -130,9 +130,10 @@ def start() -> None:
     """From now on calls are logged with their Python lines and, in mode "values", operations are computed."""
     _runtime()
     if has_values():
-        from tests.cuda_device.values import operations
+        from tests.cuda_device.values import launches, operations
 
         operations.install()
+        launches.install()
 
 
 # ---- Counters ----
