@@ -66,7 +66,7 @@ words = [sys.executable, "-c", sys.argv[2]]
 if sys.argv[1] == "study":
     Job("a", words, Path(sys.argv[3]), print).start({}).wait()
 else:
-    make_draft._call(words)
+    make_draft._call(words, print)
 """
 CHILD = """
 import signal, sys, time

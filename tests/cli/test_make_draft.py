@@ -140,7 +140,7 @@ def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
     words, tmp_path, monkeypatch, capsys
 ):
     calls = []
-    monkeypatch.setattr(make_draft, "_call", lambda words: calls.append(words) or 2)
+    monkeypatch.setattr(make_draft, "_call", lambda words, note: calls.append(words) or 2)
     assert main([*words, "--tasks", "nothing"]) == 2 and main(words) == 2
     assert "was begun with other settings" not in capsys.readouterr().err
     assert "nothing" in calls[0] and "nothing" not in calls[1]
@@ -165,7 +165,7 @@ class Commands:
         monkeypatch.setattr(make_draft, "_call", self)
         monkeypatch.setattr(make_draft, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def __call__(self, words):
+    def __call__(self, words, note):
         # Note the command.
         self.now += 10.0
         program, *words = words[2:]

@@ -30,6 +30,8 @@ from eagle_kit.kinds.mtp import MTP
 from eagle_kit.kinds.support.files import DraftFiles, open_draft
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.heads.eagle1 import Eagle1Head
+from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.models.heads.p_eagle import PEagleHead
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.drafts import load_draft_model
@@ -102,12 +104,20 @@ def untrained(kind: str, target: Target, parts: dict[str, Any]) -> DraftHead:
         config = EAGLE1.new_config(HeadConfig(kind="eagle1", fc_bias=bias), target.config)
         return randomise(Eagle1Head(config), 1, 0.1).bind(target.lm_head)
     if kind == "eagle3":
-        return tiny_head(target, DRAFT_WORDS, std=0.1, **parts)
+        return with_plain_map(tiny_head(target, parts.pop("draft_vocab_size"), std=0.1, **parts))
     if kind == "p-eagle":
-        return tiny_p_eagle(target, DRAFT_WORDS, std=0.1, num_layers=2, mask_token_id=MASK, **parts)
+        size = parts.pop("draft_vocab_size")
+        return with_plain_map(tiny_p_eagle(target, size, std=0.1, mask_token_id=MASK, **parts))
     sizes = {"num_layers": 2, "block_size": 5, "aux_layer_ids": INPUTS, "mask_token_id": MASK}
     make = tiny_dflash if kind == "dflash" else tiny_dspark
     return make(target, std=0.1, **{**sizes, **parts})
+
+
+def with_plain_map(head: Eagle3Head | PEagleHead) -> Eagle3Head | PEagleHead:
+    """Number the tokens of a head that proposes all of them as its target does."""
+    if head.config.draft_vocab_size == WORDS:
+        head.set_vocab_map(torch.zeros(WORDS, dtype=torch.int64), torch.ones(WORDS, dtype=torch.bool))
+    return head
 
 
 def parts_of(peer: PeerHead) -> dict[str, Any]:
@@ -133,6 +143,9 @@ def parts_of(peer: PeerHead) -> dict[str, Any]:
         return parts
     names = {name.removeprefix("model.") for name in peer.header}
     parts = {flag: any(bool(table.get(flag)) for table in tables) for flag in FLAGS}
+    parts["draft_vocab_size"] = DRAFT_WORDS if "d2t" in names else WORDS
+    if peer.kind == "p-eagle":
+        parts["num_layers"] = 2 if any(name.startswith("layers.1.") for name in names) else 1
     parts["fc_norm"] |= bool({"fc_norm.0.weight", "aux_norm_low.weight"} & names)
     parts["norm_before_fc"] |= "input_norm.weight" in names
     parts["qk_norm"] = any(name.endswith("self_attn.q_norm.weight") for name in names)
@@ -204,7 +217,7 @@ def config_in_form(peer: PeerHead, ours: dict[str, Any], head: DraftHead) -> dic
         return config
     is_block = peer.kind in ("dflash", "dspark")
     if is_block or peer.kind == "p-eagle":
-        layer["num_hidden_layers"] = 2
+        layer["num_hidden_layers"] = head.config.num_layers
     if isinstance(layer.get("layer_types"), list):
         layer["layer_types"] = layer["layer_types"][: layer["num_hidden_layers"]]
     if layer.get("sliding_window"):

@@ -21,6 +21,7 @@ CHANGES: dict[str, Any] = {
     "data.limit": 5,
     "data.max_length": 512,
     "data.eval_conversations": 7,
+    "data.chat_template": "other.jinja",
     "data.chat_template_kwargs": {"enable_thinking": True},
     "data.chat_template_seed": 1,
     "head.kind": "eagle1",
