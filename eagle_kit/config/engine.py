@@ -181,7 +181,7 @@ class EngineConfig(Options):
     """
 
     device: str = "auto"
-    """Auto, cpu or cuda; with tensor_parallel also a list such as cuda:2,cuda:3, one of each rank."""
+    """Device: auto, cpu or cuda; with tensor_parallel also a list such as cuda:2,cuda:3, one of each rank."""
 
     tensor_parallel: int = Field(default=1, ge=1)
     """Processes that share the target, each with a part of its weights and of the key-value pool."""

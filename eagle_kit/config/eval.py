@@ -17,8 +17,8 @@ class EvalConfig(Options):
     """Comparison of drafts with plain decoding. Decoding is greedy."""
 
     tasks: tuple[str, ...] = ("human_eval", "ours")
-    """Human_eval, ours, bfcl, or files of prompts: published sets as they are, .jsonl, .jsonl.gz or .json;
-    the name of a known set says where to get it.
+    """Tasks: human_eval, ours, bfcl, or files of prompts: published sets as they are, .jsonl, .jsonl.gz or
+    .json; the name of a known set says where to get it.
     """
 
     shapes: tuple[str, ...] = DEFAULT_SHAPES

@@ -49,7 +49,7 @@ class Turns:
         self._forget_idle(self._served)
         self._served = ""
         while self._waiting:
-            client = min(self._waiting, key=lambda each: (self._last_turn[each], self._waiting[each][0]))
+            client = min(self._waiting, key=self._order)
             calls = self._waiting[client]
             call = heapq.heappop(calls)
             if not calls:
@@ -61,6 +61,10 @@ class Turns:
                 return call
             self._forget_idle(client)
         return None
+
+    def _order(self, client: str) -> tuple[int, int]:
+        """Clients come in the order of their last turns, then of the arrival of their oldest calls."""
+        return self._last_turn[client], min(call.number for call in self._waiting[client])
 
     def _forget_idle(self, client: str) -> None:
         """Forget the last turn of a client that is not served, if no call of it waits."""

@@ -29,6 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.init is not None:
             from eagle_kit.train.first_config import write_first_config
 
+            if args.overrides or args.resume or args.dry_run or args.plan:
+                raise UserError(
+                    "--init writes a config, and something else was asked for besides.",
+                    "Give --init alone, and the rest with the config that it writes.",
+                )
             write_first_config(Path(args.config), args.init)
             print(f"{args.config}: written; its first lines say what to do next")
             return 0

@@ -29,7 +29,7 @@ def write_first_config(path: Path, target: str) -> None:
     """
     if path.exists():
         raise UserError(f"{path} exists.", "Name another file, or delete it.")
-    text = first_config(target, path.stem, read_target_config(resolve_target(target)))
+    text = first_config(target, path, read_target_config(resolve_target(target)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, text)
@@ -37,13 +37,14 @@ def write_first_config(path: Path, target: str) -> None:
         raise UserError(f"{path} cannot be written ({error.strerror}).", "Name another file.") from error
 
 
-def first_config(target: str, name: str, architecture: TargetConfig) -> str:
+def first_config(target: str, path: Path, architecture: TargetConfig) -> str:
     """Text of a config: an EAGLE-3 head that learns from the target's own replies.
 
     Args:
-        name: of the run folder.
+        path: of the config, whose name without an ending is also that of the run.
         architecture: of the target, by which sizes are chosen.
     """
+    name = path.stem
     is_small = architecture.hidden_size <= SMALL_WIDTH
     length = 1024 if is_small else 4096
     settings: dict[str, Any] = {
@@ -68,10 +69,10 @@ def first_config(target: str, name: str, architecture: TargetConfig) -> str:
         "judge": {"every": 200, "prompts": 16, "max_tokens": 64, "shapes": ["4,1,5"]},
     }
     head = [
-        "# A first EAGLE-3 head. Every other key is in docs/reference/options.md.",
+        "# A first EAGLE-3 head. The project's docs/reference/options.md has every other key.",
         "# 1. Let the target answer prompts, which teaches more than replies of others:",
         f"#    eagle-kit data regenerate --target {target} --source PROMPTS --out {REPLIES}",
-        f"# 2. eagle-kit train {name}.yaml",
+        f"# 2. eagle-kit train {path}",
         f"# 3. eagle-kit export runs/{name} --out {name}-draft",
         "",
     ]

@@ -28,6 +28,8 @@ def test_a_first_config_is_one_that_the_trainer_reads(
     assert train([str(path), "--init", str(target)]) == 2
     assert "mine.yaml exists" in capsys.readouterr().err
     assert path.read_text().split("\n") == lines
+    assert train([str(tmp_path / "more.yaml"), "--init", str(target), "training.epochs=3"]) == 2
+    assert "Give --init alone" in capsys.readouterr().err
 
 
 def test_a_target_that_is_not_there_writes_nothing(

@@ -47,7 +47,7 @@ IDENTITY = (
 """Fields that decide the bytes of the states; names, folders and dates do not."""
 NO_FIELD = "nothing"
 MOST_ROWS = 10**7
-"""Rows of the largest store: no disk holds the states of more."""
+"""Rows of the largest store, so that a damaged manifest does not take memory for more."""
 AGAIN = "Copy it again, or capture again."
 Count = Annotated[int, Field(ge=0)]
 TypeName = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32"]

@@ -186,7 +186,8 @@ def _by_figures(measured: Measured) -> Iterator[Cause]:
 
 
 def _is_too_sure(measured: Measured, fit: Fit) -> bool:
-    """The head's inputs are not as those of its training, and nothing that was tried makes them so."""
+    """True where the head is surer of its drafts than the target by more than a fitting head is, or where
+    acceptance is low and the head brings matrices of another target."""
     excess, least = fit.excess, LEAST_EXCESS_SHARE * fit.confidence.mean
     too_sure = excess.mean >= max(LEAST_EXCESS, least) and excess.score >= SURE
     return too_sure or (fit.is_low and bool(measured.other_copies))

@@ -22,8 +22,8 @@ MATRIX_RMS, MATRIX_GAIN, NORM_RMS = 0.5, 0.01, (1e-3, 100.0)
 A linear layer of n inputs begins with 1 / sqrt(3 n), 0.024 for 576; trained ones have 0.04 to 0.17 in the
 shipped head and at most 0.40 in SmolLM2-135M. Normal random numbers have 1, uniform ones 0.58, random bytes
 1e37. Times sqrt(n) it is a layer's gain: 0.58 at first, 1.2 to 4.0 in the shipped head, and far below the
-layer is all but zero. A norm begins with 1, or 0.1 of the target's; it has 0.7 to 1.0 in the shipped head,
-and 0.04 to 1.8 in SmolLM2-135M.
+layer is all but zero. A norm begins with 1, or at most 0.1 of the target's; it has 0.7 to 1.0 in the
+shipped head, and 0.04 to 1.8 in SmolLM2-135M.
 """
 NORM = re.compile(r"norm(\.\d+)?\.weight$")
 """End of the name of a norm's weights: ``norm.weight``, and ``fc_norm.0.weight`` of EAGLE-3.1."""

@@ -1,5 +1,9 @@
-"""GGUF files as targets, read by transformers. What its reader leaves out of a file (RoPE scaling, windows,
-tensors) is put into the config or refused by name, since the logits would silently be others."""
+"""GGUF files as targets, read by transformers.
+
+What its reader leaves out of a file of the architectures in :data:`CHECKED` (RoPE scaling, windows, tensors)
+is put into the config or refused by name, since the logits would silently be others. For other architectures
+a warning says that the keys were not compared.
+"""
 
 import math
 import re
@@ -47,7 +51,8 @@ OWN_RULES = frozenset(
         "rope.scaling.type",
     }
 )
-"""Keys that :func:`read_gguf_config` reads."""
+"""Keys that have a rule of their own. ``rope.scaling.finetuned`` says how the model was made and changes no
+logits."""
 CHECKED = ("gemma2", "gemma3", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3moe")
 """Architectures whose keys all have a rule here."""
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -150,7 +155,7 @@ def _complete(path: Path, config: Any, reader: Any) -> None:
             f"them, since there are no rules for the architecture {name} here.",
             stacklevel=2,
         )
-        return config
+        return
     for key in stated.keys() - READ_KEYS - OWN_RULES:
         known = getattr(config, EQUAL_KEYS.get(key, ""), None)
         if EQUAL_KEYS.get(key) == "head_dim" and known is None:

@@ -33,7 +33,8 @@ def check_out(path: Path) -> None:
 
 
 class NotWritten(UserError):
-    """A file of a regeneration could not be written; what is behind its last whole line is not there."""
+    """A file of a regeneration could not be written. It may end in a part of a line, which the next run
+    removes."""
 
 
 @contextmanager

@@ -48,7 +48,11 @@ FLAGS = ("norm_output", "norm_before_residual", "norm_before_fc", "fc_norm")
 SHAPE = SpecShape(3, 2, 7)
 LATENT = "modelopt-kimi-k2-eagle3-latent"
 """Its layer has latent attention, which the tiny target has not."""
-FORMS = [name for name in peer_names() if read_peer(name).kind != "mtp" and name != LATENT]
+MASK_IN_TEXT = "speculators-small-p-eagle-trained"
+"""Its mask is a token of its own embedding, which texts of the tiny target have as well."""
+FORMS = [
+    name for name in peer_names() if read_peer(name).kind != "mtp" and name not in (LATENT, MASK_IN_TEXT)
+]
 
 
 class Models(NamedTuple):
