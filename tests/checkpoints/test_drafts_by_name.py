@@ -178,6 +178,15 @@ def test_a_head_of_ours_is_used_as_it_lies_in_the_hubs_cache(hub, target, tmp_pa
     assert not (tmp_path / "cache" / "drafts").exists()
 
 
+def test_weights_under_names_that_nothing_reads_are_not_fetched(hub, target, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(target, copy)
+    shutil.copy(copy / "model.safetensors", copy / "consolidated.safetensors")
+    hub.add("org/model", copy)
+    assert (resolve_target("org/model") / "model.safetensors").is_file()
+    assert "model.safetensors" in hub.downloads and "consolidated.safetensors" not in hub.downloads
+
+
 def test_a_branch_or_a_commit_is_named_behind_the_id(hub, target, tmp_path):
     commits = []
     for seed, branch in ((1, "old"), (2, "main")):

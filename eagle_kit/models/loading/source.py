@@ -225,7 +225,9 @@ def _download(name: str, role: str) -> Path:
     whole, revision = split_revision(name)
     repository, place = split_folder(whole)
     prefix = "" if place is None else f"{place}/"
-    fetch = partial(snapshot_download, repository, ignore_patterns=f"{prefix}*/*")
+    # Mistral's repositories have their weights a second time, under names that nothing here reads.
+    unread = [f"{prefix}*/*", f"{prefix}consolidated*"]
+    fetch = partial(snapshot_download, repository, ignore_patterns=unread)
     try:
         commit = Path(fetch(revision=revision, allow_patterns=[prefix + file for file in MODEL_FILES]))
         folder = commit / prefix
