@@ -181,7 +181,7 @@ def test_a_head_of_ours_is_used_as_it_lies_in_the_hubs_cache(hub, target, tmp_pa
 def test_weights_under_names_that_nothing_reads_are_not_fetched(hub, target, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(target, copy)
-    shutil.copy(copy / "model.safetensors", copy / "consolidated.safetensors")
+    (copy / "consolidated.safetensors").write_bytes(b"the same weights under other names")
     hub.add("org/model", copy)
     assert (resolve_target("org/model") / "model.safetensors").is_file()
     assert "model.safetensors" in hub.downloads and "consolidated.safetensors" not in hub.downloads
