@@ -150,6 +150,7 @@ def test_fp64_is_rounded_once_to_fp16():
 
 
 def test_halves_are_rounded_after_each_operation():
+    torch.manual_seed(0)
     a = torch.randn(1000).bfloat16()
     b = torch.randn(1000).bfloat16()
     product = elementwise("arith.mulf", torch.bfloat16, a, b)
@@ -159,6 +160,7 @@ def test_halves_are_rounded_after_each_operation():
 
 
 def test_only_fma_skips_the_rounding_of_the_product():
+    torch.manual_seed(0)
     a = torch.randn(1000)
     b = torch.randn(1000)
     c = -a * b
@@ -288,6 +290,7 @@ def test_shapes():
 
 
 def test_a_product_sums_in_fp32():
+    torch.manual_seed(0)
     a = torch.randn(3, 64).bfloat16()
     b = torch.randn(64, 5).bfloat16()
     c = torch.randn(3, 5)

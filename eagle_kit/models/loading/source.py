@@ -105,8 +105,11 @@ def resolve_model(name: str | Path, role: str) -> Path:
             )
         folder = _download(name, role)
     if not (folder / "config.json").is_file():
-        for file in sorted(folder.glob(f"*{GGUF}"))[:1]:
-            raise UserError(f"The {role} {name} has no config.json, but GGUF files.", f"Name one: {file}")
+        gguf_files = sorted(folder.glob(f"*{GGUF}"))
+        if gguf_files:
+            raise UserError(
+                f"The {role} {name} has no config.json, but GGUF files.", f"Name one: {gguf_files[0]}"
+            )
         raise UserError(f"The {role} {name} has no config.json.", "Give a Hugging Face model.")
     return folder
 

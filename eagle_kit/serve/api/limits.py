@@ -134,7 +134,6 @@ class HeldBody:
     Args:
         client: that sends it.
         room: shared by all requests.
-
     """
 
     def __init__(self, client: str, room: BodyRoom) -> None:
