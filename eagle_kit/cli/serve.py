@@ -298,9 +298,11 @@ def introduce(
 
 def describe_template(llm: "LLM") -> str:
     """Where the chat template comes from, in words."""
+    from eagle_kit.data.chat.template import has_chat_template
+
     if llm.config.chat_template is not None:
         return f"the template of {llm.config.chat_template}"
-    if not getattr(llm.tokenizer, "chat_template", None):
+    if not has_chat_template(llm.tokenizer):
         return "no template, /v1/completions only"
     return "the target's template"
 

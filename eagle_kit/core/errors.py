@@ -30,6 +30,12 @@ def in_seconds(count: float) -> str:
     return f"{count:g} second{'' if count == 1 else 's'}"
 
 
+def first_line(error: BaseException) -> str:
+    """First line of an error's text; the name of its type where the text is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def cut(text: str, most: int = 200) -> str:
     """``text``, or its first ``most`` characters and an ellipsis."""
     return text if len(text) <= most else f"{text[:most]}..."

@@ -28,8 +28,11 @@ from eagle_kit.models.targets.target import Target
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 NAMES = (
-    *(ARCHITECTURE, "MistralForCausalLMEagle", "Qwen2ForCausalLMEagle"),
-    *("EagleLlamaForCausalLM", "EagleMistralForCausalLM"),
+    ARCHITECTURE,
+    "MistralForCausalLMEagle",
+    "Qwen2ForCausalLMEagle",
+    "EagleLlamaForCausalLM",
+    "EagleMistralForCausalLM",
 )
 """SGLang's and vLLM's classes for such heads with Llama's layer."""
 LAYER = "layers.0."

@@ -42,8 +42,15 @@ OTHERS = {
     "llamaeagledraftmodel": "an EAGLE-1 draft of NeMo, with a norm in front of its layer and one behind it",
     **dict.fromkeys(
         (
-            *("gemma4dspark", "omnidspark", "k3dspark", "glm5_2dspark", "minimaxm3dspark"),
-            *("deepseekv4dspark", "dsparkdeepseekv4", "dsparkv41", "forcausallmdspark"),
+            "gemma4dspark",
+            "omnidspark",
+            "k3dspark",
+            "glm5_2dspark",
+            "minimaxm3dspark",
+            "deepseekv4dspark",
+            "dsparkdeepseekv4",
+            "dsparkv41",
+            "forcausallmdspark",
         ),
         "a DSpark draft with layers that are not Qwen3's",
     ),

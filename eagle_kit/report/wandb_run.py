@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import write_text_atomically
 
 RUN_ID = "wandb-run-id.txt"
@@ -65,7 +65,7 @@ def log_figures(
             **options,
         )
     except Exception as error:  # no login, no network, and whatever its service raises
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise UserError(
             f"wandb did not start: {reason}. The results themselves are in {options['dir']}.",
             "Run wandb login, or set wandb to offline, and give the command again.",

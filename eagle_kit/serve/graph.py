@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.config.engine import GraphMode
+from eagle_kit.core.errors import first_line
 from eagle_kit.kernels.capability import has_streams
 from eagle_kit.kernels.collectives import Ranks
 
@@ -149,8 +150,8 @@ class Graph:
             first = error.__context__ or error
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None  # no fault of the operation that asked for it
-            reason = str(first).strip().splitlines() or [type(first).__name__]
-            raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason[0]}") from first
+            reason = first_line(first)
+            raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason}") from first
 
     def replay(self) -> None:
         """Run the body over ``inputs`` into ``outputs``."""

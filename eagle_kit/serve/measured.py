@@ -8,6 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from eagle_kit.core.errors import first_line
+
 MARGIN = 0.97
 """A form is taken in place of the default where it needs less than this part of its time: less than that is
 noise, and a choice that follows noise differs from one start to the next."""
@@ -42,9 +44,9 @@ def choose_fastest(what: str, timers: Mapping[F, Callable[[], float]]) -> Choice
             raise  # the device is lost to this process
         except Exception as error:  # whatever a compiler raises, or there is no memory
             is_memory = isinstance(error, torch.OutOfMemoryError)
-            reason = ["no memory"] if is_memory else str(error).strip().splitlines() or [type(error).__name__]
+            reason = "no memory" if is_memory else first_line(error)
             logger.warning(
-                "%s: %s cannot be measured, so %s runs in its place (%s).", what, form, default, reason[0]
+                "%s: %s cannot be measured, so %s runs in its place (%s).", what, form, default, reason
             )
     fastest = min(seconds, key=lambda form: seconds[form], default=default)
     if default not in seconds or seconds[fastest] >= MARGIN * seconds[default]:

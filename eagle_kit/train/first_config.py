@@ -45,6 +45,8 @@ def first_config(target: str, path: Path, architecture: TargetConfig) -> str:
         architecture: of the target, by which sizes are chosen.
     """
     name = path.stem
+
+    # Sizes that fit the target.
     is_small = architecture.hidden_size <= SMALL_WIDTH
     length = 1024 if is_small else 4096
     settings: dict[str, Any] = {
@@ -68,6 +70,8 @@ def first_config(target: str, path: Path, architecture: TargetConfig) -> str:
         },
         "judge": {"every": 200, "prompts": 16, "max_tokens": 64, "shapes": ["4,1,5"]},
     }
+
+    # What to do with it, above the keys.
     head = [
         "# A first EAGLE-3 head. The project's docs/reference/options.md has every other key.",
         "# 1. Let the target answer prompts, which teaches more than replies of others:",

@@ -57,9 +57,20 @@ JSON_TYPES = {
 }
 """JSON Schema's names for the types of Python that function-calling sets name."""
 SCHEMA_KEYWORDS = {
-    *("$defs", "definitions", "properties", "patternProperties", "additionalProperties", "propertyNames"),
-    *("unevaluatedProperties", "dependentSchemas", "dependentRequired", "dependencies"),
-    *("not", "if", "then", "else"),
+    "$defs",
+    "definitions",
+    "properties",
+    "patternProperties",
+    "additionalProperties",
+    "propertyNames",
+    "unevaluatedProperties",
+    "dependentSchemas",
+    "dependentRequired",
+    "dependencies",
+    "not",
+    "if",
+    "then",
+    "else",
 }
 """Keywords of JSON Schema for objects whose values are objects."""
 

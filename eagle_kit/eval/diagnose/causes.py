@@ -14,7 +14,7 @@ from eagle_kit.eval.diagnose.fit import LOW_SHARE, Fit
 from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatReading
 from eagle_kit.eval.diagnose.hypotheses import LEAST_RATIO
 from eagle_kit.eval.diagnose.trials import LIKELY, SURE, Trial
-from eagle_kit.kinds.support.findings import TARGET_WEIGHTS, Finding
+from eagle_kit.kinds.support.findings import TARGET_WEIGHTS, Finding, amount_of_training
 
 LEAST_EXCESS, LEAST_EXCESS_SHARE = 0.05, 0.15
 """Confidence above the target's probability that a fitting head does not have, and the share of its
@@ -205,15 +205,9 @@ def _excess(fit: Fit, who: str) -> str:
 def _learned_by_heart(measured: Measured, fit: Fit, who: str) -> Cause:
     evidence = (
         f"{_excess(fit, who)}, though the target has the weights of its training: it has learned few texts, "
-        f"or texts of another kind.{_amount(measured.training)}"
+        f"or texts of another kind.{amount_of_training(measured.training)}"
     )
     return Cause("too few or other texts", evidence, RETRAIN, cost=fit.excess.mean)
-
-
-def _amount(training: Mapping[str, Any]) -> str:
-    """How much a head was trained, as a sentence behind another; empty where its files do not say it."""
-    seen = training.get("tokens_seen")
-    return "" if seen is None else f" It has seen {seen:,} tokens in {training.get('step', 0):,} steps."
 
 
 def _other_target(measured: Measured, fit: Fit, who: str) -> Cause:
@@ -236,7 +230,7 @@ def _too_little_training(measured: Measured, fit: Fit, who: str) -> Cause:
         f"{fit.confidence.mean:.2f}, the target {fit.trust.mean:.2f}, with an entropy of {fit.entropy:.1f} "
         f"of {fit.most_entropy:.1f} nats."
     )
-    evidence += _amount(measured.training)
+    evidence += amount_of_training(measured.training)
     return Cause("too little training", evidence, RETRAIN, cost=LOW_SHARE - fit.share)
 
 

@@ -10,6 +10,7 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.tasks.sets import load_task
 from eagle_kit.eval.diagnose.row import Text
 from eagle_kit.serve.llm import LLM
@@ -147,7 +148,7 @@ def _decode(
 
 def _prompt(llm: LLM, messages: Messages) -> Any:
     """Messages, or their texts as tokens for a model without a chat template."""
-    if getattr(llm.tokenizer, "chat_template", None):
+    if has_chat_template(llm.tokenizer):
         return messages
     text = "\n\n".join(message["content"] for message in messages)
     return list(llm.tokenizer(text, verbose=False)["input_ids"])

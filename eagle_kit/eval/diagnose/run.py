@@ -13,7 +13,7 @@ from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.data.chat.template import template_hash
+from eagle_kit.data.chat.template import has_chat_template, template_hash
 from eagle_kit.eval.diagnose.causes import Cause, Measured, causes_in_files, name_causes
 from eagle_kit.eval.diagnose.chain import Reading, Source, read_chain
 from eagle_kit.eval.diagnose.compare import Comparison, compare_server, gap
@@ -105,7 +105,7 @@ def diagnose_models(
     is_quiet: bool = False,
 ) -> Diagnosis:
     """See :func:`diagnose`, with models that are loaded and files that were checked."""
-    if server is not None and not getattr(models.llm.tokenizer, "chat_template", None):
+    if server is not None and not has_chat_template(models.llm.tokenizer):
         raise UserError(
             "The target has no chat template, and a server is asked with chats.",
             "Leave --base-url out, or give --chat-template FILE.",
@@ -241,7 +241,7 @@ def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> l
     """Other chat formats, unless the target's template is known to be that of training."""
     is_known = any(each.subject == "chat template" and each.level == "ok" for each in findings)
     tokenizer = models.llm.tokenizer
-    if is_known or not getattr(tokenizer, "chat_template", None):
+    if is_known or not has_chat_template(tokenizer):
         return []
     return read_formats(models.head, models.target, tokenizer, replies)
 

@@ -201,6 +201,13 @@ def check_target(draft: HeadArchitecture, metadata: Mapping[str, Any], target: T
     )
 
 
+def amount_of_training(metadata: Mapping[str, Any]) -> str:
+    """How much a head was trained, as a sentence behind another; empty where its ``eagle_kit.json`` does not
+    say it."""
+    seen = metadata.get("tokens_seen")
+    return "" if seen is None else f" It has seen {seen:,} tokens in {metadata.get('step', 0):,} steps."
+
+
 def check_name(draft: HeadArchitecture, target: TargetFolder) -> Finding:
     """Compare the target's name with the one in the draft. Names may differ for the same weights (a folder,
     a hub id), so this only warns."""

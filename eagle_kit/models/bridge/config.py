@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import COPY_AGAIN
 from eagle_kit.models.bridge.attention import NAME, register
 from eagle_kit.models.bridge.records import LayerRecord, probe
@@ -108,8 +108,8 @@ def transformers_config(config: dict[str, Any], where: str) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(_with_floats(config))
     except Exception as error:  # configs check their values by errors of many kinds
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"The config.json in {where} cannot be read ({reason[0]}).", COPY_AGAIN) from error
+        reason = first_line(error)
+        raise UserError(f"The config.json in {where} cannot be read ({reason}).", COPY_AGAIN) from error
 
 
 def _with_floats(value: Any) -> Any:
@@ -185,7 +185,7 @@ def new_model(config: Any, where: str) -> Any:
     except UserError:
         raise
     except (ImportError, KeyError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(
             f"The target in {where} is no causal language model whose attention can be replaced ({reason}).",
             "Use a model of another family; docs/targets.md lists those that work.",

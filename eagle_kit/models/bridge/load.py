@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
@@ -54,9 +54,9 @@ def load_bridged(
         )
         model, about = loaded
     except (OSError, ValueError, RuntimeError, ImportError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = first_line(error)
         raise UserError(
-            f"The weights in {folder} cannot be loaded ({reason[0]}).",
+            f"The weights in {folder} cannot be loaded ({reason}).",
             "Copy or download the model again.",
         ) from error
     missing = [*about["missing_keys"], *(str(each) for each in about.get("mismatched_keys", ()))]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.errors import UserError, cut, shown
+from eagle_kit.core.errors import UserError, cut, first_line, shown
 
 READ_KEYS = frozenset(
     {
@@ -104,7 +104,7 @@ def open_gguf(path: Path) -> Any:
 
 def refused(path: Path, error: Exception) -> UserError:
     """The reader's error as a UserError of one sentence."""
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    reason = first_line(error).rstrip(".")
     return UserError(f"The file {path} cannot be read as a GGUF model ({cut(reason)}).", GIVE_FOLDER)
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import SafetensorError, safe_open
 
-from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.errors import UserError, first_line, shown
 from eagle_kit.core.files import COPY_AGAIN, check_name, read_object, read_text
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
@@ -101,9 +101,9 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     except FileNotFoundError:
         raise UserError(f"The file {path} is missing.", "Give a complete model folder.") from None
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = first_line(error)
         raise UserError(
-            f"The file {path} is corrupt or truncated ({reason[0]}).", "Copy or download it again."
+            f"The file {path} is corrupt or truncated ({reason}).", "Copy or download it again."
         ) from error
 
 

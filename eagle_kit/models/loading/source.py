@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.errors import UserError, first_line, shown
 from eagle_kit.core.files import (
     cache_folder,
     check_disk_space,
@@ -178,9 +178,9 @@ def load_tokenizer(folder: str | Path) -> Any:
     except Exception as error:  # readers raise errors of many kinds on a broken file
         if own_code is not None and "trust_remote_code" in str(error):
             raise _needs_code(folder, own_code) from error
-        reason = str(error).strip().splitlines() or [type(error).__name__]
+        reason = first_line(error)
         raise UserError(
-            f"The folder {folder} has no tokenizer that can be read ({reason[0]}).",
+            f"The folder {folder} has no tokenizer that can be read ({reason}).",
             "Copy the model's tokenizer files into it.",
         ) from error
     if not tokenizer.is_fast:

@@ -190,6 +190,7 @@ def causes_of_low_acceptance(
     from eagle_kit.checkpoints.draft import resolve_draft
     from eagle_kit.checkpoints.validate import validate_draft
     from eagle_kit.kinds.support.files import read_metadata
+    from eagle_kit.kinds.support.findings import amount_of_training
     from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import resolve_target
 
@@ -202,9 +203,7 @@ def causes_of_low_acceptance(
 
     # What the files cannot rule out.
     training = read_metadata(resolve_draft(draft, read_target_config(resolve_target(target))))
-    seen = training.get("tokens_seen")
-    amount = "" if seen is None else f" It has seen {seen:,} tokens in {training.get('step', 0):,} steps."
-    causes.append(f"A head that was trained too little, or on few texts.{amount}")
+    causes.append(f"A head that was trained too little, or on few texts.{amount_of_training(training)}")
     same_name = findings.get("target")
     if same_name is not None and same_name.level == "ok":
         causes.append(f"Another target of the same name: {same_name.cause}")

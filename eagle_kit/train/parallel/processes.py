@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.config.loading.command_line import print_error
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import expand
 from eagle_kit.core.process import num_cores, warn_of_spinning
 from eagle_kit.data.states.manifest import read_manifest
@@ -57,7 +57,7 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
             kwargs_handlers=[accelerate.InitProcessGroupKwargs(timeout=PATIENCE)],
         )
     except ValueError as error:  # two of the files that it was launched with contradict each other
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         raise UserError(
             f"accelerate did not start: {reason}.", "Correct the files that it was launched with."
         ) from error

@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.torch_file import save_torch_file
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import check_disk_space, replacing, writing_remedy
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.optim.ema import Ema
@@ -156,7 +156,7 @@ def load_checkpoint(folder: Path, device: torch.device) -> Checkpoint:
 
 
 def _damaged(folder: Path, error: Exception) -> UserError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    reason = first_line(error).rstrip(".")
     return UserError(
         f"The trainer state in {folder / 'trainer'} cannot be read: {reason}.",
         f"Delete {folder} to resume from the checkpoint before it.",

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.report.plots import has_matplotlib
 from eagle_kit.report.wandb_run import run_id
 
@@ -75,7 +75,7 @@ def start_trackers(
         accelerator.init_trackers(config.tracking.project, config=settings, init_kwargs=options)
     except Exception as error:  # no login, no network, and whatever its service raises
         accelerator.trackers = []  # or it would be asked to finish
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        reason = first_line(error).rstrip(".")
         names = " or ".join(options)
         remedy = "Run wandb login, or set tracking.wandb to offline or off."
         if "wandb" not in options:

@@ -25,7 +25,10 @@ def test_kernels_of_a_graph_compute_with_the_inputs_of_each_replay(dtype):
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    x, residual, weight, head = drawn(5, 96), drawn(5, 96), drawn(96), drawn(50, 96)
+    x = drawn(5, 96)
+    residual = drawn(5, 96)
+    weight = drawn(96)
+    head = drawn(50, 96)
     there = [each.cuda() for each in (x, residual, weight, head)]
 
     def body() -> tuple[torch.Tensor, ...]:
