@@ -34,21 +34,26 @@ from eagle_kit.core.files import (
 from eagle_kit.core.process import STOPPED, end_with_parent, interruptible
 from eagle_kit.train.plan.budget import (
     OWN_PHASE,
+    PILOT_EFFICIENCY,
+    PILOTS,
     RAW_PHASE,
     ROW_TOKENS,
     BudgetPlan,
     Phase,
+    Pilot,
     Rates,
+    choose_pilot,
     draft_vocab_size,
     expected_accept_lengths,
     learning_rate,
+    least_budget,
+    pilot_flops,
     plan_budget,
     plan_training,
 )
 
 STATE, COMMANDS, REPORT = "make.json", "commands.sh", "report.md"
 LEAST_BUDGET_S = 300.0
-PILOT_REPLIES, PILOT_STEPS, PILOT_ROWS = 16, 8, 2
 MAX_PROMPT_TOKENS, MAX_TASK_TOKENS, MAX_REPLY_TOKENS = 192, 768, 256
 NAME = "draft"
 """Of the draft in its evaluation."""
@@ -175,6 +180,7 @@ class Making:
 
     def run(self) -> int:
         """All stages that are not done."""
+        self._choose_pilot()
         for stage in (self._pilot_replies, self._pilot_training):
             if code := self._do(stage):
                 return code
@@ -245,6 +251,47 @@ class Making:
     def _spent_s(self) -> float:
         return sum(self.state.get("spent_s", {}).values())
 
+    @property
+    def _pilot(self) -> Pilot:
+        """The size of the measurements."""
+        return Pilot(**self.state["pilot"])
+
+    def _choose_pilot(self) -> None:
+        """Choose measurements that take a tenth of the budget at most, before anything is measured.
+
+        Raises:
+            UserError: the smallest take longer.
+        """
+        if "pilot" in self.state or self.state["done"]:
+            self.state.setdefault("pilot", vars(PILOTS[0]))
+            return
+        target_weights, width, words = self._sizes()
+        rate = _matmul_rate()
+
+        def seconds(pilot: Pilot) -> float:
+            flops = pilot_flops(pilot, self.processes, target_weights, width, draft_vocab_size(words))
+            return flops / (PILOT_EFFICIENCY * rate)
+
+        pilot = choose_pilot(self.budget_s, seconds)
+        if pilot is None:
+            minutes = math.ceil(least_budget(seconds) / 60)
+            raise UserError(
+                f"Measuring this target would take about {seconds(PILOTS[-1]) / 60:.0f} min at least, more "
+                f"than a tenth of --budget {self.args.budget}.",
+                f"Give at least {minutes}m.",
+            )
+        print(f"measuring takes about {max(seconds(pilot) / 60, 1):.0f} min, and loading", flush=True)
+        self.state["pilot"] = vars(pilot)
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """Weights of the target, its hidden size, and the tokens of its tokenizer."""
+        from eagle_kit.models.loading.loader import read_target_config
+        from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+
+        folder = resolve_target(self.args.target)
+        width = read_target_config(folder).hidden_size
+        return _num_weights(folder), width, len(load_tokenizer(folder))
+
     # ---- stages
 
     def _regenerate(self, name: str, source: str, out: Path, limit: int, max_prompt_tokens: int) -> Stage:
@@ -266,14 +313,16 @@ class Making:
 
     def _pilot_replies(self) -> Stage:
         source = self.args.source
-        return self._regenerate("pilot-replies", source, self.replies, PILOT_REPLIES, MAX_PROMPT_TOKENS)
+        limit = self._pilot.replies
+        return self._regenerate("pilot-replies", source, self.replies, limit, MAX_PROMPT_TOKENS)
 
     def _pilot_training(self) -> Stage:
         run = self.out / "pilot"
+        steps = self._pilot.steps
 
         def finish(seconds: float) -> dict[str, Any]:
-            rows = _rows(run / "metrics.jsonl")[PILOT_STEPS // 2 :]
-            about = read_object(run / f"step-{PILOT_STEPS}" / "eagle_kit.json")["data"]
+            rows = _rows(run / "metrics.jsonl")[steps // 2 :]
+            about = read_object(run / f"step-{steps}" / "eagle_kit.json")["data"]
             return {
                 "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
                 "kept_tokens_per_s": statistics.median(map(_rate_without_capture, rows)),
@@ -281,7 +330,7 @@ class Making:
                 "kept_tokens": self._kept_tokens(),
             }
 
-        phase = Phase(PILOT_STEPS, max(PILOT_ROWS, self.processes))
+        phase = Phase(steps, max(self._pilot.rows_per_step, self.processes))
         config = self._config("pilot", phase, {"source": self.args.source, "limit": 200}, judged=False)
         return Stage("pilot-training", self._train(config), finish)
 
@@ -307,7 +356,7 @@ class Making:
 
     def _replies(self) -> Stage:
         answered = self.state["done"]["answers"]["conversations"]  # fewer where the texts serve few prompts
-        limit = max(int(self._wanted_replies()) - answered, PILOT_REPLIES + 1)
+        limit = max(int(self._wanted_replies()) - answered, self._pilot.replies + 1)
         return self._regenerate("replies", self.args.source, self.replies, limit, MAX_PROMPT_TOKENS)
 
     def _wanted_replies(self) -> float:
@@ -517,6 +566,26 @@ class Making:
         write_text_atomically(self.out / REPORT, "\n".join(lines))
         print("\n".join(lines))
         print(f"The draft is in {self.draft}: eagle-kit serve {self.draft} {' '.join(self._target())}")
+
+
+def _num_weights(folder: Path) -> int:
+    """Weights of a target, by the headers of its files."""
+    from eagle_kit.models.loading.loader import open_safetensors, weight_files
+
+    total = 0
+    for path in weight_files(folder):
+        with open_safetensors(path) as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
+
+
+def _matmul_rate() -> float:
+    """FLOP/s of a product on the device that trains."""
+    import torch
+
+    from eagle_kit.train.plan.estimate import measure_matmul_rate
+
+    return measure_matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

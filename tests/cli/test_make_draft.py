@@ -4,6 +4,7 @@ import argparse
 import errno
 import itertools
 import json
+import re
 import shlex
 import signal
 import subprocess
@@ -376,6 +377,25 @@ def test_a_dry_run_measures_and_says_the_plan(words, tmp_path, monkeypatch, caps
     assert len(commands.given) == 2
     printed = capsys.readouterr().out
     assert "plan " in printed and "expect  accept length about" in printed
+
+
+def test_a_budget_that_measuring_alone_would_take_is_refused_at_once(words, tmp_path, monkeypatch, capsys):
+    """It names the least one; with that, the smallest measurements are taken."""
+    commands = Commands(monkeypatch)
+    monkeypatch.setattr(make_draft, "_matmul_rate", lambda: 1e6)
+    words[words.index("90s")] = "20m"
+    assert main(words) == 2
+    assert not commands.given, "nothing was measured"
+    error = capsys.readouterr().err
+    least = re.search(r"Give at least (\d+m)", error)[1]
+    assert "a tenth of --budget 20m" in error
+    words[words.index("20m")] = least
+    assert main([*words, "--dry-run"]) == 0
+    regenerate, train = commands.given
+    assert flags_of(regenerate)["--limit"] == "4"
+    config = yaml.safe_load(Path(train[2]).read_text())
+    assert (config["training"]["max_steps"], config["training"]["sequences_per_step"]) == (2, 1)
+    assert "measuring takes about" in capsys.readouterr().out
 
 
 @pytest.mark.nightly
