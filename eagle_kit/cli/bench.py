@@ -42,7 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     engine = add("engine", "Whole cycles against their floor, with random weights.")
     engine.add_argument("--model", metavar="NAME", help=f"{MODEL} (default llama-3.1-8b; tiny on a CPU)")
     engine.add_argument(
-        "--host", action="store_true", help="the host's time a step, with cycles without work"
+        "--host", action="store_true", help="the host's time a step of a small model, on a GPU"
     )
     add_arguments(engine, grid=True)
     serve = add(
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, "host", False):
             from eagle_kit.bench.engine.host import main as host
 
-            _refuse(args, "engine --host, which computes nothing", "model")
+            _refuse(args, "engine --host, which has a model of its own", "model")
             return host(options)
         return engine(getattr(args, "model", None), options)
     if args.kind == "soak":
