@@ -2,8 +2,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-cuda-device test-peers test-oldest \
-  constraints reference lint clean
+.PHONY: help install demo head test test-ci test-all durations test-cuda-device \
+  test-cuda-device-smoke test-peers test-oldest constraints reference lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
@@ -17,7 +17,7 @@ EXTRAS := demo,train,eval,serve,dev,deepspeed
 TORCH_CPU ?= torch==2.13.0
 TORCH_CUDA ?= torch>=2.11
 # Exactly this version, which the package index has as a build for CUDA; 2.13.0+cpu does not match it.
-TORCH_FAKE_CUDA ?= torch===2.13.0
+TORCH_CUDA_BUILD ?= torch===2.13.0
 # Another package index for torch alone, for example one that holds only CPU builds.
 TORCH_INDEX ?=
 MINUTES ?= 3
@@ -57,16 +57,23 @@ durations: install ## measure what every test costs and write it to tests/durati
 	@$(REHEARSAL) $(PYTEST) --tier ci --record-durations $(ARGS)
 	@$(PYTEST) --tier quick --record-durations $(ARGS)
 
-test-cuda-fake: $(CUDA_STAMP) ## trace cycles and training on fake CUDA tensors, in an environment of 5.5 GB; no GPU
-	@echo "== traces on fake CUDA tensors"
-	@OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q tests/cuda_fake $(ARGS)
+ON_DEVICE = OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.cuda_device.plugin
+WITH_VALUES = EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE)
+# A choice of tests, as by ARGS="-k ...", may leave none of a folder: pytest's exit code is then 5.
+OR_NONE = || [ $$? = 5 ]
 
-ON_DEVICE := OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.cuda_device.plugin
+test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in software, in an environment of 5.5 GB; no GPU
+	@echo "== a CUDA device in software: calls, captures, launches, memory"
+	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values $(ARGS) $(OR_NONE)
+	@echo "== the same, of capability 8.0: cycles"
+	@EAGLE_KIT_DEVICE_CAPABILITY=8.0 $(ON_DEVICE) tests/cuda_device/test_cycles.py $(ARGS) $(OR_NONE)
+	@echo "== the same with true values"
+	@$(WITH_VALUES) tests/cuda_device/values $(ARGS) $(OR_NONE)
 
-test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in software, in the same environment; no GPU
-	@echo "== tests on a CUDA device in software"
-	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values $(ARGS)
-	@EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE) tests/cuda_device/values $(ARGS)
+test-cuda-device-smoke: $(CUDA_STAMP) ## run the tests of test-cuda-device that are marked smoke, as CI does
+	@echo "== a CUDA device in software: smoke tests"
+	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values -m smoke
+	@$(WITH_VALUES) tests/cuda_device/values -m smoke
 
 test-oldest: $(OLDEST_STAMP) ## the quick tests with the oldest versions that pyproject.toml allows, in an environment of its own
 	@echo "== quick tests with the versions of constraints-oldest.txt"
@@ -117,10 +124,10 @@ $(CUDA_STAMP): pyproject.toml
 	@$(FIND_PYTHON); \
 	if [ ! -x $(CUDA_VENV)/bin/python ]; then echo "== $(CUDA_VENV): created"; $$python -m venv $(CUDA_VENV); fi
 	@pip="$(CUDA_VENV)/bin/python -m pip install -qq --disable-pip-version-check"; \
-	echo "== torch: $(TORCH_FAKE_CUDA), with CUDA's libraries (4.7 GB, about 1.5 minutes where packages are near)"; \
-	$$pip "$(TORCH_FAKE_CUDA)" && $(CUDA_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' \
-	  || { echo "error: A build of $(TORCH_FAKE_CUDA) for CUDA could not be installed." >&2; \
-	  echo "  -> Let pip reach an index that has it, or name another with TORCH_FAKE_CUDA=torch===VERSION." >&2; exit 2; }; \
+	echo "== torch: $(TORCH_CUDA_BUILD), with CUDA's libraries (4.7 GB, about 1.5 minutes where packages are near)"; \
+	$$pip "$(TORCH_CUDA_BUILD)" && $(CUDA_VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)' \
+	  || { echo "error: A build of $(TORCH_CUDA_BUILD) for CUDA could not be installed." >&2; \
+	  echo "  -> Let pip reach an index that has it, or name another with TORCH_CUDA_BUILD=torch===VERSION." >&2; exit 2; }; \
 	echo "== eagle_kit[serve,train]: editable, with its dependencies (about 1.5 minutes)"; \
 	$$pip -e '.[serve,train]' 'pytest>=8.3'
 	@touch $@

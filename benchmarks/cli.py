@@ -79,7 +79,7 @@ def _declare_train(parser: argparse.ArgumentParser) -> None:
 def _declare_engine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="NAME", help=f"{MODEL} (default llama-3.1-8b; tiny on a CPU)")
     parser.add_argument(
-        "--host", action="store_true", help="the host's time a step, with cycles without work"
+        "--host", action="store_true", help="the host's time a step of a small model, on a GPU"
     )
     add_arguments(parser, grid=True)
 
@@ -173,7 +173,9 @@ def _engine(args: argparse.Namespace, options: Options) -> int:
     from benchmarks.engine.host import main as host
 
     if args.model is not None:
-        raise UserError("--model does not apply to engine --host, which computes nothing.", "Leave it out.")
+        raise UserError(
+            "--model does not apply to engine --host, which has a model of its own.", "Leave it out."
+        )
     return host(options)
 
 

@@ -1,8 +1,9 @@
-"""``python benchmarks engine --host``: the host's time a step, with a target whose cycles cost nothing.
+"""``python benchmarks engine --host``: the host's time a step, with a target whose cycles take
+the device little time.
 
-Engine, scheduler, slots, page pool, results and text are those that serve; of a cycle only the inputs are
-written, as a graph's would be, and tokens that were made before come back. So what is timed is what a GPU
-could wait for. Prompts are computed, before anything is timed, by a tiny model.
+Engine, scheduler, slots, page pool, graphs, results and text are those that serve, one step behind. Before
+each step the device comes to rest, so that the host's own work is timed: a larger target's cycle has to last
+as long for the device not to rest.
 
 Legend: B requests, S steps.
 """
@@ -10,7 +11,7 @@ Legend: B requests, S steps.
 import statistics
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,31 +25,32 @@ from benchmarks.models import make_models
 from benchmarks.options import Options
 from benchmarks.runner import Benchmark, conduct
 from benchmarks.verdict import Rows, Verdict, at_most
-from eagle_kit.config.engine import EngineConfig, GraphMode
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.serve.cycle import Emitted
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import EagerGraph, GraphCall, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.text_stream import TextStream
 
 VOCAB = 512
-NULL = TargetConfig.from_dict(
+SMALL = TargetConfig.from_dict(
     {
         "architectures": ["LlamaForCausalLM"],
-        "hidden_size": 32,
+        "hidden_size": 128,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "intermediate_size": 32,
+        "intermediate_size": 128,
         "vocab_size": VOCAB,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": True,
     }
 )
-PROMPT, STEPS, WARM_UPS = 64, 200, 20
+PROMPT = 64
+STEPS = 200
+WARM_UPS = 20
 LLAMA_8B = 5e-4, 256.0
 """The scheduler's costs, of reading a token's keys and of the weights, of Llama-3.1-8B on a GPU: with those
 of so small a model, requests would sit cycles out."""
@@ -86,22 +88,34 @@ def loads() -> list[Load]:
 
 
 def main(options: Options) -> int:
-    """Measure -> exit code, 1 when a case failed."""
-    machine = Machine.here(options.seed)._replace(device=torch.device("cpu"), dtype=torch.float32)
+    """Measure -> exit code, 1 when a case failed.
+
+    Raises:
+        UserError: there is no CUDA device.
+    """
+    machine = Machine.here(options.seed)
+    if not machine.on_gpu:
+        raise UserError(
+            "The host's time a step is measured around CUDA graphs, and there is no CUDA device.",
+            "Run it on a machine with a GPU; python benchmarks serve measures the host's work on a CPU.",
+        )
     made = [
         Case("host", str(load), partial(measure, load), {"batch": load.batch, "shape": load.shape})
         for load in loads()
         if load.batch <= (TINY if options.tiny else load.batch)
     ]
-    return conduct(Benchmark("host", made, {"model": "null"}, host_targets), machine, options)
+    return conduct(Benchmark("host", made, {"model": "one layer"}, host_targets), machine, options)
 
 
 def measure(load: Load, machine: Machine, steps: int = STEPS) -> dict[str, Any]:
-    """Microseconds of a step, and of the text that is made of its tokens beside it; torch's operations of a
-    step, and tensors among them that come from the host: the most of any step."""
-    with serving(load, machine.seed) as engine:
-        step, text = [], []
+    """Microseconds of a step, and of the text that is made of its tokens beside it; tokens that a request
+    gets in a step; torch's operations of a step, and tensors among them that come from the host: the most of
+    any step."""
+    step = []
+    text = []
+    with serving(load, machine) as engine:
         for _ in range(WARM_UPS + steps):
+            torch.cuda.synchronize(machine.device)
             start = time.perf_counter()
             news = engine.step()
             middle = time.perf_counter()
@@ -110,12 +124,16 @@ def measure(load: Load, machine: Machine, steps: int = STEPS) -> dict[str, Any]:
                 request.read()
             step.append(1e6 * (middle - start))
             text.append(1e6 * (time.perf_counter() - middle))
+        num_tokens = sum(len(request.token_ids) for request in engine.scheduler.running)
+        num_steps = sum(engine.totals.shapes.values())
         counted = operations(engine, 2 * engine.config.page_size)
-    step, text = step[WARM_UPS:], text[WARM_UPS:]
+    step = step[WARM_UPS:]
+    text = text[WARM_UPS:]
     figures = {
         "step us, least": min(step),
         "median": statistics.median(step),
         "text us, least": min(text),
+        "tokens a request": num_tokens / load.batch / num_steps,
         "torch operations": max(map(Counter.total, counted)),
         "from the host": max(each[FROM_HOST] for each in counted),
     }
@@ -137,33 +155,37 @@ def host_targets(rows: Rows, counts: bool) -> list[Verdict]:
 
 
 @contextmanager
-def serving(load: Load, seed: int = 0) -> Iterator[Engine]:
-    """An engine as on a GPU, one step behind its cycles, whose requests have begun and do not end."""
-    target, draft = make_models(NULL, VOCAB // 4, torch.device("cpu"), torch.float32, seed)
+def serving(load: Load, machine: Machine) -> Iterator[Engine]:
+    """An engine on a GPU, one step behind its cycles, whose requests have begun and do not end."""
+    target, draft = make_models(SMALL, VOCAB // 4, machine.device, machine.dtype, machine.seed)
     shape = SpecShape.parse(load.shape)
     tokens = PROMPT + (WARM_UPS + STEPS + 100) * (shape.steps + 1)
     config = EngineConfig(
         max_batch_size=load.batch,
         max_context=tokens,
         kv_tokens=load.batch * (tokens + 160),
-        graph_mode="off",
+        batch_sizes=(load.batch,),
         shape=ShapeTable.parse(shape),
-    ).resolve(on_gpu=True, max_positions=NULL.max_position_embeddings)
+    ).resolve(on_gpu=True, max_positions=SMALL.max_position_embeddings)
     engine = Engine(target, draft if shape.steps else None, config)
     engine.use_shape(shape)
     engine.scheduler.reading_cost, engine.scheduler.weights_cost = LLAMA_8B
-    tokenizer, generator = words(), torch.Generator().manual_seed(seed)
+
+    # Requests that have begun.
+    tokenizer = words()
+    generator = torch.Generator().manual_seed(machine.seed)
     prompts = torch.randint(1, VOCAB, (load.batch + load.waiting, PROMPT), generator=generator).tolist()
     requests = []
     for i, prompt in enumerate(prompts):
         params = SamplingParams(**{**vars(load.params), "max_tokens": tokens})
-        stream, priority = TextStream(tokenizer, params.stop), -int(i >= load.batch)
+        stream = TextStream(tokenizer, params.stop)
+        priority = -int(i >= load.batch)
         requests.append(Request(i, prompt, params, priority, stream))
         engine.add_request(requests[-1])
     served = requests[: load.batch]
-    engine.runner.graphs = NullGraphs(seed)  # type: ignore[assignment]
     while any(not request.token_ids for request in served):
         engine.step()
+
     yield engine
     assert all(request.finish_reason is None and request.slot >= 0 for request in served), "a reply ended"
 
@@ -173,32 +195,6 @@ def words() -> Tokenizer:
     tokenizer = Tokenizer(models.WordLevel({f"Ġw{i}": i for i in range(VOCAB)}, unk_token="Ġw0"))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-class NullGraphs:
-    """:class:`~eagle_kit.serve.graph.CycleGraphs` whose replays compute nothing: request i of a batch always
-    emits 1 + i mod (S + 1) tokens."""
-
-    mode: GraphMode = "cycle"
-    has_fixed_shapes = True
-    num_warm_ups = num_graphs = 0
-
-    def __init__(self, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._kinds: dict[tuple[str, Hashable], Emitted] = {}
-        self._replays = GraphRunner("cycle", EagerGraph)
-
-    def run(self, call: GraphCall) -> Emitted:
-        """Write the inputs -> the tokens of every such call."""
-        kind = call.name, call.key
-        if kind not in self._kinds:
-            assert isinstance(call.body, partial)
-            batch, most = len(call.inputs.rows), call.body.keywords["settings"].shape.steps + 1
-            tokens = torch.randint(1, VOCAB, (batch, most), generator=self._generator)
-            counts = 1 + torch.arange(batch) % most
-            self._kinds[kind] = Emitted(tokens, counts, None, torch.ones(batch, dtype=torch.bool))
-        emitted = self._kinds[kind]
-        return self._replays.run(call._replace(body=lambda inputs: emitted, idle=lambda: call.inputs))
 
 
 FROM_HOST = "aten.lift_fresh.default"

@@ -13,7 +13,6 @@ from torch import nn
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels import cpp
-from eagle_kit.kernels.capability import has_streams
 
 # Triton's long-standing behaviour; 3.9 warns when it is not requested.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
@@ -113,4 +112,4 @@ def use(backend: Backend) -> Iterator[None]:
 def current_device(device: torch.device) -> AbstractContextManager[Any]:
     """Context manager: launch kernels on ``device``, since Triton uses the current CUDA device and not that
     of its arguments."""
-    return torch.cuda.device(device) if has_streams(device) else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -5,9 +5,6 @@ and for those that kernels are compiled for ahead of time. Figures: CUDA C++ Pro
 "Technical Specifications per Compute Capability".
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import NamedTuple
 
@@ -113,29 +110,11 @@ def facts_of(capability: int) -> DeviceFacts:
     return DeviceFacts(132, capability, multiprocessor(capability).program_bytes)
 
 
-_traced: ContextVar[DeviceFacts | None] = ContextVar("traced", default=None)
-
-
-@contextmanager
-def traced_for(facts: DeviceFacts) -> Iterator[None]:
-    """Context manager: CUDA tensors are fake ones of a GPU with ``facts`` that need not be there."""
-    token = _traced.set(facts)
-    try:
-        yield
-    finally:
-        _traced.reset(token)
-
-
-def has_streams(device: torch.device) -> bool:
-    """Return whether ``device`` is a GPU that runs what is launched, and not one that is traced for."""
-    return device.type == "cuda" and _traced.get() is None
-
-
 def device_facts(device: torch.device) -> DeviceFacts:
     """Properties of ``device``; those of an H200 where kernels are interpreted."""
     if device.type != "cuda":
         return facts_of(90)
-    return _traced.get() or _facts(device)
+    return _facts(device)
 
 
 @cache

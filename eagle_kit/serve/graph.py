@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.config.engine import GraphMode
 from eagle_kit.core.errors import first_line
-from eagle_kit.kernels.capability import has_streams
 from eagle_kit.kernels.collectives import Ranks
 
 WARM_UPS = 2
@@ -87,7 +86,7 @@ class HostCopy:
     def __init__(self, tensors: Any) -> None:
         self._tensors = map_tensors(_to_pinned, tensors)
         self._event: torch.cuda.Event | None = None
-        if any(has_streams(tensor.device) for tensor in leaves(tensors)):
+        if any(tensor.is_cuda for tensor in leaves(tensors)):
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -130,8 +129,10 @@ class Graph:
         pool: Any = None,
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
-        self.inputs, self.given = map_tensors(torch.clone, example), None
-        side, ours = stream or torch.cuda.Stream(), torch.cuda.current_stream()
+        self.inputs = map_tensors(torch.clone, example)
+        self.given: Any = None
+        side = stream or torch.cuda.Stream()
+        ours = torch.cuda.current_stream()
         side.wait_stream(ours)
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
@@ -158,35 +159,15 @@ class Graph:
         self._graph.replay()
 
 
-class EagerGraph:
-    """Stand-in for :class:`Graph` without a GPU: a replay runs the body over the same buffers and writes into
-    the same buffers, so that mistakes with a graph (a stale input, an output read too late) show here too."""
-
-    def __init__(
-        self, body: Callable[[Any], Any], example: Any, pool: Any = None, stream: Any = None
-    ) -> None:
-        self._body = body
-        self.inputs, self.given = map_tensors(torch.clone, example), None
-        self.outputs = map_tensors(torch.clone, body(self.inputs))
-
-    def replay(self) -> None:
-        """Run the body over ``inputs`` into ``outputs``."""
-        write(self.outputs, self._body(self.inputs))
-
-
 class GraphRunner:
-    """:class:`CycleGraphs` that run eagerly, or as graphs, one for every (name, key).
+    """:class:`CycleGraphs` that run eagerly, or as graphs, one for every (name, key)."""
 
-    Args:
-        graph: class of the graphs; :class:`EagerGraph` needs no GPU.
-    """
-
-    def __init__(self, mode: GraphMode, graph: Callable[..., Any] = Graph) -> None:
-        self.mode, self.num_warm_ups = mode, 0
-        self._kind = graph
+    def __init__(self, mode: GraphMode) -> None:
+        self.mode = mode
+        self.num_warm_ups = 0
         self._pool: Any = None
-        self._stream: Any = None
-        self._graphs: dict[tuple[str, Hashable], Any] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._graphs: dict[tuple[str, Hashable], Graph] = {}
 
     @property
     def has_fixed_shapes(self) -> bool:
@@ -200,31 +181,32 @@ class GraphRunner:
 
     def anew(self) -> "GraphRunner":
         """See :class:`CycleGraphs`."""
-        return GraphRunner(self.mode, self._kind)
+        return type(self)(self.mode)
 
     def run(self, call: GraphCall) -> Any:
         """See :class:`CycleGraphs`; the lengths are not needed."""
         if self.mode == "off":
             return call.body(call.inputs)
-        graph = self._graphs.get((call.name, call.key)) or self._capture(call)
+        kind = (call.name, call.key)
+        if kind not in self._graphs:
+            self._graphs[kind] = self._capture(call)
+            self.num_warm_ups += 1
+        graph = self._graphs[kind]
         if graph.given is not call.inputs:  # the same batch again is there already
             write(graph.inputs, call.inputs)
             graph.given = call.inputs
         graph.replay()
         return graph.outputs
 
-    def _capture(self, call: GraphCall) -> Any:
-        if self._pool is None and torch.cuda.is_available():
+    def _capture(self, call: GraphCall) -> Graph:
+        if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._stream = self._stream or torch.cuda.Stream()
         try:
-            graph = self._kind(call.body, call.idle(), self._pool, self._stream)
+            return Graph(call.body, call.idle(), self._pool, self._stream)
         except (CaptureError, torch.OutOfMemoryError):
             self._pool = None
             raise
-        self._graphs[call.name, call.key] = graph
-        self.num_warm_ups += 1
-        return graph
 
 
 class _LastOperation(TorchDispatchMode):

@@ -28,7 +28,7 @@ LAUNCHES = 10
 Llama-3.1-8B, 14 of a step of its head (``python kernels check``)."""
 LAUNCHES_OF_EXPERTS, LAUNCHES_OF_LATENTS, LAUNCHES_OF_RECURRENCE = 12, 22, 108
 """What a layer of experts, latent attention or a recurrence has in addition, counted in the small targets of
-``tests/bench/test_launches.py``."""
+``tests/benchmarks/test_launches.py``."""
 LAUNCHES_AROUND = 40
 """Of a cycle outside of layers: slots, embedding, acceptance, filters, draft-extend."""
 

@@ -84,7 +84,7 @@ def warm_up(
         return Prepared()
     with torch.inference_mode(), current_device(runner.device), _compilations() as compiled:
         cycles = list(_cycles(engine, extent))
-        prompts = [] if extent == "none" else list(_prompts(engine))
+        prompts = [] if extent == "none" else list(representative_prompts(engine))
         total, works = len(cycles) + len(prompts), []
         seconds: dict[str, tuple[int, float]] = {}
         num_graphs, number = engine.num_graphs, 0
@@ -143,7 +143,7 @@ def can_have_grammars(engine: Engine) -> bool:
     return engine.takes_grammars and find_spec("llguidance") is not None
 
 
-def _prompts(engine: Engine) -> Iterator[list[Request]]:
+def representative_prompts(engine: Engine) -> Iterator[list[Request]]:
     """Iterate over lists of requests that are computed together: lengths and numbers of prompts for every
     size of a tile, which are powers of two, a full step and more, a cached prefix, and all kinds of first
     tokens. The longest prompts come first, so that the others find room in the memory that these reserved."""

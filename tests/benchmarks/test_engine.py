@@ -311,3 +311,10 @@ def test_cases_have_names_of_their_own(models):
     cases = [*suite.Suite(*models, suite.Grid()).cases(), Case("a", "b", lambda machine: {})]
     assert len({case.key for case in cases}) == len(cases)
     assert Options().minutes > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_hosts_time_is_refused_without_a_gpu(capsys):
+    assert main(["engine", "--host", "--tiny"]) == 2
+    error = capsys.readouterr().err
+    assert "CUDA device" in error and "benchmarks serve" in error

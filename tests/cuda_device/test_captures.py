@@ -10,6 +10,7 @@ from eagle_kit.kernels.transfer import to_device
 from eagle_kit.serve.graph import CaptureError, Graph, GraphCall, GraphRunner
 from tests.cuda_device.device import phase
 
+pytestmark = pytest.mark.smoke
 MIB = 1 << 20
 
 

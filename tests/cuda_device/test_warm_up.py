@@ -73,7 +73,7 @@ def serve(llm: LLM, kinds: tuple[dict[str, Any], ...]) -> int:
 @pytest.mark.parametrize(
     ("extent", "kinds", "options"),
     [
-        ("usual", USUAL, {}),
+        pytest.param("usual", USUAL, {}, marks=pytest.mark.smoke),
         ("all", WITH_GRAMMARS, {}),
         ("usual", USUAL, {"shape": "none"}),
         ("usual", USUAL, {"shape": "3,1,4", "sampled_drafts": True}),
@@ -108,6 +108,7 @@ def test_without_a_warm_up_nothing_is_captured_before_it_is_needed():
     assert found.counts["captures"] >= llm.engine().num_graphs > 0
 
 
+@pytest.mark.smoke
 def test_a_decode_step_is_one_graph_and_a_copy_of_its_results():
     llm, _ = prepared("usual")
     engine = llm.engine()

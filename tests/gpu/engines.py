@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from tiny import tiny_head, tiny_target
 from tiny_trained import trained_models
+from uncaptured import UncapturedGraphs
 
 from eagle_kit.config.engine import GraphMode
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.runner import Runner
 from tests.gpu.place import DEVICE, ON_GPU, pick
@@ -54,7 +54,7 @@ def make(models: tuple[Any, Any], mode: GraphMode = "off", **options: Any) -> LL
     target, draft = models
     llm = LLM(target, draft, **{**sizes, **options}, graph_mode=mode if ON_GPU else "off")
     if mode != "off" and not ON_GPU:
-        llm.engine().runner.graphs = GraphRunner(mode, EagerGraph)
+        llm.engine().runner.graphs = UncapturedGraphs(mode)
     return llm
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from uncaptured import UncapturedGraphs
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from tests.gpu.place import DEVICE, ON_GPU, pick
 from tests.gpu.test_identity import MARGIN, first_difference
@@ -40,7 +40,7 @@ def make(dtype: str, **options) -> LLM:
         FOLDER or NAME, HEAD, dtype=dtype, device=DEVICE.type, max_context=1024, max_batch_size=4, **options
     )
     if not ON_GPU:
-        llm.engine().runner.graphs = GraphRunner("cycle", EagerGraph)
+        llm.engine().runner.graphs = UncapturedGraphs()
     return llm
 
 

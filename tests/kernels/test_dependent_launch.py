@@ -5,7 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from eagle_kit.kernels.capability import facts_of, traced_for
+from eagle_kit.kernels import dependent_launch
+from eagle_kit.kernels.capability import facts_of
 from eagle_kit.kernels.dependent_launch import launch_options
 from kernel_lab.aot import kernel_modules, load_variants
 from kernel_lab.ptx import waits_first
@@ -27,11 +28,12 @@ def test_kernels_of_a_cycle_start_early_from_hopper_on_and_no_others():
                 assert variant.constants.get("PDL", False) == wanted, (variant.name, arch)
 
 
-def test_launches_ask_for_it_where_kernels_wait():
+def test_launches_ask_for_it_where_kernels_wait(monkeypatch):
     assert launch_options(torch.device("cpu")) == {"PDL": False, "launch_pdl": False}
     for arch, early in ((80, False), (89, False), (90, True), (120, True)):
-        with traced_for(facts_of(arch)):
-            assert launch_options(torch.device("cuda")) == {"PDL": early, "launch_pdl": early}
+        facts = facts_of(arch)
+        monkeypatch.setattr(dependent_launch, "device_facts", lambda device, facts=facts: facts)
+        assert launch_options(torch.device("cuda")) == {"PDL": early, "launch_pdl": early}
 
 
 HEAD = ".visible .entry f(\n\t.param .u64 a\n)\n{\n\tld.param.b64 %rd1, [a];\n"

@@ -7,13 +7,13 @@ from sweep import sweep
 from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_p_eagle, tiny_target
 from tiny_engine import decode, resolved
 from tiny_mixtures import randomised, v2
+from uncaptured import UncapturedGraphs
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.serve.runner import Runner
 from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
@@ -138,7 +138,7 @@ def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, 
 
     def run(ways):
         engine = Engine(*pairs[name], resolved(4, 256, kv_tokens=2000, lag=1, batch_sizes=(1, 4)))
-        engine.runner.graphs = GraphRunner("cycle", EagerGraph)
+        engine.runner.graphs = UncapturedGraphs()
         policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
         engine.use_shape(policy)
         assert engine.runner.catch_up_idle() == ways

@@ -4,18 +4,13 @@ import logging
 
 import pytest
 import torch
-from tiny import tiny_head, tiny_target
 
-from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.linear import linear
 from eagle_kit.kernels.linear import plain as module
 from eagle_kit.kernels.linear.forms import Size, use_forms
 from eagle_kit.serve import linear_forms, measured
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.linear_forms import LinearForms, time_form
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.warm_up import warm_up
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -171,39 +166,6 @@ def test_choices_are_logged(caplog):
     line = "4 x 32 -> 64 bfloat16: triton (torch 10.0 us, triton 5.0 us)"
     assert line in caplog.text
     assert choices.report() == [line.replace("4 x", "1 x", 1), line]
-
-
-def test_an_engine_measures_what_its_cycles_run_before_it_captures_them(calls, monkeypatch):
-    """With graphs that run their body twice before the capture, as on a GPU."""
-    timer = FakeTimer(0.5)
-    capturing = [False]
-    monkeypatch.setattr(linear_forms, "_is_capturing", lambda: capturing[0])
-
-    class Graph(EagerGraph):
-        def __init__(self, body, example, pool=None, stream=None):
-            body(example)
-            measured = len(timer.calls)
-            capturing[0] = True
-            super().__init__(body, example, pool)
-            capturing[0] = False
-            assert len(timer.calls) == measured
-
-    target = tiny_target(64)
-    head = tiny_head(target, 50)
-    llm = LLM(
-        target.to(BF16), head.to(BF16), max_batch_size=2, max_context=64, batch_sizes=(2,), shape="3,1,4"
-    )
-    runner = llm.engine().runner
-    runner.graphs, runner.linear_forms.timer = GraphRunner("cycle", Graph), timer
-    assert warm_up(llm.engine()).num_graphs == 6
-    table = runner.linear_forms.table
-    assert {2, 8} <= {size.rows for size in table}, "draft steps have a row a request, the window four"
-    assert {size.dtype for size in table} == {BF16} and len(timer.calls) == 2 * len(table)
-    before = len(calls)
-    params = SamplingParams(max_tokens=12, ignore_eos=True)
-    llm.generate([[5, 6, 7], [9, 10]], params)
-    assert set(calls[before:]) <= set(table), "what runs was measured"
-    assert runner.linear_forms.table == table and len(timer.calls) == 2 * len(table)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -15,7 +15,6 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.accept import is_finite
 from eagle_kit.kernels.backend import use
 from eagle_kit.serve.cpu_graph import CpuGraphs
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
 
 BAD = 100
@@ -80,12 +79,11 @@ def test_a_reply_ends_before_the_token_whose_logits_are_not_finite(shape, value)
     assert engine.page_pool.match([3, 4, 5, 6, BAD]), "the page before it is cached"
 
 
-@pytest.mark.parametrize("graphs", [lambda: GraphRunner("cycle", EagerGraph), lambda: CpuGraphs(2)])
-def test_recordings_carry_the_flag(graphs):
+def test_recordings_carry_the_flag():
     """A request that turns bad after the cycle was recorded."""
     pair = models()
     engine = make_engine(pair, batch=4, page_size=4)
-    engine.runner.graphs = graphs()
+    engine.runner.graphs = CpuGraphs(2)
     engine.use_shape(SpecShape.parse("3,1,4"))
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
     expected = replies(engine_of(pair, "3,1,4"), GOOD[:2], params)

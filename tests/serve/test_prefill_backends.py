@@ -16,7 +16,7 @@ from tiny_mixtures import DEEPSEEK, untrained
 from eagle_kit.cli.serve import introduce
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kernels.capability import facts_of, traced_for
+from eagle_kit.kernels.capability import facts_of
 from eagle_kit.kernels.prefill_attention.libraries import flashinfer as room
 from eagle_kit.kernels.prefill_attention.libraries.flash_attn import FlashAttention2, FlashAttention3
 from eagle_kit.kernels.prefill_attention.libraries.flashinfer import FlashInfer
@@ -24,11 +24,11 @@ from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PoolLayout
+from eagle_kit.serve import prefill_backends
 from eagle_kit.serve.api.startup import ServedModel
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.prefill_backends import PrefillBackends, open_backends, working_bytes
-from eagle_kit.serve.warm_up import warm_up
+from eagle_kit.serve.warm_up import representative_prompts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 KNOWN = [9, 10, 1, 2, 3, 4, 5, 6, 7, 8, 2, 5, 7, 1, 3, 9, 4, 4, 6]
@@ -103,21 +103,26 @@ def measured(**seconds):
 
 
 def warmed_up(backends):
+    """An LLM that has measured the prompts of a warm-up, which a CPU does not compute of itself."""
     llm = make(BF16, batch_sizes=(2,))
     take(llm, backends)
-    llm.engine().runner.graphs = GraphRunner("cycle", EagerGraph)
-    return llm, warm_up(llm.engine())
+    engine = llm.engine()
+    for requests in representative_prompts(engine):
+        with backends.measuring():
+            engine.prefill(requests)
+    engine.drain()
+    engine.page_pool.clear()
+    return llm
 
 
-def test_the_warm_up_measures_each_size_once_and_prompts_take_the_fastest(monkeypatch):
+def test_prompts_of_a_warm_up_measure_each_size_once_and_others_take_the_fastest(monkeypatch):
     monkeypatch.setattr(room, "HEAD_DIMS", (8,))
     backends, modules = measured(torch=3e-4, flash_attn=2e-4, flashinfer=1e-4)
-    llm, prepared = warmed_up(backends)
+    llm = warmed_up(backends)
     table = backends.table
     assert {1, 2, 4, 8, 16} <= {size.rows for size in table}
     assert all(choice.form == "flashinfer" for choice in table.values())
     assert len(backends.timer.calls) == 3 * len(table)
-    assert f"{len(table)} prefill sizes timed" in str(prepared)
     counts = {name: len(module.calls) for name, module in modules.items()}
     llm.generate(PROMPTS, SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(modules["flashinfer"].calls) > counts["flashinfer"]
@@ -156,7 +161,7 @@ def test_a_tie_and_what_cannot_be_measured_is_ours(seconds, form, monkeypatch, c
 
 def test_layers_that_no_library_computes_are_ours_and_sizes_that_never_came_up(monkeypatch):
     backends, modules = measured(torch=3e-4, flash_attn=2e-4, flashinfer=1e-4)  # which has no heads of 8
-    llm, _ = warmed_up(backends)
+    llm = warmed_up(backends)
     assert {choice.form for choice in backends.table.values()} == {"flash-attn"}
     assert not modules["flashinfer"].calls and set(backends.timer.calls) == {"torch", "flash-attn"}
     fresh, modules = measured(torch=3e-4, flash_attn=2e-4, flashinfer=1e-4)
@@ -183,7 +188,7 @@ STAND_INS = {
 
 @pytest.fixture
 def opened(tmp_path, monkeypatch):
-    """Open backends on an H100 that is traced for, beside these modules."""
+    """Open backends as on a GPU of a capability, beside these modules."""
     names = "flash_attn_interface", "flash_attn", "flashinfer"
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -194,8 +199,8 @@ def opened(tmp_path, monkeypatch):
             kind, call = STAND_INS[each]
             text = f"import prefill_libraries\nmodule = prefill_libraries.{kind}()\n{call} = module.{call}"
             (tmp_path / f"{each}.py").write_text(text)
-        with traced_for(facts_of(capability)):
-            return open_backends(name, kv)
+        monkeypatch.setattr(prefill_backends, "device_facts", lambda device: facts_of(capability))
+        return open_backends(name, kv)
 
     yield open_with
     for name in names:

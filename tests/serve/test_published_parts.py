@@ -6,15 +6,11 @@ from functools import partial
 import pytest
 import torch
 from tiny import randomise, tiny_head, tiny_p_eagle, tiny_target
-from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
+from tiny_engine import PROMPTS, decode, resolved
 
-from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.memory import plan_memory
-from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from eagle_kit.train.run.simulate import match_table, walk
 from tests.serve.test_drafts_of_ranks import check
@@ -71,16 +67,6 @@ def test_texts_are_those_of_plain_decoding(target, name):
     models = target, made(target, name)
     for shape in ("4,1,5", "4,3,12"):
         assert tokens(decode(models, shape)) == plain
-
-
-@pytest.mark.parametrize("name", ["narrower", "p-eagle, narrower, in windows"])
-def test_graphs_replay_the_same(target, name):
-    engine = make_engine((target, made(target, name)))
-    engine.use_shape(SpecShape(4, 1, 5))
-    engine.runner.graphs = GraphRunner("cycle", EagerGraph)
-    requests = [Request(i, list(each), SamplingParams(max_tokens=40)) for i, each in enumerate(PROMPTS)]
-    serve(engine, requests)
-    assert tokens(requests) == tokens(decode((target, None), "none"))
 
 
 @pytest.mark.parametrize("name", HEADS)

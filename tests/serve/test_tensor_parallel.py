@@ -22,6 +22,7 @@ from tiny import tiny_head
 from tiny_mixtures import GROUPED, randomised, v3
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, PreTrainedTokenizerFast
+from uncaptured import UncapturedGraphs
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import RankLost, UserError
@@ -30,11 +31,11 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve import engine as engines
-from eagle_kit.serve import graph
 from eagle_kit.serve import llm as llms
+from eagle_kit.serve import runner as runners
 from eagle_kit.serve.engine import Engine
 from eagle_kit.serve.grammar import compiler
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
+from eagle_kit.serve.graph import HostCopy
 from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.ranks import Start
@@ -328,7 +329,7 @@ def test_attention_of_own_requests_is_gathered(tmp_path):
 
 
 def serve_from_graphs(ranks, *args):
-    engines._graphs = lambda target, config: GraphRunner("cycle", EagerGraph)
+    engines._graphs = lambda target, config: UncapturedGraphs()
     return serve(ranks, *args)
 
 
@@ -552,12 +553,17 @@ class WorkOfOthers:
     def __init__(self):
         self.left = self.num_looks
 
-    def record(self):
-        pass
-
     def query(self):
         self.left -= 1
         return self.left < 0
+
+
+class CopyBehindWorkOfOthers(HostCopy):
+    """Results that are there when such work is done."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self._event = WorkOfOthers()
 
 
 def wait_for_work(ranks, folder, lost):
@@ -566,7 +572,7 @@ def wait_for_work(ranks, folder, lost):
         llm, _ = make_llm(ranks, folder, None)
     except RankLost as error:
         return str(error)
-    graph.has_streams, torch.cuda.Event = lambda device: True, WorkOfOthers
+    runners.HostCopy = CopyBehindWorkOfOthers
     found = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=5))
     WorkOfOthers.num_looks = sys.maxsize
     if lost is None:

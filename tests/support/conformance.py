@@ -17,6 +17,7 @@ from tiny_engine import resolved, serve
 from tiny_mixtures import GROUPED, YARN, untrained, v3
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from uncaptured import UncapturedGraphs
 
 from eagle_kit.config.train import HeadConfig
 from eagle_kit.core.sampling_params import SamplingParams
@@ -31,7 +32,6 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.cpu_graph import CpuGraphs
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import EagerGraph, GraphRunner
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
 from eagle_kit.speculation.propose.static import StaticDrafter
@@ -310,7 +310,7 @@ class Conformance:
 
         engine = Engine(self.target(case["target"]), self.draft(case["target"], draft), config)
         if graphs == "replayed":
-            engine.runner.graphs = GraphRunner("cycle", EagerGraph)
+            engine.runner.graphs = UncapturedGraphs()
         if graphs == "recorded":
             engine.runner.graphs = CpuGraphs(1)
         engine.use_shape(shapes)

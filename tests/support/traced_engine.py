@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.serve.cycle import Emitted
 from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import GraphRunner, map_tensors
+from eagle_kit.serve.graph import GraphCall, GraphRunner, map_tensors
 from eagle_kit.serve.runner import Results
 
 
@@ -59,12 +59,18 @@ class _Invented:
 class _TracedGraph:
     """Graph whose capture is a run over fake tensors. Its replay launches nothing from the host."""
 
-    def __init__(self, body, example, pool=None, stream=None) -> None:
-        self.inputs, self.given = map_tensors(torch.clone, example), None
+    def __init__(self, body, example) -> None:
+        self.inputs = map_tensors(torch.clone, example)
+        self.given = None
         self.outputs = body(self.inputs)
 
     def replay(self) -> None:
         """Do what Triton sees of a replay."""
+
+
+class _TracedGraphs(GraphRunner):
+    def _capture(self, call: GraphCall) -> Any:
+        return _TracedGraph(call.body, call.idle())
 
 
 class TracedEngine(Engine):
@@ -75,7 +81,7 @@ class TracedEngine(Engine):
             if model is not None:
                 _make_fake(model)
         super().__init__(target, draft, config, AnyText)
-        self.runner.graphs = GraphRunner("cycle", _TracedGraph)
+        self.runner.graphs = _TracedGraphs("cycle")
         self._rng = random.Random(0)
 
     def _collect(self, results: Results) -> None:

@@ -101,6 +101,19 @@ CUresult cuOccupancyMaxActiveClusters(int *number, CUfunction function, const CU
     return CUDA_SUCCESS;
 }
 
+/* A descriptor of a tensor, which kernels of CUTLASS get as an argument. Only a kernel reads it, so it holds nothing here.
+   Misaligned addresses are refused as on hardware. */
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
+                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *element_strides, CUtensorMapInterleave interleave,
+                                CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                CUtensorMapFloatOOBfill fill) {
+    if ((size_t)map % 64 || (size_t)address % 16)
+        return result_of(device_fail(CUDA_ERROR_INVALID_VALUE, "cuTensorMapEncodeTiled", "a misaligned address"));
+    memset(map, 0, sizeof *map);
+    return CUDA_SUCCESS;
+}
+
 /* ---- Launches -------------------------------------------------------------------------------------------------------- */
 
 static CUresult launch(CUfunction function, CUstream stream, const char *call) {

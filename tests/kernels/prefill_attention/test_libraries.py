@@ -14,7 +14,6 @@ from eagle_kit.kernels.prefill_attention.libraries.flash_attn import FlashAttent
 from eagle_kit.kernels.prefill_attention.libraries.flashinfer import FlashInfer
 from eagle_kit.kernels.prefill_attention.libraries.library import pages_hnd, pages_nhd
 from eagle_kit.kernels.variant import AttentionVariant, Limits
-from kernel_lab.host_waits import THERE, OnDevice, PretendGPU
 
 CPU = torch.device("cpu")
 NAMES = ["flash-attn 3", "flash-attn 2", "flashinfer"]
@@ -96,31 +95,6 @@ def test_flashinfer_plans_once_for_layers_of_a_kind_and_again_for_the_next_forwa
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert len(module.calls) == 10 and len(module.plans) == 6
     assert len(module.workspaces) == 2 and len(set(module.workspaces)) == 1
-
-
-class Unread(theirs.Wrapper):
-    """A wrapper that plans as the library does, and gives the queries back."""
-
-    def run(self, q, pages):
-        return q
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_host_does_not_wait_to_lay_prompts_out(name):
-    with PretendGPU() as gpu:
-        module = theirs.FlashInfer()
-        library = {
-            "flash-attn 3": lambda: FlashAttention3(lambda q, *_, **places: q),
-            "flash-attn 2": lambda: FlashAttention2(lambda q, *_, **places: q),
-            "flashinfer": lambda: FlashInfer(lambda *args: Unread(module, *args), THERE),
-        }[name]()
-        q, k, v, plan = prompts(CHUNKS["chunks behind others"], 256)
-        places = (OnDevice(each) for each in (plan.page_tables, plan.cu_rows, plan.starts))
-        moved = dict(zip(("page_tables", "cu_rows", "starts"), places, strict=True))
-        q, k, v = (OnDevice(each) for each in (q, k, v))
-        out = library.attention(replace(plan, **moved))(q, k, v, VARIANTS["plain"])
-        assert out is q and gpu.waits.total() == 0 and gpu.operations > 3, gpu.table()
-        assert len(module.plans) == (name == "flashinfer")
 
 
 STORE = StoreFacts(128, torch.bfloat16, torch.bfloat16, 256, 0, 1 << 20)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle_kit.kernels.capability import has_streams
 from eagle_kit.kernels.prefill_attention.libraries.library import (
     PrefillLibrary,
     PromptAttention,
@@ -120,6 +119,6 @@ class FlashInfer(PrefillLibrary):
             kv_data_type=kind.dtype,
         )
         self._plans[kind] = plan
-        if has_streams(self.device):
+        if self.device.type == "cuda":
             self._planned = torch.cuda.Event()
             self._planned.record()

@@ -1,0 +1,76 @@
+"""The host's work a step: operations do not grow with the batch, and the benchmark reports what it finds."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.case import Machine
+from benchmarks.engine import host
+from eagle_kit.cli import app
+from eagle_kit.core.sampling_params import SamplingParams
+from tests.cuda_device.device import phase
+from tests.cuda_device.engines import fixed_results
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.9, seed=1)
+MOST_OPERATIONS = 30
+
+
+@pytest.fixture(autouse=True)
+def results():
+    with fixed_results():
+        yield
+
+
+def counted(batch, shape, params, waiting=0):
+    """Operations of 32 steps, in which every request fills two pages or more, and the copies of a step of
+    them all."""
+    machine = Machine.here(0, tiny=True)
+    with host.serving(host.Load(batch, shape, waiting, params), machine) as engine:
+        for _ in range(3):
+            engine.step()
+        before = {request.number: len(request.allocation.pages) for request in engine.scheduler.running}
+        with phase() as found:
+            operations = host.operations(engine, 2 * engine.config.page_size)
+        for request in engine.scheduler.running:
+            assert len(request.allocation.pages) >= before[request.number] + 2
+    assert found.counts["graph_launches"] == 2 * engine.config.page_size
+    return operations, found.counts["copies"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "params", "waiting"),
+    [("none", SamplingParams(), 0), ("3,1,4", SamplingParams(), 3), ("3,1,4", SAMPLED, 0)],
+)
+def test_operations_of_a_step_are_the_same_for_every_batch(shape, params, waiting):
+    """With a write for each request whose pages grew, 16 requests had 140 operations and 33 tensors from the
+    host in a step."""
+    few, _ = counted(2, shape, params, waiting)
+    many, _ = counted(16, shape, params, waiting)
+    for operations in (few, many):
+        assert max(each.total() for each in operations) <= MOST_OPERATIONS
+        assert {each[host.FROM_HOST] for each in operations} == {0, 1}, "page tables, where any of them grew"
+    assert max(each.total() for each in many) <= max(each.total() for each in few) + 1
+
+
+def test_the_benchmark_of_the_host_runs(tmp_path, capsys):
+    path = tmp_path / "h.json"
+    code = app.main(["bench", "engine", "--host", "--tiny", "--out", str(path), "--no-progress"])
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    assert code == 0 and list(rows)[:2] == ["host: batch 1, none", "host: batch 8, none"]
+    for row in rows.values():
+        figures = row["figures"]
+        assert 0 < figures["step us, least"] <= figures["median"] and figures["from the host"] == 1
+    assert rows["host: batch 8, 3,1,4"]["figures"]["tokens a request"] == pytest.approx(2.5, abs=0.1)
+    assert app.main(["bench", "engine", "--host", "--model", "tiny"]) == 2
+
+
+@pytest.mark.nightly
+def test_the_figures_of_every_load():
+    """Printed: `make test-cuda-device ARGS="-k figures_of_every_load -s"`."""
+    machine = Machine.here(0, tiny=True)
+    print(f"\nmicroseconds of the host, {torch.get_num_threads()} threads")
+    for load in host.loads():
+        figures = host.measure(load, machine)["figures"]
+        print(f"{load!s:40}", *(f"{name} {value:.1f}" for name, value in figures.items()), sep="  ")
+        assert figures["step us, least"] > 0
