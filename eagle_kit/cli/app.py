@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple
 
@@ -27,7 +27,6 @@ COMMANDS = {
     "doctor": Command("show this machine, its speed, and missing packages", "eagle_kit.cli.doctor"),
     "demo": Command("train a head for a few minutes, serve it and measure it", "eagle_kit.cli.demo"),
     "data": Command("preview, prepare or regenerate conversations", "eagle_kit.cli.data"),
-    "pretrain": Command("train a small target from nothing", "eagle_kit.cli.pretrain"),
     "train": Command("train a draft head from a YAML config", "eagle_kit.train.__main__"),
     "make-draft": Command("from prompts to a measured draft within a time", "eagle_kit.cli.make_draft"),
     "report": Command("draw the curves of runs as a page, a picture and a table", "eagle_kit.cli.report"),
@@ -39,10 +38,7 @@ COMMANDS = {
     "serve": Command("OpenAI's API over HTTP, with a draft or plainly", "eagle_kit.cli.serve"),
     "tune": Command("measure a draft and this machine, to choose shapes by", "eagle_kit.cli.tune"),
     "eval": Command("measure accept length and speed-up over tasks", "eagle_kit.cli.evaluate"),
-    "study": Command("compare ways of training over seeds", "eagle_kit.cli.study"),
-    "bench": Command(
-        "measure decoding and training against this machine's own ceilings", "eagle_kit.cli.bench"
-    ),
+    "bench": Command("measure a head's speed and acceptance by batch size", "eagle_kit.cli.bench"),
 }
 
 DELEGATED = ("train",)
@@ -50,15 +46,26 @@ DELEGATED = ("train",)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0 done, 2 a mistake of the user, 130 interrupted. Where another
-    rank is lost it ends the process with 1."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Run one command; returns the exit code of :func:`report_errors`."""
+    words = list(sys.argv[1:] if argv is None else argv)
     _show_notices()
+    return report_errors(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int | None:
+    if words and words[0] in DELEGATED:
+        exit_code: int | None = import_module(COMMANDS[words[0]].module).main(words[1:])
+        return exit_code
+    args = parse(words)
+    exit_code = args.run(args)
+    return exit_code
+
+
+def report_errors(run: Callable[[], int | None]) -> int:
+    """Run a command and print a mistake of the user on two lines; returns the exit code: that of ``run``, 0
+    for None, 2 a mistake of the user, 130 interrupted. Where another rank is lost the process ends with 1."""
     try:
-        if argv and argv[0] in DELEGATED:
-            return import_module(COMMANDS[argv[0]].module).main(argv[1:]) or 0
-        args = parse(argv)
-        return args.run(args) or 0
+        return run() or 0
     except UserError as error:
         print_error(error)
         return 2
@@ -95,8 +102,12 @@ def _show_notices() -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line of `eagle-kit`; see :func:`parse_with_overrides`."""
+    return parse_with_overrides(build_parser(), argv)
+
+
+def parse_with_overrides(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line; ``key=value`` overrides, where a command takes them, may also follow options."""
-    parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     stray = [
         word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")

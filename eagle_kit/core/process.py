@@ -5,12 +5,14 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted and has saved its work so far."""
+STOPPED = (INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
+"""Return codes of a command of ours that a signal stopped, as its parent sees them."""
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
 """Turns that a thread of OpenMP waits for others before it sleeps, some microseconds. By default it spins for
@@ -102,3 +104,17 @@ def end_at_once(code: int) -> NoReturn:
         with suppress(OSError, ValueError):  # nobody reads it, or it is closed
             stream.flush()
     os._exit(code)
+
+
+@contextmanager
+def interruptible(seconds: float | None = None) -> Iterator[None]:
+    """Turn SIGTERM, a closed terminal and the end of ``seconds`` into KeyboardInterrupt, as Ctrl-C is."""
+    numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGALRM]
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    signal.setitimer(signal.ITIMER_REAL, seconds or 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)

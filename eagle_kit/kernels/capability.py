@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import torch
 
-REGISTERS = 65536
-"""32-bit registers of a multiprocessor, of every capability from 8.0 on."""
 RESERVED_BYTES = 1024
 """Shared memory that every program takes beside its own."""
 
@@ -41,10 +39,6 @@ _MULTIPROCESSORS = {
     120: _SMALL,  # RTX 50, RTX PRO
     121: _SMALL,  # GB10
 }
-SHIPPED = (80, 89, 90, 100, 120)
-"""Capabilities that kernels are compiled for: 8.6 and 8.7 run as 8.0 with the limits above, 10.3 as 10.0."""
-WITH_FP8 = tuple(each for each in SHIPPED if each >= 89)
-"""Those that convert e4m3."""
 
 
 def multiprocessor(capability: int) -> Multiprocessor:
@@ -152,21 +146,4 @@ def _facts(device: torch.device) -> DeviceFacts:
         facts.multi_processor_count,
         capability,
         getattr(facts, "shared_memory_per_block_optin", multiprocessor(capability).program_bytes),
-    )
-
-
-def resident_programs(capability: int, registers: int, shared_bytes: int, num_warps: int) -> int:
-    """Number of programs that fit on a multiprocessor at once.
-
-    Args:
-        registers: of a thread; they are allotted to a warp in steps of 256.
-        shared_bytes: of a program.
-    """
-    limits = multiprocessor(capability)
-    of_warp = -(-32 * registers // 256) * 256
-    return min(
-        limits.programs,
-        limits.warps // num_warps,
-        REGISTERS // of_warp // num_warps,
-        limits.total_bytes // (shared_bytes + RESERVED_BYTES),
     )

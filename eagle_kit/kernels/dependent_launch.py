@@ -13,7 +13,7 @@ constant ``PDL`` are launched with :func:`launch_options`. Such a kernel
 Since every program waits before it ends, the end of a launch is the end of all launches before it, and a
 kernel of another library behind it needs to know nothing. A prefetch reads nothing into a program, and the
 second-level cache is where all writes meet, so that weights that are being written are no exception.
-:func:`~.ptx.waits_first` holds the compiled kernels to the third rule.
+The laboratory holds compiled kernels to the third rule (``waits_first`` in ``kernels/kernel_lab/ptx.py``).
 
 Stream capture turns such launches into programmatic edges of a CUDA graph from CUDA 12.3 on. After the CUDA
 C++ Programming Guide, "Programmatic Dependent Launch and Synchronization".

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eagle_kit.config.loading.command_line import add_config, print_error
 from eagle_kit.config.loading.loader import load_config
+from eagle_kit.config.loading.shipped import config_files
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.train.parallel.launch import check_launcher, check_local_rank, is_main
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from eagle_kit.train.plan.report import print_plans
 
             more = [word for word in args.overrides if "=" not in word]
-            print_plans([args.config, *more], [word for word in args.overrides if "=" in word], args.gpu)
+            files = [file for word in (args.config, *more) for file in config_files(word)]
+            print_plans(files, [word for word in args.overrides if "=" in word], args.gpu)
             return 0
         stop_after_s = None if args.stop_after is None else parse_duration(args.stop_after)
         if args.max_steps is not None and args.max_steps < 1:

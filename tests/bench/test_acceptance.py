@@ -7,8 +7,7 @@ import pytest
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.bench.acceptance import main
-from eagle_kit.bench.options import Options
+from eagle_kit.bench.acceptance import count
 from eagle_kit.cli import app
 from eagle_kit.core.errors import UserError
 from eagle_kit.serve.counters import take_snapshot
@@ -44,13 +43,15 @@ def test_a_command_drives_the_server_and_its_reply_agrees(server, tmp_path, caps
     driver = [sys.executable, "-c", CLIENT, server.url, str(reply), str(code)]
     assert app.main(["bench", "serve", *words, "--", *driver]) == code
     told = json.loads(reply.read_text())["speculation"]
-    (row,) = json.loads(out.read_text())["cases"].values()
-    figures = row["figures"]
+    record = json.loads(out.read_text())
+    figures = record["figures"]
+    assert record["settings"]["driven_by"] == driver and record["seconds"] > 0
     assert figures["verifies"] == told["num_verifies"] and figures["generation_tokens"] == 20
     shares = [count / told["num_verifies"] for count in told["num_accepted_at"]]
     assert [figures[f"accepted at depth {d + 1}"] for d in range(len(shares))] == pytest.approx(shares)
     assert figures["accept length"] >= told["accept_length"] - 1e-3
-    assert f"accept length {figures['accept length']:.3g}" in capsys.readouterr().out
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["accept", "length", f"{figures['accept length']:.3g}"] in lines
 
 
 def test_without_a_command_it_counts_until_ctrl_c(server, monkeypatch, capsys):
@@ -60,13 +61,13 @@ def test_without_a_command_it_counts_until_ctrl_c(server, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("eagle_kit.bench.acceptance.time.sleep", generate_and_stop)
-    assert main(server.url, (), Options()) == 0
-    assert "generation_tokens 5" in capsys.readouterr().out
+    assert count(server.url, ()) == 0
+    assert ["generation_tokens", "5"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_a_command_that_is_not_there_is_said(server):
     with pytest.raises(UserError, match="no-such-tool cannot be run"):
-        main(server.url, ["no-such-tool"], Options())
+        count(server.url, ["no-such-tool"])
     assert "spec_decode_num_drafts" in take_snapshot(server.url).counters  # the server goes on
 
 

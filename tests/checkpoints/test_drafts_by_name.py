@@ -88,7 +88,10 @@ COMMANDS = {
         *("data", "regenerate", "--target", "TARGET", "--source", "CHATS", "--out", "OUT.jsonl"),
         *("--draft", NAME, "--max-tokens", "4", "--limit", "1"),
     ],
-    "bench": ["bench", "decode", "--target", "TARGET", "--draft", NAME, "--no-compare"],
+    "bench": [
+        *("bench", "--target", "TARGET", "--draft", NAME, "--tasks", "TASK", "--shapes", "1,1,2"),
+        *("--batches", "1", "--rounds", "1", "--max-tokens", "2"),
+    ],
     "train": ["train", "CONFIG", f"head={{start_from: {NAME}}}", "training.max_steps=1"],
 }
 
@@ -105,7 +108,6 @@ def test_every_command_takes_a_draft_by_its_name(command, hub, target, eagles, t
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     )
     monkeypatch.setattr("eagle_kit.serve.api.server.run_forever", lambda app, sock: sock.close() or 0)
-    monkeypatch.setattr("eagle_kit.bench.runner.conduct", lambda benchmark, machine, options: 0)
     places = {"TARGET": target, "OUT": tmp_path / "out", "TASK": tmp_path / "task.jsonl", "CHATS": chats}
     places |= {"OUT.jsonl": tmp_path / "out.jsonl", "CONFIG": tmp_path / "config.yaml"}
     if command == "train":

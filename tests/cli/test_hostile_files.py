@@ -47,7 +47,7 @@ def test_a_hostile_file_is_refused_by_every_command_that_reads_one(name, tmp_pat
     for path in files.values():
         path.write_bytes(HOSTILE[name])
     out = tmp_path / "out"
-    for command in (["train"], ["pretrain"], ["study"], ["data", "preview"]):
+    for command in (["train"], ["data", "preview"]):
         assert str(files["yaml"]) in refused(capsys, *command, files["yaml"])
     refused(capsys, "generate", "--target", target, "--file", files["jsonl"])
     refused(capsys, "eval", "--target", target, "--draft", SHIPPED, "--tasks", files["jsonl"], "--out", out)
@@ -72,7 +72,6 @@ def test_a_hostile_file_is_refused_by_every_command_that_reads_one(name, tmp_pat
         ["export", SHIPPED, "--out", LONG],
         ["import", LONG, "--out", "x"],
         ["report", LONG],
-        ["study", LONG],
     ],
     ids=lambda command: " ".join(command)[:20],
 )

@@ -17,10 +17,10 @@ from eagle_kit.config import load_config
 from eagle_kit.config.loading.keys import known_keys
 from eagle_kit.config.loading.yaml_file import dump_mapping, read_mapping
 from eagle_kit.config.options import Section
-from eagle_kit.config.pretrain import PretrainConfig
-from eagle_kit.config.study import StudyConfig
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from recipes.pretrain_config import PretrainConfig
+from recipes.study_config import StudyConfig
 
 
 class Data(Section):
@@ -292,9 +292,9 @@ def test_numbers_are_finite(tmp_path, number):
 
 
 SHIPPED = {
-    "smollm2-135m-eagle3": TrainConfig,
-    "deepseek-15m-target": PretrainConfig,
-    "studies/smollm2-135m": StudyConfig,
+    "configs/smollm2-135m-eagle3": TrainConfig,
+    "recipes/deepseek-15m-target": PretrainConfig,
+    "recipes/studies/smollm2-135m": StudyConfig,
 }
 
 
@@ -302,7 +302,8 @@ SHIPPED = {
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_value_of_any_key_is_taken_or_refused(name, data):
-    schema, path = SHIPPED[name], Path(__file__).parents[2] / "configs" / f"{name}.yaml"
+    schema = SHIPPED[name]
+    path = Path(__file__).parents[2] / f"{name}.yaml"
     key = data.draw(st.sampled_from(known_keys(schema)))
     json_values = st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),

@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
-from eagle_kit.config.pretrain import PretrainConfig
 from eagle_kit.config.server import ServerConfig
-from eagle_kit.config.study import StudyConfig
 from eagle_kit.config.train import TrainConfig
+from recipes.pretrain_config import PretrainConfig
+from recipes.study_config import StudyConfig
 
 FOLDER = Path(__file__).with_name("schemas")
 REFRESH = "REFRESH_SCHEMAS"

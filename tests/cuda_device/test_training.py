@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.bench.waits import PackedRow
+from benchmarks.waits import PackedRow
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective

@@ -4,7 +4,7 @@ import torch
 from fake_cuda import CUDA, Copies, Device, fake_gpu, to_gpu
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.bench.engine.load import _random_tree, _verify, loaded
+from benchmarks.engine.load import _random_tree, _verify, loaded
 from eagle_kit.core.shape import NO_SPECULATION
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 

@@ -71,7 +71,7 @@ def interpreter() -> None:
     """Kernels of a rehearsal run under the repaired interpreter."""
     if place.REHEARSED:
         pytest.importorskip("triton")
-        from eagle_kit.kernels.interpreter import repair
+        from kernel_lab.interpreter import repair
 
         repair()
 

@@ -5,10 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from eagle_kit.kernels.aot import kernel_modules, load_variants
-from eagle_kit.kernels.capability import SHIPPED, facts_of, traced_for
+from eagle_kit.kernels.capability import facts_of, traced_for
 from eagle_kit.kernels.dependent_launch import launch_options
-from eagle_kit.kernels.ptx import waits_first
+from kernel_lab.aot import kernel_modules, load_variants
+from kernel_lab.ptx import waits_first
+from kernel_lab.variant import SHIPPED
 
 CYCLE = {
     *("draft_inputs", "draft_topk", "mla_attention", "norm", "rope", "small_linear", "swiglu"),

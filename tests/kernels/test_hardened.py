@@ -143,8 +143,8 @@ def test_atomics_order_programs(triton_device):
 
 
 def test_no_kernel_races(triton_device):
-    from eagle_kit.kernels.aot import kernel_modules
-    from eagle_kit.kernels.selfcheck import run_triton_checks
+    from kernel_lab.aot import kernel_modules
+    from kernel_lab.selfcheck import run_triton_checks
 
     with detect_races():
         checks = run_triton_checks()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import eagle_kit
-from eagle_kit.bench.peers import transformers_model
+from benchmarks.peers import transformers_model
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer

@@ -6,16 +6,16 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.bench.engine.launches import MODEL
-from eagle_kit.bench.models import preset_named
+from benchmarks.engine.launches import MODEL
+from benchmarks.models import preset_named
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.host_waits import PretendGPU
 from eagle_kit.serve import graph_memory, memory
 from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.memory import MemoryPlan, Place, plan_memory
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from kernel_lab.host_waits import PretendGPU
 from tests.bench.test_launches import LLAMA, SMALL, TOTALS, small
 
 

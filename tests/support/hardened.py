@@ -16,7 +16,7 @@ class KernelFault(Exception):
 
 
 def harden(seed: int) -> None:
-    """Harden the interpreter of this process, which :func:`~eagle_kit.kernels.interpreter.repair` has put
+    """Harden the interpreter of this process, which :func:`~kernel_lab.interpreter.repair` has put
     right; orders are drawn from ``seed`` and the grid. Calling it again changes the seed."""
     from triton.runtime import interpreter
 

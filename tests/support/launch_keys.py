@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
-from eagle_kit.kernels.launches import LaunchCounter
+from kernel_lab.launches import LaunchCounter
 
 
 class _Pointer:

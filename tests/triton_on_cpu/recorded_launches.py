@@ -29,8 +29,8 @@ def record(operations: list[str]) -> list[tuple[str, list[torch.Tensor]]]:
         return call
 
     KernelInterface.__getitem__ = recorded
-    from eagle_kit.kernels import selfcheck
     from eagle_kit.kernels.backend import use
+    from kernel_lab import selfcheck
 
     with use("triton"):
         for operation, form, check in selfcheck._checks("triton"):
@@ -50,7 +50,7 @@ def _tensors(values: Any) -> Any:
 def main() -> None:
     """Write what was recorded to a file."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from eagle_kit.kernels.interpreter import repair
+        from kernel_lab.interpreter import repair
 
         repair()
         warnings.filterwarnings("ignore", "invalid value encountered in cast", RuntimeWarning)

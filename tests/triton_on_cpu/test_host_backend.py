@@ -96,7 +96,7 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
-from eagle_kit.kernels.aot import kernel_modules, load_variants
+from kernel_lab.aot import kernel_modules, load_variants
 from tests.triton_on_cpu.translation import translate
 from tests.triton_on_cpu.ttir import UnknownOperation, read_module
 

@@ -8,7 +8,9 @@ from eagle_kit.core.errors import UserError
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Declare ``CONFIG [key=value ...]``."""
-    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument(
+        "config", help="YAML file, or the name of one that ships, such as smollm2-135m-eagle3"
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
     )

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from eagle_kit.config.loading.keys import known_keys, nearest_key
+from eagle_kit.config.loading.shipped import find_config
 from eagle_kit.config.loading.yaml_file import parse_value, read_mapping
 from eagle_kit.core.errors import UserError, shown
 
@@ -22,13 +23,13 @@ def load_config(schema: type[Schema], path: str | Path, overrides: Sequence[str]
 
     Args:
         schema: a pydantic model that forbids extra fields; fields that are models are sections.
-        path: a YAML file.
+        path: a YAML file, or the name of a config that ships.
         overrides: ``"section.key=value"``, the value read as YAML; the last one wins.
 
     Raises:
         UserError: missing or malformed file, unknown key (the nearest known one is named), wrong value.
     """
-    return _validated(schema, read_mapping(Path(path)), overrides, str(path))
+    return _validated(schema, read_mapping(find_config(Path(path))), overrides, str(path))
 
 
 def load_settings(schema: type[Schema], settings: Sequence[str], where: str) -> Schema:

@@ -34,10 +34,8 @@ import triton
 import triton.language as tl
 
 from eagle_kit.kernels.accept.rejection import SUM_TOLERANCE
-from eagle_kit.kernels.aot import Variant
 from eagle_kit.kernels.sampling.triton import (
     best_of_chunks,
-    chunk_size,
     chunk_sums,
     draw,
     num_chunks,
@@ -511,52 +509,3 @@ def _(parts, q, tokens, parents, uniforms, bonus_uniforms, steps, single, acc):
 @accept_block.register_fake
 def _(parts, q, tokens, uniforms, bonus_uniforms):
     return _outcome(tokens, q.shape[1])
-
-
-def variants() -> list[Variant]:
-    """Kernels to compile ahead of time, for Llama 3's vocabulary: distributions over bf16 logits, and
-    probabilities for drafts of other engines."""
-    found = []
-    integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "uniform_stride")
-    longs = ("tokens", "parents", "path", "emitted", "num_accepted", "refused")
-    doubles = ("sums", "q_sums", "uniforms", "bonus_uniforms", "scales", "parts", "excess")
-    types = {
-        **dict.fromkeys(integers, "i32"), **dict.fromkeys(longs, "*i64"), **dict.fromkeys(doubles, "*fp64"),
-        "stats": "*fp32", "last": "*i32", "q": "*fp32", "values": "*fp32", "ids": "*i32",
-    }  # fmt: skip
-    chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
-    row = {"CHUNK": chunk, "CPAD": chunks}
-
-    def add(name, kernel, dense, constants, warps=chunk // 512, narrow=""):
-        described = {**types, "rows": "*fp32" if dense else "*bf16"}
-        names = {a: described[a] for a in kernel.arg_names if a not in constants and a != "DENSE"}
-        found.append(
-            Variant(
-                f"accept {name}", kernel, names, {**constants, "DENSE": dense}, aligned=("vocab",),
-                num_warps=warps, narrow=narrow,
-            )
-        )  # fmt: skip
-
-    numbers = ("path", "tokens", "num_accepted", "seq_lens", "num_emitted", "roots", "new_lens")
-    found.append(
-        Variant(
-            "accept outcome", _outcome_of,
-            {
-                "best": "*bf16", **dict.fromkeys(numbers, "*i64"),
-                **dict.fromkeys(("active", "finite"), "*u8"), **dict.fromkeys(("nodes", "length"), "i32"),
-            },
-            {"BLOCK": 8}, num_warps=1,
-        )
-    )  # fmt: skip
-    greedy = {"GREEDY": True, "CHUNK": 1, "CPAD": chunks}
-    add("greedy N64", _follow, True, {**greedy, "NPAD": 64}, 1)
-    links = "the loops follow children, a number at a time; rows are read where one is refused"
-    for name, dense in (("bf16", False), ("dense", True)):
-        options = {**row, "GREEDY": False, "NPAD": 64}
-        add(f"target only {name}", _follow, dense, options, _follow_warps(chunk))
-        trial = {**row, "SINGLE": 1.0, "ACC": 1.0, "NPAD": 32}
-        add(f"rejection {name}", _walk, dense, {**trial, "RELAXED": False}, _walk_warps(chunk, False), links)
-        add(f"relaxed {name}", _walk, dense, {**trial, "RELAXED": True}, _walk_warps(chunk, True), links)
-        add(f"excess {name}", _excess, dense, {**row, "SPAD": 8})
-        add(f"block {name}", _block, dense, {**row, "SPAD": 8})
-    return found

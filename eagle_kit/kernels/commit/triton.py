@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.kernels.aot import Variant
-
 BLOCK = 256
 """Words of each tensor that a program copies: 2 KB, one load of 16 bytes per thread at 4 warps. A row of
 Llama 3 8B is 32 such pieces: one request's path of five nodes already reaches all 132 multiprocessors of an
@@ -114,36 +112,3 @@ def commit_path(
 @commit_path.register_fake
 def _(k, v, page_table, page_size, nodes, first_position, num_committed, scratch_start, scratch_stride):
     return None
-
-
-def variants() -> list[Variant]:
-    """Kernels to compile ahead of time: rows of Llama 3 8B (16 bits and fp8), SmolLM2, a head of 80 and
-    DeepSeek's latent (576, one tensor)."""
-    made = []
-    for title, row_bytes, has_v in (
-        ("bf16 D128", 256, True),
-        ("fp8 D128", 128, True),
-        ("bf16 D80", 160, True),
-        ("bf16 latent D576", 1152, False),
-    ):
-        constants = {"WORDS": row_bytes // 8, "HAS_V": has_v, "SIZE": BLOCK}
-        stores, counts = dict.fromkeys(("k", "v"), "*i64"), dict.fromkeys(("num_planes", "num_rows"), "i32")
-        inputs = dict.fromkeys(("page_table", "nodes", "first_position", "num_committed"), "*i64")
-        strides = (
-            "table_stride",
-            "node_stride_b",
-            "node_stride_n",
-            "scratch_start",
-            "scratch_stride",
-            "num_nodes",
-        )
-        made.append(
-            Variant(
-                f"commit_path {title} page 16",
-                _commit_path,
-                {**stores, **inputs, **dict.fromkeys(strides, "i32"), **counts},
-                {"PAGE_SIZE": 16, **constants},
-                num_warps=NUM_WARPS,
-            )
-        )
-    return made

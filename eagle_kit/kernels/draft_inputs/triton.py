@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.capability import DeviceFacts
 from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 
 
@@ -81,28 +79,3 @@ def draft_inputs(
 @draft_inputs.register_fake
 def _(features, feature_rows, tokens, embedding, token_norm, feature_norm, eps):
     return _outputs(features, feature_rows, tokens)
-
-
-def variants(facts: DeviceFacts) -> list[Variant]:
-    """Kernels to compile ahead of time: sizes of SmolLM2, and of Llama 3 8B and 70B."""
-    pointers = ("features", "embedding", "token_norm", "feature_norm", "out", "taken")
-    return [
-        Variant(
-            f"draft_inputs {kind} H{size}{' gathered' if gathers else ''}",
-            _draft_inputs,
-            {
-                **dict.fromkeys(pointers, f"*{kind}"),
-                **{"feature_rows": "*i64", "tokens": "*i64", "eps": "fp32", "size": "i32"},
-            },
-            {"GATHERS": gathers, "BLOCK": triton.next_power_of_2(size), "PDL": facts.starts_early},
-            aligned=("size",),
-            num_warps=_num_warps(triton.next_power_of_2(size)),
-        )
-        for kind, size, gathers in (
-            ("bf16", 4096, True),
-            ("bf16", 4096, False),
-            ("bf16", 8192, True),
-            ("fp16", 576, True),
-            ("fp32", 4096, True),
-        )
-    ]

@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.capability import DeviceFacts
 from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 
 
@@ -98,27 +96,3 @@ def _(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
-
-
-def variants(facts: DeviceFacts) -> list[Variant]:
-    """Kernels to compile ahead of time: sizes of SmolLM2, of Qwen3's q and k norms, of Llama 3 8B and 70B."""
-    pointers = ("x", "residual", "weight", "out", "total")
-    return [
-        Variant(
-            f"rms_norm {kind} H{size}{' residual' if residual else ''}",
-            _rms_norm,
-            {**dict.fromkeys(pointers, f"*{kind}"), "eps": "fp32", "size": "i32"},
-            {"HAS_RESIDUAL": residual, "BLOCK": triton.next_power_of_2(size), "PDL": facts.starts_early},
-            aligned=("size",),
-            num_warps=_num_warps(triton.next_power_of_2(size)),
-        )
-        for kind, size, residual in (
-            ("bf16", 128, False),
-            ("bf16", 4096, False),
-            ("bf16", 576, True),
-            ("bf16", 4096, True),
-            ("bf16", 8192, True),
-            ("fp16", 4096, True),
-            ("fp32", 4096, True),
-        )
-    ]

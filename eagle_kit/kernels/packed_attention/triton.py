@@ -9,8 +9,6 @@ Legend: T packed tokens, Hq / Hkv heads, D head size.
 
 import torch
 
-from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.capability import DeviceFacts
 from eagle_kit.kernels.transfer import to_device
 from eagle_kit.kernels.ttt_attention import triton as flash
 from eagle_kit.kernels.variant import AttentionVariant
@@ -41,21 +39,3 @@ def packed_attention(
     return flash.ttt_attention(
         q, k, v, none, none, starts, stops, variant.scale, variant.soft_cap, variant.sinks
     )
-
-
-def variants(facts: DeviceFacts) -> list[Variant]:
-    """Kernels to compile ahead of time: the forward at the head sizes of captured targets, gpt-oss's with
-    sinks and Gemma 2's with a cap."""
-    shipped = (
-        ("bf16", 64, facts),
-        ("bf16", 128, facts),
-        ("fp16", 128, facts),
-        ("bf16", 256, facts),
-        ("fp32", 64, facts),
-    )
-    plain = [flash.forward_variant("packed_attention", *at, own=False) for at in shipped]
-    return [
-        *plain,
-        flash.forward_variant("packed_attention", "bf16", 64, facts, own=False, sinks=True),
-        flash.forward_variant("packed_attention", "bf16", 256, facts, own=False, capped=True),
-    ]

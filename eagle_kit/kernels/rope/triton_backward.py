@@ -16,8 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.kernels.aot import Variant
-
 HEADS = 8
 """Heads of a program."""
 
@@ -111,28 +109,3 @@ def rotate_heads(
     turned = rope_rotate(qkv.contiguous(), cos, sin, num_heads + num_kv_heads, interleaved, False)
     q, k, v = turned.split((num_heads, num_kv_heads, num_kv_heads), 1)
     return q, k, v
-
-
-def variants() -> list[Variant]:
-    """Kernels to compile ahead of time: heads of Llama, of small models, and one rotated in part."""
-    return [
-        Variant(
-            f"rope_rotate {kind} D{size} E{rotated}{' interleaved' if interleaved else ''}",
-            _rotate,
-            {
-                **dict.fromkeys(("x", "out"), f"*{kind}"),
-                **{"cos": "*fp32", "sin": "*fp32", "heads": "i32", "num_rotated": "i32"},
-            },
-            {
-                **{"D": size, "E": rotated, "INTERLEAVED": interleaved, "INVERSE": True},
-                **{"BLOCK_H": HEADS, "BLOCK_D": triton.next_power_of_2(size)},
-            },
-        )
-        for kind, size, rotated, interleaved in (
-            ("bf16", 128, 128, False),
-            ("bf16", 64, 64, False),
-            ("bf16", 80, 32, False),
-            ("bf16", 192, 64, True),
-            ("fp32", 128, 128, False),
-        )
-    ]

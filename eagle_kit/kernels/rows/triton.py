@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.kernels.aot import Variant
-
 BLOCK = 512
 """Words of a table that a program copies."""
 NUM_WARPS = 8
@@ -81,18 +79,3 @@ def write_rows(tables: list[torch.Tensor], rows: torch.Tensor, values: list[torc
 @write_rows.register_fake
 def _(tables, rows, values):
     return None
-
-
-def variants() -> list[Variant]:
-    """Kernels to compile ahead of time: the slots of a draft's cycle, gathered, and written back."""
-    found = []
-    for name, kinds, writes in (
-        ("gather", ("i64", "i64", "i64", "i8", "i64", "i64", "i64"), False),
-        ("write", ("i64", "i64", "i64", "i64", "i64"), True),
-    ):
-        tables = tuple(f"*{kind}" for kind in kinds)
-        types: dict[str, str | tuple[str, ...]] = {"rows": "*i64"}
-        types |= {"sources": tables, "targets": tables, "words": ("i32",) * len(kinds)}
-        constants = {"WRITES": writes, "BLOCK": BLOCK}
-        found.append(Variant(f"rows {name}", _copy_rows, types, constants, num_warps=NUM_WARPS))
-    return found

@@ -27,8 +27,6 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.kernels.aot import Variant
-
 BLOCK = 2048
 NUM_WARPS = 4
 CHUNK_ROWS = 4096
@@ -136,21 +134,3 @@ def _(h, weight, probs, index, row_weights, dw, dtype, chunk_rows):
     losses = h.new_empty(h.shape[0], dtype=torch.float32)
     best = h.new_empty(h.shape[0], dtype=torch.int64)
     return losses, best, torch.empty_like(h)
-
-
-def variants() -> list[Variant]:
-    """Kernels to compile ahead of time: draft vocabularies that divide by 16, whose rows are loaded 16 bytes
-    at a time, and others."""
-    types = {"probs": "*fp32", "index": "*i64", "row_weights": "*fp32", "losses": "*fp32", "best": "*i64"}
-    return [
-        Variant(
-            f"soft_cross_entropy {kind}{'' if aligned else ' odd Vd'}",
-            _soft_cross_entropy,
-            {"logits": f"*{kind}", **types, "vocab": "i32"},
-            {"BLOCK": BLOCK},
-            aligned=("vocab",) if aligned else (),
-            num_warps=NUM_WARPS,
-            narrow="" if aligned else "rows begin at odd addresses",
-        )
-        for kind, aligned in (("bf16", True), ("bf16", False), ("fp16", True), ("fp32", True))
-    ]

@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.kernels.aot import Variant
-from eagle_kit.kernels.capability import DeviceFacts
 from eagle_kit.kernels.dependent_launch import launch_options, wait_for_launch
 
 
@@ -106,30 +104,3 @@ def _differentiate(ctx, d_out):
 
 
 swiglu.register_autograd(_differentiate, setup_context=_remember)
-
-
-def variants(facts: DeviceFacts) -> list[Variant]:
-    """Kernels to compile ahead of time: sizes of SmolLM2 and Llama 3 8B."""
-    made = []
-    for kernel, pointers in (
-        (_swiglu, ("gate_up", "out")),
-        (_swiglu_backward, ("d_out", "gate_up", "d_gate_up")),
-    ):
-        for kind, itemsize, size in (
-            ("bf16", 2, 1536),
-            ("bf16", 2, 14336),
-            ("fp16", 2, 14336),
-            ("fp32", 4, 14336),
-        ):
-            blocks = _blocks(size, itemsize)
-            made.append(
-                Variant(
-                    f"{kernel.__name__.strip('_')} {kind} I{size}",
-                    kernel,
-                    {**dict.fromkeys(pointers, f"*{kind}"), "size": "i32"},
-                    {"BLOCK": blocks["BLOCK"], "PDL": facts.starts_early},
-                    aligned=("size",),
-                    num_warps=blocks["num_warps"],
-                )
-            )
-    return made

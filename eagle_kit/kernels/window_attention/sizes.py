@@ -78,11 +78,6 @@ def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int)
     return 2 if store_bytes == 1 and query_bytes == 2 and blocks.m < 64 else 1
 
 
-def narrow_loads(blocks: WindowBlocks, store: str) -> str:
-    """Why keys and values are loaded by less than 16 bytes at a time; empty where they are not."""
-    return "64 rows of mma.sync take fp8 swizzled by 8 bytes" if store == "fp8e4nv" and blocks.m >= 64 else ""
-
-
 def num_splits(
     batch: int, kv_heads: int, columns: int, rows: int, blocks: WindowBlocks, sms: int = 132
 ) -> int:

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from eagle_kit.kernels import selfcheck
-from eagle_kit.kernels.aot import kernel_modules
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.draft_topk import draft_topk
 from eagle_kit.kernels.norm import add_rms_norm
+from kernel_lab import selfcheck
+from kernel_lab.aot import kernel_modules
 from tests.cuda_device.device import phase
 from tests.cuda_device.values import launches
 

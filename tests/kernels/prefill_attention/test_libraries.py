@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.host_waits import THERE, OnDevice, PretendGPU
 from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
 from eagle_kit.kernels.prefill_attention.libraries import StoreFacts, is_installed, open_library
 from eagle_kit.kernels.prefill_attention.libraries.flash_attn import FlashAttention2, FlashAttention3
 from eagle_kit.kernels.prefill_attention.libraries.flashinfer import FlashInfer
 from eagle_kit.kernels.prefill_attention.libraries.library import pages_hnd, pages_nhd
 from eagle_kit.kernels.variant import AttentionVariant, Limits
+from kernel_lab.host_waits import THERE, OnDevice, PretendGPU
 
 CPU = torch.device("cpu")
 NAMES = ["flash-attn 3", "flash-attn 2", "flashinfer"]

@@ -124,7 +124,7 @@ def test_saved_tensors_are_those_of_the_formula(kind: str, numerics: str) -> Non
     if triton and (torch.cuda.is_available() or not triton_available()):
         pytest.skip("needs Triton's interpreter")
     if triton:
-        from eagle_kit.kernels.interpreter import repair
+        from kernel_lab.interpreter import repair
 
         repair()  # else gates see what the interpreter makes of bf16, and send tokens elsewhere
     # Of few tokens many are alone with their expert, and on a CPU such a row is doubled.

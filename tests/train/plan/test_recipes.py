@@ -15,7 +15,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.registry import training_kind
 
-STUDIES = Path(__file__).parents[3] / "configs" / "studies"
+STUDIES = Path(__file__).parents[3] / "recipes" / "studies"
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

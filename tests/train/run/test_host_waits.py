@@ -4,12 +4,12 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.bench.waits import BUDGETS, LENGTH, TTT_LENGTH, PackedRow, count_step
+from benchmarks.waits import BUDGETS, LENGTH, TTT_LENGTH, PackedRow, count_step
 from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.host_waits import THERE, OnDevice, PretendGPU
 from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch, ttt_loss
 from eagle_kit.train.algorithm.target_features import TargetFeatures
+from kernel_lab.host_waits import THERE, OnDevice, PretendGPU
 
 
 def loss_of_a_row(gpu: PretendGPU | None, loss: str, rule: str) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -10,6 +10,7 @@ import yaml
 from eagle_kit.cli import main
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
+from recipes.cli import main as make_recipe
 
 ANIMALS = ("cat", "dog", "hen", "fox", "owl", "bee")
 DEEPSEEK = {
@@ -75,7 +76,7 @@ def make_target(root, name):
         "training": {"length": 64, "warmup_steps": 10, **PRETRAINING[name]},
     }
     (root / "target.yaml").write_text(yaml.safe_dump(config))
-    assert main(["pretrain", str(root / "target.yaml")]) == 0
+    assert make_recipe(["pretrain", str(root / "target.yaml")]) == 0
     words = ["--target", str(root / "target"), "--source", str(root / "chats.jsonl")]
     words += ["--out", str(root / "replies.jsonl"), "--limit", "30", "--max-turns", "1", "--max-tokens", "48"]
     assert main(["data", "regenerate", *words]) == 0

@@ -1,0 +1,1 @@
+"""``python benchmarks soak``: a server under hostile, slow, leaving and ordinary clients."""

@@ -1,1 +1,0 @@
-"""``eagle-kit bench soak``: a server under hostile, slow, leaving and ordinary clients."""

@@ -1,2 +1,0 @@
-"""``eagle-kit bench tune``: shapes chosen by measurements against plain decoding, against every fixed shape
-and beside other engines."""

@@ -1,0 +1,44 @@
+"""Configurations of the kernels that build trees and chains."""
+
+import triton
+
+from eagle_kit.kernels.tree_build.triton import (
+    _beam_options,
+    _chain_build,
+    _grow_beam,
+    _num_warps,
+    _start_beam,
+    _tree_build,
+)
+from kernel_lab.variant import Variant
+
+
+def variants() -> list[Variant]:
+    """Kernels to compile ahead of time: the default tree, a wide one, and the largest that is allowed."""
+    floats = ("scores", "next_scores", "new_scores", "all_scores")
+    integers = ("n", "nodes", "step", "steps")
+
+    def variant(name, kernel, constants, num_warps, narrow=""):
+        types = {
+            arg: "*fp32" if arg in floats else "i32" if arg in integers else "*i64"
+            for arg in kernel.arg_names
+            if arg not in constants
+        }
+        return Variant(name, kernel, types, constants, num_warps=num_warps, narrow=narrow)
+
+    found = [variant("chain_build", _chain_build, {"BLOCK": 8}, 1)]
+    for topk in (4, 10, 16):
+        block = triton.next_power_of_2(topk)
+        found.append(variant(f"start_beam K{topk}", _start_beam, {"TOPK": topk, "BLOCK": block}, 1))
+        options = _beam_options(topk)
+        warps = options.pop("num_warps")
+        found.append(
+            variant(
+                f"grow_beam K{topk}", _grow_beam, {"TOPK": topk, **options}, warps, "a few hundred scores"
+            )
+        )
+    for steps, topk in ((5, 4), (6, 10), (16, 16)):
+        block = triton.next_power_of_2(topk + (steps - 1) * topk**2)
+        constants = {"TOPK": topk, "ROUNDS": (steps - 1).bit_length(), "BLOCK": block}
+        found.append(variant(f"tree_build S{steps} K{topk}", _tree_build, constants, _num_warps(block)))
+    return found
