@@ -396,7 +396,7 @@ def events(server, path, body):
 def test_speculation_details_come_on_request_only(one_byte_a_step):
     assert "speculation" not in chat(one_byte_a_step).json()
     details = chat(one_byte_a_step, return_speculation=True, max_tokens=5).json()["speculation"]
-    assert (details["accept_length"], details["num_verifies"], details["histogram"]) == (0.0, 0, [])
+    assert (details["accept_length"], details["num_verifies"], details["histogram"]) == (1.0, 4, [0, 4])
     body = {"messages": MESSAGES, "return_speculation": True, "max_tokens": 5}
     streamed = events(one_byte_a_step, "/v1/chat/completions", body)
     assert streamed[-1]["speculation"] == details and streamed[-1]["choices"] == []
