@@ -274,7 +274,10 @@ def _prepare(args: argparse.Namespace) -> int:
     print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
     covered = 100 * data.vocab_map.coverage
     if config.head.start_from is None:
-        print(f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %")
+        print(
+            f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %; "
+            f"{data.vocab_map.contents}"
+        )
     else:
         print(f"vocabulary     that of {config.head.start_from}")
     print(f"held out       {len(data.heldout_prompts)} prompts")
@@ -338,7 +341,7 @@ def _vocab(args: argparse.Namespace) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     data.vocab_map.save(args.out)
     covered = 100 * data.vocab_map.coverage
-    print(f"{args.out}: {size} draft tokens cover {covered:.1f} % of the replies.")
+    print(f"{args.out}: {size} draft tokens cover {covered:.1f} % of the replies; {data.vocab_map.contents}.")
     if args.size is None:
         print(f"Train with head.vocab_map={args.out} head.draft_vocab_size={size}.")
     else:

@@ -61,7 +61,8 @@ def run(args: argparse.Namespace) -> int:
     with closing(llm):
         if not has_chat_template(llm.tokenizer):
             print("note: the target has no chat template, so it continues the texts.", file=sys.stderr)
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+        outputs = llm.chat([llm.tokenize_task(prompt) for prompt in prompts], params)
+        for prompt, output in zip(prompts, outputs, strict=True):
             print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
     return 0
 
@@ -151,13 +152,13 @@ def as_text(output: RequestOutput) -> str:
 
 def figures(output: RequestOutput) -> str:
     """Format accept length, tokens, verifies and tokens per second of one reply, on one line."""
-    stats, num_tokens = output.stats, len(output.token_ids)
-    rate = (
-        f", {(num_tokens - 1) / output.decode_s:.1f} tokens/s"
-        if output.decode_s > 0 and num_tokens > 1
-        else ""
-    )
-    return (
-        f"accept length {stats.accept_length:.2f} "
-        f"({num_tokens} tokens, {stats.num_verifies} verifies{rate}, {output.finish_reason})"
-    )
+    stats = output.stats
+    num_tokens = len(output.token_ids)
+    facts = [f"{num_tokens} tokens"]
+    if stats.num_verifies:
+        facts.append(f"{stats.num_verifies} verifies")
+    if output.decode_s > 0 and num_tokens > 1:
+        facts.append(f"{(num_tokens - 1) / output.decode_s:.1f} tokens/s")
+    facts.append(output.finish_reason)
+    title = f"accept length {stats.accept_length:.2f}" if stats.num_verifies else "plain decoding"
+    return f"{title} ({', '.join(facts)})"

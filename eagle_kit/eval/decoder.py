@@ -81,7 +81,8 @@ class Decoder:
         prompts = [prompt.given() for prompt in self.tasks[0].prompts[: self.batch_size]]
         params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, self.params.max_tokens))
         for run in self.runs:
-            engines[run.draft].generate(prompts, params, shape=run.shape)
+            engine = engines[run.draft]
+            engine.chat([engine.tokenize_task(prompt) for prompt in prompts], params, shape=run.shape)
 
     def _decode(
         self, engines: Engines, task: Task, prompts: list[EvalPrompt], turn: int, first: int, bar: Any
@@ -91,7 +92,9 @@ class Decoder:
         outputs = {}
         for run in self.runs[first:] + self.runs[:first]:
             try:
-                outputs[run] = engines[run.draft].generate(given, self.params, shape=run.shape)
+                engine = engines[run.draft]
+                prompt_ids = [engine.tokenize_task(prompt) for prompt in given]
+                outputs[run] = engine.chat(prompt_ids, self.params, shape=run.shape)
             except UserError as error:
                 ids = ", ".join(prompt.id for prompt in prompts)
                 raise UserError(f"{task.name} {ids}, turn {turn + 1}: {error.cause}", error.remedy) from None

@@ -130,7 +130,7 @@ def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work
         part = prompts[first : first + PROMPTS_AT_A_TIME]
         recording = work.recording(first)
         if recording is None:
-            requests = [llm.make_request(prompt, params) for prompt in part]
+            requests = [llm.make_request(llm.tokenize_task(prompt), params) for prompt in part]
             with llm.telling(RecordDrafts([Arrival.of(request) for request in requests], RECORDED)):
                 recording = record_drafts(
                     llm.target, llm.draft, llm.config, requests, shape=RECORDED, on_finish=bar.update

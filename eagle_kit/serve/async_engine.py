@@ -130,7 +130,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         with self._reserved(num_needed, client):
             for request in requests:
-                if request.params.grammar is not None and request.match is None:
+                if request.params.constraint is not None and request.match is None:
                     await self._prepare(request)
         self.check_room(num_needed, client)
         arrivals = [_Arrival(ReplyStream(request, self._abort), loop.create_future()) for request in requests]
@@ -230,8 +230,9 @@ class AsyncEngine:
             Overloaded: the server shuts down.
         """
         self.check_room(0)
-        assert request.params.grammar is not None
-        num_chars = len(request.params.grammar.text)
+        constraint = request.params.constraint
+        assert constraint is not None
+        num_chars = len(constraint.text)
         done = self._compiling.run(request.client, self.engine.prepare, request, size=num_chars)
         stop = asyncio.ensure_future(self.draining.wait())
         either: set[asyncio.Future[Any]] = {done, stop}

@@ -143,7 +143,7 @@ def _decode(
     prompts = [_prompt(llm, each) for each in messages]
     progress.start(len(prompts), "reply", "plain decoding" if shape == NO_SPECULATION else f"chain {shape}")
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0)
-    return llm.generate(prompts, params, shape=shape, on_finish=progress.step)
+    return llm.chat(prompts, params, shape=shape, on_finish=progress.step)
 
 
 def _prompt(llm: LLM, messages: Messages) -> Any:

@@ -17,6 +17,7 @@ from eagle_kit.core.files import (
     cache_folder,
     check_disk_space,
     expand,
+    give_usual_mode,
     read_json,
     read_object,
     replacing,
@@ -391,7 +392,7 @@ def _dequantise(source: Path, out: Path) -> None:
     # The folder.
     out.mkdir()
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)
+    give_usual_mode(out / "model.safetensors")
     written = model.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         written.pop(key, None)

@@ -135,7 +135,7 @@ def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> S
 
 def short_prompts(llm: "LLM") -> list[Any]:
     """Tokenise questions as chats, or as texts for a model without a template; cut to a short context."""
-    return [llm.tokenize(prompt)[: llm.max_context // 2] for prompt in PROMPTS]
+    return [llm.tokenize_task(prompt)[: llm.max_context // 2] for prompt in PROMPTS]
 
 
 def report(
