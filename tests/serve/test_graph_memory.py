@@ -16,7 +16,7 @@ from eagle_kit.serve.graph_memory import graphs_of
 from eagle_kit.serve.memory import MemoryPlan, Place, plan_memory
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from kernel_lab.host_waits import PretendGPU
-from tests.bench.test_launches import LLAMA, SMALL, TOTALS, small
+from tests.benchmarks.test_launches import LLAMA, SMALL, TOTALS, small
 
 
 @pytest.fixture
