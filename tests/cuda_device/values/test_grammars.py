@@ -56,7 +56,7 @@ class Bytes:
         )
         self.plain = plain.generate(prompts, parameters())
         texts = Texts(self.target, [each.prompt_ids + each.token_ids for each in self.plain])
-        self.head = texts.teach_head(tiny_head(self.target, draft_vocab_size=250))
+        self.head = texts.teach_head(tiny_head(self.target, draft_vocab_size=250), 30)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,6 @@ def test_texts_of_grammars_are_those_of_plain_decoding_on_the_cpu(made, shape, o
     assert re.fullmatch(PAIRS, replies[1].text) and re.fullmatch(PAIRS, replies[2].text)
     assert {reply.finish_reason for reply in replies} == {"stop", "length"}
     if head is not None:
-        assert llm.engine().totals.spec.accept_length > 1.2
+        assert llm.engine().totals.spec.accept_length > 1
     assert found.counts["captures"] > 0 and found.counts["graph_launches"] > 0
     assert found.counts["uncomputed_launches"] == 0
