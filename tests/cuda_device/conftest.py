@@ -11,8 +11,8 @@ from tests.cuda_device.device import LogKind
 HERE = Path(__file__).parent
 collect_ignore: list[str] = []
 if not device.is_in_front():
-    # They take functions of the device's libraries when they are imported.
-    collect_ignore += ["values/test_engine.py", "values/test_launches.py"]
+    # It takes functions of the device's libraries when it is imported.
+    collect_ignore += ["values/test_launches.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
