@@ -23,6 +23,7 @@ from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.template import has_chat_template, prompt_token_ids, set_chat_template
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
+from eagle_kit.kernels.device_memory import out_of_memory
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target
@@ -36,7 +37,7 @@ from eagle_kit.serve.grammar.bad_words import bad_word_ids
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave, Message
-from eagle_kit.serve.memory import MemoryPlan, plan_memory
+from eagle_kit.serve.memory import NEED_LESS, MemoryPlan, plan_memory
 from eagle_kit.serve.options import (
     check_fp8,
     devices_of,
@@ -57,6 +58,8 @@ from eagle_kit.tuning.shapes import MOST_STEPS
 
 Prompt = str | list[int] | list[dict[str, Any]] | ChatPrompt
 NGRAM_SHAPE = SpecShape(8, 4, 12)
+TOO_LARGE = "Use a GPU with more free memory, quantization=fp8, or several GPUs with tensor_parallel."
+"""Remedy where a GPU has too little memory for the weights."""
 
 
 class LLM:
@@ -80,7 +83,8 @@ class LLM:
         memory_plan: of the engine, once it has been made.
 
     Raises:
-        UserError: a wrong option, a target that cannot be loaded, or a draft that does not fit it.
+        UserError: a wrong option, a target that cannot be loaded, a draft that does not fit it, or too little
+            memory of a GPU. Methods raise it for too little memory as well.
     """
 
     def __init__(
@@ -116,7 +120,7 @@ class LLM:
             if self._options.tensor_parallel > 1:
                 self.group = join_ranks(target, draft, self._options, start)
         try:
-            with self._whole():
+            with out_of_memory("loading the models", TOO_LARGE), self._whole():
                 self._open(target)
                 self._set_draft(draft, self._options.algorithm, self._options.token_map)
         except BaseException:
@@ -233,7 +237,7 @@ class LLM:
     ) -> Prepared:
         """Prepare the idle engine in its present shapes (:func:`~eagle_kit.serve.warm_up.warm_up`)."""
         self.engine()
-        with self._leading("_warm_up", extent):
+        with out_of_memory("preparing the engine", NEED_LESS), self._leading("_warm_up", extent):
             return self._warm_up(extent, on_step)
 
     def _warm_up(
@@ -268,7 +272,10 @@ class LLM:
                 "With tensor parallelism every rank loads the draft, and a loaded model was given.",
                 "Give it as a folder, a name or a head.",
             )
-        with self._leading("_set_draft", draft, algorithm, token_map):
+        with (
+            out_of_memory("loading the draft", TOO_LARGE),
+            self._leading("_set_draft", draft, algorithm, token_map),
+        ):
             self._set_draft(draft, algorithm, token_map)
 
     def _set_draft(
@@ -370,7 +377,8 @@ class LLM:
         engine = self._allocated()
         wanted: ShapeTable | ShapePolicy
         if shape == "auto" or (shape is None and self._options.shape is None):
-            wanted = self._auto(engine, is_asked=shape == "auto")
+            with out_of_memory("measuring shapes", NEED_LESS):
+                wanted = self._auto(engine, is_asked=shape == "auto")
         else:
             wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
         if engine.shapes != wanted:
@@ -380,7 +388,7 @@ class LLM:
     def _allocated(self) -> Engine:
         """Return the engine in its present shapes; its memory is allocated on first use."""
         if self._engine is None:
-            with self._leading("_make_engine"):
+            with out_of_memory("allocating the engine", NEED_LESS), self._leading("_make_engine"):
                 self._make_engine()
         assert self._engine is not None
         return self._engine
@@ -481,7 +489,8 @@ class LLM:
             not be made, has the finish reason ``"error"`` and what was before; the log says so.
 
         Raises:
-            UserError: an empty or too long prompt, before any work.
+            UserError: an empty or too long prompt, before any work; or too little memory of the GPU. All
+                requests have ended then, and the engine is as before.
         """
         if isinstance(prompts, str):
             raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
@@ -498,6 +507,18 @@ class LLM:
         _check_each(requests, lambda request: engine.check_tokens(request.prompt_ids))
         self.engine(shape)
         _check_each(requests, engine.check_request)
+        with out_of_memory("computing replies", NEED_LESS):
+            self._run(engine, requests, progress, on_finish)
+        return [request.output() for request in requests]
+
+    def _run(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        progress: bool,
+        on_finish: Callable[[int, RequestOutput], None] | None,
+    ) -> None:
+        """Step the engine until all requests have ended; after an error it holds none of them."""
         place = {request: i for i, request in enumerate(requests)}
         bar = _progress_bar(len(requests)) if progress else None
         try:
@@ -520,7 +541,6 @@ class LLM:
             engine.drain()
             if bar is not None:
                 bar.close()
-        return [request.output() for request in requests]
 
     def make_request(
         self,
@@ -548,7 +568,8 @@ class LLM:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
         cache."""
-        with self._leading("_logits", ids):
+        remedy = "Give fewer tokens, or use a GPU with more free memory."
+        with out_of_memory("computing logits", remedy), self._leading("_logits", ids):
             return self._logits(ids)
 
     @torch.inference_mode()

@@ -39,6 +39,8 @@ BYTES_OF_TABLES = 4 + 4 + 1
 LOGITS_COPIES = 2
 """Logits in fp32 and the probabilities made from them exist at the same time."""
 
+NEED_LESS = "Lower kv_tokens, max_batch_size, max_context or prefill_tokens, or free memory of the GPU."
+"""Remedy where an engine has too little memory."""
 NO_GRAPHS = Graphs(0, 0)
 
 
