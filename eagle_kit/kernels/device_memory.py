@@ -2,6 +2,7 @@
 
 import logging
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,20 +18,19 @@ _FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is fre
 def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
     """Context manager that raises UserError in place of torch's error when a GPU has too little memory.
 
-    The new error has no context: the frames of the old one hold tensors.
+    Local variables of the frames that torch's error came through are cleared, since they hold tensors.
 
     Args:
         activity: what needed the memory, such as ``"loading the target"``.
         remedy: one sentence with the settings to change.
     """
-    cause = None
     try:
         yield
     except torch.OutOfMemoryError as error:
         cause = out_of_memory_cause(error, activity)
-    if cause is not None:
+        traceback.clear_frames(error.__traceback__)
         release_cached_memory()
-        raise UserError(cause, remedy)
+        raise UserError(cause, remedy) from None
 
 
 def out_of_memory_cause(error: torch.OutOfMemoryError, activity: str) -> str:

@@ -37,7 +37,7 @@ from eagle_kit.serve.grammar.bad_words import bad_word_ids
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave, Message
-from eagle_kit.serve.memory import NEED_LESS, MemoryPlan, plan_memory
+from eagle_kit.serve.memory import NEED_LESS, MemoryPlan, plan_memory, reserve_prefill
 from eagle_kit.serve.options import (
     check_fp8,
     devices_of,
@@ -414,6 +414,7 @@ class LLM:
             self._engine = LeadingEngine(*parts, group=group)
         else:
             self._engine = Engine(*parts)
+        reserve_prefill(self.memory_plan, self.target.embed_tokens.weight.device)
 
     def _grammars(self) -> Callable[[], Grammars] | None:
         """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
