@@ -3,6 +3,7 @@ server's start, in a step, and in training."""
 
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -30,6 +31,16 @@ def memory_in_use(more: int = 0) -> int:
     """Bytes that the device would have to have, so that ``more`` are free."""
     torch.cuda.empty_cache()
     return device.bytes_used() + more
+
+
+def everything() -> list[torch.Tensor]:
+    """Tensors in all that is free in the segments of torch's allocator, on a device that has no more."""
+    taken = []
+    for size in (64 << 20, 8 << 20, 1 << 20):
+        with suppress(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+    return taken
 
 
 def wide_llm() -> LLM:
@@ -93,8 +104,11 @@ def test_replies_without_memory_end_and_the_engine_goes_on():
     with made_up_results():
         llm.generate([[1, 2, 3]], params)
         before = torch.cuda.memory_allocated()
-        with memory_of(memory_in_use(16 << 20)), pytest.raises(UserError) as raised:
-            llm.generate([LONG, [7, 8]], params)
+        with memory_of(memory_in_use()):
+            taken = everything()
+            with pytest.raises(UserError) as raised:
+                llm.generate([LONG, [7, 8]], params)
+            del taken
         assert "out of memory while computing replies" in raised.value.cause
         assert "prefill_tokens" in raised.value.remedy
         engine = llm.engine()
