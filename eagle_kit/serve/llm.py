@@ -25,6 +25,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import has_chat_template, prompt_token_ids, set_chat_template
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
+from eagle_kit.kernels.device_memory import out_of_memory
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loaded import loaded_target
@@ -40,7 +41,7 @@ from eagle_kit.serve.grammar.bad_words import bad_word_ids
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave, Message
-from eagle_kit.serve.memory import MemoryPlan, plan_memory
+from eagle_kit.serve.memory import NEED_LESS, MemoryPlan, plan_memory, reserve_prefill
 from eagle_kit.serve.options import (
     check_fp8,
     devices_of,
@@ -63,6 +64,8 @@ from eagle_kit.tuning.policy import ShapePolicy
 from eagle_kit.tuning.shapes import MOST_STEPS
 
 NGRAM_SHAPE = SpecShape(8, 4, 12)
+TOO_LARGE = "Use a GPU with more free memory, quantization=fp8, or several GPUs with tensor_parallel."
+"""Remedy where a GPU has too little memory for the weights."""
 
 
 class LLM:
@@ -95,7 +98,8 @@ class LLM:
         memory_plan: of the engine, once it has been made.
 
     Raises:
-        UserError: a wrong option, a target that cannot be loaded, or a draft that does not fit it.
+        UserError: a wrong option, a target that cannot be loaded, a draft that does not fit it, or too little
+            memory of a GPU. Methods raise it for too little memory as well.
     """
 
     def __init__(
@@ -132,7 +136,7 @@ class LLM:
             if self._options.tensor_parallel > 1:
                 self.group = join_ranks(target, draft, self._options, start)
         try:
-            with self._whole():
+            with out_of_memory("loading the models", TOO_LARGE), self._whole():
                 self._open(target)
                 self._set_draft(draft, self._options.algorithm, self._options.token_map)
         except BaseException:
@@ -249,7 +253,7 @@ class LLM:
     ) -> Prepared:
         """Prepare the idle engine in its present shapes (:func:`~eagle_kit.serve.warm_up.warm_up`)."""
         self.engine()
-        with self._leading("_warm_up", extent):
+        with out_of_memory("preparing the engine", NEED_LESS), self._leading("_warm_up", extent):
             return self._warm_up(extent, on_step)
 
     def _warm_up(
@@ -285,7 +289,10 @@ class LLM:
                 "With tensor parallelism every rank loads the draft, and a loaded model was given.",
                 "Give it as a folder, a name or a head.",
             )
-        with self._leading("_set_draft", draft, algorithm, token_map):
+        with (
+            out_of_memory("loading the draft", TOO_LARGE),
+            self._leading("_set_draft", draft, algorithm, token_map),
+        ):
             self._set_draft(draft, algorithm, token_map)
 
     def _set_draft(
@@ -393,7 +400,8 @@ class LLM:
         engine = self._allocated()
         wanted: ShapeTable | ShapePolicy
         if shape == "auto" or (shape is None and self._options.shape is None):
-            wanted = self._auto(engine, is_asked=shape == "auto")
+            with out_of_memory("measuring shapes", NEED_LESS):
+                wanted = self._auto(engine, is_asked=shape == "auto")
         else:
             wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
         if engine.shapes != wanted:
@@ -403,7 +411,7 @@ class LLM:
     def _allocated(self) -> Engine:
         """Return the engine in its present shapes; its memory is allocated on first use."""
         if self._engine is None:
-            with self._leading("_make_engine"):
+            with out_of_memory("allocating the engine", NEED_LESS), self._leading("_make_engine"):
                 self._make_engine()
         assert self._engine is not None
         return self._engine
@@ -429,6 +437,7 @@ class LLM:
             self._engine = LeadingEngine(*parts, group=group)
         else:
             self._engine = Engine(*parts)
+        reserve_prefill(self.memory_plan, self.target.embed_tokens.weight.device)
 
     def _grammars(self) -> Callable[[], Grammars] | None:
         """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
@@ -531,7 +540,8 @@ class LLM:
             before; the log says so.
 
         Raises:
-            UserError: an empty or too long prompt, before any work.
+            UserError: an empty or too long prompt, before any work; or too little memory of the GPU. All
+                requests have ended then, and the engine is as before.
         """
         asked = self._read_texts(prompts, sampling_params, fields)
         return self._decode(asked, shape, progress, on_finish)
@@ -718,7 +728,9 @@ class LLM:
             for request in requests:
                 engine.add_request(request)
             while engine.has_work:
-                for request in engine.step():
+                with out_of_memory("computing replies", NEED_LESS):
+                    news = engine.step()
+                for request in news:
                     if request.has_stops:
                         request.read()
                         engine.stop(request)
@@ -833,7 +845,8 @@ class LLM:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
         cache."""
-        with self._leading("_logits", ids):
+        remedy = "Give fewer tokens, or use a GPU with more free memory."
+        with out_of_memory("computing logits", remedy), self._leading("_logits", ids):
             return self._logits(ids)
 
     @torch.inference_mode()

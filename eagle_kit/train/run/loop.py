@@ -17,6 +17,7 @@ from eagle_kit.checkpoints.draft import resolve_draft, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.kernels.device_memory import out_of_memory
 from eagle_kit.kinds.kind import Start
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.kinds.support.files import read_metadata
@@ -57,6 +58,17 @@ from eagle_kit.train.run.trackers import check_trackers, draws_report, start_tra
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+TOO_LARGE = (
+    "Use a GPU with more free memory, another training.target_placement, or a launcher that shares the head."
+)
+"""Remedy where a GPU has too little memory for the weights."""
+NEED_LESS = (
+    "Lower data.max_length, set training.gradient_checkpointing=steps, or leave out "
+    "training.gradient_accumulation, so that a forward has one row; a saved run goes on with --resume."
+)
+"""Remedy where a GPU has too little memory for a step."""
 
 
 class Ending(Enum):
@@ -122,7 +134,10 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
         accelerator = make_accelerator(config)
         try:
             with watching(config, accelerator):
-                return Trainer(config, options, folder, accelerator).run()
+                with out_of_memory("loading target and head", TOO_LARGE):
+                    trainer = Trainer(config, options, folder, accelerator)
+                with out_of_memory("training", NEED_LESS):
+                    return trainer.run()
         finally:
             accelerator.end_training()
 

@@ -27,6 +27,7 @@ from eagle_kit.data.chat.dataset import PreparedData, leave_out
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.data.states.store import SHARD_BYTES, StateStore
+from eagle_kit.kernels.device_memory import out_of_memory
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.algorithm.batch import make_micro_batch
@@ -135,7 +136,8 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     out = expand(options.out)
     _check_out(out)
     config, process = with_precision(config), make_process_state(config)
-    with watching(config, process):
+    remedy = "Lower data.max_length, or set training.target_placement to auto, fsdp or tensor-parallel."
+    with watching(config, process), out_of_memory("capturing states", remedy):
         return _capture(config, options, process, out)
 
 

@@ -79,6 +79,8 @@ size_t device_bytes_used(int device);
 size_t device_bytes_peak(int device);
 void device_reset_peak(int device);
 void device_set_memory(int device, size_t bytes);
+/* Mode "counting": copies and fills of more bytes are counted only. Returns the number of before. */
+size_t device_copy_up_to(size_t bytes);
 
 /* Python's stack is written to `fd` by the handler of `signal` (faulthandler.register). */
 void device_trace_by(int signal, int fd);

@@ -30,7 +30,7 @@
 
 #define MAX_DEVICES 16
 #define GRANULE (2ul << 20)        /* cudaMalloc hands out whole pages of 2 MiB */
-#define MOST_COPIED (64ul << 20)   /* larger copies and fills of mode "counting" would only back memory */
+#define MOST_COPIED (64ul << 20)   /* larger copies and fills of mode "counting" would only back memory: device_copy_up_to */
 #define CUDA_VERSION_IN_SOFTWARE 13000
 
 typedef struct Device {
@@ -42,6 +42,7 @@ static Device devices[MAX_DEVICES];
 static int num_devices;
 static int capability; /* 90 for 9.0 */
 static bool has_values;
+static size_t most_copied = MOST_COPIED;
 
 static const char *setting(const char *name, const char *otherwise) {
     const char *given = getenv(name);
@@ -398,7 +399,7 @@ static void release_graph(Graph *graph) {
 
 static bool moves_bytes(const Work *work) {
     if (has_values) return true;
-    bool is_small = work->width * work->height <= MOST_COPIED;
+    bool is_small = work->width * work->height <= most_copied;
     return is_small && (work->kind == FILL || work->copies_in_counting);
 }
 
@@ -641,6 +642,12 @@ size_t device_bytes_used(int device) { return devices[device].used; }
 size_t device_bytes_peak(int device) { return devices[device].peak; }
 void device_reset_peak(int device) { devices[device].peak = devices[device].used; }
 void device_set_memory(int device, size_t bytes) { devices[device].total = bytes; }
+
+size_t device_copy_up_to(size_t bytes) {
+    size_t before = most_copied;
+    most_copied = bytes;
+    return before;
+}
 
 /* Pinned memory: copies from and to it do not wait for the host. */
 cudaError_t cudaHostAlloc(void **address, size_t size, unsigned flags) {
