@@ -1,6 +1,7 @@
 """Small targets of all kinds, trained drafts, and engines on the CPU and on the device."""
 
 import copy
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel
 MOST_GAP = 1e-4
 """Difference of two logits up to which either token may be taken for the most likely one."""
 MOST_LOGPROB_DIFFERENCE = 1e-4
+compared: Counter[str] = Counter()
+"""Texts that were compared, and ties at which some parted."""
 
 KINDS: tuple[dict[str, Any], ...] = (
     {},
@@ -113,6 +116,7 @@ def compare(target: Target, expected: Sequence[Request], found: Sequence[Request
         The number of greedy texts that part where two logits differ by less than ``MOST_GAP``.
     """
     num_ties = 0
+    compared["texts"] += len(found)
     for one, other in zip(expected, found, strict=True):
         assert one.prompt_ids == other.prompt_ids and one.params == other.params
         text = one.token_ids
@@ -124,6 +128,7 @@ def compare(target: Target, expected: Sequence[Request], found: Sequence[Request
         gap = gap_between(target, one, other)
         assert gap is not None and gap < MOST_GAP, f"{other.params}: {text} became {other.token_ids}"
         num_ties += 1
+        compared["ties"] += 1
     return num_ties
 
 
