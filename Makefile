@@ -62,11 +62,16 @@ test-cuda-fake: $(CUDA_STAMP) ## trace cycles and training on fake CUDA tensors,
 	@OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q tests/cuda_fake $(ARGS)
 
 ON_DEVICE := OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.cuda_device.plugin
+AS_CPP := OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.triton_on_cpu.plugin
 
 test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in software, in the same environment; no GPU
 	@echo "== tests on a CUDA device in software"
 	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values $(ARGS)
 	@EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE) tests/cuda_device/values $(ARGS)
+	@echo "== tests of a GPU on it, with their numbers"
+	@EAGLE_KIT_DEVICE_MODE=values EAGLE_KIT_DEVICE_MEMORY_GB=8 $(ON_DEVICE) tests/gpu $(ARGS)
+	@echo "== quick tests of kernels, compiled for the CPU"
+	@$(AS_CPP) tests/kernels --tier quick $(ARGS)
 
 test-oldest: $(OLDEST_STAMP) ## the quick tests with the oldest versions that pyproject.toml allows, in an environment of its own
 	@echo "== quick tests with the versions of constraints-oldest.txt"

@@ -131,10 +131,11 @@ def start() -> None:
     """From now on calls are logged with their Python lines and, in mode "values", operations are computed."""
     _runtime()
     if has_values():
-        from tests.cuda_device.values import launches, operations
+        from tests.cuda_device.values import launches, operations, poison
 
         operations.install()
         launches.install()
+        poison.install()
 
 
 # ---- Counters ----

@@ -26,7 +26,8 @@
     X(illegal_calls)         /* calls that failed; out of memory is counted apart */                                   \
     X(out_of_memory)                                                                                                   \
     X(computations)          /* works of Python that ran (mode "values") */                                            \
-    X(uncomputed_launches)   /* launches for which no computation stands (mode "values") */
+    X(uncomputed_launches)   /* launches for which no computation stands (mode "values") */                            \
+    X(poisoned_blocks)       /* blocks of torch's allocator that were filled, or enter graphs with a fill */
 
 enum Counter {
 #define X(name) COUNT_##name,
@@ -70,6 +71,14 @@ int device_fail(int error, const char *call, const char *detail);
 
 void device_count(enum Counter counter, long number);
 void device_note(int kind, const char *call, const char *detail);
+
+/* ---- For torch's caching allocator (poison.cpp) ---- */
+
+/* The allocator hands out a block of a stream, or has it back. It is filled with 0xFF in the order of that stream, at
+   each replay if this is part of a capture. They do not wait, and take no lock of Python's. `is_of_private_pool`: the
+   pool is that of graphs, or of a program's own. */
+void device_block_handed_out(int device, void *stream, void *address, size_t size, bool is_of_private_pool);
+void device_block_freed(int device, void *stream, void *address, size_t size);
 
 /* ---- For Python ---- */
 
