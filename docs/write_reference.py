@@ -1,6 +1,6 @@
 """Write the reference pages of this folder from the schemas and the command line: ``make reference``.
 
-The text of an option stands under its field (``eagle_kit/config``) or with its flag (``eagle_kit/cli``), and
+The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``), and
 nowhere else. The pages are text of Markdown; a test holds them to what this program writes.
 """
 

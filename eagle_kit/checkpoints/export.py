@@ -196,7 +196,7 @@ def write_with_card(
     dtypes = {files.tensors[name].dtype for name in rounded if files.tensors[name].is_floating_point()}
     config = kind.read_config(files)
     words = dtype_name(dtypes.pop()) if len(dtypes) == 1 else "several types"
-    name = facts.name or str(out)
+    name = facts.name or str(Path(out).resolve())
     card = model_card(Card(kind, config, metadata, name, summary, words, format, reasons, facts.licence))
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     write_draft(out, tensors, written.config, metadata=metadata, card=card)

@@ -16,6 +16,7 @@ from eagle_kit.data.tasks.sets import EvalPrompt, Task
 from eagle_kit.eval.answers import PLAIN, Answer, AnswerStore, Setting
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import compare_outputs
+from eagle_kit.report.stages import TimeLeft, mute, say
 
 WARM_UP_TOKENS = 16
 Engines = dict[str | None, EvalEngine]
@@ -50,13 +51,18 @@ class Decoder:
         total = self.num_pending * len(self.runs)
         bar = tqdm(total=total, unit="answer", dynamic_ncols=True, disable=not self.show_progress)
         try:
+            bar.set_description("warm-up")
             self._warm_up(engines)
+            left = TimeLeft(
+                total, sample=self.batch_size * len(self.runs), prints=say if self.show_progress else mute
+            )
             for number, (task, prompts, turn) in enumerate(self._batches()):
                 todo = [p for p in prompts if self.store.get((task.name, p.id, turn)) is None]
                 if todo:
                     bar.set_description(task.name)
                     outputs = self._decode(engines, task, todo, turn, number % len(self.runs), bar)
                     self.store.add(self._answers(engines[None], task, todo, turn, outputs))
+                    left.count(len(todo) * len(self.runs))
         except KeyboardInterrupt:
             bar.close()
             print(

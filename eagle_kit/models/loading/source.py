@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.errors import UserError, first_line, shown
+from eagle_kit.core.errors import TargetError, UserError, first_line, shown
 from eagle_kit.core.files import (
     cache_folder,
     check_disk_space,
@@ -99,7 +99,8 @@ def resolve_model(name: str | Path, role: str) -> Path:
         if folder.suffix.lower() == GGUF:
             return _convert_file(folder)
         if not is_hub_id(name):
-            raise UserError(
+            kind = TargetError if role == "target" else UserError
+            raise kind(
                 f"The {role} {name!r} is neither a folder here nor a hub id.",
                 f"Give a model folder, a {GGUF} file, an id such as org/model, or one of "
                 f"{', '.join(PACKAGED_TARGETS)}.",
