@@ -18,7 +18,7 @@ ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 class DraftInfo(NamedTuple):
     """Subject of the commands: ``shape`` is the one they ask for, ``format`` the layout of ``folder``."""
 
-    kind: HeadKind[Any, Any]
+    kind: HeadKind[Any, Any, Any]
     shape: SpecShape
     format: str
     folder: str
