@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from benchmarks.models import TINY, make_models
+from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.backend import use
@@ -74,7 +74,7 @@ def count_step(loss: str = "ce", normalisation: Any = "tokens", rule: str = "ser
     with PretendGPU() as gpu, use("triton"):
         draft = models(gpu)
         target, head = draft.target, draft.head.requires_grad_(True)
-        config = TrainingConfig(
+        config = Eagle3TrainingConfig(
             ttt_length=TTT_LENGTH, precision="float32", loss_normalisation=normalisation, loss=loss
         )
         objective = Objective.of(config.losses, config.lk_eta, head, target.head_weight)

@@ -57,7 +57,7 @@ class Card:
         licence: an identifier of the Hugging Face hub; empty when none was given.
     """
 
-    kind: HeadKind[Any, Any]
+    kind: HeadKind[Any, Any, Any]
     config: HeadArchitecture
     metadata: Mapping[str, Any]
     folder: str

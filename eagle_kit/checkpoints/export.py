@@ -151,7 +151,7 @@ def served_by(name: str) -> Served:
     return Served(config, hub_id, tuple(architectures), folder)
 
 
-def cast(files: DraftFiles, kind: HeadKind[Any, Any], dtype: torch.dtype | None) -> DraftFiles:
+def cast(files: DraftFiles, kind: HeadKind[Any, Any, Any], dtype: torch.dtype | None) -> DraftFiles:
     """Floating tensors in ``dtype``, but for those that must stay exact; fp8 modules are dequantised."""
     if dtype is None:
         return files
@@ -169,7 +169,7 @@ def cast(files: DraftFiles, kind: HeadKind[Any, Any], dtype: torch.dtype | None)
 
 def write_with_card(
     files: DraftFiles,
-    kind: HeadKind[Any, Any],
+    kind: HeadKind[Any, Any, Any],
     format: Format,
     served: Served,
     out: str | Path,

@@ -27,7 +27,7 @@ class DraftInfo(NamedTuple):
         hub_id: name of the target for other engines.
     """
 
-    kind: HeadKind[Any, Any]
+    kind: HeadKind[Any, Any, Any]
     shape: SpecShape
     format: str
     folder: str

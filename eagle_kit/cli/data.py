@@ -311,14 +311,13 @@ def _data(config: "TrainConfig", vocab_size: int | None = None) -> "PreparedData
     """
     from eagle_kit.data.chat.template import set_chat_template
     from eagle_kit.data.packed_data import load_packed_data
-    from eagle_kit.kinds.registry import training_kind
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
     set_chat_template(tokenizer, config.data.chat_template)
     if vocab_size is None:
-        vocab_size = training_kind(config).vocab_size(config.head)
-    return load_packed_data(config.data, tokenizer, vocab_size, config.head.vocab_map)
+        vocab_size = config.head.num_counted_tokens
+    return load_packed_data(config.data, tokenizer, vocab_size, config.head.vocab_map_file)
 
 
 def _prepare(options: PrepareFlags) -> int:
@@ -331,13 +330,13 @@ def _prepare(options: PrepareFlags) -> int:
     print(f"rows           {len(data)} of at most {config.data.max_length} tokens")
     print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
     covered = 100 * data.vocab_map.coverage
-    if config.head.start_from is None:
+    if config.head.first_draft is None:
         print(
             f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %; "
             f"{data.vocab_map.contents}"
         )
     else:
-        print(f"vocabulary     that of {config.head.start_from}")
+        print(f"vocabulary     that of {config.head.first_draft}")
     print(f"held out       {len(data.heldout_prompts)} prompts")
     return 0
 
@@ -365,20 +364,19 @@ def _listed(config: "TrainConfig") -> str:
 
 def _vocab(options: VocabFlags) -> int:
     from eagle_kit.core.files import check_writable
-    from eagle_kit.kinds.registry import training_kind
 
     config = _config(options)
     size = options.size
 
     # Without --size the map is the vocabulary of the config's head.
     if size is None:
-        if config.head.start_from is not None:
+        if config.head.first_draft is not None:
             raise UserError(
-                f"The head of head.start_from, {config.head.start_from}, brings its vocabulary.",
+                f"The head of head.start_from, {config.head.first_draft}, brings its vocabulary.",
                 "To make a map for a new head, leave head.start_from out; for a token map, give --size N.",
             )
-        size = training_kind(config).vocab_size(config.head)
-    elif training_kind(config).vocab_size(config.head) is not None:
+        size = config.head.num_counted_tokens
+    elif config.head.num_counted_tokens is not None:
         raise UserError(
             f"--size is for heads that propose every token, unlike {config.head.kind}.",
             "Set head.draft_vocab_size=N in place of --size N.",

@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_head, tiny_target
 
 from benchmarks.waits import PackedRow
-from eagle_kit.config.train import TrainingConfig
+from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
 from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective
 from eagle_kit.train.algorithm.module import TTTModule
@@ -27,7 +27,7 @@ class Step:
 
     def __init__(self, loss: str, checkpointing: str) -> None:
         device = torch.device("cuda", 0)
-        config = TrainingConfig(
+        config = Eagle3TrainingConfig(
             ttt_length=STEPS, precision="bfloat16", loss=loss, gradient_checkpointing=checkpointing
         )
         self.config = config

@@ -12,7 +12,7 @@ from fake_cuda import COPIES, CUDA, Copies, Device, fake_gpu, to_gpu
 from tiny import packed_row, tiny_head, tiny_hybrid, tiny_target
 from tiny_mixtures import DEEPSEEK, MIXTURES, untrained
 
-from eagle_kit.config.train import TrainingConfig
+from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
 from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.kernels.ttt_attention import plan_rows
 from eagle_kit.train.algorithm.batch import MicroBatch, row_weights
@@ -57,7 +57,7 @@ def test_a_step_waits_where_it_is_listed_only(precision, loss):
     ids, reply, doc_start = packed_row()
     plan = plan_row(reply, doc_start, STEPS)
     found, length = plan.blocks(LOSS_BLOCK_ON_GPU), plan.length
-    training = TrainingConfig(precision=precision, ttt_length=STEPS, loss=loss)
+    training = Eagle3TrainingConfig(precision=precision, ttt_length=STEPS, loss=loss)
     dtype = getattr(torch, precision)
     with fake_gpu():
         to_gpu(target, dtype), to_gpu(head, torch.float32)
