@@ -59,6 +59,7 @@ durations: install ## measure what every test costs and write it to tests/durati
 
 ON_DEVICE = OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.cuda_device.plugin
 WITH_VALUES = EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE)
+AS_CPP = OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.triton_on_cpu.plugin
 # A choice of tests, as by ARGS="-k ...", may leave none of a folder: pytest's exit code is then 5.
 OR_NONE = || [ $$? = 5 ]
 
@@ -69,6 +70,10 @@ test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in so
 	@EAGLE_KIT_DEVICE_CAPABILITY=8.0 $(ON_DEVICE) tests/cuda_device/test_cycles.py $(ARGS) $(OR_NONE)
 	@echo "== the same with true values"
 	@$(WITH_VALUES) tests/cuda_device/values $(ARGS) $(OR_NONE)
+	@echo "== tests of a GPU on it, with their numbers"
+	@EAGLE_KIT_DEVICE_MEMORY_GB=8 $(WITH_VALUES) tests/gpu $(ARGS) $(OR_NONE)
+	@echo "== quick tests of kernels, compiled for the CPU"
+	@$(AS_CPP) tests/kernels --tier quick $(ARGS) $(OR_NONE)
 
 test-cuda-device-smoke: $(CUDA_STAMP) ## run the tests of test-cuda-device that are marked smoke, as CI does
 	@echo "== a CUDA device in software: smoke tests"

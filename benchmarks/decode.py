@@ -54,7 +54,7 @@ def cases(llm: LLM, model: Any = None, batches: Sequence[int] = (1, 8)) -> Itera
 
 def _rates(llm: LLM, model: Any, batch: int, machine: Machine) -> dict[str, Any]:
     """Tokens/s of a batch, in turns with transformers' ``generate``."""
-    prompt = llm.tokenize(TEXT)
+    prompt = llm.tokenize_task(TEXT)
     ours = loaded(llm.target, None, batch, len(prompt))
     for _ in range(2):  # as a server that has been running
         decode_rate(ours, [prompt] * batch)

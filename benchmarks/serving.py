@@ -41,7 +41,7 @@ def load_chats(llm: LLM, count: int, most: int = 768) -> list[list[int]]:
     chats = []
     for conversation in read_conversations(CHATS, limit=1000, skipped=SkipLog()):
         chats.append(conversation.first_prompt)
-    asked = map(llm.tokenize, random.Random("chats:0").sample(chats, min(4 * count, len(chats))))
+    asked = map(llm.tokenize_chat, random.Random("chats:0").sample(chats, min(4 * count, len(chats))))
     return [ids for ids in asked if len(ids) <= most][:count]
 
 

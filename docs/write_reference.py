@@ -1,6 +1,6 @@
 """Write the reference pages of this folder from the schemas and the command line: ``make reference``.
 
-The text of an option stands under its field (``eagle_kit/config``) or with its flag (``eagle_kit/cli``), and
+The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``), and
 nowhere else. The pages are text of Markdown; a test holds them to what this program writes.
 """
 
@@ -9,7 +9,7 @@ import os
 import sys
 import textwrap
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,10 +19,12 @@ from pydantic_core import PydanticUndefined
 
 from eagle_kit.cli.app import DELEGATED, build_parser
 from eagle_kit.config.diagnose import DiagnoseConfig
+from eagle_kit.config.drafts import HEADS
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.config.training import TrainingConfig
 from eagle_kit.train.__main__ import build_parser as build_train_parser
 
 FOLDER = Path(__file__).with_name("reference")
@@ -52,6 +54,8 @@ def config_page() -> str:
     lines = ["# Options", "", *_wrapped(written)]
     for command, schema in FILES.items():
         lines += ["", f"## File of {command}", "", *section_lines(schema, "")]
+        if schema is TrainConfig:
+            lines += head_lines()
     for heading, schema in KEYWORDS.items():
         lines += ["", f"## {heading}", "", *section_lines(schema, "")]
     return "\n".join(lines) + "\n"
@@ -81,13 +85,31 @@ def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, 
                 yield f"{name} {word}", inner
 
 
-def section_lines(schema: type[BaseModel], prefix: str) -> list[str]:
-    """Lines of a schema: its text, its keys, and then those of the sections inside of it."""
+def head_lines() -> list[str]:
+    """Lines of the keys that depend on ``head.kind``, with what a kind adds to ``training``."""
+    lines: list[str] = []
+    for kind, schema in HEADS.items():
+        training = schema.training_schema
+        lines += ["", f"### `head` and `training` of the kind `{kind}`", "", *section_lines(schema, "head.")]
+        added = [name for name in training.model_fields if name not in TrainingConfig.model_fields]
+        lines += ["", *section_lines(training, "training.", added)]
+    return _without_double_blanks(lines)
+
+
+def section_lines(schema: type[BaseModel], prefix: str, names: Sequence[str] | None = None) -> list[str]:
+    """Lines of a schema: its text, its keys, and then those of the sections inside of it.
+
+    Args:
+        names: of the keys; None for all.
+    """
     text = " ".join((schema.__doc__ or "").partition("\n\n")[0].split())
     lines = [*_wrapped(text), ""]
     inner: list[str] = []
-    for name, field in schema.model_fields.items():
+    for name in schema.model_fields if names is None else names:
+        field = schema.model_fields[name]
         key = f"{prefix}{name}"
+        if schema is TrainConfig and name == "head":  # its keys depend on its kind
+            continue
         section = _section_of(field.annotation)
         about = " ".join((field.description or "").split()).replace("``", "`")
         if section is not None:

@@ -6,22 +6,34 @@ from eagle_kit.core.process import limit_spinning
 
 if TYPE_CHECKING:
     from eagle_kit.config.engine import EngineConfig
-    from eagle_kit.core.output import RequestOutput
+    from eagle_kit.core.output import ReplyDelta, RequestOutput
     from eagle_kit.core.sampling_params import SamplingParams
     from eagle_kit.core.shape import SpecShape
+    from eagle_kit.core.structured_outputs import StructuredOutputs
     from eagle_kit.serve.llm import LLM
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams", "SpecShape", "__version__"]
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "ReplyDelta",
+    "RequestOutput",
+    "SamplingParams",
+    "SpecShape",
+    "StructuredOutputs",
+    "__version__",
+]
 
 limit_spinning()  # OpenMP reads it when torch is loaded
 
 _HOMES = {
     "EngineConfig": "eagle_kit.config.engine",
     "LLM": "eagle_kit.serve.llm",
+    "ReplyDelta": "eagle_kit.core.output",
     "RequestOutput": "eagle_kit.core.output",
     "SamplingParams": "eagle_kit.core.sampling_params",
     "SpecShape": "eagle_kit.core.shape",
+    "StructuredOutputs": "eagle_kit.core.structured_outputs",
 }
 
 

@@ -185,8 +185,10 @@ class StudyRun:
         elif self.is_done:
             before = self.about.get("config", {}).get("training", {})
             training = self.resolved.training.model_dump(mode="json")
-            now = {name: value for name, value in training.items() if name in before}
-            if changed := differences({"training": before}, {"training": now}):
+            common = before.keys() & training.keys()
+            then = {name: before[name] for name in common}
+            now = {name: training[name] for name in common}
+            if changed := differences({"training": then}, {"training": now}):
                 raise UserError(
                     f"The head {self.head} was trained with other settings: {list_changes(changed)}.",
                     "Restore them, or delete the head to train it anew.",
@@ -309,16 +311,13 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
     package, or a run or head that is there, done or not, and had other settings."""
     from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.data.tasks.sets import load_tasks
-    from eagle_kit.kinds.registry import training_kind
     from eagle_kit.report.plots import require_matplotlib
 
     for file in files:
         file.check()
     load_tasks(study.measure.tasks)
     require_matplotlib()
-    for one in runs:
-        training_kind(one.resolved)  # all of them, before any folder is looked at
-    for names in {one.resolved.data.decontaminate for one in runs}:
+    for names in {one.resolved.data.decontaminate for one in runs}:  # before any folder is looked at
         ExcludedSets.load(names)
     places: dict[Path, StudyRun] = {}
     for one in runs:

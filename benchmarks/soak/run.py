@@ -23,7 +23,7 @@ from benchmarks.soak.wire import Server
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_bytes_atomically, write_json_atomically
 from eagle_kit.report.plots import Curve, Curves, draw, has_matplotlib, hue
-from eagle_kit.serve.counters import SAMPLE
+from eagle_kit.serve.counters import read_samples
 
 WATCH_S = 5.0
 TRIES = 3
@@ -136,7 +136,7 @@ async def _watch(load: Load, samples: list[Sample], options: Options) -> None:
             await load.server.ask("/health")
             health_ms = 1e3 * (time.monotonic() - begun)
             text = (await load.server.ask("/metrics")).body.decode()
-            values = {name: float(value) for name, _, value in SAMPLE.findall(text)}
+            values = {sample.name: sample.value for sample in read_samples(text)}
             at = time.monotonic() - load.started
             memory = sum(values.get(name, 0.0) for name in MEMORY)
             samples.append(Sample(at, memory / 1e9, health_ms))

@@ -41,7 +41,7 @@ def make_prompts(llm: LLM, task: str, seed: int) -> list[list[int]]:
     else:
         texts = [prompt.given() for prompt in load_tasks([task])[0].prompts]
     rng.shuffle(texts)
-    ids = [llm.tokenize(text) for text in texts]
+    ids = [llm.tokenize_task(text) for text in texts]
     kept = [each for each in ids if len(each) <= MAX_CONTEXT // 2]
     if len(kept) < len(ids):
         print(

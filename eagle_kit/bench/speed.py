@@ -119,7 +119,7 @@ def _prompts(llm: LLM, options: SpeedOptions) -> list[list[int]]:
     texts = [prompt.given() for task in load_tasks(options.tasks) for prompt in task.prompts]
     random.Random(options.seed).shuffle(texts)
     longest = llm.max_context - options.max_tokens
-    prompts = [ids for ids in map(llm.tokenize, texts) if len(ids) <= longest]
+    prompts = [ids for ids in map(llm.tokenize_task, texts) if len(ids) <= longest]
     if not prompts:
         raise UserError(
             f"No prompt leaves room for {options.max_tokens} tokens in {llm.max_context}.",

@@ -1,6 +1,7 @@
 """The README of a draft, written from what is known, nothing else."""
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from eagle_kit.checkpoints.serve_commands import DraftInfo, serve_commands
 from eagle_kit.core.files import expand
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, split_revision
+from eagle_kit.models.loading.source import PACKAGED_TARGETS, REPOSITORY, is_hub_id, split_revision
 
 SETTINGS = (
     "ttt_length",
@@ -56,7 +57,7 @@ class Card:
         licence: an identifier of the Hugging Face hub; empty when none was given.
     """
 
-    kind: HeadKind[Any, Any]
+    kind: HeadKind[Any, Any, Any]
     config: HeadArchitecture
     metadata: Mapping[str, Any]
     folder: str
@@ -71,6 +72,16 @@ class Card:
         """Name of the target."""
         return self.config.target or "its target"
 
+    @property
+    def target_flag(self) -> str:
+        """``--target`` of the commands: a name that is known everywhere. A folder of this machine is found by
+        the hash of its weights, and must not be named in what may be pushed."""
+        name = self.config.target
+        if not name:
+            return " --target TARGET"
+        is_known = name.lower() in PACKAGED_TARGETS or (is_hub_id(name) and not expand(name).exists())
+        return f" --target {name}" if is_known else ""
+
 
 def model_card(card: Card) -> str:
     """Markdown: what it is, how it was trained, how it was measured, how to serve it, what is not known."""
@@ -80,7 +91,8 @@ def model_card(card: Card) -> str:
     text = kind.describe(card.config, card.dtype)
     if packaged:
         text += f" It was trained on a quantised copy of {hub_id}, not on its original weights."
-    draft = DraftInfo(kind, kind.suggested_shape(card.config), card.format, card.folder, target, hub_id)
+    shape = kind.suggested_shape(card.config)
+    draft = DraftInfo(kind, shape, card.format, card.folder, card.target_flag, hub_id)
     sections = [
         _front_matter(hub_id, kind.vllm_method, card.licence),
         f"# {kind.title} for {target}",
@@ -141,7 +153,7 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
     """The facts of a run as list items; facts that were not recorded are left out."""
     data, config = metadata.get("data") or {}, metadata.get("config") or {}
     if command := metadata.get("command"):
-        yield f"* command: `{command}`"
+        yield f"* command, folders left out: `{command}`"
     if isinstance(data, dict) and data:
         yield f"* data: {_listed({key.replace('_', ' '): value for key, value in data.items()})}"
     elif data:
@@ -191,7 +203,7 @@ def _curve(judged: list[dict[str, Any]]) -> Iterator[str]:
 def _evaluation(card: Card) -> Iterator[str]:
     summary = card.summary
     if summary is None:
-        measure = f"eagle-kit eval --target {card.target} --draft {card.folder}"
+        measure = f"eagle-kit eval{card.target_flag} --draft {shlex.quote(card.folder)}"
         yield f"Not measured yet. Measure it with `{measure}`."
         return
     yield "Accept length: tokens per verify, bonus token included. Shapes are steps, top-k, tokens."

@@ -17,6 +17,7 @@ from eagle_kit.core.files import (
     CHOOSE_ANOTHER,
     cache_folder,
     check_disk_space,
+    give_usual_mode,
     replacing,
     writing_remedy,
 )
@@ -91,7 +92,7 @@ def write_draft(
         with replacing(folder) as partial:
             partial.mkdir()
             save_file(dict(tensors), str(partial / WEIGHTS), metadata={"format": "pt"})
-            (partial / WEIGHTS).chmod(0o644)
+            give_usual_mode(partial / WEIGHTS)
             for name, text in texts.items():
                 (partial / name).write_text(text, encoding="utf-8")
     except (OSError, SafetensorError) as error:

@@ -151,7 +151,7 @@ def served_by(name: str) -> Served:
     return Served(config, hub_id, tuple(architectures), folder)
 
 
-def cast(files: DraftFiles, kind: HeadKind[Any, Any], dtype: torch.dtype | None) -> DraftFiles:
+def cast(files: DraftFiles, kind: HeadKind[Any, Any, Any], dtype: torch.dtype | None) -> DraftFiles:
     """Floating tensors in ``dtype``, but for those that must stay exact; fp8 modules are dequantised."""
     if dtype is None:
         return files
@@ -169,7 +169,7 @@ def cast(files: DraftFiles, kind: HeadKind[Any, Any], dtype: torch.dtype | None)
 
 def write_with_card(
     files: DraftFiles,
-    kind: HeadKind[Any, Any],
+    kind: HeadKind[Any, Any, Any],
     format: Format,
     served: Served,
     out: str | Path,
@@ -196,7 +196,7 @@ def write_with_card(
     dtypes = {files.tensors[name].dtype for name in rounded if files.tensors[name].is_floating_point()}
     config = kind.read_config(files)
     words = dtype_name(dtypes.pop()) if len(dtypes) == 1 else "several types"
-    name = facts.name or str(out)
+    name = facts.name or str(Path(out).resolve())
     card = model_card(Card(kind, config, metadata, name, summary, words, format, reasons, facts.licence))
     tensors = {name: tensor.contiguous() for name, tensor in written.tensors.items()}
     write_draft(out, tensors, written.config, metadata=metadata, card=card)

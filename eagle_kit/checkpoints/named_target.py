@@ -1,14 +1,17 @@
 """The target of a command: the one that was given, or the one that its drafts were trained for."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import TargetError, UserError
 from eagle_kit.kinds.registry import find_kind
 from eagle_kit.kinds.support.files import WEIGHTS_KEY, DraftFiles, open_draft
-from eagle_kit.models.loading.places import find_place
+from eagle_kit.models.loading.places import find_place, note_of
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, is_hub_id, resolve_model, target_revision
+
+USUAL = "the usual target, since no draft names another"
 
 
 class NamedTarget(NamedTuple):
@@ -21,6 +24,17 @@ class NamedTarget(NamedTuple):
 
     name: str
     origin: str
+
+
+@contextmanager
+def naming(target: NamedTarget) -> Iterator[None]:
+    """Add to the errors inside that may lie in the choice of the target which one it is, and where its name
+    came from."""
+    try:
+        yield
+    except TargetError as error:
+        cause = f"{error.cause} The target {target.name} is {target.origin}."
+        raise UserError(cause, error.remedy) from None
 
 
 def target_of(drafts: Sequence[str | Path], given: str | None, usual: str) -> NamedTarget:
@@ -48,7 +62,7 @@ def target_of(drafts: Sequence[str | Path], given: str | None, usual: str) -> Na
                 "Give --target.",
             )
         found = named
-    return found or NamedTarget(usual, "the usual target, since no draft names another")
+    return found or NamedTarget(usual, USUAL)
 
 
 def named_by(draft: str, files: DraftFiles) -> NamedTarget | None:
@@ -71,7 +85,9 @@ def named_by(draft: str, files: DraftFiles) -> NamedTarget | None:
     weights = files.metadata.get(WEIGHTS_KEY)
     place = find_place(weights) if isinstance(weights, str) else None
     if place is not None and target_revision(place) is None:
-        return NamedTarget(str(place), origin)
+        return NamedTarget(
+            str(place), f"the folder with the weights of the draft {draft}, by {note_of(weights)}"
+        )
     if Path(name).is_dir() or is_hub_id(name):
         return NamedTarget(name, origin)
     raise UserError(

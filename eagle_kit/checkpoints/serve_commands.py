@@ -5,6 +5,7 @@ Flags are those of SGLang 0.5.23 (``sglang/srt/arg_groups/fields/spec.py``) and 
 """
 
 import json
+import shlex
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -16,9 +17,17 @@ ENGINES = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 class DraftInfo(NamedTuple):
-    """Subject of the commands: ``shape`` is the one they ask for, ``format`` the layout of ``folder``."""
+    """Subject of the commands.
 
-    kind: HeadKind[Any, Any]
+    Attributes:
+        shape: the one that they ask for.
+        format: the layout of ``folder``.
+        folder: of the draft, as the commands name it.
+        target: ``--target`` with its value where the commands need it, or empty.
+        hub_id: name of the target for other engines.
+    """
+
+    kind: HeadKind[Any, Any, Any]
     shape: SpecShape
     format: str
     folder: str
@@ -32,20 +41,22 @@ def serve_commands(draft: DraftInfo, reasons: Mapping[str, str]) -> str:
     Args:
         reasons: why an engine cannot serve it, by the engine's format; engines that can are left out.
     """
-    prompt = f"eagle-kit generate --target {draft.target} --draft {draft.folder} --shape {draft.shape}"
+    folder = shlex.quote(draft.folder)
+    prompt = f"eagle-kit generate{draft.target} --draft {folder} --shape {draft.shape}"
     parts = [
         f"This engine:\n\n```sh\n{prompt} --prompt 'Why is the sky blue?'\n"
-        f"eagle-kit serve {draft.folder} --target {draft.target}\n```"
+        f"eagle-kit serve {folder}{draft.target}\n```"
     ]
     for engine, name in ENGINES.items():
         if engine in reasons:
             parts.append(f"{name}: {reasons[engine]}")
             continue
-        folder, first = draft.folder, ""
+        place = draft.folder
+        first = ""
         if draft.format != engine:
-            folder = f"{draft.folder}-{engine}"
-            first = f"eagle-kit export {draft.folder} --format {engine} --out {folder}\n"
-        command = _sglang(draft, folder) if engine == "sglang" else _vllm(draft, folder)
+            place = f"{draft.folder}-{engine}"
+            first = f"eagle-kit export {folder}{draft.target} --format {engine} --out {shlex.quote(place)}\n"
+        command = _sglang(draft, place) if engine == "sglang" else _vllm(draft, place)
         parts.append(
             f"{name} (flags of version {CHECKED_VERSIONS[engine]}; not tried, nothing here has started that "
             f"server):\n\n```sh\n{first}{command}\n```"
@@ -58,7 +69,7 @@ def _sglang(draft: DraftInfo, folder: str) -> str:
     return (
         f"python -m sglang.launch_server --model-path {draft.hub_id} "
         f"--speculative-algorithm {kind.algorithm} \\\n"
-        f"    --speculative-draft-model-path {folder} \\\n"
+        f"    --speculative-draft-model-path {shlex.quote(folder)} \\\n"
         f"    --speculative-num-steps {shape.steps} --speculative-eagle-topk {shape.topk} "
         f"--speculative-num-draft-tokens {shape.tokens}"
     )

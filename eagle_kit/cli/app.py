@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from eagle_kit import __version__
 from eagle_kit.config.loading.command_line import print_error
+from eagle_kit.config.loading.flags import Parser
 from eagle_kit.core.errors import RankLost, UserError, shown
 from eagle_kit.core.files import CHOOSE_ANOTHER, writing_remedy
 from eagle_kit.core.process import INTERRUPTED, end_at_once
@@ -103,7 +104,7 @@ def _show_notices() -> None:
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Parse a command line of `eagle-kit`; see :func:`parse_with_overrides`."""
-    return parse_with_overrides(build_parser(), argv)
+    return parse_with_overrides(build_parser(argv[:1]), argv)
 
 
 def parse_with_overrides(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -119,18 +120,19 @@ def parse_with_overrides(parser: argparse.ArgumentParser, argv: Sequence[str]) -
     return args
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Build the parser of all commands. Light: no command's work is imported for its help."""
-    parser = argparse.ArgumentParser(
-        prog="eagle-kit", description="Train an EAGLE-3 draft head, serve it, and measure it."
-    )
+def build_parser(names: Sequence[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """Build the parser of all commands.
+
+    Args:
+        names: commands whose own arguments are declared; their modules are imported, and no others.
+    """
+    parser = Parser(prog="eagle-kit", description="Train an EAGLE-3 draft head, serve it, and measure it.")
     parser.add_argument("--version", action="version", version=f"eagle-kit {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
-        sub = commands.add_parser(
-            name, help=command.help, description=f"{command.help[:1].upper()}{command.help[1:]}."
-        )
-        if name not in DELEGATED:
+        text = f"{command.help[:1].upper()}{command.help[1:]}."
+        sub = commands.add_parser(name, help=command.help, description=text)
+        if name in names and name not in DELEGATED:
             module = import_module(command.module)
             module.configure(sub)
             sub.set_defaults(run=module.run)

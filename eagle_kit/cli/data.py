@@ -2,29 +2,29 @@
 store`: work before training."""
 
 import argparse
+import json
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
 
 from eagle_kit.cli.arguments import (
     DECODING,
     TEMPLATE,
-    add_decoding,
-    add_flags,
-    add_sampling,
-    add_shard,
-    add_target,
+    DraftFlag,
+    SamplingFlags,
+    ShardFlag,
+    TargetFlag,
     chosen_target,
-    json_object,
-    options_of,
-    sampling_params,
 )
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.config.loading.command_line import add_config
+from eagle_kit.config.loading.flags import ConfigFlags, Flag, FlagsOf, add_options, options_of
+from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError, shown
 
 if TYPE_CHECKING:
@@ -32,174 +32,232 @@ if TYPE_CHECKING:
     from eagle_kit.data.chat.dataset import PreparedData
     from eagle_kit.train.replies.responder import Responder
 
+LEFT_OUT = "left out, and counted in the manifest"
+SERVER = "another engine, in place of --target and its engine's options"
+
+
+class PreviewFlags(ConfigFlags):
+    """Print a conversation with its supervised tokens coloured."""
+
+    record: int = Field(default=0, ge=0, le=sys.maxsize)
+    """Number of the conversation, from 0."""
+
+
+class PrepareFlags(ConfigFlags):
+    """Tokenise and pack a config's data into the cache."""
+
+
+class MixFlags(ConfigFlags):
+    """Say what each source of a config gives to its training, without training."""
+
+
+class VocabFlags(ConfigFlags):
+    """Write a draft vocabulary that head.vocab_map or a token map can name."""
+
+    out: Path
+    """Made, or replaced."""
+
+    size: int | None = Field(default=None, ge=2)
+    """Tokens of a map for serve's --speculative-token-map, where the kind of head proposes every token;
+    default head.draft_vocab_size.
+    """
+
+
+class RegenerateFlags(ShardFlag, SamplingFlags, DraftFlag, TargetFlag):
+    """Let the target answer the human turns itself."""
+
+    source: str
+    """File, package:NAME or datasets:NAME[:SPLIT]."""
+
+    out: Annotated[Path, Flag(metavar="JSONL")]
+    """Made, or continued."""
+
+    engine: Annotated[EngineConfig, FlagsOf({**DECODING, **TEMPLATE})] = EngineConfig(max_batch_size=16)
+
+    max_tokens: int = 512
+    """Most tokens per reply."""
+
+    seed: int | None = 0
+    """Seed of the samples."""
+
+    limit: int | None = None
+    """Conversations answered when done."""
+
+    samples: int = 1
+    """Conversations from each one of the source."""
+
+    max_turns: int = 2
+    """Most human turns."""
+
+    max_prompt_tokens: int = 1024
+    """Longer prompts are left out."""
+
+    ids: bool = False
+    """Also keep the token ids."""
+
+    chat_template_kwargs: Annotated[str | None, Flag(metavar="JSON")] = None
+    """Such as '{"enable_thinking": false}'; or variants, as data.chat_template_kwargs has them."""
+
+    skip_refusals: Annotated[bool, Flag(group=LEFT_OUT)] = False
+    """Replies that begin as refusals do."""
+
+    refusal_patterns: Annotated[Path | None, Flag(group=LEFT_OUT)] = None
+    """Regular expressions, one a line, of how refusals of other languages begin."""
+
+    skip_truncated: Annotated[bool, Flag(group=LEFT_OUT)] = False
+    """Replies cut at --max-tokens or by the context."""
+
+    near_duplicates: Annotated[float | None, Flag(group=LEFT_OUT)] = None
+    """Conversations whose human turns have this Jaccard similarity, 0.05 to 1, with earlier ones."""
+
+    decontaminate: Annotated[tuple[str, ...], Flag(metavar="TASK", group=LEFT_OUT)] = ()
+    """Conversations that hold a prompt of these tasks, named as for eval."""
+
+    base_url: Annotated[str | None, Flag(group=SERVER)] = None
+    """Server that speaks OpenAI's protocol."""
+
+    model: Annotated[str | None, Flag(metavar="NAME", group=SERVER)] = None
+    """Its name there; default the server's only one."""
+
+    concurrency: Annotated[int, Flag(group=SERVER)] = Field(default=16, ge=1)
+    """Requests under way."""
+
+    retries: Annotated[int, Flag(group=SERVER)] = Field(default=6, ge=0)
+    """Further attempts of a request that fails."""
+
+    api_key_env: Annotated[str | None, Flag(metavar="NAME", group=SERVER)] = None
+    """Environment variable with the server's key."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "RegenerateFlags":
+        if self.base_url is None and (self.model or self.api_key_env):
+            raise UserError(
+                "--model and --api-key-env are for a server.", "Give its address with --base-url."
+            )
+        if self.base_url is None:
+            return self
+        for flag, value in (("--draft", self.draft), ("--chat-template", self.engine.chat_template)):
+            if value is not None:
+                raise UserError(f"{flag} is for our engine.", "Leave it out, or --base-url.")
+        return self
+
+
+class PromptsFlags(Options):
+    """Make prompts of tasks that chats are short of, out of the text of chats."""
+
+    source: str
+    """File, package:NAME or datasets:NAME[:SPLIT]."""
+
+    out: Annotated[Path, Flag(metavar="JSONL")]
+    """Made, or replaced."""
+
+    limit: int = Field(ge=1)
+    """Prompts to make."""
+
+    skip: int = Field(default=0, ge=0)
+    """Conversations of the source that are passed over."""
+
+    seed: int = 0
+    """Seed of wording and numbers."""
+
+    categories: Annotated[tuple[str, ...], Flag(metavar="NAME")] = ()
+    """Make these only, of retrieval, translation, summarising, questions, extraction, rewriting, mathematics,
+    completion (of Python functions) and code; default all.
+    """
+
+
+class CaptureFlags(ShardFlag, ConfigFlags):
+    """Keep the target's states of a config's data in a folder."""
+
+    out: Annotated[Path, Flag(metavar="DIR")]
+    """Made, or continued."""
+
+    dry_run: bool = False
+    """Print the estimate of disk and time, then stop."""
+
+    verify: bool = False
+    """Read every byte again when it is whole."""
+
+    engine: Literal["eagle-kit", "vllm"] = "eagle-kit"
+    """Engine that computes."""
+
+    engine_python: Annotated[str | None, Flag(metavar="PYTHON")] = None
+    """Interpreter of an environment with vLLM; default the one that runs this command."""
+
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of vLLM's LLM, such as '{"tensor_parallel_size": 8}'."""
+
+    no_check: bool = False
+    """Do not compare a row of another engine's with the target here."""
+
+
+class TextsFlags(ConfigFlags):
+    """Write the texts of a config's data as tokens, for another engine to compute."""
+
+    out: Annotated[Path, Flag(metavar="JSONL")]
+    """Made, or replaced."""
+
+
+class ImportStatesFlags(ConfigFlags):
+    """Make a store of states that another engine has computed."""
+
+    folder: Annotated[Path, Flag("--from", metavar="DIR")]
+    """Files of the engine."""
+
+    out: Annotated[Path, Flag(metavar="DIR")]
+    """Made, or continued."""
+
+    layers: tuple[str, ...] = ()
+    """Layers of the states of a token, in their order; 'final' is normed."""
+
+    convention: Literal["inputs", "outputs"] = "inputs"
+    """What layers' numbers name."""
+
+    max_missing: int = Field(default=0, ge=0)
+    """Texts whose states may be missing or unusable; they are left out and counted."""
+
+    verify: bool = False
+    """Read every byte again when it is whole."""
+
+    no_check: bool = False
+    """Do not compare a row of another engine's with the target here."""
+
+
+class StoreFlags(Options):
+    """Say what is in a folder of captured states, and check it."""
+
+    folder: Annotated[Path, Flag(metavar="DIR", is_positional=True)]
+    """Folder of the states."""
+
+    verify: bool = False
+    """Read every byte."""
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands and their arguments."""
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-
-    def action(run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        added = actions.add_parser(run.__name__.removeprefix("_").replace("_", "-"), help=text)
-        added.set_defaults(action_run=run)
-        return added
-
-    preview = action(_preview, "print a conversation with its supervised tokens coloured")
-    add_config(preview)
-    preview.add_argument("--record", type=int, default=0, metavar="N", help="which conversation, from 0")
-    add_config(action(_prepare, "tokenise and pack a config's data into the cache"))
-    add_config(action(_mix, "say what each source of a config gives to its training, without training"))
-    vocab = action(_vocab, "write a draft vocabulary that head.vocab_map or a token map can name")
-    add_config(vocab)
-    vocab.add_argument("--out", required=True, type=Path, metavar="FILE", help="made, or replaced")
-    vocab.add_argument(
-        "--size",
-        type=int,
-        metavar="N",
-        help="tokens of a map for serve's --speculative-token-map, where the kind of head proposes every "
-        "token; default head.draft_vocab_size",
-    )
-    regenerate = action(_regenerate, "let the target answer the human turns itself")
-    regenerate.add_argument("--source", required=True, help="file, package:NAME or datasets:NAME[:SPLIT]")
-    regenerate.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or continued")
-    add_target(regenerate)
-    add_decoding(regenerate, max_tokens=512, batch_size=16)
-    add_flags(regenerate, EngineConfig, TEMPLATE)
-    add_sampling(regenerate, seed=0)
-    add_shard(regenerate, "conversations")
-    for flag, default, text in (
-        ("--limit", None, "conversations answered when done"),
-        ("--samples", 1, "conversations from each one of the source (default %(default)s)"),
-        ("--max-turns", 2, "human turns (default %(default)s)"),
-        ("--max-prompt-tokens", 1024, "longer ones are left out (default %(default)s)"),
-    ):
-        regenerate.add_argument(flag, type=int, default=default, metavar="N", help=text)
-    regenerate.add_argument("--ids", action="store_true", help="also keep the token ids")
-    regenerate.add_argument(
-        "--chat-template-kwargs",
-        metavar="JSON",
-        help="such as '{\"enable_thinking\": false}'; or variants, as data.chat_template_kwargs has them",
-    )
-    left_out = regenerate.add_argument_group("left out, and counted in the manifest")
-    left_out.add_argument("--skip-refusals", action="store_true", help="replies that begin as refusals do")
-    left_out.add_argument(
-        "--refusal-patterns",
-        type=Path,
-        metavar="FILE",
-        help="regular expressions, one a line, of how refusals of other languages begin",
-    )
-    left_out.add_argument(
-        "--skip-truncated", action="store_true", help="replies cut at --max-tokens or by the context"
-    )
-    left_out.add_argument(
-        "--near-duplicates",
-        type=float,
-        metavar="X",
-        help="conversations whose human turns have this Jaccard similarity, 0.05 to 1, with earlier ones",
-    )
-    left_out.add_argument(
-        "--decontaminate",
-        nargs="+",
-        default=(),
-        metavar="TASK",
-        help="conversations that hold a prompt of these tasks, named as for eval",
-    )
-    server = regenerate.add_argument_group("another engine", "in place of --target and its engine's options")
-    server.add_argument("--base-url", metavar="URL", help="a server that speaks OpenAI's protocol")
-    server.add_argument("--model", metavar="NAME", help="its name there; default the server's only one")
-    server.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="requests under way (default %(default)s)"
-    )
-    server.add_argument(
-        "--retries", type=int, default=6, metavar="N", help="of a request that fails (default %(default)s)"
-    )
-    server.add_argument("--api-key-env", metavar="NAME", help="environment variable with the server's key")
-    prompts = action(_prompts, "make prompts of tasks that chats are short of, out of the text of chats")
-    prompts.add_argument("--source", required=True, help="file, package:NAME or datasets:NAME[:SPLIT]")
-    prompts.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or replaced")
-    prompts.add_argument("--limit", type=int, required=True, metavar="N", help="prompts to make")
-    prompts.add_argument(
-        "--skip", type=int, default=0, metavar="N", help="conversations of the source that are passed over"
-    )
-    prompts.add_argument("--seed", type=int, default=0, metavar="N", help="of wording and numbers")
-    prompts.add_argument(
-        "--categories",
-        nargs="+",
-        default=(),
-        metavar="NAME",
-        help="make these only, of retrieval, translation, summarising, questions, extraction, rewriting, "
-        "mathematics, completion (of Python functions) and code; default all",
-    )
-    capture = action(_capture, "keep the target's states of a config's data in a folder")
-    add_config(capture)
-    capture.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
-    add_shard(capture, "rows")
-    capture.add_argument(
-        "--dry-run", action="store_true", help="print the estimate of disk and time, then stop"
-    )
-    capture.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
-    capture.add_argument(
-        "--engine",
-        choices=("eagle-kit", "vllm"),
-        default="eagle-kit",
-        help="that computes (default %(default)s)",
-    )
-    capture.add_argument(
-        "--engine-python", default=sys.executable, metavar="PYTHON", help="of an environment with vLLM"
-    )
-    capture.add_argument(
-        "--engine-args", metavar="JSON", help="of vLLM's LLM, such as '{\"tensor_parallel_size\": 8}'"
-    )
-    texts = action(_texts, "write the texts of a config's data as tokens, for another engine to compute")
-    add_config(texts)
-    texts.add_argument("--out", required=True, type=Path, metavar="JSONL", help="made, or replaced")
-    importing = action(_import_states, "make a store of states that another engine has computed")
-    add_config(importing)
-    importing.add_argument("--from", required=True, type=Path, metavar="DIR", dest="folder", help="its files")
-    importing.add_argument("--out", required=True, type=Path, metavar="DIR", help="made, or continued")
-    importing.add_argument(
-        "--layers",
-        nargs="+",
-        metavar="LAYER",
-        help="of the states of a token, in their order; 'final' is normed",
-    )
-    importing.add_argument(
-        "--convention", choices=("inputs", "outputs"), default="inputs", help="what layers' numbers name"
-    )
-    importing.add_argument(
-        "--max-missing",
-        type=int,
-        default=0,
-        metavar="N",
-        help="texts whose states may be missing or unusable; they are left out and counted (default 0)",
-    )
-    importing.add_argument("--verify", action="store_true", help="read every byte again when it is whole")
-    for parser in (capture, importing):
-        parser.add_argument(
-            "--no-check",
-            action="store_true",
-            help="do not compare a row of another engine's with the target here",
-        )
-    store = action(_store, "say what is in a folder of captured states, and check it")
-    store.add_argument("folder", type=Path, metavar="DIR")
-    store.add_argument("--verify", action="store_true", help="read every byte")
+    for name, action in ACTIONS.items():
+        text = action.schema.__doc__ or ""
+        added = actions.add_parser(name, help=f"{text[:1].lower()}{text[1:]}".rstrip("."), description=text)
+        add_options(added, action.schema)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action."""
-    return args.action_run(args)
+    action = ACTIONS[args.action]
+    return action.run(options_of(args, action.schema))
 
 
-def _config(args: argparse.Namespace) -> "TrainConfig":
+def _config(options: ConfigFlags) -> "TrainConfig":
     """The config, read before anything heavy is imported."""
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
 
-    return load_config(TrainConfig, args.config, args.overrides)
+    return load_config(TrainConfig, options.config, options.overrides)
 
 
-def _preview(args: argparse.Namespace) -> int:
-    if not 0 <= args.record <= sys.maxsize:
-        raise UserError(f"--record is {args.record}.", "Count conversations from 0.")
-    config = _config(args)
+def _preview(options: PreviewFlags) -> int:
+    config = _config(options)
     if not config.data.sources:
         raise UserError("A store has tokens, not conversations.", "Set data.source to what it was made of.")
     from eagle_kit.data.chat.dataset import records_of
@@ -216,13 +274,13 @@ def _preview(args: argparse.Namespace) -> int:
     excluded = ExcludedSets.load(config.data.decontaminate)
     skipped = SkipLog(max_broken_lines=config.data.max_broken_lines)
     records = records_of(config.data, skipped)
-    chosen = next(islice(records, args.record, None), None)
+    chosen = next(islice(records, options.record, None), None)
     unread = skipped.unread()
     if chosen is None:
         raise UserError(
-            f"{_listed(config)} has no conversation number {args.record}{unread and f'; {unread}'}.",
+            f"{_listed(config)} has no conversation number {options.record}{unread and f'; {unread}'}.",
             "Give a smaller number, from 0."
-            if args.record
+            if options.record
             else "Correct its records, or name another source.",
         )
     if unread:
@@ -253,18 +311,17 @@ def _data(config: "TrainConfig", vocab_size: int | None = None) -> "PreparedData
     """
     from eagle_kit.data.chat.template import set_chat_template
     from eagle_kit.data.packed_data import load_packed_data
-    from eagle_kit.kinds.registry import training_kind
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target(config.target))
     set_chat_template(tokenizer, config.data.chat_template)
     if vocab_size is None:
-        vocab_size = training_kind(config).vocab_size(config.head)
-    return load_packed_data(config.data, tokenizer, vocab_size, config.head.vocab_map)
+        vocab_size = config.head.num_counted_tokens
+    return load_packed_data(config.data, tokenizer, vocab_size, config.head.vocab_map_file)
 
 
-def _prepare(args: argparse.Namespace) -> int:
-    config = _config(args)
+def _prepare(options: PrepareFlags) -> int:
+    config = _config(options)
     data = _data(config)
     _print_notes(data)
     listed = f", listed in {data.skip_file}" if data.num_skipped else ""
@@ -273,10 +330,13 @@ def _prepare(args: argparse.Namespace) -> int:
     print(f"rows           {len(data)} of at most {config.data.max_length} tokens")
     print(f"tokens         {data.num_tokens}, {data.num_supervised_tokens} supervised ({share:.0f} %)")
     covered = 100 * data.vocab_map.coverage
-    if config.head.start_from is None:
-        print(f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %")
+    if config.head.first_draft is None:
+        print(
+            f"vocabulary     {len(data.vocab_map.d2t)} draft tokens cover {covered:.1f} %; "
+            f"{data.vocab_map.contents}"
+        )
     else:
-        print(f"vocabulary     that of {config.head.start_from}")
+        print(f"vocabulary     that of {config.head.first_draft}")
     print(f"held out       {len(data.heldout_prompts)} prompts")
     return 0
 
@@ -288,10 +348,10 @@ def _print_notes(data: "PreparedData") -> None:
         print(f"skipped        {data.skip_reasons}")
 
 
-def _mix(args: argparse.Namespace) -> int:
+def _mix(options: MixFlags) -> int:
     from eagle_kit.train.run.mixture import describe_mixture
 
-    config = _config(args)
+    config = _config(options)
     data = _data(config)
     _print_notes(data)
     print(describe_mixture(config, data))
@@ -302,22 +362,21 @@ def _listed(config: "TrainConfig") -> str:
     return ", ".join(file for source in config.data.sources for file in source.files)
 
 
-def _vocab(args: argparse.Namespace) -> int:
+def _vocab(options: VocabFlags) -> int:
     from eagle_kit.core.files import check_writable
-    from eagle_kit.kinds.registry import training_kind
 
-    config = _config(args)
-    size = args.size
+    config = _config(options)
+    size = options.size
 
     # Without --size the map is the vocabulary of the config's head.
     if size is None:
-        if config.head.start_from is not None:
+        if config.head.first_draft is not None:
             raise UserError(
-                f"The head of head.start_from, {config.head.start_from}, brings its vocabulary.",
+                f"The head of head.start_from, {config.head.first_draft}, brings its vocabulary.",
                 "To make a map for a new head, leave head.start_from out; for a token map, give --size N.",
             )
-        size = training_kind(config).vocab_size(config.head)
-    elif training_kind(config).vocab_size(config.head) is not None:
+        size = config.head.num_counted_tokens
+    elif config.head.num_counted_tokens is not None:
         raise UserError(
             f"--size is for heads that propose every token, unlike {config.head.kind}.",
             "Set head.draft_vocab_size=N in place of --size N.",
@@ -327,26 +386,25 @@ def _vocab(args: argparse.Namespace) -> int:
             f"A head of the kind {config.head.kind} proposes every token, and needs no map to be trained.",
             "To make a token map for serving it, say how many tokens with --size N, such as 32768.",
         )
-    if size < 2:
-        raise UserError(f"--size is {size}.", "Give at least two tokens.")
-    if args.out.is_dir():
-        raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
-    check_writable(args.out.parent, "Give another file with --out.")
+    if options.out.is_dir():
+        raise UserError(f"{options.out} is a folder.", "Give a file with --out.")
+    check_writable(options.out.parent, "Give another file with --out.")
 
     # The tokens of the replies are counted, and the most frequent ones are written.
     data = _data(config, size)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    data.vocab_map.save(args.out)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    data.vocab_map.save(options.out)
     covered = 100 * data.vocab_map.coverage
-    print(f"{args.out}: {size} draft tokens cover {covered:.1f} % of the replies.")
-    if args.size is None:
-        print(f"Train with head.vocab_map={args.out} head.draft_vocab_size={size}.")
+    counted = f"{size} draft tokens cover {covered:.1f} % of the replies; {data.vocab_map.contents}"
+    print(f"{options.out}: {counted}.")
+    if options.size is None:
+        print(f"Train with head.vocab_map={options.out} head.draft_vocab_size={size}.")
     else:
-        print(f"Serve an EAGLE, NEXTN or STANDALONE draft with --speculative-token-map {args.out}.")
+        print(f"Serve an EAGLE, NEXTN or STANDALONE draft with --speculative-token-map {options.out}.")
     return 0
 
 
-def _regenerate(args: argparse.Namespace) -> int:
+def _regenerate(flags: RegenerateFlags) -> int:
     from eagle_kit.data.chat.records import check_source
     from eagle_kit.data.tasks.excluded import user_messages
     from eagle_kit.data.tasks.sets import load_tasks
@@ -354,33 +412,33 @@ def _regenerate(args: argparse.Namespace) -> int:
     from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
 
     options = RegenerateOptions(
-        sampling=sampling_params(args),
-        limit=args.limit,
-        max_turns=args.max_turns,
-        max_prompt_tokens=args.max_prompt_tokens,
-        with_ids=args.ids,
-        shard=args.shard,
-        samples=args.samples,
-        chat_template_kwargs=_template_variants(args.chat_template_kwargs),
-        skip_refusals=args.skip_refusals,
-        refusals=read_refusals(args.refusal_patterns) if args.refusal_patterns else (),
-        skip_truncated=args.skip_truncated,
-        near_duplicates=args.near_duplicates,
-        test_prompts=tuple(user_messages(load_tasks(args.decontaminate) if args.decontaminate else [])),
+        sampling=flags.sampling_params,
+        limit=flags.limit,
+        max_turns=flags.max_turns,
+        max_prompt_tokens=flags.max_prompt_tokens,
+        with_ids=flags.ids,
+        shard=flags.shard,
+        samples=flags.samples,
+        chat_template_kwargs=_template_variants(flags.chat_template_kwargs),
+        skip_refusals=flags.skip_refusals,
+        refusals=read_refusals(flags.refusal_patterns) if flags.refusal_patterns else (),
+        skip_truncated=flags.skip_truncated,
+        near_duplicates=flags.near_duplicates,
+        test_prompts=tuple(user_messages(load_tasks(flags.decontaminate) if flags.decontaminate else [])),
     )
-    check_out(args.out)
-    check_source(args.source)
-    responder, target = _server(args) if args.base_url else _engine(args)
+    check_out(flags.out)
+    check_source(flags.source)
+    responder, target = _server(flags) if flags.base_url else _engine(flags)
     try:
-        report = regenerate(responder, args.source, args.out, options, target=target)
+        report = regenerate(responder, flags.source, flags.out, options, target=target)
     except KeyboardInterrupt:
-        print(f"\nWhat is in {args.out} is kept; the same command goes on with it.", file=sys.stderr)
+        print(f"\nWhat is in {flags.out} is kept; the same command goes on with it.", file=sys.stderr)
         raise
     for note in report.skipped.notes:
         print(note, file=sys.stderr)
     skipped = sum(report.skipped.counts.values())
     if skipped:
-        listing = args.out.with_suffix(".skipped.txt")
+        listing = flags.out.with_suffix(".skipped.txt")
         report.skipped.write(listing)
         print(
             f"{skipped} conversations were skipped, see {listing}: {report.skipped.reasons()}",
@@ -389,46 +447,44 @@ def _regenerate(args: argparse.Namespace) -> int:
     for kind, counts in (("left out", report.left_out), ("shortened", report.shortened)):
         for reason, count in counts.items():
             print(f"{count} conversations were {kind}: {reason}", file=sys.stderr)
-    accept = f", accept length {report.stats.accept_length:.2f}" if args.draft is not None else ""
-    print(f"{args.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
+    accept = f", accept length {report.stats.accept_length:.2f}" if flags.draft is not None else ""
+    print(f"{flags.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
     return 0
 
 
-def _prompts(args: argparse.Namespace) -> int:
-    import json
-
+def _prompts(options: PromptsFlags) -> int:
     from eagle_kit.core.files import check_writable, write_text_atomically
     from eagle_kit.data.chat.records import SkipLog, read_conversations
     from eagle_kit.train.replies.prompts import CATEGORIES, task_prompts
 
-    if args.limit < 1 or args.skip < 0:
-        raise UserError("--limit is below 1, or --skip below 0.", "Ask for at least one prompt.")
-    if unknown := sorted(set(args.categories) - set(CATEGORIES)):
+    if unknown := sorted(set(options.categories) - set(CATEGORIES)):
         raise UserError(
             f"There are no prompts of {', '.join(unknown)}.", f"Name some of {', '.join(CATEGORIES)}."
         )
-    if args.out.is_dir():
-        raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
-    check_writable(args.out.parent, "Give another file with --out.")
+    if options.out.is_dir():
+        raise UserError(f"{options.out} is a folder.", "Give a file with --out.")
+    check_writable(options.out.parent, "Give another file with --out.")
     skipped = SkipLog()
-    conversations = islice(read_conversations(args.source, skipped=skipped), args.skip, None)
-    made = list(islice(task_prompts(conversations, args.seed, args.categories), args.limit))
+    conversations = islice(read_conversations(options.source, skipped=skipped), options.skip, None)
+    made = list(islice(task_prompts(conversations, options.seed, options.categories), options.limit))
     unread = skipped.unread()
     if not made:
         raise UserError(
-            f"{args.source} gives no prompts behind --skip{unread and f'; {unread}'}.",
+            f"{options.source} gives no prompts behind --skip{unread and f'; {unread}'}.",
             "Skip fewer, or name more chats.",
         )
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(args.out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in made))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomically(options.out, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in made))
     for note in [*skipped.notes, *([unread] if unread else [])]:
         print(note, file=sys.stderr)
     counts = Counter(one["category"] for one in made)
     print(
-        f"{args.out}: " + ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if name in counts) + "."
+        f"{options.out}: "
+        + ", ".join(f"{counts[name]} {name}" for name in CATEGORIES if name in counts)
+        + "."
     )
-    if len(made) < args.limit:
-        few = f"The texts of {args.source} serve {len(made)} of {args.limit} prompts"
+    if len(made) < options.limit:
+        few = f"The texts of {options.source} serve {len(made)} of {options.limit} prompts"
         print(f"{few}; other sources, or fewer skipped, may serve more.", file=sys.stderr)
     return 0
 
@@ -448,75 +504,73 @@ def _template_variants(text: str | None) -> "tuple[TemplateVariant, ...]":
         ) from None
 
 
-def _engine(args: argparse.Namespace) -> "tuple[Responder, str]":
+def _engine(flags: RegenerateFlags) -> "tuple[Responder, str]":
     """Our engine, and its target's fingerprint."""
     from eagle_kit.cli.generate import check_shape
     from eagle_kit.data.chat.template import template_hash
 
-    if args.model or args.api_key_env:
-        raise UserError("--model and --api-key-env are for a server.", "Give its address with --base-url.")
-    context = args.max_prompt_tokens + args.max_tokens
-    config = options_of(args, EngineConfig, {**DECODING, **TEMPLATE}, max_context=context)
-    check_shape(config, args.draft)
+    context = flags.max_prompt_tokens + flags.max_tokens
+    config = flags.engine.replace(max_context=context)
+    check_shape(config, flags.draft)
+    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.models.loading.loader import target_fingerprint
     from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.llm import LLM
     from eagle_kit.train.replies.responder import EngineResponder
 
-    folder = resolve_target(chosen_target(args.target, [args.draft] if args.draft else []))
-    llm = LLM(folder, args.draft, config)
+    named = chosen_target(flags.target, [flags.draft] if flags.draft else [])
+    with naming(named):
+        folder = resolve_target(named.name)
+        llm = LLM(folder, flags.draft, config)
     target = target_fingerprint(folder)
-    if args.chat_template is not None:
+    if config.chat_template is not None:
         target += f", chat template {template_hash(llm.tokenizer)}"
     return EngineResponder(llm), target
 
 
-def _server(args: argparse.Namespace) -> "tuple[Responder, str]":
+def _server(flags: RegenerateFlags) -> "tuple[Responder, str]":
     """A server, and what is known of its model: no more than its name."""
     from eagle_kit.train.replies.server import ServerOptions, ServerResponder
 
-    for flag, value in (("--draft", args.draft), ("--chat-template", args.chat_template)):
-        if value is not None:
-            raise UserError(f"{flag} is for our engine.", "Leave it out, or --base-url.")
-    key = os.environ.get(args.api_key_env) if args.api_key_env else None
-    if args.api_key_env and not key:
-        raise UserError(f"The variable {args.api_key_env} is not set.", "Set it, or leave --api-key-env out.")
-    numbers = {"concurrency": args.concurrency, "retries": args.retries}
+    key = os.environ.get(flags.api_key_env) if flags.api_key_env else None
+    if flags.api_key_env and not key:
+        raise UserError(
+            f"The variable {flags.api_key_env} is not set.", "Set it, or leave --api-key-env out."
+        )
+    numbers = {"concurrency": flags.concurrency, "retries": flags.retries}
     responder = ServerResponder(
-        ServerOptions(args.base_url, args.model, **numbers, api_key=key, with_ids=args.ids)
+        ServerOptions(flags.base_url, flags.model, **numbers, api_key=key, with_ids=flags.ids)
     )
     return responder, f"{responder.model} of a server; revision and template unknown"
 
 
-def _texts(args: argparse.Namespace) -> int:
+def _texts(options: TextsFlags) -> int:
     from eagle_kit.core.files import check_writable
 
-    config = _config(args)
-    if args.out.is_dir():
-        raise UserError(f"{args.out} is a folder.", "Give a file with --out.")
-    check_writable(args.out.parent, "Give another file with --out.")
+    config = _config(options)
+    if options.out.is_dir():
+        raise UserError(f"{options.out} is a folder.", "Give a file with --out.")
+    check_writable(options.out.parent, "Give another file with --out.")
     from eagle_kit.train.states.capture import write_texts
 
-    count, longest = write_texts(_data(config), args.out)
-    print(f"{args.out}: {count} texts of at most {longest} tokens.")
+    count, longest = write_texts(_data(config), options.out)
+    print(f"{options.out}: {count} texts of at most {longest} tokens.")
     return 0
 
 
-def _import_states(args: argparse.Namespace) -> int:
-    config = _config(args)
-    layers = tuple(_layer(each) for each in args.layers) if args.layers else None
+def _import_states(flags: ImportStatesFlags) -> int:
+    config = _config(flags)
+    layers = tuple(_layer(each) for each in flags.layers) if flags.layers else None
     from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
 
-    more: tuple[str, ...] = ("--from", str(args.folder), "--convention", args.convention)
-    more += ("--layers", *args.layers) if args.layers else ()
-    more += ("--no-check",) if args.no_check else ()
-    if args.max_missing < 0:
-        raise UserError(f"--max-missing is {args.max_missing}.", "Give 0 or more.")
-    more += ("--max-missing", str(args.max_missing)) if args.max_missing else ()
-    about = {"layers": layers, "convention": args.convention, "checks": not args.no_check}
-    other = OtherEngine("import-states", more, args.folder, **about, max_missing=args.max_missing)
+    more: tuple[str, ...] = ("--from", str(flags.folder), "--convention", flags.convention)
+    more += ("--layers", *flags.layers) if flags.layers else ()
+    more += ("--no-check",) if flags.no_check else ()
+    more += ("--max-missing", str(flags.max_missing)) if flags.max_missing else ()
+    about = {"layers": layers, "convention": flags.convention, "checks": not flags.no_check}
+    other = OtherEngine("import-states", more, flags.folder, **about, max_missing=flags.max_missing)
     options = CaptureOptions(
-        out=args.out, verify=args.verify, arguments=(args.config, *args.overrides), other=other
+        out=flags.out, verify=flags.verify, arguments=(flags.config, *flags.overrides), other=other
     )
     return capture(config, options)
 
@@ -527,39 +581,60 @@ def _layer(name: str) -> int | str:
     raise UserError(f"--layers has {name!r}.", "Give numbers of layers, or final.")
 
 
-def _capture(args: argparse.Namespace) -> int:
+def _capture(flags: CaptureFlags) -> int:
     from eagle_kit.train.parallel.launch import check_launcher
 
-    config = _config(args)
+    config = _config(flags)
     check_launcher(os.environ, config.training)
     from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
 
     other = None
-    if args.engine == "vllm":
-        more: tuple[str, ...] = ("--engine", "vllm", "--engine-python", args.engine_python)
-        more += ("--engine-args", args.engine_args) if args.engine_args else ()
-        more += ("--no-check",) if args.no_check else ()
-        engine_args = json_object(args.engine_args, "--engine-args", '{"tensor_parallel_size": 8}')
-        python, checks = args.engine_python, not args.no_check
-        other = OtherEngine("capture", more, python=python, engine_args=engine_args, checks=checks)
+    if flags.engine == "vllm":
+        python = flags.engine_python or sys.executable
+        more: tuple[str, ...] = ("--engine", "vllm", "--engine-python", python)
+        more += ("--engine-args", json.dumps(flags.engine_args)) if flags.engine_args else ()
+        more += ("--no-check",) if flags.no_check else ()
+        checks = not flags.no_check
+        other = OtherEngine("capture", more, python=python, engine_args=flags.engine_args, checks=checks)
     options = CaptureOptions(
-        out=args.out,
-        shard=args.shard,
-        dry_run=args.dry_run,
-        verify=args.verify,
-        arguments=(args.config, *args.overrides),
+        out=flags.out,
+        shard=flags.shard,
+        dry_run=flags.dry_run,
+        verify=flags.verify,
+        arguments=(flags.config, *flags.overrides),
         other=other,
     )
     return capture(config, options)
 
 
-def _store(args: argparse.Namespace) -> int:
+def _store(options: StoreFlags) -> int:
     from eagle_kit.data.states.store import StateStore
     from eagle_kit.train.states.capture import summary, verify
 
-    store = StateStore(args.folder)
+    store = StateStore(options.folder)
     print(summary(store), flush=True)
-    if args.verify:
+    if options.verify:
         verify(store)
         print("Every byte is what was captured.")
     return 0
+
+
+class Action(NamedTuple):
+    """A sub-command: its flags, whose docstring is its help, and what runs it."""
+
+    schema: type[Options]
+    run: Callable[[Any], int]
+
+
+ACTIONS = {
+    "preview": Action(PreviewFlags, _preview),
+    "prepare": Action(PrepareFlags, _prepare),
+    "mix": Action(MixFlags, _mix),
+    "vocab": Action(VocabFlags, _vocab),
+    "regenerate": Action(RegenerateFlags, _regenerate),
+    "prompts": Action(PromptsFlags, _prompts),
+    "capture": Action(CaptureFlags, _capture),
+    "texts": Action(TextsFlags, _texts),
+    "import-states": Action(ImportStatesFlags, _import_states),
+    "store": Action(StoreFlags, _store),
+}

@@ -2,21 +2,12 @@
 
 import argparse
 from pathlib import Path
+from typing import Annotated
 
-from eagle_kit.cli.arguments import (
-    LOADING,
-    RANKS,
-    add_flags,
-    add_target,
-    add_tracking,
-    chosen_target,
-    help_text,
-    json_object,
-    options_of,
-    tracking_of,
-)
+from eagle_kit.cli.arguments import LOADING, RANKS, TargetFlag, TrackingFlag, chosen_target, tracking_of
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
+from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
 
 FLAGS = {
     "tasks": "--tasks",
@@ -25,43 +16,45 @@ FLAGS = {
     "limit": "--limit",
     "seed": "--seed",
     "plots": "--no-plots",
+    "chat_template_kwargs": "--chat-template-kwargs",
 }
 ENGINE_FLAGS = {"max_batch_size": "--batch-size", **LOADING, **RANKS}
 
 
+class EvalOptions(TrackingFlag, TargetFlag):
+    """Options of ``eval``."""
+
+    draft: Annotated[tuple[str, ...], Flag(metavar="DRAFT")] = ()
+    """Folders, hub ids or known names."""
+
+    name: Annotated[tuple[str, ...] | None, Flag(metavar="NAME")] = None
+    """Names of the drafts."""
+
+    evaluation: Annotated[EvalConfig, FlagsOf(FLAGS)] = EvalConfig()
+
+    engine: Annotated[EngineConfig, FlagsOf(ENGINE_FLAGS, "engine")] = EngineConfig(max_batch_size=1)
+
+    out: Annotated[Path, Flag(metavar="DIR")] = Path("results/eval")
+    """Folder of the results."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``eval``."""
-    add_target(parser)
-    parser.add_argument(
-        "--draft",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="DRAFT",
-        help="folders, hub ids or known names",
-    )
-    parser.add_argument("--name", nargs="+", action="extend", metavar="NAME", help="names of the drafts")
-    add_flags(parser, EvalConfig, FLAGS)
-    parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON", help=help_text(EvalConfig, "chat_template_kwargs")
-    )
-    add_flags(parser, EngineConfig, ENGINE_FLAGS, max_batch_size=1)
-    add_tracking(parser)
-    parser.add_argument(
-        "--out", type=Path, default=Path("results/eval"), metavar="DIR", help="default %(default)s"
-    )
+    add_options(parser, EvalOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure; exit code 1 when an answer with speculation differs from the plain one."""
+    options = options_of(args, EvalOptions)
+    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.eval.runner import name_drafts, run_eval
     from eagle_kit.eval.tracking import log_evaluation
 
-    tracking = tracking_of(args)
-    kwargs = json_object(args.chat_template_kwargs, "--chat-template-kwargs", '{"enable_thinking": false}')
-    engine = options_of(args, EngineConfig, ENGINE_FLAGS)
-    config = options_of(args, EvalConfig, FLAGS, engine=engine, chat_template_kwargs=kwargs)
-    target = chosen_target(args.target, args.draft)
-    summary = run_eval(target, name_drafts(args.draft, args.name), config, out=args.out)
-    log_evaluation(summary, tracking, args.out)
+    tracking = tracking_of(options)
+    config = options.evaluation.replace(engine=options.engine)
+    target = chosen_target(options.target, options.draft)
+    drafts = name_drafts(options.draft, options.name)
+    with naming(target):
+        summary = run_eval(target.name, drafts, config, out=options.out)
+    log_evaluation(summary, tracking, options.out)
     return 1 if summary["greedy_identical"] is False else 0

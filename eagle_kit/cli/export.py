@@ -1,66 +1,101 @@
 """`eagle-kit export RUN --out DIR`: a servable draft with a model card, for this engine or another."""
 
 import argparse
+import shlex
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import model_validator
+
+from eagle_kit.config.loading.flags import Flag, add_options, options_of
+from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError
 
-FORMATS = ("eagle-kit", "sglang", "vllm", "speculators", "eagle")
-DTYPES = ("bfloat16", "float16", "float32", "keep")
+
+class ExportOptions(Options):
+    """Options of ``export``."""
+
+    source: Annotated[str, Flag(metavar="RUN_OR_DRAFT", is_positional=True)]
+    """Run folder (its best), checkpoint, or folder or id of a draft."""
+
+    out: Annotated[Path, Flag(metavar="DIR")]
+    """Where the draft goes."""
+
+    format: Literal["eagle-kit", "sglang", "vllm", "speculators", "eagle"] = "eagle-kit"
+    """Layout of the files."""
+
+    dtype: Literal["bfloat16", "float16", "float32", "keep"] = "bfloat16"
+    """Dtype of the weights."""
+
+    target: str | None = None
+    """Folder, hub id or known name; default the one that the draft was trained for."""
+
+    eval: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Results of an eagle-kit eval whose figures go into the card."""
+
+    license: Annotated[str, Flag(metavar="ID")] = ""
+    """Licence of the card, such as apache-2.0."""
+
+    push: Annotated[str | None, Flag(metavar="ORG/NAME")] = None
+    """Upload the folder to this repository of the hub."""
+
+    private: bool = False
+    """Make the repository of --push private."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "ExportOptions":
+        if self.eval is not None and not self.eval.exists():
+            raise UserError(
+                f"The folder {self.eval} does not exist.", "Give the result folder of an eagle-kit eval."
+            )
+        if self.private and self.push is None:
+            raise UserError("--private was given without --push.", "Give --push ORG/NAME, or leave it out.")
+        return self
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``export``."""
-    parser.add_argument(
-        "source", metavar="RUN_OR_DRAFT", help="run folder (its best), checkpoint, or folder or id of a draft"
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the draft goes")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="eagle-kit", help="layout of the files (default %(default)s)"
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="bfloat16", help="of the weights (default %(default)s)"
-    )
-    parser.add_argument("--target", help="folder, hub id or known name; default the one it was trained for")
-    parser.add_argument(
-        "--eval", type=Path, metavar="DIR", help="results of an eagle-kit eval whose figures go into the card"
-    )
-    parser.add_argument("--license", default="", metavar="ID", help="of the card, as apache-2.0")
-    parser.add_argument("--push", metavar="ORG/NAME", help="upload the folder to this repository of the hub")
-    parser.add_argument("--private", action="store_true", help="a repository that --push makes is private")
+    add_options(parser, ExportOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Export and say where."""
-    if args.eval is not None and not args.eval.exists():
-        raise UserError(
-            f"The folder {args.eval} does not exist.", "Give the result folder of an eagle-kit eval."
-        )
-    if args.private and args.push is None:
-        raise UserError("--private was given without --push.", "Give --push ORG/NAME, or leave it out.")
+    options = options_of(args, ExportOptions)
     import torch
 
     from eagle_kit.checkpoints.export import Facts, export_draft
     from eagle_kit.checkpoints.publish import Repository
 
-    repository = None if args.push is None else Repository(args.push, args.private)
+    repository = None if options.push is None else Repository(options.push, options.private)
     export_draft(
-        args.source,
-        args.out,
-        target=args.target,
-        format=args.format,
-        dtype=None if args.dtype == "keep" else getattr(torch, args.dtype),
-        facts=Facts(args.eval, args.license, args.push or ""),
+        options.source,
+        options.out,
+        target=options.target,
+        format=options.format,
+        dtype=None if options.dtype == "keep" else getattr(torch, options.dtype),
+        facts=Facts(options.eval, options.license, options.push or ""),
     )
-    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in options.out.rglob("*") if path.is_file())
     uses = {
         "sglang": "its README.md has SGLang's command",
         "vllm": "its README.md has vLLM's command",
         "speculators": "load it with speculators, or serve it with vLLM",
         "eagle": "load it with EAGLE's EaModel",
     }
-    use = uses.get(args.format, f"try it with eagle-kit generate --draft {args.out}")
-    print(f"{args.out}: {size / 1e6:.1f} MB; {use}")
+    use = uses.get(options.format, f"try it with {generate_command(options.out, options.target)}")
+    print(f"{options.out}: {size / 1e6:.1f} MB; {use}")
     if repository is not None:
-        print(f"{args.push}: {repository.upload(args.out)}")
+        print(f"{options.push}: {repository.upload(options.out)}")
     return 0
+
+
+def generate_command(draft: Path, target: str | None) -> str:
+    """A command that decodes with a draft, from any folder.
+
+    Args:
+        target: the one that was given to export it; None where the draft names one that is known here.
+    """
+    words = ["eagle-kit", "generate", "--draft", str(draft.resolve())]
+    if target is not None:
+        words += ["--target", str(Path(target).resolve()) if Path(target).exists() else target]
+    return shlex.join([*words, "--prompt", "Why is the sky blue?"])

@@ -4,23 +4,24 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import model_validator
 
 from eagle_kit.cli.arguments import (
     DECODING,
     LOADING,
     RANKS,
-    add_decoding,
-    add_flags,
-    add_sampling,
-    add_target,
+    DraftFlag,
+    SamplingFlags,
+    TargetFlag,
     chosen_target,
-    options_of,
-    sampling_params,
 )
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json, read_text
 from eagle_kit.core.output import RequestOutput
@@ -28,41 +29,55 @@ from eagle_kit.core.output import RequestOutput
 FLAGS = {**DECODING, **LOADING, **RANKS, "algorithm": "--algorithm", "token_map": "--token-map"}
 
 
+class GenerateOptions(SamplingFlags, DraftFlag, TargetFlag):
+    """Options of ``generate``."""
+
+    prompt: Annotated[tuple[str, ...] | None, Flag(is_repeated=True)] = None
+    """Text of a user turn; may be given several times."""
+
+    file: Path | None = None
+    """File .jsonl of {prompt} or {messages} lines, or a text that is one prompt."""
+
+    json_lines: Annotated[bool, Flag("--json")] = False
+    """Print one JSON object per reply."""
+
+    engine: Annotated[EngineConfig, FlagsOf(FLAGS, "engine")] = EngineConfig()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "GenerateOptions":
+        if self.prompt is not None and self.file is not None:
+            raise UserError("--file was given beside --prompt.", "Give one or the other.")
+        return self
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``generate``."""
-    add_target(parser)
-    add_decoding(parser, max_tokens=256, batch_size=8)
-    add_flags(parser, EngineConfig, {name: FLAGS[name] for name in FLAGS if name not in DECODING})
-    add_sampling(parser)
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="a user turn; may be given several times"
-    )
-    source.add_argument(
-        "--file",
-        type=Path,
-        help="a .jsonl file of {prompt} or {messages} lines, or a text that is one prompt",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object per reply")
+    add_options(parser, GenerateOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Decode ``--prompt``, ``--file`` or standard input and print each reply."""
-    prompts = read_prompts(args.prompt, args.file)
-    params = sampling_params(args)
-    config = options_of(args, EngineConfig, FLAGS, seed=random.getrandbits(62))
+    options = options_of(args, GenerateOptions)
+    prompts = read_prompts(options.prompt, options.file)
+    params = options.sampling_params
+    config = options.engine.replace(seed=random.getrandbits(62))
     if config.algorithm.upper() in ("AUTO", "NONE"):  # others may find a draft in the target's folder
-        check_shape(config, args.draft)
+        check_shape(config, options.draft)
+    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.data.chat.template import has_chat_template
     from eagle_kit.serve.llm import LLM
 
-    target = chosen_target(args.target, [args.draft] if args.draft else [])
-    llm = LLM(target, args.draft, config, max_batch_size=min(config.max_batch_size, len(prompts)))
+    target = chosen_target(options.target, [options.draft] if options.draft else [])
+    with naming(target):
+        batch_size = min(config.max_batch_size, len(prompts))
+        llm = LLM(target.name, options.draft, config, max_batch_size=batch_size)
     with closing(llm):
         if not has_chat_template(llm.tokenizer):
             print("note: the target has no chat template, so it continues the texts.", file=sys.stderr)
-        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
-            print(json.dumps(as_record(prompt, output)) if args.json else as_text(output), flush=True)
+        outputs = llm.chat([llm.tokenize_task(prompt) for prompt in prompts], params)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            text = json.dumps(as_record(prompt, output)) if options.json_lines else as_text(output)
+            print(text, flush=True)
     return 0
 
 
@@ -74,7 +89,7 @@ def check_shape(config: EngineConfig, draft: str | None) -> None:
         )
 
 
-def read_prompts(texts: list[str] | None, file: Path | None) -> list[Any]:
+def read_prompts(texts: Sequence[str] | None, file: Path | None) -> list[Any]:
     """Read prompts as :class:`eagle_kit.LLM` takes them. Raises UserError for an empty or unreadable one."""
     if texts is not None:
         prompts: list[Any] = list(texts)
@@ -151,13 +166,13 @@ def as_text(output: RequestOutput) -> str:
 
 def figures(output: RequestOutput) -> str:
     """Format accept length, tokens, verifies and tokens per second of one reply, on one line."""
-    stats, num_tokens = output.stats, len(output.token_ids)
-    rate = (
-        f", {(num_tokens - 1) / output.decode_s:.1f} tokens/s"
-        if output.decode_s > 0 and num_tokens > 1
-        else ""
-    )
-    return (
-        f"accept length {stats.accept_length:.2f} "
-        f"({num_tokens} tokens, {stats.num_verifies} verifies{rate}, {output.finish_reason})"
-    )
+    stats = output.stats
+    num_tokens = len(output.token_ids)
+    facts = [f"{num_tokens} tokens"]
+    if stats.num_verifies:
+        facts.append(f"{stats.num_verifies} verifies")
+    if output.decode_s > 0 and num_tokens > 1:
+        facts.append(f"{(num_tokens - 1) / output.decode_s:.1f} tokens/s")
+    facts.append(output.finish_reason)
+    title = f"accept length {stats.accept_length:.2f}" if stats.num_verifies else "plain decoding"
+    return f"{title} ({', '.join(facts)})"

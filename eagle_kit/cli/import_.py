@@ -2,23 +2,35 @@
 
 import argparse
 from pathlib import Path
+from typing import Annotated, Literal
 
+from eagle_kit.config.loading.flags import Flag, add_options, options_of
+from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError
 
-FORMATS = ("sglang", "vllm", "speculators", "eagle")
+
+class ImportOptions(Options):
+    """Options of ``import``."""
+
+    source: Annotated[str, Flag(metavar="DRAFT", is_positional=True)]
+    """Folder or hub id of a draft of any layout."""
+
+    out: Annotated[Path, Flag(metavar="DIR")]
+    """Where the draft goes."""
+
+    format: Literal["sglang", "vllm", "speculators", "eagle"] | None = None
+    """Layout of DRAFT, where it cannot be recognised by its files."""
+
+    target: str | None = None
+    """Folder, hub id or known name; for drafts that do not say which layers they read."""
+
+    license: Annotated[str, Flag(metavar="ID")] = ""
+    """Licence of the card, such as apache-2.0."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``import``."""
-    parser.add_argument("source", metavar="DRAFT", help="folder or hub id of a draft of any layout")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the draft goes")
-    parser.add_argument(
-        "--format", choices=FORMATS, help="layout of DRAFT, where it cannot be recognised by its files"
-    )
-    parser.add_argument(
-        "--target", help="folder, hub id or known name; for drafts that do not say which layers they read"
-    )
-    parser.add_argument("--license", default="", metavar="ID", help="of the card, as apache-2.0")
+    add_options(parser, ImportOptions)
 
 
 def fitting_format(source: str, target: str) -> str | None:
@@ -49,12 +61,13 @@ def fitting_format(source: str, target: str) -> str | None:
 
 def run(args: argparse.Namespace) -> int:
     """Import and say what was recognised."""
+    options = options_of(args, ImportOptions)
     from eagle_kit.checkpoints.export import Facts, import_draft
 
-    facts, format = Facts(licence=args.license), args.format
-    if format is None and args.target is not None:
-        format = fitting_format(args.source, args.target)
-    seen = import_draft(args.source, args.out, format=format, target=args.target, facts=facts)
-    print(f"{args.source}: {seen.kind.name} head, {seen.maker}")
-    print(f"{args.out}: check it with eagle-kit validate {args.out} --target TARGET")
+    facts, format = Facts(licence=options.license), options.format
+    if format is None and options.target is not None:
+        format = fitting_format(options.source, options.target)
+    seen = import_draft(options.source, options.out, format=format, target=options.target, facts=facts)
+    print(f"{options.source}: {seen.kind.name} head, {seen.maker}")
+    print(f"{options.out}: check it with eagle-kit validate {options.out} --target TARGET")
     return 0

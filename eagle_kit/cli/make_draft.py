@@ -16,9 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eagle_kit.cli.arguments import TEMPLATE, add_flags, add_tracking, tracking_of
 from eagle_kit.config.engine import EngineConfig
@@ -32,32 +32,46 @@ from eagle_kit.core.files import (
     write_text_atomically,
 )
 from eagle_kit.core.process import STOPPED, end_with_parent, interruptible
+from eagle_kit.report.stages import about
 from eagle_kit.train.plan.budget import (
     OWN_PHASE,
-    PILOT_EFFICIENCY,
-    PILOTS,
     RAW_PHASE,
     ROW_TOKENS,
     BudgetPlan,
     Phase,
-    Pilot,
     Rates,
-    choose_pilot,
     draft_vocab_size,
     expected_accept_lengths,
     learning_rate,
-    least_budget,
-    pilot_flops,
     plan_budget,
     plan_training,
 )
 
-STATE, COMMANDS, REPORT = "make.json", "commands.sh", "report.md"
-LEAST_BUDGET_S = 300.0
+if TYPE_CHECKING:
+    from eagle_kit.train.plan.pilot import Pilot
+
+STATE = "make.json"
+COMMANDS = "commands.sh"
+REPORT = "report.md"
+START_S = 15.0
+"""Expected seconds of the start of a command, until it loads a target."""
 MAX_PROMPT_TOKENS, MAX_TASK_TOKENS, MAX_REPLY_TOKENS = 192, 768, 256
 NAME = "draft"
 """Of the draft in its evaluation."""
 SHAPES = ("4,1,5", "5,4,16", "auto")
+STAGES = (
+    "pilot-replies",
+    "pilot-training",
+    "prompts",
+    "answers",
+    "replies",
+    "training",
+    "export",
+    "eval",
+    "card",
+    "tune",
+)
+"""Names of all stages, in their order."""
 KIT, TORCHRUN = "eagle-kit", "torchrun"
 SAVING_S = 3600
 """Seconds that ``torchrun`` waits for a training that saves."""
@@ -71,7 +85,7 @@ STATES_OF_DISK = 0.5
 """Part of the free disk that kept states may take."""
 JUDGE_EVERY = 250
 """Least steps between judgements."""
-RECIPE = 2
+RECIPE = 3
 """Of the stages; a folder that another one has begun is not gone on with."""
 NOTE_S = 10.0
 """Seconds between two notes of the time of a stage that is under way."""
@@ -140,8 +154,6 @@ def run(args: argparse.Namespace) -> int:
     if args.chat_template is not None:
         read_chat_template(args.chat_template)
     budget = parse_duration(args.budget)
-    if budget < LEAST_BUDGET_S:
-        raise UserError(f"--budget is {args.budget}.", "Give at least 5m, for loading and measuring.")
     out = args.out or Path("runs/make") / args.target.strip("/").replace("/", "--")
     check_writable(out, "Give another folder with --out.")
     out.mkdir(parents=True, exist_ok=True)
@@ -220,7 +232,8 @@ class Making:
         if stage.name in self.state["done"]:
             return 0
         command = shlex.join(stage.words)
-        print(f"== {stage.name}: {command}", flush=True)
+        number = f"{STAGES.index(stage.name) + 1}/{len(STAGES)} " if stage.name in STAGES else ""
+        print(f"== {number}{stage.name}: {command}", flush=True)
         started = time.monotonic()
         spent = self.state.setdefault("spent_s", {})
         before = spent.get(stage.name, 0.0)
@@ -252,45 +265,51 @@ class Making:
         return sum(self.state.get("spent_s", {}).values())
 
     @property
-    def _pilot(self) -> Pilot:
-        """The size of the measurements."""
+    def _pilot(self) -> "Pilot":
+        """What is measured; chosen once."""
+        from eagle_kit.train.plan.pilot import Pilot
+
         return Pilot(**self.state["pilot"])
 
     def _choose_pilot(self) -> None:
-        """Choose measurements that take a tenth of the budget at most, before anything is measured.
+        """Choose what is measured, by costs that are known before.
 
         Raises:
-            UserError: the smallest take longer.
+            UserError: the budget is too short for this target on this machine.
         """
-        if "pilot" in self.state or self.state["done"]:
-            self.state.setdefault("pilot", vars(PILOTS[0]))
+        if "pilot" in self.state:
             return
-        target_weights, width, words = self._sizes()
-        rate = _matmul_rate()
-
-        def seconds(pilot: Pilot) -> float:
-            flops = pilot_flops(pilot, self.processes, target_weights, width, draft_vocab_size(words))
-            return flops / (PILOT_EFFICIENCY * rate)
-
-        pilot = choose_pilot(self.budget_s, seconds)
-        if pilot is None:
-            minutes = math.ceil(least_budget(seconds) / 60)
-            raise UserError(
-                f"Measuring this target would take about {seconds(PILOTS[-1]) / 60:.0f} min at least, more "
-                f"than a tenth of --budget {self.args.budget}.",
-                f"Give at least {minutes}m.",
-            )
-        print(f"measuring takes about {max(seconds(pilot) / 60, 1):.0f} min, and loading", flush=True)
-        self.state["pilot"] = vars(pilot)
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """Weights of the target, its hidden size, and the tokens of its tokenizer."""
+        from eagle_kit.config.train import TrainConfig
         from eagle_kit.models.loading.loader import read_target_config
-        from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+        from eagle_kit.models.loading.source import resolve_target
+        from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY
+        from eagle_kit.train.plan.pilot import PILOTS, choose_pilot, expected_costs
 
-        folder = resolve_target(self.args.target)
-        width = read_target_config(folder).hidden_size
-        return _num_weights(folder), width, len(load_tokenizer(folder))
+        # Costs of the largest pilot's training.
+        largest = PILOTS[0]
+        raw = self._raw_config("pilot", Phase(largest.steps, largest.rows), {"source": self.args.source})
+        config = TrainConfig.model_validate_json(json.dumps(raw))
+        target = read_target_config(resolve_target(self.args.target))
+        costs = expected_costs(config, target, start_s=START_S)
+
+        tokens = MAX_PROMPT_TOKENS + MAX_REPLY_TOKENS
+        pilot = choose_pilot(self.budget_s, costs, tokens, self.processes)
+        if pilot is None:
+            least = math.ceil(costs.least_budget(tokens, self.processes) / 60)
+            step_s = costs.step_flops / costs.flops_per_s / EXPECTED_EFFICIENCY
+            raise UserError(
+                f"--budget {self.args.budget} is too short for {self.args.target} on this machine: a step of "
+                f"training takes about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at "
+                f"{EXPECTED_EFFICIENCY:.0%} of {costs.flops_per_s / 1e9:.0f} GFLOP/s, measured now).",
+                f"Give at least {_duration(least)}, or a smaller target.",
+            )
+        seconds = costs.seconds(pilot, tokens, self.processes)
+        print(
+            f"pilot   {pilot.replies} replies and {pilot.steps} steps of training are measured first: "
+            f"{about(seconds)} of {self.args.budget}",
+            flush=True,
+        )
+        self.state["pilot"] = asdict(pilot)
 
     # ---- stages
 
@@ -313,25 +332,25 @@ class Making:
 
     def _pilot_replies(self) -> Stage:
         source = self.args.source
-        limit = self._pilot.replies
-        return self._regenerate("pilot-replies", source, self.replies, limit, MAX_PROMPT_TOKENS)
+        return self._regenerate("pilot-replies", source, self.replies, self._pilot.replies, MAX_PROMPT_TOKENS)
 
     def _pilot_training(self) -> Stage:
         run = self.out / "pilot"
-        steps = self._pilot.steps
+        pilot = self._pilot
 
         def finish(seconds: float) -> dict[str, Any]:
-            rows = _rows(run / "metrics.jsonl")[steps // 2 :]
-            about = read_object(run / f"step-{steps}" / "eagle_kit.json")["data"]
+            rows = _rows(run / "metrics.jsonl")[pilot.steps // 2 :]
+            seen = read_object(run / f"step-{pilot.steps}" / "eagle_kit.json")["data"]
             return {
                 "tokens_per_s": statistics.median(row["tokens_per_s"] for row in rows),
                 "kept_tokens_per_s": statistics.median(map(_rate_without_capture, rows)),
-                "tokens_per_conversation": about["tokens"] / about["conversations"],
+                "tokens_per_conversation": seen["tokens"] / seen["conversations"],
                 "kept_tokens": self._kept_tokens(),
             }
 
-        phase = Phase(steps, max(self._pilot.rows_per_step, self.processes))
-        config = self._config("pilot", phase, {"source": self.args.source, "limit": 200}, judged=False)
+        phase = Phase(pilot.steps, max(pilot.rows, self.processes))
+        data = {"source": self.args.source, "limit": 200}
+        config = self._config("pilot", phase, data, judged=False, row_tokens=pilot.row_tokens)
         return Stage("pilot-training", self._train(config), finish)
 
     def _plan(self) -> BudgetPlan:
@@ -445,22 +464,37 @@ class Making:
         *,
         judged: bool = True,
         keeps: bool = False,
+        row_tokens: int = ROW_TOKENS,
     ) -> Path:
-        """Write the config of a training, once, which ``keeps`` the target's states."""
+        """Write the config of a training, once; the rest as for :meth:`_raw_config`."""
         import yaml
 
         path = self.out / f"{name}.yaml"
-        if path.is_file():
-            return path
+        if not path.is_file():
+            raw = self._raw_config(name, phase, data, judged=judged, keeps=keeps, row_tokens=row_tokens)
+            write_text_atomically(path, yaml.safe_dump(raw, sort_keys=False))
+        return path
+
+    def _raw_config(
+        self,
+        name: str,
+        phase: Phase,
+        data: dict[str, Any],
+        *,
+        judged: bool = True,
+        keeps: bool = False,
+        row_tokens: int = ROW_TOKENS,
+    ) -> dict[str, Any]:
+        """The config of a training on rows of ``row_tokens``, which ``keeps`` the target's states."""
         from eagle_kit.models.loading.loader import read_target_config
         from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
         folder = resolve_target(self.args.target)
         target, words = read_target_config(folder), len(load_tokenizer(folder))
-        length = min(ROW_TOKENS, target.max_position_embeddings)
+        length = min(row_tokens, target.max_position_embeddings)
         judgements = max(min(phase.steps // JUDGE_EVERY, 4), 1)
         every = math.ceil(phase.steps / judgements)
-        raw = {
+        return {
             "target": self.args.target,
             "output_dir": str(self.out / name),
             "data": {
@@ -484,8 +518,6 @@ class Making:
             },
             "judge": {"every": every if judged else 0, "prompts": HELD_OUT, "max_tokens": 64},
         }
-        write_text_atomically(path, yaml.safe_dump(raw, sort_keys=False))
-        return path
 
     def _train(self, config: Path, *settings: str) -> tuple[str, ...]:
         together = (TORCHRUN, "--standalone", "--nproc_per_node", str(self.processes))
@@ -538,6 +570,7 @@ class Making:
         print(
             f"plan    {plan.reply_tokens:,} tokens of own replies ({replies}), training on "
             f"{plan.tokens:,} of them and of raw chats, {passes} ({training}); tuning and evaluation {rest}\n"
+            f"time    {about(max(self.budget_s - self._spent_s, 0.0))} to go\n"
             f"expect  accept length about {chain:.2f} (4,1,5) and {tree:.2f} (5,4,16), as heads of "
             "SmolLM2-135M-Instruct had after as many tokens; another target's may be higher",
             flush=True,
@@ -568,24 +601,10 @@ class Making:
         print(f"The draft is in {self.draft}: eagle-kit serve {self.draft} {' '.join(self._target())}")
 
 
-def _num_weights(folder: Path) -> int:
-    """Weights of a target, by the headers of its files."""
-    from eagle_kit.models.loading.loader import open_safetensors, weight_files
-
-    total = 0
-    for path in weight_files(folder):
-        with open_safetensors(path) as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total
-
-
-def _matmul_rate() -> float:
-    """FLOP/s of a product on the device that trains."""
-    import torch
-
-    from eagle_kit.train.plan.estimate import measure_matmul_rate
-
-    return measure_matmul_rate(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+def _duration(minutes: int) -> str:
+    """``"45m"`` or ``"2h30m"``, as ``--budget`` takes it."""
+    hours, rest = divmod(minutes, 60)
+    return (f"{hours}h" if hours else "") + (f"{rest}m" if rest or not hours else "")
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

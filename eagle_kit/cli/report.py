@@ -1,42 +1,53 @@
 """`eagle-kit report RUN ...`: curves of a run as a page, or of several in one picture and one table."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+from eagle_kit.config.loading.flags import Flag, add_options, options_of
+from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError
 
 
+class ReportOptions(Options):
+    """Options of ``report``."""
+
+    runs: Annotated[tuple[str, ...], Flag(metavar="RUN", is_positional=True)]
+    """Run folder; of several, LABEL=FOLDER names one and LABEL=FOLDER,FOLDER,... are its seeds."""
+
+    out: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Folder of the page; default the run's own, if it is one."""
+
+    shape: Annotated[str | None, Flag(metavar="S,K,N")] = None
+    """Shape that is compared; default what chose best/ in the first."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="run folder; of several, LABEL=FOLDER names one and LABEL=FOLDER,FOLDER,... are its seeds",
-    )
-    parser.add_argument("--out", type=Path, metavar="DIR", help="default the run's own folder, if it is one")
-    parser.add_argument("--shape", metavar="S,K,N", help="compared; default what chose best/ in the first")
+    """Declare the arguments of ``report``."""
+    add_options(parser, ReportOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Draw the page and print its path; of several runs, the table as well."""
+    options = options_of(args, ReportOptions)
     from eagle_kit.train.run.report import compare_runs, write_report
 
-    groups = groups_of(args.runs)
+    groups = groups_of(options.runs)
     folders = [folder for group in groups.values() for folder in group]
     if len(folders) == 1:
-        if args.shape is not None:
+        if options.shape is not None:
             raise UserError("--shape is for several runs.", "Leave it out; one run shows all its shapes.")
-        print(write_report(folders[0], args.out))
+        print(write_report(folders[0], options.out))
         return 0
-    if args.out is None:
+    if options.out is None:
         raise UserError("Several runs have no folder in common.", "Give --out DIR.")
-    result = compare_runs(groups, args.out, args.shape)
+    result = compare_runs(groups, options.out, options.shape)
     print(f"{result.table.markdown()}\n\n{result.png}\n{result.page}")
     return 0
 
 
-def groups_of(words: list[str]) -> dict[str, list[Path]]:
+def groups_of(words: Sequence[str]) -> dict[str, list[Path]]:
     """``base=a,b`` or a folder -> folders by label, in the order given."""
     groups: dict[str, list[Path]] = {}
     for word in words:

@@ -4,13 +4,18 @@ import argparse
 import os
 import secrets
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
+
+from pydantic import model_validator
 
 from eagle_kit.cli import sglang_flags
-from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS, add_flags, options_of
+from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS
 from eagle_kit.config.engine import EngineConfig, NgramConfig
+from eagle_kit.config.loading.flags import Flag, add_flags, add_options, options_of
+from eagle_kit.config.options import Options
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.process import end_at_once
@@ -65,67 +70,85 @@ ENGINE_FLAGS = {
     **RANKS,
     **LOADING,
 }
-SHAPE_FLAGS = {
-    "steps": ("--speculative-num-steps", "depth of the draft"),
-    "topk": ("--speculative-eagle-topk", "candidates per depth; 1 is a chain"),
-    "tokens": ("--speculative-num-draft-tokens", "verified, root included"),
-}
+HTTP = "HTTP"
+SPECULATION = "speculation"
+ENGINE = "engine"
+
+
+class ServeFlags(Options):
+    """Options of ``serve`` beside those of the server and of its engine."""
+
+    model: Annotated[str, Flag(metavar="DRAFT_OR_TARGET", is_positional=True)]
+    """Draft, which names its target, or a target; each a folder, a hub id or a known name."""
+
+    target: str | None = None
+    """Target of the draft, if not its own."""
+
+    draft: str | None = None
+    """Draft for the target; without it decoding is plain."""
+
+    plan: bool = False
+    """Without a GPU or the target's weights, print the memory of each rank for several numbers of ranks, and
+    what fits on which GPUs.
+    """
+
+    gpu: Annotated[str | None, Flag(metavar="KIND")] = None
+    """Kind of GPU of --plan; default h100-80g."""
+
+    port: Annotated[int, Flag(group=HTTP)] = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    speculative_algorithm: Annotated[str | None, Flag(metavar="NAME", group=SPECULATION)] = None
+    """EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE, NEXTN, STANDALONE, NGRAM or NONE; default that of the draft."""
+
+    steps: Annotated[int | None, Flag("--speculative-num-steps", group=SPECULATION)] = None
+    """Depth of the draft; in place of --shape."""
+
+    topk: Annotated[int | None, Flag("--speculative-eagle-topk", group=SPECULATION)] = None
+    """Candidates per depth, 1 of a chain; in place of --shape."""
+
+    tokens: Annotated[int | None, Flag("--speculative-num-draft-tokens", group=SPECULATION)] = None
+    """Tokens that are verified, root included; in place of --shape."""
+
+    no_self_test: Annotated[bool, Flag(group=SPECULATION)] = False
+    """Do not compare with plain decoding at start."""
+
+    seed: Annotated[int | None, Flag(group=ENGINE)] = None
+    """Seed of requests that bring none; default another at every start."""
+
+    disable_cuda_graph: Annotated[bool, Flag(group=ENGINE)] = False
+    """The same as --graph-mode off."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "ServeFlags":
+        if self.target is not None and self.draft is not None:
+            raise UserError(
+                "--draft was given beside --target.",
+                "Give the target first with --draft, or the draft first with --target.",
+            )
+        if self.gpu is not None and not self.plan:
+            raise UserError("--gpu is of --plan, which was not given.", "Give both, or --device.")
+        return self
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``serve``."""
-    parser.add_argument(
-        "model",
-        metavar="DRAFT_OR_TARGET",
-        help="a draft, which names its target, or a target; each a folder, a hub id or a known name",
-    )
-    given = parser.add_mutually_exclusive_group()
-    given.add_argument("--target", help="of the draft, if not its own")
-    given.add_argument("--draft", help="for the target; without it decoding is plain")
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="without a GPU or the target's weights, print the memory of each rank for several numbers of "
-        "ranks, and what fits on which GPUs",
-    )
-    parser.add_argument("--gpu", metavar="KIND", help=f"kind of GPU of --plan (default {PLANNED_GPU})")
-    http = parser.add_argument_group("HTTP")
-    http.add_argument("--port", type=int, default=8000, help="0 takes a free one (default %(default)s)")
-    add_flags(http, ServerConfig, SERVER_FLAGS)
-    spec = parser.add_argument_group("speculation")
-    spec.add_argument(
-        "--speculative-algorithm",
-        metavar="NAME",
-        help="EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE, NEXTN, STANDALONE, NGRAM or NONE; default: that of the "
-        "draft",
-    )
-    for name, (flag, text) in SHAPE_FLAGS.items():
-        spec.add_argument(flag, type=int, dest=name, metavar="N", help=f"{text}; in place of --shape")
-    add_flags(spec, EngineConfig, DRAFT_FLAGS)
-    add_flags(spec, NgramConfig, NGRAM_FLAGS)
-    spec.add_argument(
-        "--no-self-test", action="store_true", help="do not compare with plain decoding at start"
-    )
-    engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--seed",
-        type=int,
-        metavar="N",
-        help="seed of requests that bring none (default: another at every start)",
-    )
-    add_flags(engine, EngineConfig, ENGINE_FLAGS)
-    engine.add_argument("--disable-cuda-graph", action="store_true", help="the same as --graph-mode off")
+    groups = add_options(parser, ServeFlags)
+    add_flags(groups[HTTP], ServerConfig, SERVER_FLAGS)
+    add_flags(groups[SPECULATION], EngineConfig, DRAFT_FLAGS)
+    add_flags(groups[SPECULATION], NgramConfig, NGRAM_FLAGS)
+    add_flags(groups[ENGINE], EngineConfig, ENGINE_FLAGS)
     sglang_flags.configure(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check, load, test, serve; returns when the server was told to stop."""
     sglang_flags.apply(args)
-    if args.plan:
+    flags = options_of(args, ServeFlags)
+    if flags.plan:
         return plan(args)
     config = engine_config(args)
-    if args.gpu is not None:
-        raise UserError("--gpu is of --plan, which was not given.", "Give both, or --device.")
+    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.data.chat.reply.choice import check_names
     from eagle_kit.serve.api.app import check_packages, create_app
     from eagle_kit.serve.api.hosts import is_loopback
@@ -139,21 +162,24 @@ def run(args: argparse.Namespace) -> int:
         say(f"warning: other users of this machine see the --api-key; set ${KEY_VARIABLE} instead.")
     args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     is_named = args.model_name is not None
-    args.model_name = args.model_name if is_named else args.model
+    args.model_name = args.model_name if is_named else flags.model
     server_config = options_of(args, ServerConfig, SERVER_FLAGS)
     check_names(server_config.reasoning_parser, server_config.tool_call_parser)
     is_first = config.tensor_parallel == 1 or not launched_rank()
-    sock = bind(server_config.host, args.port) if is_first else None
+    sock = bind(server_config.host, flags.port) if is_first else None
     if is_first and server_config.api_key is None and not is_loopback(server_config.host):
         say(f"warning: whoever reaches this machine may use the server; set a key as ${KEY_VARIABLE}.")
-    draft, target = (args.model, args.target) if args.draft is None else (args.draft, args.model)
-    model = check_algorithm(args, find_model(draft, target, DEFAULT_TARGET))
+    if flags.draft is None:
+        found = find_model(flags.model, flags.target, DEFAULT_TARGET)
+    else:
+        found = find_model(flags.draft, flags.model, DEFAULT_TARGET)
+    model = check_algorithm(args, found)
     names = names_of(model)
     if not is_named:
         server_config = server_config.replace(model_name=names[0])
     server_config = server_config.replace(model_aliases=names)
     try:
-        with warnings_as_lines(say):
+        with warnings_as_lines(say), naming(model.named):
             llm = LLM(model.target, model.draft, config)  # where other ranks of torchrun end
         assert sock is not None
         try:
@@ -253,14 +279,14 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
     if name not in (None, *known):
         raise UserError(f"The algorithm {name!r} is not known.", f"Use one of {', '.join(known)}.")
     if name in ("NONE", "NGRAM"):
-        model = type(model)(model.target, None)
+        model = replace(model, draft=None)
     is_asked_for = model.draft is None and name in algorithms()
     needs_draft = is_asked_for and kind_in_target(name) is None
     if needs_draft:
         folder = resolve_target(model.target)
         if not drafts_in_target(folder, name):
             raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
-        model = type(model)(model.target, str(draft_in_target(None, name, folder)))
+        model = replace(model, draft=str(draft_in_target(None, name, folder)))
     if model.draft is None and not is_asked_for and args.token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
     return model
@@ -275,7 +301,8 @@ def introduce(
     drafts = "shapes by measurements" if llm.chooses_shapes else drafts
     say(f"seed       {config.seed}, of requests that bring none")
     weights = llm.target.weight_format
-    say(f"target     {model.target}, {weights}, context {config.max_context}, batch {config.max_batch_size}")
+    say(f"target     {model.target}, {model.origin}")
+    say(f"engine     {weights}, context {config.max_context}, batch {config.max_batch_size}")
     say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
     say(f"prefill    {llm.engine().runner.prefill_backends}")
     say(f"chat       {describe_template(llm)}")

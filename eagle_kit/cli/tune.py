@@ -3,10 +3,13 @@
 import argparse
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS, add_flags, options_of
+from pydantic import Field, model_validator
+
+from eagle_kit.cli.arguments import LOADING, RANKS, TargetFlag, chosen_model
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
 from eagle_kit.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -23,86 +26,105 @@ FLAGS = {
 }
 
 
+class TuneFlags(TargetFlag):
+    """Options of ``tune``."""
+
+    draft: Annotated[str, Flag(metavar="DRAFT", is_positional=True)]
+    """Folder, hub id or known name."""
+
+    tasks: tuple[str, ...] = ("human_eval", "ours")
+    """Tasks whose prompts are decoded, named as for eval."""
+
+    limit: int = Field(default=32, ge=1)
+    """Prompts of each task."""
+
+    max_tokens: int = Field(default=64, ge=1)
+    """Most tokens per reply."""
+
+    passes: int | None = Field(default=None, ge=1)
+    """Passes over all batch sizes and contexts, each of which is timed as often; default 5. One pass is
+    soonest done and trusts the machine to be as fast all the time.
+    """
+
+    seed: int = 0
+    """Seed of the draw of prompts."""
+
+    ship: bool = False
+    """Also write tuning.json beside the draft's weights."""
+
+    check: bool = False
+    """Keep half of each task's prompts back, and compare the predictions with them, and with shapes and batch
+    sizes that were not measured.
+    """
+
+    out: Path | None = None
+    """File of what --check finds, as JSON."""
+
+    engine: Annotated[EngineConfig, FlagsOf(FLAGS, "engine")] = EngineConfig()
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "TuneFlags":
+        if self.out is not None and not self.check:
+            raise UserError("--out is of what --check finds, and that was not asked for.", "Add --check.")
+        return self
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``tune``."""
-    parser.add_argument("draft", metavar="DRAFT", help="a folder, a hub id or a known name")
-    parser.add_argument("--target", help="of the draft, if not its own")
-    parser.add_argument(
-        "--tasks", nargs="+", default=["human_eval", "ours"], metavar="TASK", help="default %(default)s"
-    )
-    parser.add_argument(
-        "--limit", type=int, default=32, metavar="N", help="prompts of each task (default %(default)s)"
-    )
-    parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="per reply (default %(default)s)"
-    )
-    parser.add_argument(
-        "--passes",
-        type=int,
-        metavar="N",
-        help="over all batch sizes and contexts, each of which is timed as often (default 5); one is soonest "
-        "done and trusts the machine to be as fast all the time",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the draw of prompts")
-    parser.add_argument(
-        "--ship", action="store_true", help="also write tuning.json beside the draft's weights"
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="keep half of each task's prompts back, and compare the predictions with them, and with shapes "
-        "and batch sizes that were not measured",
-    )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="of what --check finds, as JSON")
-    add_flags(parser, EngineConfig, FLAGS, max_batch_size=8)
+    add_options(parser, TuneFlags)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, keep and print what is chosen."""
+    options = options_of(args, TuneFlags)
+    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.core.files import check_writable
     from eagle_kit.data.tasks.sets import load_tasks
-    from eagle_kit.serve.api.startup import find_model
     from eagle_kit.serve.llm import LLM
 
-    if args.passes is not None and args.passes < 1:
-        raise UserError(f"--passes is {args.passes}.", "Give at least 1.")
-    if args.out and not args.check:
-        raise UserError("--out is of what --check finds, and that was not asked for.", "Add --check.")
-    if args.out:
-        check_writable(args.out.parent, "Give another file with --out.")
-    config = options_of(args, EngineConfig, FLAGS)
-    whole = load_tasks(args.tasks)
-    limits = [max(1, min(args.limit, len(task.prompts) // 2)) if args.check else args.limit for task in whole]
-    tasks = [task.limited(limit, args.seed) for task, limit in zip(whole, limits, strict=True)]
-    model = find_model(args.draft, args.target, DEFAULT_TARGET)
-    with closing(LLM(model.target, model.draft, config)) as llm:
-        return _tune(args, llm, list(zip(whole, tasks, limits, strict=True)))
+    if options.out is not None:
+        check_writable(options.out.parent, "Give another file with --out.")
+
+    # With --check at most half of a task's prompts are recorded.
+    whole = load_tasks(options.tasks)
+    limits = []
+    for task in whole:
+        most = max(1, len(task.prompts) // 2) if options.check else options.limit
+        limits.append(min(options.limit, most))
+    tasks = [task.limited(limit, options.seed) for task, limit in zip(whole, limits, strict=True)]
+
+    model = chosen_model(options.draft, options.target)
+    with naming(model.named):
+        llm = LLM(model.target, model.draft, options.engine)
+    with closing(llm):
+        return _tune(options, llm, list(zip(whole, tasks, limits, strict=True)))
 
 
-def _tune(args: argparse.Namespace, llm: "LLM", triples: "list[tuple[Task, Task, int]]") -> int:
+def _tune(options: TuneFlags, llm: "LLM", triples: "list[tuple[Task, Task, int]]") -> int:
     from eagle_kit.checkpoints.draft import resolve_draft
     from eagle_kit.core.files import check_writable
     from eagle_kit.eval.tune import TuneOptions, tune
     from eagle_kit.eval.tune_check import held_out
     from eagle_kit.tuning.files import acceptance_path, costs_path, ship
 
-    folder = resolve_draft(args.draft, llm.target.config)
-    if args.ship:
+    folder = resolve_draft(options.draft, llm.target.config)
+    if options.ship:
         check_writable(folder, "Copy the draft to a folder of yours.")
-    options = TuneOptions([task for _, task, _ in triples], args.max_tokens, num_passes=args.passes)
-    tuned = tune(llm, options)
+    tuned = tune(
+        llm, TuneOptions([task for _, task, _ in triples], options.max_tokens, num_passes=options.passes)
+    )
     print(f"costs       {costs_path(tuned.costs.key)}")
     print(f"acceptance  {acceptance_path(tuned.acceptance.draft)}")
-    if args.ship:
+    if options.ship:
         print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
     print_plan(llm, tuned)
-    if args.check:
-        rest = [held_out(task, recorded, limit, args.seed) for task, recorded, limit in triples]
-        _check(llm, tuned, [task for task in rest if task], args)
+    if options.check:
+        rest = [held_out(task, recorded, limit, options.seed) for task, recorded, limit in triples]
+        _check(llm, tuned, [task for task in rest if task], options)
     return 0
 
 
-def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", args: argparse.Namespace) -> None:
+def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", options: TuneFlags) -> None:
     from eagle_kit.core.files import write_json_atomically
     from eagle_kit.eval.tune_check import check
     from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
@@ -110,13 +132,13 @@ def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", args: argparse.Names
     prompts = [prompt.given() for task in tasks for prompt in task.prompts]
     print(f"check       {len(prompts)} prompts that were not recorded")
     found = []
-    for each in check(llm, tuned, prompts, args.max_tokens):
+    for each in check(llm, tuned, prompts, options.max_tokens):
         print(f"  {each}", flush=True)
         found.append(each)
     for unit in dict.fromkeys(each.unit for each in found):
         errors = [abs(each.error) for each in found if each.unit == unit]
         print(f"{unit}: error at most {max(errors):.1%}, {sum(errors) / len(errors):.1%} in the mean")
-    if args.out:
+    if options.out:
         data = {
             "command": command_line(),
             "date": now(),
@@ -125,7 +147,7 @@ def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", args: argparse.Names
             "prompts": len(prompts),
             "compared": [each.to_json() for each in found],
         }
-        write_json_atomically(args.out, data)
+        write_json_atomically(options.out, data)
 
 
 def print_plan(llm: "LLM", tuned: "Tuned") -> None:

@@ -3,48 +3,55 @@
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from eagle_kit.cli.arguments import TEMPLATE, add_flags, add_target, chosen_target
+from pydantic import Field
+
+from eagle_kit.cli.arguments import TEMPLATE, TargetFlag, chosen_target
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.core.errors import UserError
+from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
+
+
+class ValidateOptions(TargetFlag):
+    """Options of ``validate``."""
+
+    draft: Annotated[str, Flag(metavar="DRAFT", is_positional=True)]
+    """Folder, hub id or known name."""
+
+    engine: Annotated[EngineConfig, FlagsOf(TEMPLATE)] = EngineConfig()
+
+    decode: Annotated[int | None, Flag(alone=32)] = Field(default=None, ge=2)
+    """Also decode a few questions, N tokens each, with the draft and plainly; 32 where no N is given."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``validate``."""
-    parser.add_argument("draft", metavar="DRAFT", help="folder, hub id or known name")
-    add_target(parser)
-    add_flags(parser, EngineConfig, TEMPLATE)
-    parser.add_argument(
-        "--decode",
-        type=int,
-        nargs="?",
-        const=32,
-        metavar="N",
-        help="also decode a few questions, N tokens each (default %(const)s), with the draft and plainly",
-    )
+    add_options(parser, ValidateOptions)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; exit code 2 when one of them is an error."""
+    options = options_of(args, ValidateOptions)
+    template = options.engine.chat_template
+    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.checkpoints.validate import validate_draft
     from eagle_kit.models.loading.source import resolve_target
 
-    if args.decode is not None and args.decode < 2:
-        raise UserError(f"--decode is {args.decode}.", "Give at least 2 tokens.")
-    name = chosen_target(args.target, [args.draft])
-    target = resolve_target(name)
-    findings = validate_draft(args.draft, target, args.chat_template)
+    named = chosen_target(options.target, [options.draft])
+    with naming(named):
+        target = resolve_target(named.name)
+    findings = validate_draft(options.draft, target, template)
     for finding in findings:
         print(f"{finding.level:8}{finding.subject}: {finding.cause}")
         if finding.level != "ok":
             print(f"        -> {finding.remedy}")
     num_errors = sum(finding.level == "error" for finding in findings)
     if num_errors == 0:
-        print_numbering(args.draft, target)
-    if args.decode is not None and num_errors == 0:
-        num_errors += not decodes_alike(args.draft, target, args.decode, args.chat_template)
+        print_numbering(options.draft, target)
+    if options.decode is not None and num_errors == 0:
+        num_errors += not decodes_alike(options.draft, target, options.decode, template)
     fit = "fits" if num_errors == 0 else "does not fit"
-    print(f"\n{args.draft} {fit} {name}: {num_errors} error{'' if num_errors == 1 else 's'}.")
+    print(f"\n{options.draft} {fit} {named.name}: {num_errors} error{'' if num_errors == 1 else 's'}.")
     return 2 if num_errors else 0
 
 

@@ -21,6 +21,10 @@ class UserError(ValueError):
         return UserError, (self.cause, self.remedy)
 
 
+class TargetError(UserError):
+    """A mistake in the choice of a target: there is none of that name, or a draft does not fit it."""
+
+
 class RankLost(RuntimeError):
     """Another process of the group has ended, or does not answer; the message is a sentence for people."""
 

@@ -301,6 +301,18 @@ def tidy(path: Path) -> None:
             remove(left)
 
 
+def give_usual_mode(path: Path) -> None:
+    """Give a file the mode that the umask gives to new ones; some libraries make files for their owner
+    alone."""
+    usual = path.with_name(f"{path.name}.mode")
+    usual.touch(mode=0o666)
+    try:
+        mode = stat.S_IMODE(usual.stat().st_mode)
+    finally:
+        usual.unlink()
+    path.chmod(mode)
+
+
 def _link_target(path: Path) -> Path:
     """``path``, or what it is a link to. Raises UserError for what is neither a file nor a folder."""
     path = Path(os.path.realpath(path))

@@ -95,7 +95,7 @@ class ReplyLogprobs:
 
 @dataclass
 class RequestOutput:
-    """One finished reply.
+    """Finished reply to a prompt, and, with ``n`` > 1, the other replies to it.
 
     Attributes:
         prompt_ids: the prompt as tokens.
@@ -111,6 +111,9 @@ class RequestOutput:
         prefill_s: seconds from admission to the first token.
         decode_s: seconds from the first token to the last, during which other requests of the batch decode
             too.
+        index: number of this reply among the ``n``.
+        others: the other replies to the prompt, in order; only the first reply has them.
+        prompt_logprobs: one entry per token of the prompt, None for the first one; None unless requested.
     """
 
     prompt_ids: list[int]
@@ -123,3 +126,42 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    index: int = 0
+    others: "list[RequestOutput]" = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    @property
+    def outputs(self) -> "list[RequestOutput]":
+        """All replies to the prompt, this one first, under vLLM's name."""
+        return [self, *self.others]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """:attr:`prompt_ids` under vLLM's name."""
+        return self.prompt_ids
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of the whole reply; None unless ``logprobs`` were requested."""
+        if not self.logprobs:
+            return None
+        return sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass(frozen=True)
+class ReplyDelta:
+    """Addition to a reply that is being streamed.
+
+    Attributes:
+        prompt_index: number of the prompt in the call.
+        index: number of the reply among the ``n`` of its prompt.
+        text: new text; special tokens and stop texts are left out.
+        token_ids: new tokens.
+        finish_reason: of the last delta of a reply, as in :class:`RequestOutput`; None before.
+    """
+
+    prompt_index: int
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None

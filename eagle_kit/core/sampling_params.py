@@ -1,11 +1,15 @@
 """Sampling parameters of a request."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.structured_outputs import Grammar as Grammar
+from eagle_kit.core.structured_outputs import StructuredOutputs as StructuredOutputs
+from eagle_kit.core.structured_outputs import Thought as Thought
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""
@@ -13,69 +17,51 @@ MAX_BAD_WORDS = 128
 """Most words that a request may forbid."""
 MAX_BAD_WORD_CHARS = 256
 """Most characters of a forbidden word."""
-
-
 MAX_SALT_CHARS = 256
 """Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
 
-class Thought(NamedTuple):
-    """Token ids that bound the reasoning at the beginning of a reply.
-
-    Attributes:
-        end: tokens that end it, one directly after the other.
-        opener: first token of a reply that has reasoning; None where the reasoning has begun already.
-        others: tokens besides the second of ``end`` that may follow its first one, as the reasoning goes on.
-    """
-
-    end: tuple[int, ...]
-    opener: int | None = None
-    others: tuple[int, ...] = ()
-
-
-class Grammar(NamedTuple):
-    """Constraint on a reply: any JSON object, a JSON schema (``text`` is its JSON), or a regular
-    expression; with ``thought`` on what is behind the reply's reasoning."""
-
-    kind: Literal["json_object", "json_schema", "regex"]
-    text: str = ""
-    thought: Thought | None = None
-
-
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one reply.
+    """Sampling parameters of the replies to one prompt. The names are vLLM's; the default is greedy decoding
+    of up to 256 tokens.
 
     Attributes:
-        max_tokens: maximum number of tokens of the reply, at least 1.
+        max_tokens: maximum number of tokens of a reply, at least 1.
         temperature: divides the logits; 0 is greedy.
         top_k: keep the k most likely tokens; 0 keeps all.
         top_p: then keep the smallest set of most likely tokens whose probabilities sum to at least this.
         min_p: then keep tokens whose probability is at least this share of the largest one.
         seed: seed of the reply's random numbers, which do not depend on the batch; None draws a seed when the
-            request arrives.
+            request arrives. With ``n`` replies, reply i has the seed ``seed + i``.
         repetition_penalty: > 1 divides positive and multiplies negative logits of tokens that are in the
             prompt or the reply (arXiv 1909.05858).
         frequency_penalty: subtracted from a token's logit for every occurrence in the reply.
         presence_penalty: subtracted from the logit of every token that is in the reply.
         logit_bias: token id -> number added to its logit.
         allowed_token_ids: tokens that the reply may have, at least one; None allows all. The reply ends by
-            itself only where one of the model's end tokens is among them. Not together with ``grammar``.
+            itself only where one of the model's end tokens is among them. Not together with a constraint.
         bad_words: up to 128 words of up to 256 characters that the reply must not have. Each word's tokens,
             with and without a leading blank, are forbidden directly after one another within the reply.
         logprobs: number of most likely alternatives to report besides the sampled token, 0 to 20; None
             reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before all of the
             above.
-        stop: strings that end the reply and are cut from its text.
+        stop: text, or list of texts, that ends the reply and is cut from its text.
         stop_token_ids: tokens that end the reply besides the model's own end tokens; the stop token is kept.
         ignore_eos: continue after the model's own end tokens.
-        grammar: constraint that the reply must match.
+        grammar: constraint that the reply must match, as the engine follows it; ``structured_outputs`` is the
+            form for callers.
         cache_salt: text of 1 to 256 characters. Requests use cached pages, n-grams of others and compiled
             grammars only of requests with the same salt; those without a salt share theirs. It does not
             change the reply's distribution.
+        n: number of replies to the prompt, at least 1.
+        prompt_logprobs: number of most likely alternatives to report for every token of the prompt, 0 to 20;
+            None reports nothing. It costs a second forward over the prompt.
+        structured_outputs: constraint that the reply must match, or a mapping of its attributes such as
+            ``{"json": schema}``.
 
     Raises:
-        UserError: a parameter is out of range.
+        UserError: a parameter is out of range, or of another type.
     """
 
     max_tokens: int = 256
@@ -88,16 +74,20 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
     logprobs: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    n: int = 1
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        self._normalise()
         for name, low, high in (
             ("max_tokens", 1, math.inf),
             ("temperature", 0.0, math.inf),
@@ -108,6 +98,8 @@ class SamplingParams:
             ("frequency_penalty", -2.0, 2.0),
             ("presence_penalty", -2.0, 2.0),
             ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("n", 1, math.inf),
         ):
             value = getattr(self, name)
             if value is not None and not (low <= value <= high and math.isfinite(value)):
@@ -122,7 +114,7 @@ class SamplingParams:
             raise UserError("logit_bias has a number that is not finite.", "Give finite numbers.")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise UserError("allowed_token_ids is empty.", "Leave it out, or name a token.")
-        if self.allowed_token_ids is not None and self.grammar is not None:
+        if self.allowed_token_ids is not None and self.constraint is not None:
             raise UserError("allowed_token_ids and a grammar exclude each other.", "Leave out one of them.")
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise UserError(
@@ -138,6 +130,37 @@ class SamplingParams:
             raise UserError("A stop text is empty.", "Leave it out, or give some text.")
         if self.cache_salt is not None:
             self._check_salt(self.cache_salt)
+
+    def _normalise(self) -> None:
+        """Keep sequences as tuples, a single text as a tuple of one, and the constraint as an object."""
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, _texts(getattr(self, name), name))
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            object.__setattr__(self, name, _token_ids(getattr(self, name), name))
+        if not isinstance(self.n, int):
+            raise UserError(f"n is {shown(self.n)}.", "Give a whole number.")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise UserError(
+                f"grammar is {shown(self.grammar)}, which is no Grammar.",
+                "Give structured_outputs=StructuredOutputs(json=...), or with regex, choice or grammar.",
+            )
+        if self.structured_outputs is None:
+            return
+        object.__setattr__(self, "structured_outputs", StructuredOutputs.read(self.structured_outputs))
+        if self.grammar is not None:
+            raise UserError("grammar and structured_outputs exclude each other.", "Leave out one of them.")
+
+    @property
+    def constraint(self) -> Grammar | None:
+        """Grammar that the reply must match; None where it is free."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.as_grammar()
+        return self.grammar
+
+    def of_reply(self, number: int) -> "SamplingParams":
+        """Parameters of reply ``number`` of ``n``."""
+        seed = None if self.seed is None else successor(self.seed, number)
+        return replace(self, n=1, seed=seed)
 
     @staticmethod
     def _check_salt(salt: object) -> None:
@@ -161,3 +184,37 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True if logits depend on the tokens before them."""
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def successor(seed: int, number: int) -> int:
+    """Seed of reply ``number``, wrapped into 64 bits, so that the largest seed has successors."""
+    return (seed + number + 2**63) % 2**64 - 2**63
+
+
+def _texts(given: Any, name: str) -> tuple[str, ...]:
+    """A text or a list of texts as a tuple, None as an empty one. Raises UserError."""
+    if given is None:
+        return ()
+    if isinstance(given, str):
+        return (given,)
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    wrong = [text for text in found if not isinstance(text, str)]
+    if wrong:
+        raise UserError(f"{name} has {shown(wrong[0])}, which is no text.", "Give a text or a list of texts.")
+    return found
+
+
+def _token_ids(given: Any, name: str) -> tuple[int, ...] | None:
+    """Whole numbers as a tuple; None stays. Raises UserError."""
+    if given is None:
+        return None if name == "allowed_token_ids" else ()
+    remedy = "Give a list of token ids."
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UserError(f"{name} is {shown(given)}.", remedy)
+    found = []
+    for token in given:
+        try:
+            found.append(operator.index(token))
+        except TypeError:
+            raise UserError(f"{name} has {shown(token)}, which is no whole number.", remedy) from None
+    return tuple(found)

@@ -9,8 +9,8 @@ class SpecStats:
 
     A *verify* is one target forward over a window. It emits the accepted draft tokens and one bonus token, so
     ``accept_length`` is tokens emitted per verify, bonus included. The first token of a reply comes from
-    prefill and belongs to no verify, and where shapes are chosen from cycle to cycle nor do those of plain
-    cycles. Tokens beyond a stop or ``max_tokens`` are never counted.
+    prefill and belongs to no verify, nor do those of plain cycles: a forward without drafts is no verify, in
+    a plain run as in one that drafts now and then. Tokens beyond a stop or ``max_tokens`` are never counted.
 
     Attributes:
         num_verifies: target forwards over windows.

@@ -16,6 +16,7 @@ from eagle_kit.data.tasks.sets import EvalPrompt, Task
 from eagle_kit.eval.answers import PLAIN, Answer, AnswerStore, Setting
 from eagle_kit.eval.engines import EvalEngine
 from eagle_kit.eval.identity import compare_outputs
+from eagle_kit.report.stages import TimeLeft, mute, say
 
 WARM_UP_TOKENS = 16
 Engines = dict[str | None, EvalEngine]
@@ -50,13 +51,18 @@ class Decoder:
         total = self.num_pending * len(self.runs)
         bar = tqdm(total=total, unit="answer", dynamic_ncols=True, disable=not self.show_progress)
         try:
+            bar.set_description("warm-up")
             self._warm_up(engines)
+            left = TimeLeft(
+                total, sample=self.batch_size * len(self.runs), prints=say if self.show_progress else mute
+            )
             for number, (task, prompts, turn) in enumerate(self._batches()):
                 todo = [p for p in prompts if self.store.get((task.name, p.id, turn)) is None]
                 if todo:
                     bar.set_description(task.name)
                     outputs = self._decode(engines, task, todo, turn, number % len(self.runs), bar)
                     self.store.add(self._answers(engines[None], task, todo, turn, outputs))
+                    left.count(len(todo) * len(self.runs))
         except KeyboardInterrupt:
             bar.close()
             print(
@@ -81,7 +87,8 @@ class Decoder:
         prompts = [prompt.given() for prompt in self.tasks[0].prompts[: self.batch_size]]
         params = SamplingParams(max_tokens=min(WARM_UP_TOKENS, self.params.max_tokens))
         for run in self.runs:
-            engines[run.draft].generate(prompts, params, shape=run.shape)
+            engine = engines[run.draft]
+            engine.chat([engine.tokenize_task(prompt) for prompt in prompts], params, shape=run.shape)
 
     def _decode(
         self, engines: Engines, task: Task, prompts: list[EvalPrompt], turn: int, first: int, bar: Any
@@ -91,7 +98,9 @@ class Decoder:
         outputs = {}
         for run in self.runs[first:] + self.runs[:first]:
             try:
-                outputs[run] = engines[run.draft].generate(given, self.params, shape=run.shape)
+                engine = engines[run.draft]
+                prompt_ids = [engine.tokenize_task(prompt) for prompt in given]
+                outputs[run] = engine.chat(prompt_ids, self.params, shape=run.shape)
             except UserError as error:
                 ids = ", ".join(prompt.id for prompt in prompts)
                 raise UserError(f"{task.name} {ids}, turn {turn + 1}: {error.cause}", error.remedy) from None

@@ -23,14 +23,18 @@ class EvalEngine(Protocol):
     @property
     def max_context(self) -> int: ...
 
-    def tokenize(self, prompt: Any) -> list[int]: ...
+    def tokenize_task(self, prompt: Any) -> list[int]: ...
 
     def close(self) -> None: ...
 
     def logits(self, ids: list[int]) -> Any: ...
 
-    def generate(
-        self, prompts: Sequence[Any], params: SamplingParams | None = None, *, shape: str | None = None
+    def chat(
+        self,
+        conversations: Sequence[list[int]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        shape: str | None = None,
     ) -> list[RequestOutput]: ...
 
 
@@ -100,7 +104,7 @@ def check_prompts(engine: EvalEngine, tasks: Sequence[Task]) -> None:
                     "has no chat template.",
                     "Give one with --chat-template FILE, or a file of single prompts with --tasks.",
                 )
-            length = len(engine.tokenize(prompt.given()))
+            length = len(engine.tokenize_task(prompt.given()))
             if length >= engine.max_context:
                 raise UserError(
                     f"The prompt {prompt.id} of {task.name} has {length} tokens, and the context holds "

@@ -17,6 +17,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.tasks.sets import Task
 from eagle_kit.report.environment import now
+from eagle_kit.report.stages import Stages
 from eagle_kit.serve.leading import Arrival, RecordDrafts
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.record import record_drafts
@@ -30,6 +31,13 @@ from eagle_kit.tuning.shapes import MOST_STEPS, candidate_shapes
 
 RECORDED = SpecShape(MOST_STEPS, 8, 64)
 PROMPTS_AT_A_TIME = 8
+RECORDING = "recording drafts"
+TIMING = "timing cycles"
+CHOSEN = "timing what is chosen by them"
+VISIT_COST = 1.0
+"""Time of a visit of a plan beside that of recording a prompt."""
+MORE_VISITS = 0.3
+"""Expected visits for what is chosen, beside those of the plan."""
 KINDS: dict[str, type[Drafts]] = {kind.__name__: kind for kind in get_args(Drafts)}
 
 
@@ -88,13 +96,17 @@ def _measure(
     llm: LLM, options: TuneOptions, plan: Plan, work: "_Work", key: dict[str, Any], draft: str
 ) -> Tuned:
     """Record, time what the plan says, and then what would be chosen by that."""
-    from tqdm import tqdm
-
     prompts = [(task, prompt) for task in options.tasks for prompt in task.prompts]
-    bar = tqdm(total=len(prompts) + len(plan.visits), dynamic_ncols=True, disable=not options.show_progress)
+    num_visits = len(plan.visits)
+    costs = {
+        RECORDING: len(prompts),
+        TIMING: VISIT_COST * num_visits,
+        CHOSEN: MORE_VISITS * VISIT_COST * num_visits,
+    }
+    stages = Stages(costs, sample=PROMPTS_AT_A_TIME, is_quiet=not options.show_progress)
     try:
-        bar.set_description("recording drafts")
-        recording = _record(llm, [prompt.given() for _, prompt in prompts], options, work, bar)
+        stages.start(RECORDING, len(prompts), "prompt")
+        recording = _record(llm, [prompt.given() for _, prompt in prompts], options, work, stages)
         about = {
             "tasks": {task.name: len(task.prompts) for task in options.tasks},
             "positions": len(recording.truth),
@@ -109,20 +121,22 @@ def _measure(
             costs = Costs(key, CostTable.fit(timings), tuple(timings), now(), most)
             return Tuned(costs, acceptance, is_average=False)
 
-        bar.set_description("timing cycles")
-        timings = _time(llm, plan, work, bar)
+        stages.start(TIMING, num_visits, "visit")
+        timings = _time(llm, plan, work, stages)
         more = menu_plan(llm.engine("none"), tuned(timings), plan)
-        bar.total += len(more.visits)
-        return tuned(join(timings, _time(llm, more, work, bar)))
+        stages.start(CHOSEN, len(more.visits), "visit")
+        return tuned(join(timings, _time(llm, more, work, stages)))
     except KeyboardInterrupt:
-        bar.close()
+        stages.close()
         print("Stopped: what was measured is kept; the same command goes on from there.", file=sys.stderr)
         raise
     finally:
-        bar.close()
+        stages.close()
 
 
-def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", bar: Any) -> Recording:
+def _record(
+    llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", stages: Stages
+) -> Recording:
     assert llm.draft is not None
     params = SamplingParams(max_tokens=options.max_tokens)
     recordings = []
@@ -130,27 +144,27 @@ def _record(llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work
         part = prompts[first : first + PROMPTS_AT_A_TIME]
         recording = work.recording(first)
         if recording is None:
-            requests = [llm.make_request(prompt, params) for prompt in part]
+            requests = [llm.make_request(llm.tokenize_task(prompt), params) for prompt in part]
             with llm.telling(RecordDrafts([Arrival.of(request) for request in requests], RECORDED)):
                 recording = record_drafts(
-                    llm.target, llm.draft, llm.config, requests, shape=RECORDED, on_finish=bar.update
+                    llm.target, llm.draft, llm.config, requests, shape=RECORDED, on_finish=stages.step
                 )
             work.keep_recording(first, recording)
         else:
-            bar.update(len(part))
+            stages.skip(len(part))
         recordings.append(recording)
     return Recording.join(recordings)
 
 
-def _time(llm: LLM, plan: Plan, work: "_Work", bar: Any) -> list[Timing]:
+def _time(llm: LLM, plan: Plan, work: "_Work", stages: Stages) -> list[Timing]:
     done = work.timings()
 
     def keep(visit: Visit, timings: list[Timing]) -> None:
         done[visit] = timings
         work.keep_timings(done)
-        bar.update()
+        stages.step()
 
-    bar.update(sum(visit in done for visit in plan.visits))
+    stages.skip(sum(visit in done for visit in plan.visits))
     return time_cycles(llm.engine("none"), plan, done=dict(done), on_visit=keep)
 
 

@@ -56,7 +56,8 @@ def check(llm: LLM, tuned: Tuned, prompts: Sequence[Any], max_tokens: int) -> It
     engine, acceptance = llm.engine("none"), tuned.acceptance.table
     shapes = [shape for shape in runnable(engine, SHAPES) if shape in acceptance.reach]
     for shape in shapes if prompts else ():
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=max_tokens), shape=shape)
+        prompt_ids = [llm.tokenize_task(prompt) for prompt in prompts]
+        outputs = llm.generate(prompt_ids, SamplingParams(max_tokens=max_tokens), shape=shape)
         total = SpecStats()
         for output in outputs:
             total.add(output.stats)

@@ -100,7 +100,7 @@ class Ranks:
     # Of tensors
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum of every rank's ``x``."""
+        """Sum of every rank's ``x``, which may hold the sum afterwards."""
         return self._on_device("all_sum", x)
 
     def stack(self, x: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,8 @@ class Ranks:
     def _sum(self, x: torch.Tensor) -> torch.Tensor:
         if x.nbytes <= ONE_SHOT_BYTES and x.dtype in self._one_shot_buffers:
             return self._one_shot(x)
-        total = x.clone(memory_format=torch.contiguous_format)
+        # On a GPU a sum of a prompt is hundreds of megabytes, so it is made in place.
+        total = x.contiguous() if x.is_cuda else x.clone(memory_format=torch.contiguous_format)
         self._run("sum", x, lambda: dist.all_reduce(total, group=self._data))
         return total
 

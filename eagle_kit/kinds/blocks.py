@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.blocks import BlockHeadConfig
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention, soften
@@ -53,9 +53,10 @@ OTHER_HEADS = ("projector_type", "markov_rank", "markov_head_type", "conv_kernel
 MAX_BLOCK = 64
 Config = TypeVar("Config", bound=DFlashConfig)
 Head = TypeVar("Head", bound=DFlashHead)
+Settings = TypeVar("Settings", bound=BlockHeadConfig)
 
 
-class BlockKind(HeadKind[Config, Head]):
+class BlockKind(HeadKind[Config, Head, Settings]):
     """Kinds whose heads draft blocks behind the target's states, with Qwen3 layers.
 
     Attributes:
@@ -71,14 +72,6 @@ class BlockKind(HeadKind[Config, Head]):
     other_architectures: ClassVar[tuple[str, ...]] = ()
     keys_of_both_places: ClassVar[tuple[str, ...]] = OF_BOTH_PLACES
     known_parts: ClassVar[frozenset[str]] = frozenset()
-    settings = frozenset(
-        {
-            *("head.aux_layer_ids", "head.intermediate_size", "head.num_layers", "head.mask_token_id"),
-            *("head.block_size", "head.sliding_window", "head.start_from"),
-            *("head.draft_vocab_size", "head.vocab_map", "head.lm_head_init"),
-            *("training.loss", "training.dpace_alpha", "training.feature_noise", "training.num_anchors"),
-        }
-    )
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`; by its tensors, whatever its architecture is."""
@@ -291,7 +284,7 @@ class BlockKind(HeadKind[Config, Head]):
             f"config.json ({list(layers)} as {NESTED_IDS} into one of speculators)."
         )
 
-    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Config:
+    def new_config(self, settings: Settings, target: TargetConfig) -> Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's token is the last one by default."""
         if settings.start_from is not None:
             return self._old_config(settings.start_from, target)
@@ -304,22 +297,12 @@ class BlockKind(HeadKind[Config, Head]):
         ids = settings.aux_layer_ids
         if ids is None:
             ids = spread_layers(target.num_layers)
-        if not ids or not all(0 <= layer <= target.num_layers for layer in ids):
+        if not all(0 <= layer <= target.num_layers for layer in ids):
             raise UserError(
                 f"head.aux_layer_ids is {list(ids)}, but the target has layers 0 to {target.num_layers - 1}.",
                 f"Name inputs of layers, for example {list(spread_layers(target.num_layers))}.",
             )
         layers = 5 if settings.num_layers is None else settings.num_layers
-        if settings.sliding_window is not None and layers == 1:
-            raise UserError(
-                "head.sliding_window is for all layers but the last, and head.num_layers is 1.",
-                "Set head.num_layers above 1, or leave head.sliding_window out.",
-            )
-        if settings.draft_vocab_size is None and settings.lm_head_init == "random":
-            raise UserError(
-                "head.lm_head_init is random, but the head has the target's output layer.",
-                "Set head.draft_vocab_size, or leave head.lm_head_init out.",
-            )
         fields: dict[str, Any] = {"mask_token_id": mask, "aux_layer_ids": ids, "num_layers": layers}
         fields |= {"block_size": settings.block_size, **self.chosen_parts(settings)}
         if settings.intermediate_size is not None:
@@ -331,13 +314,9 @@ class BlockKind(HeadKind[Config, Head]):
             fields |= {"sliding_window": settings.sliding_window, "sliding_layers": tuple(range(layers - 1))}
         return self.config_class.for_target(target, **fields)
 
-    def chosen_parts(self, settings: HeadConfig) -> dict[str, Any]:
+    def chosen_parts(self, settings: Settings) -> dict[str, Any]:
         """Fields of the architecture that a training config asks for beside those of every block."""
         return {}
-
-    def vocab_size(self, settings: HeadConfig) -> int | None:
-        """See :class:`~eagle_kit.kinds.kind.HeadKind`; all by default."""
-        return None if settings.draft_vocab_size is None else super().vocab_size(settings)
 
     def _old_config(self, folder: str, target: TargetConfig) -> Config:
         """The architecture of the head that ``start_from`` names. Raises UserError for one of another target
@@ -356,7 +335,7 @@ class BlockKind(HeadKind[Config, Head]):
             raise UserError(f"head.start_from, {folder}: {layers.cause}", layers.remedy)
         return found
 
-    def new_head(self, settings: HeadConfig, config: Config, start: Start) -> Head:
+    def new_head(self, settings: Settings, config: Config, start: Start) -> Head:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; with a final norm that says nothing yet."""
         if settings.start_from is not None:
             old = self.read(open_draft(settings.start_from), start.target, device=start.device)

@@ -6,11 +6,12 @@ one of DeepSpec's (``markov_rank``), whose heads have rows of the next token.
 
 from typing import Any
 
+from eagle_kit.config.drafts.blocks import DFlashHeadConfig
 from eagle_kit.kinds.blocks import NEMO, BlockKind
 from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
 
 
-class DFlashKind(BlockKind[DFlashConfig, DFlashHead]):
+class DFlashKind(BlockKind[DFlashConfig, DFlashHead, DFlashHeadConfig]):
     """DFlash (arXiv 2602.06036)."""
 
     name, title = "dflash", "DFlash draft head"

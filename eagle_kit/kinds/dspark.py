@@ -11,7 +11,7 @@ missing follow from its weights.
 
 from typing import Any
 
-from eagle_kit.config.train import HeadConfig, TrainConfig
+from eagle_kit.config.drafts.blocks import DSparkHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.blocks import ROWS, TABLE, BlockKind
 from eagle_kit.kinds.kind import Weights, our_names
@@ -39,7 +39,7 @@ FLAT_MODULES = {
 MAX_RANK = 65_536
 
 
-class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
+class DSparkKind(BlockKind[DSparkConfig, DSparkHead, DSparkHeadConfig]):
     """DSpark (arXiv 2607.05147)."""
 
     name, title = "dspark", "DSpark draft head"
@@ -50,9 +50,6 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
     known_parts = frozenset({RANK, FORM})
     config_class, head_class = DSparkConfig, DSparkHead
     trained_as = ("dspark",)
-    settings = BlockKind.settings | {
-        *("head.markov_rank", "head.markov_head_type", "head.confidence_head", "training.confidence_weight")
-    }
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`; SpecForge's have the architecture of DFlash."""
@@ -139,23 +136,14 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead]):
             (super().describe(config, dtype), *([f"It has {' and '.join(parts)}."] if parts else []))
         )
 
-    def chosen_parts(self, settings: HeadConfig) -> dict[str, Any]:
+    def chosen_parts(self, settings: DSparkHeadConfig) -> dict[str, Any]:
         """See :class:`~eagle_kit.kinds.blocks.BlockKind`."""
-        if settings.markov_rank == 0 and settings.markov_head_type != "vanilla":
-            raise UserError(
-                f"head.markov_head_type is {settings.markov_head_type}, but head.markov_rank is 0.",
-                "Set head.markov_rank above 0, or leave head.markov_head_type out.",
-            )
         return {
             "markov_rank": settings.markov_rank,
             "markov_form": settings.markov_head_type,
             "has_confidence": settings.confidence_head,
             "confidence_reads_token": settings.confidence_head and settings.markov_rank > 0,
         }
-
-    def confidence_weight(self, config: TrainConfig) -> float:
-        """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
-        return config.training.confidence_weight if config.head.confidence_head else 0.0
 
 
 def _read_confidence(config: dict[str, Any], files: DraftFiles, size: int) -> tuple[bool, bool]:

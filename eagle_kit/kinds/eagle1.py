@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.kind import OUTPUT, HeadKind, Start, Weights, describe_attention
 from eagle_kit.kinds.support.config_json import LAYER_SIZES, OWN_EMBEDDING, layer_to_dict, read_layer
@@ -40,7 +40,7 @@ BIASES = {"bias": "fc.bias", "qkv_bias": f"{LAYER}self_attn.q_proj.bias"}
 """EAGLE's config keys, and the tensors that they promise."""
 
 
-class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
+class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
     """EAGLE-1 (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) serves unchanged."""
 
     name, title = "eagle1", "EAGLE-1 draft head"
@@ -48,14 +48,6 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
     config_class, head_class = Eagle1Config, Eagle1Head
     trained_as = ("eagle1",)
     may_own_embedding = True
-    settings = frozenset(
-        {
-            *("head.intermediate_size", "head.fc_bias", "head.own_embedding"),
-            *("training.regression", "training.feature_noise"),
-            "training.detach_steps",
-            *("training.down_sample_ratio", "training.down_sample_ratio_min"),
-        }
-    )
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`. A published head may also call itself a Llama, and is
@@ -129,7 +121,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         return ["fc"]
 
-    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle1Config:
+    def new_config(self, settings: Eagle1HeadConfig, target: TargetConfig) -> Eagle1Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`: the layer of an EAGLE-3 head over all tokens, behind
         EAGLE-1's ``fc``."""
         like = Eagle3Config.for_target(target, target.vocab_size)
@@ -142,7 +134,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head]):
             logit_scale=target.logit_scale,
         )
 
-    def new_head(self, settings: HeadConfig, config: Eagle1Config, start: Start) -> Eagle1Head:
+    def new_head(self, settings: Eagle1HeadConfig, config: Eagle1Config, start: Start) -> Eagle1Head:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; an embedding of its own begins as the target's."""
         head = super().new_head(settings, config, start)
         if head.embed_tokens is not None:

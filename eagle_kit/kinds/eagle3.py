@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.fused_states import AnyEagle3HeadConfig, Eagle3HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.fused_states import (
     ARCHITECTURES,
@@ -27,7 +27,7 @@ PLACES = ("norm_output", "norm_before_residual")
 """Flags that say where a norm stands, and not whether there is one."""
 
 
-class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
+class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head, AnyEagle3HeadConfig]):
     """EAGLE-3 (arXiv 2503.01840), with a Llama layer or latent attention."""
 
     name, title = "eagle3", "EAGLE-3 draft head"
@@ -35,17 +35,6 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
     config_class, head_class = Eagle3Config, Eagle3Head
     speculators_model_type = "eagle3"
     trained_as = ("eagle3", "eagle3-mla")
-    settings = frozenset(
-        {
-            *(f"head.{name}" for name in (*FLAGS, "draft_vocab_size", "vocab_map", "aux_layer_ids")),
-            *("head.qk_norm", "head.own_embedding"),
-            *("head.lm_head_init", "head.intermediate_size", "head.sliding_window", "head.start_from"),
-            "head.init",
-            *("training.loss", "training.dpace_alpha", "training.feature_noise"),
-            "training.detach_steps",
-            *("training.down_sample_ratio", "training.down_sample_ratio_min"),
-        }
-    )
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
@@ -66,35 +55,26 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the flags that say where a norm stands, too."""
         return [*super().conventions(head, target), *(_flipped(flag, head.config) for flag in PLACES)]
 
-    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Eagle3Config:
+    def new_config(self, settings: AnyEagle3HeadConfig, target: TargetConfig) -> Eagle3Config:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         if settings.start_from is not None:
             return self.old_config(settings, target)
-        latent = settings.kind == "eagle3-mla"
-        if latent and settings.sliding_window is not None:
-            raise UserError(
-                "head.sliding_window is for a Llama layer.", "Leave it out, or set head.kind=eagle3."
-            )
-        if latent and settings.qk_norm:
-            raise UserError("head.qk_norm is for a Llama layer.", "Leave it out, or set head.kind=eagle3.")
+        latent = not isinstance(settings, Eagle3HeadConfig)
         if latent and target.mla is None:
             raise UserError(
                 "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
             )
         overrides = chosen_fields(settings, target)
-        if settings.sliding_window is not None:
+        overrides["norm_output"] = settings.norm_output
+        if isinstance(settings, Eagle3HeadConfig):
+            overrides["qk_norm"] = settings.qk_norm
             overrides["sliding_window"] = settings.sliding_window
         return Eagle3Config.for_target(target, settings.num_draft_tokens, latent=latent, **overrides)
 
-    def new_head(self, settings: HeadConfig, config: Eagle3Config, start: Start) -> Eagle3Head:
+    def new_head(self, settings: AnyEagle3HeadConfig, config: Eagle3Config, start: Start) -> Eagle3Head:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`."""
         if settings.start_from is not None:
             return self.old_head(settings, config, start)
-        if settings.init == "checkpoint":
-            raise UserError(
-                "head.init is checkpoint, but no target's checkpoint has an EAGLE-3 head.",
-                "Set head.init to last-layer or random, or name a head with head.start_from.",
-            )
         head = start_new_head(Eagle3Head(config), settings, start)
         if settings.init == "last-layer":
             _copy_last_layer(head, start.target)

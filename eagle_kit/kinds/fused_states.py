@@ -10,7 +10,8 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
+from eagle_kit.config.drafts.fused_states import FusedStatesHeadConfig
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.kinds.kind import EMBEDDING, OUTPUT, HeadKind, Start, Weights, our_names, soften
 from eagle_kit.kinds.support import findings
@@ -59,9 +60,10 @@ ATTENTION = "midlayer.self_attn."
 
 Config = TypeVar("Config", bound=Eagle3Config)
 Head = TypeVar("Head", bound=Eagle3Head)
+Settings = TypeVar("Settings", bound=FusedStatesHeadConfig)
 
 
-class FusedStatesKind(HeadKind[Config, Head]):
+class FusedStatesKind(HeadKind[Config, Head, Settings]):
     """Kinds whose heads read three captured states as EAGLE-3's do, with a draft vocabulary of their own.
 
     Attributes:
@@ -217,7 +219,7 @@ class FusedStatesKind(HeadKind[Config, Head]):
             _check_layers(raw, config, target),
         ]
 
-    def old_config(self, settings: HeadConfig, target: TargetConfig) -> Config:
+    def old_config(self, settings: Settings, target: TargetConfig) -> Config:
         """The architecture of the head that ``start_from`` names. Raises UserError for one of another target
         or kind, and for one that names layers without saying whether their inputs or outputs are meant, and
         does not look as if inputs were."""
@@ -239,7 +241,7 @@ class FusedStatesKind(HeadKind[Config, Head]):
         check_old_head(folder, sizes)
         return found
 
-    def old_head(self, settings: HeadConfig, config: Config, start: Start) -> Head:
+    def old_head(self, settings: Settings, config: Config, start: Start) -> Head:
         """The head that ``start_from`` names, of the architecture ``config``. Its embedding is its own where
         it is not the target's, and is trained then."""
         assert settings.start_from is not None
@@ -503,7 +505,7 @@ def layer_numbers(config: dict[str, Any], where: str) -> tuple[list[int] | None,
     return ids, convention
 
 
-def unstated_ids(files: DraftFiles, kind: FusedStatesKind[Any, Any]) -> list[int] | None:
+def unstated_ids(files: DraftFiles, kind: FusedStatesKind[Any, Any, Any]) -> list[int] | None:
     """Layer ids as a head of ``kind`` stores them, where neither its config nor their place says whether
     inputs or outputs are meant; else None. Raises UserError."""
     flat = flatten_config(files.config, files.where, kind.speculators_model_type)
@@ -580,20 +582,15 @@ def read_states(config: Eagle3Config) -> str:
     return f"the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}"
 
 
-def chosen_fields(settings: HeadConfig, target: TargetConfig) -> dict[str, Any]:
+def chosen_fields(settings: FusedStatesHeadConfig, target: TargetConfig) -> dict[str, Any]:
     """Fields of a new head's architecture that a training config chooses. Raises UserError for what the
     target has not."""
     check_vocab_size(settings.num_draft_tokens, target)
-    flags = (*FLAGS, "qk_norm", "own_embedding")
+    flags = ("fc_norm", "norm_before_residual", NORM_BEFORE_FC, "own_embedding")
     fields: dict[str, Any] = {flag: getattr(settings, flag) for flag in flags}
     if settings.intermediate_size is not None:
         fields["intermediate_size"] = settings.intermediate_size
     if (ids := settings.aux_layer_ids) is not None:
-        if not ids and (settings.fc_norm or settings.norm_before_fc):
-            raise UserError(
-                "head.aux_layer_ids is empty, and head.fc_norm and head.norm_before_fc norm captured states.",
-                "Leave them out, or name inputs of layers.",
-            )
         if not all(0 <= layer <= target.num_layers for layer in ids):
             raise UserError(
                 f"head.aux_layer_ids is {list(ids)}, but the target has layers 0 to {target.num_layers - 1}.",
@@ -603,7 +600,7 @@ def chosen_fields(settings: HeadConfig, target: TargetConfig) -> dict[str, Any]:
     return fields
 
 
-def start_new_head(head: Head, settings: HeadConfig, start: Start) -> Head:
+def start_new_head(head: Head, settings: CapturedStatesHeadConfig, start: Start) -> Head:
     """Give a new head its vocabulary and the target's output rows, in fp32."""
     head.to(device=start.device, dtype=torch.float32)
     if head.embed_tokens is not None:

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from eagle_kit.config.train import HeadConfig, RegressionConfig, TrainConfig
+from eagle_kit.config.drafts.base import HeadConfig
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.vocab_map import VocabMap
@@ -45,6 +46,7 @@ FIRST_LOGITS = 0.35
 about this."""
 Config = TypeVar("Config", bound=HeadArchitecture)
 Head = TypeVar("Head", bound=DraftHead)
+Settings = TypeVar("Settings", bound=HeadConfig)
 
 
 class DraftKind(ABC):
@@ -119,20 +121,7 @@ class Start(NamedTuple):
     device: torch.device
 
 
-class RowSampling(NamedTuple):
-    """Rows that are trained: at most ``most`` of every document (None for all), and of those a share of
-    ``ratio ** depth`` at each depth, at least ``floor``."""
-
-    ratio: float = 1.0
-    floor: float = 1.0
-    most: int | None = None
-
-    def shares(self, num_depths: int) -> tuple[float, ...]:
-        """Share of the rows of each depth that is kept."""
-        return tuple(max(self.ratio**depth, self.floor) for depth in range(num_depths))
-
-
-class HeadKind(DraftKind, Generic[Config, Head]):
+class HeadKind(DraftKind, Generic[Config, Head, Settings]):
     """A draft head: how it is published, checked, described, planned, trained and served.
 
     Attributes:
@@ -142,10 +131,8 @@ class HeadKind(DraftKind, Generic[Config, Head]):
         vllm_method: its name in vLLM's ``--speculative-config``, and the tag of its card.
         vllm_options: what else it needs there.
         trained_as: the values of ``head.kind`` that train it.
-        settings: keys of a training config that have a meaning for it, of those of :data:`KIND_SETTINGS`.
         needs_layers: its first weights are read from the target's layers.
         may_own_embedding: a head may have an embedding of its own, which its architecture says.
-        down_sample_ratio: what ``training.down_sample_ratio`` is where a config does not say it.
     """
 
     config_class: type[Config]
@@ -154,10 +141,8 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     vllm_method: ClassVar[str]
     vllm_options: ClassVar[Mapping[str, Any]] = {}
     trained_as: ClassVar[tuple[str, ...]]
-    settings: ClassVar[frozenset[str]]
     needs_layers: ClassVar[bool] = False
     may_own_embedding: ClassVar[bool] = False
-    down_sample_ratio: ClassVar[float] = 1.0
 
     # On disk
 
@@ -374,59 +359,15 @@ class HeadKind(DraftKind, Generic[Config, Head]):
     # Trained
 
     @abstractmethod
-    def new_config(self, settings: HeadConfig, target: TargetConfig) -> Config:
+    def new_config(self, settings: Settings, target: TargetConfig) -> Config:
         """The architecture that a training config asks for. Raises UserError when the target has no use for
         it."""
 
-    def new_head(self, settings: HeadConfig, config: Config, start: Start) -> Head:
+    def new_head(self, settings: Settings, config: Config, start: Start) -> Head:
         """A head with first weights, in fp32 and bound to the target. Raises UserError when they cannot be
         had."""
         head = self.head_class(config).to(device=start.device, dtype=torch.float32)
         return head.bind(start.target.lm_head)
-
-    def vocab_size(self, settings: HeadConfig) -> int | None:
-        """Tokens to choose from the data; None for all of them, or those of ``start_from``."""
-        chosen = "head.draft_vocab_size" in self.settings and settings.start_from is None
-        return settings.num_draft_tokens if chosen else None
-
-    def regression(self, config: TrainConfig) -> RegressionConfig | None:
-        """Weights of EAGLE-1's loss; None for kinds that learn from ``training.loss``."""
-        if "training.regression" not in self.settings:
-            return None
-        return config.training.regression or RegressionConfig()
-
-    def confidence_weight(self, config: TrainConfig) -> float:
-        """Weight of the loss of the head's confidence; 0 for heads without."""
-        return 0.0
-
-    def sampling(self, config: TrainConfig) -> RowSampling | None:
-        """Rows that an optimiser step trains; None for all.
-
-        Raises:
-            UserError: rows are left out, and another setting needs them or has no meaning without.
-        """
-        training = config.training
-        if "training.num_anchors" in self.settings:
-            return RowSampling(most=training.num_anchors)
-        ratio, floor = training.down_sample_ratio, training.down_sample_ratio_min
-        ratio = self.down_sample_ratio if ratio is None else ratio
-        if ratio < 1.0 and training.dpace_alpha is not None:
-            raise UserError(
-                f"training.down_sample_ratio is {ratio}, but training.dpace_alpha needs all steps of a row.",
-                "Leave one of the two out.",
-            )
-        if ratio < 1.0 and training.loss_normalisation != "tokens":
-            raise UserError(
-                f"training.down_sample_ratio is {ratio}, but training.loss_normalisation="
-                f"{training.loss_normalisation} weighs steps by rows that are left out.",
-                "Set training.loss_normalisation=tokens, or training.down_sample_ratio=1.",
-            )
-        if ratio == 1.0 and floor != type(training).model_fields["down_sample_ratio_min"].default:
-            raise UserError(
-                "training.down_sample_ratio_min is set, but no step leaves rows out.",
-                "Leave it out, or set training.down_sample_ratio below 1.",
-            )
-        return None if ratio == 1.0 else RowSampling(ratio, floor)
 
     def runs_target(self, config: TrainConfig) -> bool:
         """True when training needs the target's layers: not with captured states and nothing to judge."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.mtp import MTPHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.kind import (
@@ -60,19 +60,13 @@ QWEN = {
 LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.*)")
 
 
-class MTPKind(HeadKind[MTPConfig, MTPHead]):
+class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
     name, title = "mtp", "MTP draft module"
     algorithms, vllm_method, is_in_target = ("NEXTN", "EAGLE"), "mtp", True
     config_class, head_class = MTPConfig, MTPHead
     trained_as, needs_layers = ("mtp",), True
-    settings = frozenset(
-        {
-            *("head.num_modules", "head.init", "training.loss", "training.dpace_alpha"),
-            "training.detach_steps",
-        }
-    )
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`; only folders of their own are recognised."""
@@ -177,7 +171,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; a state is fed back in fp32."""
         return 5 * width + 4, 3 * width
 
-    def new_config(self, settings: HeadConfig, target: TargetConfig) -> MTPConfig:
+    def new_config(self, settings: MTPHeadConfig, target: TargetConfig) -> MTPConfig:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; only some families of targets have a published form of
         MTP modules."""
         if target.model_type not in ARCHITECTURES:
@@ -188,10 +182,11 @@ class MTPKind(HeadKind[MTPConfig, MTPHead]):
             )
         return MTPConfig(target, settings.num_modules or target.num_mtp_layers or 1)
 
-    def new_head(self, settings: HeadConfig, config: MTPConfig, start: Start) -> MTPHead:
+    def new_head(self, settings: MTPHeadConfig, config: MTPConfig, start: Start) -> MTPHead:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`: modules of the target's checkpoint, copies of its last
         layer, or random ones."""
-        files, init = open_draft(start.folder), settings.init
+        files = open_draft(start.folder)
+        init = str(settings.init)
         named = _as_deepseeks(files)
         has = named.config.get(COUNT) or 0
         if has and not _has_module(

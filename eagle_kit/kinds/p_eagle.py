@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.fused_states import PEagleHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.fused_states import (
@@ -36,7 +36,7 @@ that vLLM reads too."""
 MASK_EMBEDDING, MASK_HIDDEN = "mask_embedding", "mask_hidden"
 
 
-class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
+class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
     """P-EAGLE (arXiv 2602.01469), with Llama or Qwen3 layers."""
 
     name, title = "p-eagle", "P-EAGLE draft head"
@@ -45,17 +45,6 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
     speculators_model_type = "peagle"
     has_many_layers = True
     trained_as = ("p-eagle",)
-    down_sample_ratio = 0.8
-    settings = frozenset(
-        {
-            *("head.fc_norm", "head.norm_before_residual", "head.norm_before_fc", "head.qk_norm"),
-            *("head.draft_vocab_size", "head.vocab_map", "head.aux_layer_ids", "head.own_embedding"),
-            *("head.lm_head_init", "head.intermediate_size", "head.num_layers", "head.mask_token_id"),
-            *("head.sliding_window", "head.start_from"),
-            *("training.loss", "training.feature_noise"),
-            *("training.down_sample_ratio", "training.down_sample_ratio_min"),
-        }
-    )
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.kinds.kind.DraftKind`."""
@@ -135,7 +124,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
         """See :class:`~eagle_kit.kinds.kind.HeadKind`: a chain."""
         return SpecShape(5, 1, 6)
 
-    def new_config(self, settings: HeadConfig, target: TargetConfig) -> PEagleConfig:
+    def new_config(self, settings: PEagleHeadConfig, target: TargetConfig) -> PEagleConfig:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's token is the last one by default."""
         if settings.start_from is not None:
             return self.old_config(settings, target)
@@ -145,19 +134,18 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead]):
                 f"head.mask_token_id is {mask}, but the target has {target.vocab_size} tokens.",
                 "Name a token of the target that its texts do not have.",
             )
-        if settings.aux_layer_ids == ():
-            raise UserError("head.aux_layer_ids is empty.", "Name inputs of layers, or set head.kind=eagle3.")
         num_layers = 4 if settings.num_layers is None else settings.num_layers
         slides = settings.sliding_window is not None
         fields = chosen_fields(settings, target) | {
             "mask_token_id": mask,
             "num_layers": num_layers,
+            "qk_norm": settings.qk_norm,
             "sliding_window": settings.sliding_window,
             "sliding_layers": tuple(range(num_layers)) if slides else (),
         }
         return PEagleConfig.for_target(target, settings.num_draft_tokens, **fields)
 
-    def new_head(self, settings: HeadConfig, config: PEagleConfig, start: Start) -> PEagleHead:
+    def new_head(self, settings: PEagleHeadConfig, config: PEagleConfig, start: Start) -> PEagleHead:
         """See :class:`~eagle_kit.kinds.kind.HeadKind`; the mask's embedding begins as the mean of all."""
         if settings.start_from is not None:
             return self.old_head(settings, config, start)

@@ -6,7 +6,7 @@ Which kind a draft is of is asked here and nowhere else.
 import re
 from typing import Any
 
-from eagle_kit.config.train import HeadConfig, TrainConfig
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.dflash import DFLASH
 from eagle_kit.kinds.dspark import DSPARK
@@ -69,16 +69,9 @@ OTHER_MODULES = {"prefix_gru": "domino", "candidate_selector": "dflash2", "medus
 NAMES_OF_DRAFTS = re.compile("eagle|dflash|dspark|draft|speculator|nextn|mtp|assistant", re.IGNORECASE)
 """Words of architectures that no whole model has."""
 ANOTHER_ENGINE = "Serve it with the engine it was made for, or train an EAGLE-3 head."
-KIND_SETTINGS = (
-    *(f"head.{name}" for name in HeadConfig.model_fields if name != "kind"),
-    *("training.loss", "training.dpace_alpha", "training.regression", "training.feature_noise"),
-    *("training.down_sample_ratio", "training.down_sample_ratio_min", "training.detach_steps"),
-    *("training.num_anchors", "training.confidence_weight"),
-)
-"""Keys of a training config that have a meaning for some kinds of head only."""
 
 
-def head_kinds() -> list[HeadKind[Any, Any]]:
+def head_kinds() -> list[HeadKind[Any, Any, Any]]:
     """Those that are trained and published."""
     return [kind for kind in KINDS if isinstance(kind, HeadKind)]
 
@@ -116,7 +109,7 @@ def _tables_of_blocks(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [table for table in tables if isinstance(table, dict)]
 
 
-def find_head_kind(files: DraftFiles) -> HeadKind[Any, Any]:
+def find_head_kind(files: DraftFiles) -> HeadKind[Any, Any, Any]:
     """The kind of a draft head. Raises UserError for a whole model too."""
     kind = find_kind(files)
     if not isinstance(kind, HeadKind):
@@ -150,28 +143,11 @@ def kind_in_target(algorithm: str) -> DraftKind | None:
     return next((kind for kind in KINDS if kind.algorithm == algorithm and kind.is_in_target), None)
 
 
-def kind_of(config: HeadArchitecture) -> HeadKind[Any, Any]:
+def kind_of(config: HeadArchitecture) -> HeadKind[Any, Any, Any]:
     """The kind of a head, by its architecture."""
     return next(kind for kind in head_kinds() if type(config) is kind.config_class)
 
 
-def training_kind(config: TrainConfig) -> HeadKind[Any, Any]:
-    """The kind of head that a config trains.
-
-    Raises:
-        UserError: ``head.kind`` is not one, or a setting is chosen that has no meaning for it.
-    """
-    name = config.head.kind
-    known = {name: kind for kind in head_kinds() for name in kind.trained_as}
-    if name not in known:
-        raise UserError(f"head.kind is {name!r}.", f"Use one of {', '.join(known)}.")
-    for key in KIND_SETTINGS:
-        section, _, field = key.partition(".")
-        values = getattr(config, section)
-        is_chosen = getattr(values, field) != type(values).model_fields[field].default
-        if is_chosen and key not in known[name].settings:
-            raise UserError(
-                f"{key} has no meaning for a head of the kind {name}.",
-                "Leave it out, or set another head.kind.",
-            )
-    return known[name]
+def training_kind(config: TrainConfig) -> HeadKind[Any, Any, Any]:
+    """The kind of head that a config trains."""
+    return next(kind for kind in head_kinds() if config.head.kind in kind.trained_as)

@@ -178,10 +178,16 @@ def _attend_packed(
 ) -> torch.Tensor:
     """Attention of ``q [T, H, Dk]`` to keys ``[R, H, Dk]`` and values ``[R, H, Dv]`` in the pages of a plan
     -> ``[T, H, Dv]``; the kernel has one size of head."""
-    size, out_size = max(k.shape[-1], v.shape[-1]), v.shape[-1]
-    q, k, v = (F.pad(x, (0, size - x.shape[-1])) for x in (q, k, v))
-    keys, values = (x.transpose(0, 1).contiguous() for x in (k, v))
-    return paged_prefill_attention(q, keys, values, plan, scale)[..., :out_size]
+    out_size = v.shape[-1]
+    size = max(k.shape[-1], out_size)
+    keys = _padded(k.transpose(0, 1), size).contiguous()
+    values = _padded(v.transpose(0, 1), size).contiguous()
+    return paged_prefill_attention(_padded(q, size), keys, values, plan, scale)[..., :out_size]
+
+
+def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
+    """``x`` with zeros behind its last dimension up to ``size``; itself where it is as large."""
+    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:

@@ -16,8 +16,19 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
 from eagle_kit.core.errors import RankLost, UserError
-from eagle_kit.serve.reply import Delta, EngineFailed, Observer, Overloaded, ReplyStream
+from eagle_kit.kernels.device_memory import out_of_memory_cause, release_cached_memory
+from eagle_kit.serve.memory import NEED_LESS
+from eagle_kit.serve.reply import (
+    Delta,
+    EngineFailed,
+    Observer,
+    OutOfMemory,
+    Overloaded,
+    ReplyStream,
+)
 from eagle_kit.serve.room import has_room
 from eagle_kit.serve.text_thread import News, Progress, TextThread
 from eagle_kit.serve.turns import TurnThread
@@ -130,7 +141,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         with self._reserved(num_needed, client):
             for request in requests:
-                if request.params.grammar is not None and request.match is None:
+                if request.params.constraint is not None and request.match is None:
                     await self._prepare(request)
         self.check_room(num_needed, client)
         arrivals = [_Arrival(ReplyStream(request, self._abort), loop.create_future()) for request in requests]
@@ -230,8 +241,9 @@ class AsyncEngine:
             Overloaded: the server shuts down.
         """
         self.check_room(0)
-        assert request.params.grammar is not None
-        num_chars = len(request.params.grammar.text)
+        constraint = request.params.constraint
+        assert constraint is not None
+        num_chars = len(constraint.text)
         done = self._compiling.run(request.client, self.engine.prepare, request, size=num_chars)
         stop = asyncio.ensure_future(self.draining.wait())
         either: set[asyncio.Future[Any]] = {done, stop}
@@ -357,8 +369,38 @@ class AsyncEngine:
             else:
                 self._end(item.reply, self.engine.stop)
         if self.engine.has_work:
-            self._publish(self.engine.step())
+            self._step()
         return True
+
+    def _step(self) -> None:
+        """Step the engine once and send its news.
+
+        Where the GPU has too little memory every request ends with an error, and the engine goes on. With
+        several ranks it does not: the others have taken the step.
+        """
+        cause = None
+        news: Sequence[Request] = ()
+        try:
+            news = self.engine.step()
+        except torch.OutOfMemoryError as error:
+            if self.engine.target.ranks is not None:
+                raise
+            cause = out_of_memory_cause(error, "computing a step")
+        if cause is None:
+            self._publish(news)
+        else:  # the frames of the error, which held tensors, are gone
+            self._drop_requests(OutOfMemory(f"{cause} {NEED_LESS}"))
+
+    def _drop_requests(self, error: OutOfMemory) -> None:
+        """End every request of the engine with ``error``."""
+        logging.getLogger(__name__).error("All requests end: %s", error)
+        replies = [progress.reply for progress in self._progress.values()]
+        self._progress.clear()
+        for reply in replies:
+            self.engine.abort(reply.request)
+        self.engine.drain()
+        release_cached_memory()
+        self._text.then(partial(self._deliver_soon, [(reply, error) for reply in replies]))
 
     def _admit(self, arrival: _Arrival) -> None:
         request = arrival.reply.request

@@ -9,23 +9,18 @@ SGLang (0.5) counts no accepted tokens: there it is the tokens of replies but th
 emits, per ``spec_verify_calls_total``; its gauge ``spec_accept_length`` is of the last interval of its log.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from typing import Any
-from urllib.error import HTTPError
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
-from urllib.request import ProxyHandler, build_opener
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import UserError, first_line
+
+if TYPE_CHECKING:
+    from prometheus_client.samples import Sample
 
 ENGINES = {"eagle_kit:": "eagle-kit", "vllm:": "vLLM", "sglang:": "SGLang"}
 """Prefix of an engine's metrics -> its name."""
-SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)", re.MULTILINE)
-"""Name, labels and value of a sample in Prometheus' text format."""
-POSITION = re.compile(r'position="(\d+)"')
-SHAPE = re.compile(r'shape="([^"]+)"')
 DRAFTS, DRAFTED, ACCEPTED = (
     f"spec_decode_num_{name}" for name in ("drafts", "draft_tokens", "accepted_tokens")
 )
@@ -53,26 +48,51 @@ class Snapshot:
     cycles: Mapping[str, float] = field(default_factory=dict)
 
 
+def read_samples(text: str) -> "list[Sample]":
+    """Samples of Prometheus' text format.
+
+    Raises:
+        UserError: the text has another format, or the package that reads it is missing.
+    """
+    try:
+        from prometheus_client.parser import text_string_to_metric_families
+    except ImportError:
+        raise UserError(
+            "The counters of a server need the package prometheus-client.",
+            "Install it: pip install 'eagle_kit[eval]'.",
+        ) from None
+    try:
+        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    except ValueError as error:
+        raise UserError(
+            f"The metrics of the server cannot be read ({first_line(error)}).", "Check --base-url."
+        ) from None
+
+
 def parse_metrics(text: str) -> Snapshot:
-    """Read Prometheus' text format; samples that are not counted here are passed over."""
+    """Counters of Prometheus' text format; samples that are not counted here are passed over. Raises
+    UserError as :func:`read_samples`."""
     counters: dict[str, float] = {}
     accepted_at: dict[int, float] = {}
     cycles: dict[str, float] = {}
-    gauges, engine = [], ""
-    for full, labels, value in SAMPLE.findall(text):
-        prefix = next((each for each in ENGINES if full.startswith(each)), None)
+    gauges = []
+    engine = ""
+    for sample in read_samples(text):
+        prefix = next((each for each in ENGINES if sample.name.startswith(each)), None)
         if prefix is None:
             continue
-        engine, name = ENGINES[prefix], full.removeprefix(prefix).removesuffix("_total")
-        if name == PER_POSITION and (found := POSITION.search(labels)):
-            depth = int(found[1])
-            accepted_at[depth] = accepted_at.get(depth, 0.0) + float(value)
-        elif name == CYCLES and (found := SHAPE.search(labels)):
-            cycles[found[1]] = cycles.get(found[1], 0.0) + float(value)
+        engine = ENGINES[prefix]
+        name = sample.name.removeprefix(prefix).removesuffix("_total")
+        if name == PER_POSITION and sample.labels.get("position", "").isdigit():
+            depth = int(sample.labels["position"])
+            accepted_at[depth] = accepted_at.get(depth, 0.0) + sample.value
+        elif name == CYCLES and "shape" in sample.labels:
+            shape = sample.labels["shape"]
+            cycles[shape] = cycles.get(shape, 0.0) + sample.value
         elif name in (DRAFTS, DRAFTED, ACCEPTED, VERIFY_CALLS, REQUESTS, *TOKENS):
-            counters[name] = counters.get(name, 0.0) + float(value)
-        elif name == GAUGE and float(value) > 0:
-            gauges.append(float(value))
+            counters[name] = counters.get(name, 0.0) + sample.value
+        elif name == GAUGE and sample.value > 0:
+            gauges.append(sample.value)
     return Snapshot(counters, accepted_at, engine, sum(gauges) / len(gauges) if gauges else None, cycles)
 
 
@@ -97,15 +117,19 @@ def take_snapshot(base_url: str) -> Snapshot:
     Raises:
         UserError: nobody answers, or there are no metrics.
     """
+    import httpx
+
     root = root_of(base_url)
+    remedy = "Start the server, or check --base-url."
     try:
-        with build_opener(ProxyHandler({})).open(f"{root}/metrics", timeout=10) as response:
-            return parse_metrics(response.read().decode("utf-8", "replace"))
-    except (OSError, HTTPException) as error:
-        remedy = "Start the server, or check --base-url."
-        if isinstance(error, HTTPError):
+        response = httpx.get(f"{root}/metrics", timeout=10, trust_env=False)
+        response.raise_for_status()
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        if isinstance(error, httpx.HTTPStatusError):
             remedy = "Start SGLang with --enable-metrics; of another server check --base-url."
-        raise UserError(f"There are no metrics at {root}/metrics ({error}).", remedy) from None
+        reason = first_line(error)
+        raise UserError(f"There are no metrics at {root}/metrics ({reason}).", remedy) from None
+    return parse_metrics(response.text)
 
 
 def difference(before: Snapshot, after: Snapshot) -> dict[str, Any]:

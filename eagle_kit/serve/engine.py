@@ -262,11 +262,17 @@ class Engine:
             return
         if params.bad_words and request.bad_word_ids is None:
             raise UserError("bad_words need a tokenizer, and the model has none.", "Leave them out.")
-        match = None if params.grammar is None else self._start(params.grammar, params.cache_salt)
+        constraint = params.constraint
+        match = None if constraint is None else self._start(constraint, params.cache_salt)
         if request.bad_word_ids:
             vocab_size = self.target.config.vocab_size
             match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
         request.match = match
+
+    def prepare_grammars(self) -> None:
+        """Make the compiler of grammars and compile a first one, so that no request waits for it. Raises
+        UserError where the tokenizer cannot be used."""
+        self._start(Grammar("json_object"), None)
 
     def _start(self, grammar: Grammar, cache_salt: str | None) -> Match:
         """Compile a grammar -> a match that has read nothing."""
@@ -477,13 +483,13 @@ class Engine:
         """Count ``kept`` tokens that have become a part of a reply, of a cycle's ``num_emitted``; without
         ``num_drafts`` it was no cycle."""
         num_drafts_kept = None
-        if num_drafts is not None:
-            if not num_drafts and isinstance(self.shapes, ShapePolicy):
-                shape = NO_SPECULATION  # others of the batch had drafts to verify
+        if num_drafts is not None and num_drafts == 0:
+            # A plain cycle is no verify, also where others of the batch had drafts.
+            request.shapes[NO_SPECULATION] += 1
+        elif num_drafts is not None:
             request.shapes[shape] += 1
-            if shape.steps or isinstance(self.shapes, ShapeTable):
-                num_drafts_kept = min(kept, num_emitted - 1)
-                request.stats.observe(kept, num_drafts_kept)
+            num_drafts_kept = min(kept, num_emitted - 1)
+            request.stats.observe(kept, num_drafts_kept)
         self._counted.append((kept, num_drafts_kept, num_drafts or 0))
 
     def _sum_up(self) -> None:

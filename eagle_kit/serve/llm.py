@@ -1,30 +1,34 @@
-"""``LLM``: a target, perhaps a draft, and ``generate``."""
+"""``LLM``: a target, perhaps a draft, and what can be asked of them in Python."""
 
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError
-from eagle_kit.core.output import RequestOutput
+from eagle_kit.core.output import ReplyDelta, RequestOutput, TokenLogprobs
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
-from eagle_kit.data.chat.messages import ChatPrompt
+from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import has_chat_template, prompt_token_ids, set_chat_template
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
+from eagle_kit.kernels.device_memory import out_of_memory
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.loading.loaded import loaded_target
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.targets.target import Target
@@ -32,60 +36,75 @@ from eagle_kit.serve import cpu_graph
 from eagle_kit.serve.agreement import AgreedGrammars
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.engine import Engine
+from eagle_kit.serve.forwards import TextStates, check_layers, check_text, text_logprobs, text_states
 from eagle_kit.serve.grammar.bad_words import bad_word_ids
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave, Message
-from eagle_kit.serve.memory import MemoryPlan, plan_memory
+from eagle_kit.serve.memory import NEED_LESS, MemoryPlan, plan_memory, reserve_prefill
 from eagle_kit.serve.options import (
     check_fp8,
     devices_of,
     draft_in_target,
     dtype_of,
     fit_context,
+    is_ngram,
     without_graphs,
 )
+from eagle_kit.serve.prompt_forms import Conversation, is_token_ids, read_chats, read_texts
 from eagle_kit.serve.ranks import Group, Start, follow, join_ranks
 from eagle_kit.serve.request import Request
-from eagle_kit.serve.text_stream import TextContext, TextStream
-from eagle_kit.serve.tune import can_tune, tuned_policy
+from eagle_kit.serve.text_stream import TextContext, TextStream, text_context
+from eagle_kit.serve.tune import can_tune, chooses_ngram, tuned_policy
 from eagle_kit.serve.warm_up import Prepared, warm_up
 from eagle_kit.speculation.propose.choice import drafter_class
 from eagle_kit.speculation.propose.draft_model import DraftModel
+from eagle_kit.tuning.ngram import NgramPolicy
 from eagle_kit.tuning.policy import ShapePolicy
 from eagle_kit.tuning.shapes import MOST_STEPS
 
-Prompt = str | list[int] | list[dict[str, Any]] | ChatPrompt
 NGRAM_SHAPE = SpecShape(8, 4, 12)
+TOO_LARGE = "Use a GPU with more free memory, quantization=fp8, or several GPUs with tensor_parallel."
+"""Remedy where a GPU has too little memory for the weights."""
 
 
 class LLM:
     """Target language model, decoded plainly or with a draft; greedy text is the same either way.
 
+    ``generate`` continues texts and ``chat`` answers conversations, both in one batch; ``stream`` and
+    ``stream_chat`` are the same piece by piece. ``acceptance`` measures the draft, ``hidden_states`` runs the
+    target over texts, ``set_draft`` takes another draft. One thread makes all calls.
+
     Args:
-        target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, or a loaded model,
-            which is then used as it is. Of one that processes share all make the same calls.
-        draft: a draft's folder, hub id or known name, a head (which is copied), any other draft model, or
-            None for ordinary decoding.
+        target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, a loaded causal
+            language model of transformers, whose weights are shared, or a
+            :class:`~eagle_kit.models.targets.target.Target`, which is used as it is. Of one that processes
+            share all make the same calls.
+        draft: a draft's folder, hub id or known name, a head (which is copied), any other draft model,
+            ``"NGRAM"`` for drafts out of earlier text, or None for ordinary decoding.
         config: options of the engine.
-        tokenizer: for text prompts, in place of the one in the target's folder. Only the first rank has one.
+        tokenizer: for text prompts, in place of the one in the target's folder; a loaded model has none
+            of its own. Only the first rank has one.
         start: of a rank that another has started (:mod:`eagle_kit.serve.ranks`).
         options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.
 
     Attributes:
         config: the options with everything filled in that the target, the draft and the device decide.
+        target: the target.
+        tokenizer: its tokenizer, with the chat template of the options where they name one; None without any.
         draft, head: the draft model in use, and its head where it has one.
         group: the processes that share the target (``tensor_parallel``); None where this one has all of it.
             Under ``torchrun`` the program goes on in the first of them only.
         memory_plan: of the engine, once it has been made.
 
     Raises:
-        UserError: a wrong option, a target that cannot be loaded, or a draft that does not fit it.
+        UserError: a wrong option, a target that cannot be loaded, a draft that does not fit it, or too little
+            memory of a GPU. Methods raise it for too little memory as well.
     """
 
     def __init__(
         self,
-        target: str | Path | Target,
+        target: str | Path | Target | nn.Module,
         draft: "str | Path | DraftHead | DraftModel | None" = None,
         config: EngineConfig | None = None,
         *,
@@ -107,7 +126,8 @@ class LLM:
         self.memory_plan: MemoryPlan | None = None
         self.draft: DraftModel | None = None
         self.head: DraftHead | None = None
-        if isinstance(target, Target):
+        if isinstance(target, nn.Module):
+            target = loaded_target(target)
             self._check_loaded(target)
         else:
             from eagle_kit.models.loading.source import resolve_target
@@ -116,7 +136,7 @@ class LLM:
             if self._options.tensor_parallel > 1:
                 self.group = join_ranks(target, draft, self._options, start)
         try:
-            with self._whole():
+            with out_of_memory("loading the models", TOO_LARGE), self._whole():
                 self._open(target)
                 self._set_draft(draft, self._options.algorithm, self._options.token_map)
         except BaseException:
@@ -233,7 +253,7 @@ class LLM:
     ) -> Prepared:
         """Prepare the idle engine in its present shapes (:func:`~eagle_kit.serve.warm_up.warm_up`)."""
         self.engine()
-        with self._leading("_warm_up", extent):
+        with out_of_memory("preparing the engine", NEED_LESS), self._leading("_warm_up", extent):
             return self._warm_up(extent, on_step)
 
     def _warm_up(
@@ -262,13 +282,17 @@ class LLM:
         algorithm: str = "auto",
         token_map: str | Path | None = None,
     ) -> None:
-        """Use another draft from now on. Raise UserError when it does not fit the target."""
+        """Use another draft from now on: a folder, hub id or name, a head, a draft model, ``"NGRAM"``, or
+        None. Raise UserError when it does not fit the target."""
         if self.group is not None and isinstance(draft, DraftModel):
             raise UserError(
                 "With tensor parallelism every rank loads the draft, and a loaded model was given.",
                 "Give it as a folder, a name or a head.",
             )
-        with self._leading("_set_draft", draft, algorithm, token_map):
+        with (
+            out_of_memory("loading the draft", TOO_LARGE),
+            self._leading("_set_draft", draft, algorithm, token_map),
+        ):
             self._set_draft(draft, algorithm, token_map)
 
     def _set_draft(
@@ -279,6 +303,9 @@ class LLM:
     ) -> None:
         """:meth:`set_draft` of this rank."""
         algorithm = algorithm.upper() if algorithm != "auto" else algorithm
+        if is_ngram(draft) and algorithm in ("auto", "NGRAM"):
+            draft = None
+            algorithm = "NGRAM"
         if (bundled := draft_in_target(draft, algorithm, self._target_name)) is not None:
             draft = bundled
         self._engine = self._policy = self._draft_folder = None
@@ -352,7 +379,10 @@ class LLM:
     @property
     def chooses_shapes(self) -> bool:
         """True if :meth:`generate` chooses shapes by measurements when it is given none."""
-        return self._options.shape is None and self.draft is not None and can_tune(self.engine())
+        if self._options.shape is not None:
+            return False
+        engine = self.engine()
+        return chooses_ngram(engine) or (self.draft is not None and can_tune(engine))
 
     @property
     def max_batch_size(self) -> int:
@@ -370,7 +400,8 @@ class LLM:
         engine = self._allocated()
         wanted: ShapeTable | ShapePolicy
         if shape == "auto" or (shape is None and self._options.shape is None):
-            wanted = self._auto(engine, is_asked=shape == "auto")
+            with out_of_memory("measuring shapes", NEED_LESS):
+                wanted = self._auto(engine, is_asked=shape == "auto")
         else:
             wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
         if engine.shapes != wanted:
@@ -380,7 +411,7 @@ class LLM:
     def _allocated(self) -> Engine:
         """Return the engine in its present shapes; its memory is allocated on first use."""
         if self._engine is None:
-            with self._leading("_make_engine"):
+            with out_of_memory("allocating the engine", NEED_LESS), self._leading("_make_engine"):
                 self._make_engine()
         assert self._engine is not None
         return self._engine
@@ -406,6 +437,7 @@ class LLM:
             self._engine = LeadingEngine(*parts, group=group)
         else:
             self._engine = Engine(*parts)
+        reserve_prefill(self.memory_plan, self.target.embed_tokens.weight.device)
 
     def _grammars(self) -> Callable[[], Grammars] | None:
         """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
@@ -421,6 +453,10 @@ class LLM:
     def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
         """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with
         a warning where it ``is_asked`` for."""
+        if chooses_ngram(engine):
+            if self._policy is None:
+                self._policy = NgramPolicy(self._default_shape(), engine.config.batch_sizes)
+            return self._policy
         if engine.draft is None or not can_tune(engine):
             default = self._default_shape()
             if is_asked and engine.draft is not None:
@@ -438,93 +474,353 @@ class LLM:
                 self._policy = ShapeTable.parse(self._default_shape())
         return self._policy
 
-    def tokenize(self, prompt: Prompt) -> list[int]:
-        """Tokenise a user turn (str), messages (list of dicts), or messages with tools and further arguments
-        of the chat template; token ids are returned as they are.
+    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        """Tokenise a text as it stands, behind the special tokens that the tokenizer puts before every text;
+        token ids are returned as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        ids: list[int] = self._tokenizer_for_text()(prompt, verbose=False)["input_ids"]
+        return ids
 
-        Without a chat template a str is a text that the reply continues, as a prompt of /v1/completions.
+    def tokenize_chat(self, conversation: Conversation) -> list[int]:
+        """Tokenise a user turn (str), messages, or messages with tools and further arguments, by the chat
+        template and with the beginning of the assistant's turn; token ids are returned as they are.
+
+        Raises:
+            UserError: there is no chat template, or it refuses the messages.
         """
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
+        if isinstance(conversation, list) and is_token_ids(conversation):
+            return [int(token) for token in conversation]  # type: ignore[arg-type]
+        tokenizer = self._tokenizer_for_text()
+        if isinstance(conversation, str):
+            if not conversation.strip():
+                raise UserError("The prompt is empty.", "Give some text.")
+            conversation = [{"role": "user", "content": conversation}]
+        return prompt_token_ids(tokenizer, conversation)  # type: ignore[arg-type]
+
+    def tokenize_task(self, prompt: Conversation) -> list[int]:
+        """Tokenise a task that has to be asked of any model: as :meth:`tokenize_chat`, but a single user turn
+        is a text to continue where there is no chat template."""
+        if isinstance(prompt, str) and not has_chat_template(self._tokenizer_for_text()):
+            return self.tokenize(prompt)
+        return self.tokenize_chat(prompt)
+
+    def _tokenizer_for_text(self) -> Any:
+        """The tokenizer. Raises UserError where there is none."""
         if self.tokenizer is None:
             raise UserError(
                 "A text prompt was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
             )
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise UserError("The prompt is empty.", "Give some text.")
-            if not has_chat_template(self.tokenizer):
-                return self.tokenizer(prompt, verbose=False)["input_ids"]
-            prompt = [{"role": "user", "content": prompt}]
-        return prompt_token_ids(self.tokenizer, prompt)  # type: ignore[arg-type]
+        return self.tokenizer
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         progress: bool = False,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
+        **fields: Any,
     ) -> list[RequestOutput]:
-        """Decode a reply to every prompt.
+        """Continue one text or several, as they stand; :meth:`chat` answers messages.
 
         Args:
-            prompts: see :meth:`tokenize`.
-            params: the same for all, or those of each prompt; default greedy, 256 tokens.
+            prompts: a text or its token ids (a list, an array or a tensor), or a list of these.
+            sampling_params: the same for all, or those of each prompt; default greedy, 256 tokens.
             shape: speculation shape of this call, several by batch size, or auto.
             progress: show a progress bar.
-            on_finish: called with (index, reply) as replies finish.
+            on_finish: called with (index of the prompt, output) when all replies to a prompt have finished.
+            fields: of :class:`~eagle_kit.core.sampling_params.SamplingParams`, in place of those of
+                ``sampling_params``.
 
         Returns:
-            Replies in the order of the prompts. One that met logits that are not finite, or whose text could
-            not be made, has the finish reason ``"error"`` and what was before; the log says so.
+            An output for every prompt, in their order, also for a single one. A reply that met logits that
+            are not finite, or whose text could not be made, has the finish reason ``"error"`` and what was
+            before; the log says so.
 
         Raises:
-            UserError: an empty or too long prompt, before any work.
+            UserError: an empty or too long prompt, before any work; or too little memory of the GPU. All
+                requests have ended then, and the engine is as before.
         """
-        if isinstance(prompts, str):
-            raise UserError("generate was given one text instead of a list of prompts.", "Put it in a list.")
-        given = [params or SamplingParams()] * len(prompts) if not isinstance(params, Sequence) else params
-        if len(given) != len(prompts):
-            raise UserError(
-                f"{len(prompts)} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
-            )
-        requests = [self.make_request(*pair) for pair in zip(prompts, given, strict=True)]
+        asked = self._read_texts(prompts, sampling_params, fields)
+        return self._decode(asked, shape, progress, on_finish)
+
+    def chat(
+        self,
+        conversations: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        progress: bool = False,
+        on_finish: Callable[[int, RequestOutput], None] | None = None,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the chat template.
+
+        Args:
+            conversations: messages (dicts with role and content), a user turn (str), a
+                :class:`~eagle_kit.data.chat.messages.ChatPrompt`, the token ids of a rendered conversation,
+                or a list of these.
+            sampling_params, shape, progress, on_finish, fields: see :meth:`generate`.
+
+        Returns:
+            As :meth:`generate`.
+
+        Raises:
+            UserError: there is no chat template, or it refuses the messages; and as :meth:`generate`.
+        """
+        asked = self._read_chats(conversations, sampling_params, fields)
+        return self._decode(asked, shape, progress, on_finish)
+
+    def stream(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        **fields: Any,
+    ) -> Generator[ReplyDelta, None, None]:
+        """Continue one text or several, and iterate over the additions to their replies as they come.
+
+        The model serves nothing else until the iterator has ended; closing it, or leaving a loop over it,
+        ends the replies.
+
+        Args:
+            prompts, sampling_params, shape, fields: see :meth:`generate`.
+
+        Raises:
+            UserError: as :meth:`generate`, or ``prompt_logprobs`` are asked for.
+        """
+        return self._stream(self._read_texts(prompts, sampling_params, fields), shape)
+
+    def stream_chat(
+        self,
+        conversations: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        **fields: Any,
+    ) -> Generator[ReplyDelta, None, None]:
+        """Answer one conversation or several, and iterate over the additions to the answers as they come; the
+        arguments are those of :meth:`chat`, the rest is as in :meth:`stream`."""
+        return self._stream(self._read_chats(conversations, sampling_params, fields), shape)
+
+    def acceptance(
+        self,
+        conversations: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        **fields: Any,
+    ) -> SpecStats:
+        """Measure how much of what the draft proposes is accepted in answers to conversations of yours.
+
+        Args:
+            conversations, sampling_params, fields: see :meth:`chat`.
+            shape: speculation shape; default the draft's, :attr:`default_shape`, in every cycle.
+
+        Returns:
+            The sum over all replies, with ``accept_length``.
+
+        Raises:
+            UserError: there is no draft; and as :meth:`chat`.
+        """
+        if self.draft is None and self.config.algorithm != "NGRAM":
+            raise UserError("There is no draft whose acceptance could be measured.", "Give one to LLM.")
+        used = self.default_shape if shape is None else shape
+        total = SpecStats()
+        for output in self.chat(conversations, sampling_params, shape=used, **fields):
+            for reply in output.outputs:
+                total.add(reply.stats)
+        return total
+
+    def hidden_states(self, texts: Any, layers: Sequence[int] = ()) -> list[TextStates]:
+        """Compute the target's hidden states of one text or several, in a forward of each without a cache.
+
+        Args:
+            texts: as the prompts of :meth:`generate`.
+            layers: whose inputs to return besides the states behind the final norm; the number of layers for
+                the last one's output.
+
+        Returns:
+            The states of every text, in their order, also of a single one.
+
+        Raises:
+            UserError: an empty or too long text, or a layer that the target does not have.
+        """
+        layers = check_layers(self.target, layers)
+        prompts = [self.tokenize(text) for text in read_texts(texts)]
+        _check_each(prompts, lambda ids: check_text(self.target, ids))
+        found = []
+        for ids in prompts:
+            with self._leading("_text_states", ids, layers):
+                found.append(self._text_states(ids, layers))
+        return found
+
+    def _text_states(self, ids: list[int], layers: tuple[int, ...]) -> TextStates:
+        """:meth:`hidden_states` of one text on this rank."""
+        return text_states(self.target, ids, layers)
+
+    def _text_logprobs(self, ids: list[int], top: int) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the tokens of a prompt on this rank."""
+        return text_logprobs(self.target, ids, top)
+
+    def _read_texts(self, prompts: Any, sampling_params: Any, fields: dict[str, Any]) -> list[list[Request]]:
+        """Requests of the replies to each text."""
+        texts = read_texts(prompts)
+        params = _params_of_each(len(texts), sampling_params, fields)
+        ids_of_each = [self.tokenize(text) for text in texts]
+        _check_each(ids_of_each, self._allocated().check_tokens)
+
+        # A reply is decoded behind the end of its prompt, whose last tokens may begin a character.
+        asked = []
+        for text, ids, given in zip(texts, ids_of_each, params, strict=True):
+            context = TextContext()
+            if self.tokenizer is not None:
+                context = text_context(self.tokenizer, ids, is_text=isinstance(text, str))
+            asked.append(self._replies(ids, given, context))
+        return asked
+
+    def _read_chats(self, chats: Any, sampling_params: Any, fields: dict[str, Any]) -> list[list[Request]]:
+        """Requests of the replies to each conversation."""
+        conversations = read_chats(chats)
+        params = _params_of_each(len(conversations), sampling_params, fields)
+        ids_of_each = [self.tokenize_chat(conversation) for conversation in conversations]
+        _check_each(ids_of_each, self._allocated().check_tokens)
+        asked = []
+        for ids, given in zip(ids_of_each, params, strict=True):
+            asked.append(self._replies(ids, given, TextContext()))
+        return asked
+
+    def _replies(self, ids: list[int], params: SamplingParams, context: TextContext) -> list[Request]:
+        """Requests of the ``n`` replies to a prompt."""
+        return [self.make_request(ids, params.of_reply(i), context=context) for i in range(params.n)]
+
+    def _check_call(
+        self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
+    ) -> list[Request]:
+        """Check the replies to every prompt of a call, and return them all."""
+        requests = [request for replies in asked for request in replies]
         for request in requests:
             request.group = requests[0].number
-        # Refuse bad prompts before cycles are measured. The shapes decide whether a reply fits the pool.
-        engine = self._allocated()
-        _check_each(requests, lambda request: engine.check_tokens(request.prompt_ids))
-        self.engine(shape)
-        _check_each(requests, engine.check_request)
-        place = {request: i for i, request in enumerate(requests)}
-        bar = _progress_bar(len(requests)) if progress else None
+
+        # The shapes decide whether a reply fits the pool.
+        engine = self._idle_engine(shape)
+        _check_each([replies[0] for replies in asked], engine.check_request)
+        return requests
+
+    def _idle_engine(self, shape: str | SpecShape | ShapeTable | None) -> Engine:
+        """The engine, set to a shape. Raises UserError where it serves another call."""
+        if self._allocated().has_work:
+            raise UserError(
+                "The model still serves another call.", "Read its stream to the end first, or close it."
+            )
+        return self.engine(shape)
+
+    def _serve(
+        self, requests: Sequence[Request], shape: str | SpecShape | ShapeTable | None
+    ) -> Generator[Request, None, None]:
+        """Serve requests of a call -> each of them whenever it has new tokens; the last news is its end."""
+        engine = self._idle_engine(shape)
+        live = set(requests)
         try:
             for request in requests:
                 engine.add_request(request)
             while engine.has_work:
-                for request in engine.step():
+                with out_of_memory("computing replies", NEED_LESS):
+                    news = engine.step()
+                for request in news:
                     if request.has_stops:
                         request.read()
                         engine.stop(request)
-                    if request.finish_reason is None or (at := place.pop(request, None)) is None:
+                    if request not in live:
                         continue  # at a lag, a step tells of an end by a stop text once more
-                    if bar is not None:
-                        bar.update()
-                    if on_finish is not None:
-                        on_finish(at, request.output())
+                    if request.finish_reason is not None:
+                        live.remove(request)
+                    yield request
         finally:
             for request in requests:
                 engine.abort(request)
             engine.drain()
+
+    def _decode(
+        self,
+        asked: list[list[Request]],
+        shape: str | SpecShape | ShapeTable | None,
+        progress: bool,
+        on_finish: Callable[[int, RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        """Serve the requests of every prompt to their ends."""
+        requests = self._check_call(asked, shape)
+        prompt_logprobs = [self._prompt_logprobs(replies[0]) for replies in asked]
+
+        # Of each request its prompt, and of each prompt the replies that have not finished.
+        prompt_of = {request: at for at, replies in enumerate(asked) for request in replies}
+        num_open = [len(replies) for replies in asked]
+        bar = _progress_bar(len(requests)) if progress else None
+        try:
+            with closing(self._serve(requests, shape)) as news:
+                for request in news:
+                    if request.finish_reason is None:
+                        continue
+                    at = prompt_of[request]
+                    num_open[at] -= 1
+                    if bar is not None:
+                        bar.update()
+                    if on_finish is not None and num_open[at] == 0:
+                        on_finish(at, _output(asked[at], prompt_logprobs[at]))
+        finally:
             if bar is not None:
                 bar.close()
-        return [request.output() for request in requests]
+        return [_output(*each) for each in zip(asked, prompt_logprobs, strict=True)]
+
+    def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
+        """Log-probabilities of the tokens of a prompt; None where they are not asked for."""
+        top = request.params.prompt_logprobs
+        if top is None:
+            return None
+        with self._leading("_text_logprobs", request.prompt_ids, top):
+            return self._text_logprobs(request.prompt_ids, top)
+
+    def _stream(
+        self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
+    ) -> Generator[ReplyDelta, None, None]:
+        """Check the requests of every prompt, and iterate over what is added to their replies."""
+        if any(replies[0].params.prompt_logprobs is not None for replies in asked):
+            raise UserError("A stream has no log-probabilities of the prompt.", "Use generate or chat.")
+        requests = self._check_call(asked, shape)
+        return self._deltas(requests, asked, shape)
+
+    def _deltas(
+        self,
+        requests: list[Request],
+        asked: list[list[Request]],
+        shape: str | SpecShape | ShapeTable | None,
+    ) -> Generator[ReplyDelta, None, None]:
+        """Serve requests, and iterate over what is added to their replies."""
+        place = {}
+        for at, replies in enumerate(asked):
+            for number, request in enumerate(replies):
+                place[request] = at, number
+        num_chars = dict.fromkeys(requests, 0)
+        num_tokens = dict.fromkeys(requests, 0)
+        with closing(self._serve(requests, shape)) as news:
+            for request in news:
+                text = request.read()
+                token_ids = list(request.token_ids)
+                yield ReplyDelta(
+                    *place[request],
+                    text=text[num_chars[request] :],
+                    token_ids=token_ids[num_tokens[request] :],
+                    finish_reason=request.reason,
+                )
+                num_chars[request] = len(text)
+                num_tokens[request] = len(token_ids)
 
     def make_request(
         self,
-        prompt: Prompt,
+        prompt: str | Sequence[int],
         params: SamplingParams,
         priority: int = 0,
         shown_tokens: frozenset[int] = frozenset(),
@@ -542,13 +838,15 @@ class LLM:
         request = Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
         if params.bad_words and self.tokenizer is not None:
             vocab_size = self.target.config.vocab_size
-            request.bad_word_ids = self._bad_word_ids(self.tokenizer, params.bad_words, vocab_size)
+            words = tuple(params.bad_words)
+            request.bad_word_ids = self._bad_word_ids(self.tokenizer, words, vocab_size)
         return request
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
         cache."""
-        with self._leading("_logits", ids):
+        remedy = "Give fewer tokens, or use a GPU with more free memory."
+        with out_of_memory("computing logits", remedy), self._leading("_logits", ids):
             return self._logits(ids)
 
     @torch.inference_mode()
@@ -560,14 +858,46 @@ class LLM:
             return self.target.logits(out.hidden)
 
 
-def _check_each(requests: Sequence[Request], check: Callable[[Request], None]) -> None:
-    """Call ``check`` with every request. Its UserError is raised with the number of the prompt."""
-    for i, request in enumerate(requests):
+_Checked = TypeVar("_Checked")
+
+
+def _check_each(prompts: Sequence[_Checked], check: Callable[[_Checked], None]) -> None:
+    """Call ``check`` with every prompt. Its UserError is raised with the number of the prompt."""
+    for i, prompt in enumerate(prompts):
         try:
-            check(request)
+            check(prompt)
         except UserError as error:
-            which = f"Prompt {i} of {len(requests)}: " if len(requests) > 1 else ""
+            which = f"Prompt {i} of {len(prompts)}: " if len(prompts) > 1 else ""
             raise UserError(which + error.cause, error.remedy) from None
+
+
+def _params_of_each(
+    count: int, given: SamplingParams | Sequence[SamplingParams] | None, fields: dict[str, Any]
+) -> list[SamplingParams]:
+    """Sampling parameters of ``count`` prompts: those given, or the default, with ``fields`` replaced.
+
+    Raises:
+        UserError: another number of parameters than of prompts, or a value out of range.
+    """
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [replace(given, **fields)] * count
+    if len(given) != count:
+        raise UserError(
+            f"{count} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
+        )
+    return [replace(params, **fields) for params in given]
+
+
+def _output(replies: Sequence[Request], prompt_logprobs: list[TokenLogprobs | None] | None) -> RequestOutput:
+    """Output of a prompt: its first reply, with the others."""
+    outputs = [request.output() for request in replies]
+    for index, output in enumerate(outputs):
+        output.index = index
+        output.prompt_logprobs = prompt_logprobs
+    outputs[0].others = outputs[1:]
+    return outputs[0]
 
 
 def _progress_bar(total: int) -> Any:

@@ -19,7 +19,8 @@ from eagle_kit.kernels.linear import packed_parts
 from eagle_kit.kernels.linear.fp8 import working_bytes
 from eagle_kit.kv.latents import PACKED_TOKENS
 from eagle_kit.kv.store import KV_DTYPES
-from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.blocks.moe import FP8Experts
+from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.targets.target import Target
 from eagle_kit.serve import prefill_backends
 from eagle_kit.serve.grammar.masks import num_bytes
@@ -39,6 +40,8 @@ BYTES_OF_TABLES = 4 + 4 + 1
 LOGITS_COPIES = 2
 """Logits in fp32 and the probabilities made from them exist at the same time."""
 
+NEED_LESS = "Lower kv_tokens, max_batch_size, max_context or prefill_tokens, or free memory of the GPU."
+"""Remedy where an engine has too little memory."""
 NO_GRAPHS = Graphs(0, 0)
 
 
@@ -68,6 +71,7 @@ class MemoryPlan:
         extent: the most that a warm-up may prepare, so that graphs leave the pool its share.
         graphs_of_all: those that would be prepared for everything.
         fp8: bytes of the weights that are in fp8 layers.
+        prefill: bytes of ``activations`` that a prefill step needs, :func:`reserve_prefill`.
     """
 
     kv_tokens: int
@@ -85,6 +89,7 @@ class MemoryPlan:
     extent: WarmUpExtent = "all"
     graphs_of_all: Graphs = NO_GRAPHS
     fp8: int = 0
+    prefill: int = 0
 
     @property
     def pool(self) -> int:
@@ -173,8 +178,10 @@ def plan_memory(
     expanded = config.max_context
     if device.type != "cpu":  # several prompts together
         expanded = max(expanded, min(PACKED_TOKENS, batch * config.max_context))
-    values = config.prefill_tokens * _values_per_row(model) + expanded * _expanded_per_token(model)
-    activations = values * weight.element_size() + target.working_bytes
+    per_row = _values_per_row(target, draft)
+    expanded_values = max(_expanded_per_token(layer) for layer in _layers(target, draft))
+    values = config.prefill_tokens * per_row + expanded * expanded_values
+    activations = prefill = values * weight.element_size() + target.working_bytes
     activations += prefill_backends.working_bytes(config.prefill_backend, device, target.variants)
     if layers := target.fp8_layers:
         activations += working_bytes(device)
@@ -185,7 +192,7 @@ def plan_memory(
         activations += spec.num_bytes_of_pair * max(MAX_WINDOW**2, batch * config.shape.tokens**2)
     graphs: dict[WarmUpExtent, Graphs] = dict.fromkeys(get_args(WarmUpExtent), NO_GRAPHS)
     if device.type != "cpu" and config.graph_mode == "cycle":
-        activations += config.most_rows * _values_per_row(model) * weight.element_size()  # of cycles, apart
+        activations += config.most_rows * per_row * weight.element_size()  # of cycles, apart
         for extent in graphs:
             graphs[extent] = graphs_of(model, draft, config, extent, chooses_shapes=chooses_shapes)
     needed = scratch + logits + activations + states
@@ -242,6 +249,7 @@ def plan_memory(
         extent,
         graphs["all"],
         fp8=sum(part.nbytes for layer in layers for part in layer.parameters()),
+        prefill=prefill,
     )
 
 
@@ -270,19 +278,48 @@ def _extent(graphs: dict[WarmUpExtent, Graphs], shared: int, pool: int, *, is_gi
     return next(fits, "none")
 
 
-def _values_per_row(config: TargetConfig) -> int:
-    """Values of a token that exist at the same time in a layer: the residual stream, a sum, its norm,
-    captured states, and queries, keys, values and their mix, or the inputs, sums and fp32 copies of a
-    recurrent layer, or the MLP's or the experts' gate, up, and product."""
-    attention = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+def reserve_prefill(plan: MemoryPlan, device: torch.device) -> None:
+    """Let torch's allocator take the memory of a prefill step as one segment of a GPU.
+
+    The allocator gives parts of a free segment to tensors of any size. Without such a segment each size gets
+    segments of its own, which together are up to twice as large.
+    """
+    if device.type == "cuda":
+        torch.empty(plan.prefill, dtype=torch.uint8, device=device)
+
+
+def _layers(target: Target, draft: DraftModel | None) -> Iterator[DecoderConfig]:
+    """Iterate over the architectures of the layers that read whole prompts: the target's, and a head's."""
+    yield target.config
+    if draft is not None and draft.head is not None:
+        yield draft.head.config.layer
+
+
+def _values_per_row(target: Target, draft: DraftModel | None) -> int:
+    """Values of a token that exist at the same time in a layer.
+
+    They are the captured states; the residual stream and its norm, before and behind attention; the output of
+    the MLP; and the largest of: queries, keys, values and their mix, of a head too, which no ranks share;
+    inputs, sums and fp32 copies of a recurrent layer; gate, up and product of the MLP or of experts. Grouped
+    matmuls of experts sort rows, and add up outputs in fp32.
+    """
+    config = target.config
+    num_captured = 0 if draft is None else len(draft.capture)
+    attention = max(
+        (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in _layers(target, draft)
+    )
     channels = max((count for count, _ in config.states.convolutions), default=0) if config.states else 0
     experts = 0
     if (moe := config.moe) is not None:
-        experts = 3 * (moe.num_experts_per_token * moe.intermediate_size + moe.shared_intermediate_size)
-    return 6 * config.hidden_size + max(attention, 3 * config.intermediate_size, experts, 6 * channels)
+        has_fp8 = any(isinstance(layer, FP8Experts) for layer in target.fp8_layers)
+        outputs = (1 if has_fp8 else 4) * config.hidden_size
+        experts = moe.num_experts_per_token * (3 * moe.intermediate_size + outputs)
+        experts += 3 * moe.shared_intermediate_size
+    largest = max(attention, 3 * config.intermediate_size, experts, 6 * channels)
+    return (5 + num_captured) * config.hidden_size + largest
 
 
-def _expanded_per_token(config: TargetConfig) -> int:
+def _expanded_per_token(config: DecoderConfig) -> int:
     """Values of the keys and values that latent attention expands a token to in a prefill step: as they are
     made, and as matrices of one size for the kernel."""
     if (mla := config.mla) is None:

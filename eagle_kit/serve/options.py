@@ -15,6 +15,11 @@ from eagle_kit.kinds.registry import algorithms, kind_in_target
 from eagle_kit.models.targets.target import Target
 
 
+def is_ngram(draft: Any) -> bool:
+    """True for the name by which drafts out of earlier text are asked for in place of a draft."""
+    return isinstance(draft, str) and draft.upper() == "NGRAM"
+
+
 def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) -> str | Path | None:
     """The draft that ``algorithm`` finds in the target's folder where none is given: the folder itself for
     modules of MTP, or the only folder in it that holds such a draft. None where no draft is needed.

@@ -22,6 +22,7 @@ from eagle_kit.kernels.fp8 import E4M3, FP8Weight
 from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.models.blocks.moe import Experts, FP8Experts
 from eagle_kit.models.bridge.config import BridgedConfig
+from eagle_kit.models.bridge.load import empty_bridged
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.fp8_layout import FP8Layout
 from eagle_kit.models.loading.known_targets import target_architecture, target_fp8_layout
@@ -30,6 +31,7 @@ from eagle_kit.models.loading.published import Part, published_parts
 from eagle_kit.models.loading.quantize import quantizable
 from eagle_kit.models.sharding import Sharding, scale_cuts
 from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.drafts import load_draft_model
 from eagle_kit.serve.memory import FREE_SHARE, MemoryPlan, Place, plan_memory
 from eagle_kit.serve.options import draft_in_target, dtype_of
@@ -40,7 +42,7 @@ PARTS = {
     "routed experts": r"\.experts\.",
     "norms and routers": r"norm|\.gate\.|shared_expert_gate",
     "MLP and shared experts": r"\.mlp\.",
-    "embedding and output layer": r"^(embed_tokens|lm_head)\.",
+    "embedding and output layer": r"(^|\.)(embed_tokens|lm_head|embed_out|embed_in|wte)\.",
     "recurrent layers": r"\.(linear_attn|mamba)\.",
     "attention": "",
 }
@@ -63,7 +65,7 @@ class RankPlan:
     """
 
     sharding: Sharding
-    target: LlamaModel
+    target: Target
     draft: DraftModel | None
     config: ResolvedConfig
     chooses_shapes: bool
@@ -125,18 +127,15 @@ class Planner:
 
     @cached_property
     def config(self) -> TargetConfig:
-        """Architecture of the target. Raises UserError for one that is not written here."""
+        """Architecture of the target."""
         config, _ = target_architecture(self.name)
-        if isinstance(config, BridgedConfig):
-            raise UserError(
-                f"The layers of {config.model_type} are those of transformers, whose memory is not planned.",
-                "Leave --plan out; the server prints its plan when it starts.",
-            )
         return config
 
     @cached_property
     def layout(self) -> FP8Layout | None:
-        """Layout of the checkpoint's fp8 weights."""
+        """Layout of the checkpoint's fp8 weights; None where they are unpacked, as a bridged target's are."""
+        if isinstance(self.config, BridgedConfig):
+            return None
         return target_fp8_layout(self.name)
 
     @property
@@ -149,6 +148,8 @@ class Planner:
         self, size: int, *, expert_parallel: bool = False, data_parallel_attention: bool = False
     ) -> RankPlan:
         """Plan the largest of ``size`` ranks. Raises UserError where the target cannot be shared so."""
+        if isinstance(self.config, BridgedConfig):
+            self._check_bridged(self.config, size)
         ways = expert_parallel, data_parallel_attention
         ranks = [Sharding.of(self.config, Share(rank, size), self.block, *ways) for rank in range(size)]
         sharding, target = self._largest(ranks)
@@ -165,7 +166,20 @@ class Planner:
         chooses = self.options.shape is None and draft is not None
         return RankPlan(sharding, target, draft, config, chooses)
 
-    def _largest(self, ranks: Sequence[Sharding]) -> tuple[Sharding, LlamaModel]:
+    def _check_bridged(self, config: BridgedConfig, size: int) -> None:
+        """Raise UserError for what the layers of transformers cannot do."""
+        if size > 1:
+            raise UserError(
+                f"The layers of {config.model_type} are those of transformers, which ranks do not share.",
+                "Plan one GPU.",
+            )
+        if self.options.quantization == "fp8":
+            raise UserError(
+                f"The layers of {config.model_type} are those of transformers, which are not cast to fp8.",
+                "Leave the quantization out.",
+            )
+
+    def _largest(self, ranks: Sequence[Sharding]) -> tuple[Sharding, Target]:
         """The one of ``ranks`` with the most bytes, and its target. Raises UserError where one of them would
         be refused by its loader."""
         found = {}  # ranks that are alike need one model
@@ -198,8 +212,11 @@ class Planner:
         for part in self._fp8_parts:
             scale_cuts(part, sharding.cuts(part), self.layout.scale_shapes(part.shape)[0], self.block)
 
-    def _target(self, sharding: Sharding) -> LlamaModel:
-        dtype, share = dtype_of(self.options.dtype, GPU.type), sharding.share
+    def _target(self, sharding: Sharding) -> Target:
+        dtype = dtype_of(self.options.dtype, GPU.type)
+        if isinstance(self.config, BridgedConfig):
+            return empty_bridged(self.config, self.name, dtype)
+        share = sharding.share
         with torch.device("meta"):
             model = LlamaModel(sharding.rank_config())
             num_words = len(share.of(self.config.vocab_size))
@@ -213,7 +230,7 @@ class Planner:
                 _use_fp8(model, self.block if stays else None)
         return model.requires_grad_(False)
 
-    def _draft(self, target: LlamaModel) -> DraftModel | None:
+    def _draft(self, target: Target) -> DraftModel | None:
         """The draft behind ``target``, which gets the whole embedding where a draft reads it."""
         algorithm = self.options.algorithm
         name = self.draft

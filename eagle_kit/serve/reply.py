@@ -20,6 +20,11 @@ class EngineFailed(Exception):
     thread and with it every request (HTTP 500)."""
 
 
+class OutOfMemory(EngineFailed):
+    """A step needed more memory than the GPU has, which ends all requests that were running or waiting. The
+    engine takes new ones (HTTP 503)."""
+
+
 class NotFinite(EngineFailed):
     """The target's logits are not finite, which ends this request alone (HTTP 500)."""
 

@@ -165,15 +165,21 @@ class Request:
             self.stream.finish()
         return self.stream.text
 
+    @property
+    def reason(self) -> str | None:
+        """Finish reason for the user, ``"error"`` where the text could not be made; None before the end."""
+        if self.finish_reason is not None and self.stream is not None and self.stream.failure is not None:
+            return "error"
+        return self.finish_reason
+
     def output(self) -> RequestOutput:
-        """Make the output for the user; the reason of a text that could not be made is ``"error"``."""
+        """Make the output for the user."""
         text = self.read()
-        has_failed = self.stream is not None and self.stream.failure is not None
         return RequestOutput(
             prompt_ids=self.prompt_ids,
             token_ids=self.token_ids,
             text=text,
-            finish_reason="error" if has_failed else self.finish_reason or "",
+            finish_reason=self.reason or "",
             stats=self.stats,
             shapes=self.shapes,
             logprobs=list(self.logprobs),

@@ -72,6 +72,12 @@ def can_tune(engine: Engine) -> bool:
     return engine.runner.drafter is not None and engine.runner.drafter.has_any_shape
 
 
+def chooses_ngram(engine: Engine) -> bool:
+    """Return True where plain decoding is chosen beside n-grams. Where cycles are captured the n-grams'
+    window is part of the graphs, and costs about what one token does."""
+    return engine.ngram is not None and not engine.runner.graphs.has_fixed_shapes
+
+
 def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
     """Make the policy of an engine from what is known of its costs and its draft, or else from a short
     measurement, whose result is kept.

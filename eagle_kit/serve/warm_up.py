@@ -2,9 +2,11 @@
 
 On a GPU graphs are captured for every batch size, shape and kind of batch, forms of linear layers are
 measured, and prompts of representative lengths are computed, so that no request waits while kernels are
-compiled, captured or timed. A CPU compiles nothing, and records its cycles as they come.
+compiled, captured or timed. A CPU compiles no kernels, and records its cycles as they come. The compiler of
+grammars, which takes seconds to read a large vocabulary, is made on both.
 """
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.config.server import WarmUpExtent
+from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.backend import current_device, triton_available
@@ -79,13 +82,14 @@ def warm_up(
         extent: what for.
         on_step: called with the number of steps done and their total.
     """
+    works = list(_grammars(engine, extent))
     runner = engine.runner
     if runner.device.type != "cuda" and not runner.graphs.has_fixed_shapes:
-        return Prepared()
+        return Prepared(tuple(works))
     with torch.inference_mode(), current_device(runner.device), _compilations() as compiled:
         cycles = list(_cycles(engine, extent))
         prompts = [] if extent == "none" else list(representative_prompts(engine))
-        total, works = len(cycles) + len(prompts), []
+        total = len(cycles) + len(prompts)
         seconds: dict[str, tuple[int, float]] = {}
         num_graphs, number = engine.num_graphs, 0
         for number, each in enumerate(cycles, 1):
@@ -123,6 +127,19 @@ def warm_up(
         if compiled.count:
             works.append(Work("kernels compiled (within the above)", compiled.count, compiled.seconds))
     return Prepared(tuple(works), tuple(_left_out(engine, extent, works)))
+
+
+def _grammars(engine: Engine, extent: WarmUpExtent) -> Iterator[Work]:
+    """Make the compiler of grammars, where requests may bring some."""
+    if extent != "all" or not can_have_grammars(engine):
+        return
+    begun = time.perf_counter()
+    try:
+        engine.prepare_grammars()
+    except UserError as error:  # of the tokenizer, which says so to the requests that bring grammars
+        logging.getLogger(__name__).warning("%s %s", error.cause, error.remedy)
+        return
+    yield Work("compiler of grammars", 1, time.perf_counter() - begun)
 
 
 def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:

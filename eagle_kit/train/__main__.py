@@ -9,8 +9,12 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from eagle_kit.config.loading.command_line import add_config, print_error
+from pydantic import Field, model_validator
+
+from eagle_kit.config.loading.command_line import print_error
+from eagle_kit.config.loading.flags import ConfigFlags, Flag, Parser, add_options, options_of
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.loading.shipped import config_files
 from eagle_kit.config.train import TrainConfig
@@ -21,34 +25,65 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
 """Words of gloo's errors when a peer is gone."""
 
 
+class TrainFlags(ConfigFlags):
+    """Options of ``train``."""
+
+    resume: bool = False
+    """Go on from the last checkpoint of output_dir, or begin where there is none."""
+
+    max_steps: int | None = Field(default=None, ge=1)
+    """Be done at step N; the schedule stays as configured."""
+
+    stop_after: Annotated[str | None, Flag(metavar="TIME")] = None
+    """Save after this long, e.g. 9m or 1h30m, and stop with exit code 130; --resume goes on."""
+
+    dry_run: bool = False
+    """Print the estimate of memory, disk and time, then stop."""
+
+    plan: bool = False
+    """Without weights, data or network, print what one and eight GPUs would need; several configs make a
+    table.
+    """
+
+    gpu: Annotated[str, Flag(metavar="KIND")] = "h100-80g"
+    """Kind of GPU of --plan."""
+
+    init: Annotated[str | None, Flag(metavar="TARGET")] = None
+    """Write CONFIG, with comments, for a first head of this target."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "TrainFlags":
+        if self.init is not None and (self.overrides or self.resume or self.dry_run or self.plan):
+            raise UserError(
+                "--init writes a config, and something else was asked for besides.",
+                "Give --init alone, and the rest with the config that it writes.",
+            )
+        return self
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a draft head; the exit code is 0 when done, 2 for a user's mistake, 130 when it was saved on the
     way: by a signal, or because ``--stop-after`` is over."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    args = build_parser().parse_intermixed_args(argv)
     try:
-        if args.init is not None:
+        args = build_parser().parse_intermixed_args(argv)
+        options = options_of(args, TrainFlags)
+        if options.init is not None:
             from eagle_kit.train.first_config import write_first_config
 
-            if args.overrides or args.resume or args.dry_run or args.plan:
-                raise UserError(
-                    "--init writes a config, and something else was asked for besides.",
-                    "Give --init alone, and the rest with the config that it writes.",
-                )
-            write_first_config(Path(args.config), args.init)
-            print(f"{args.config}: written; its first lines say what to do next")
+            write_first_config(Path(options.config), options.init)
+            print(f"{options.config}: written; its first lines say what to do next")
             return 0
-        if args.plan:
+        if options.plan:
             from eagle_kit.train.plan.report import print_plans
 
-            more = [word for word in args.overrides if "=" not in word]
-            files = [file for word in (args.config, *more) for file in config_files(word)]
-            print_plans(files, [word for word in args.overrides if "=" in word], args.gpu)
+            more = [word for word in options.overrides if "=" not in word]
+            settings = [word for word in options.overrides if "=" in word]
+            files = [file for word in (options.config, *more) for file in config_files(word)]
+            print_plans(files, settings, options.gpu)
             return 0
-        stop_after_s = None if args.stop_after is None else parse_duration(args.stop_after)
-        if args.max_steps is not None and args.max_steps < 1:
-            raise UserError(f"--max-steps is {args.max_steps}.", "Give at least one step.")
-        config = load_config(TrainConfig, args.config, args.overrides)
+        stop_after_s = None if options.stop_after is None else parse_duration(options.stop_after)
+        config = load_config(TrainConfig, options.config, options.overrides)
         check_local_rank(args.local_rank, os.environ)
         check_launcher(os.environ, config.training)
     except UserError as error:
@@ -57,15 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     from eagle_kit.train.run.loop import RunOptions, train
 
-    options = RunOptions(
-        resume=args.resume,
-        max_steps=args.max_steps,
+    run = RunOptions(
+        resume=options.resume,
+        max_steps=options.max_steps,
         stop_after_s=stop_after_s,
-        dry_run=args.dry_run,
-        arguments=(args.config, *args.overrides),
+        dry_run=options.dry_run,
+        arguments=(options.config, *options.overrides),
     )
     try:
-        ending = train(config, options)
+        ending = train(config, run)
         # Of several processes only the main one says 130: a launcher ends the others when one does not say 0.
         return ending.exit_code if is_main(os.environ) else 0
     except UserError as error:
@@ -112,38 +147,8 @@ def _process(environ: Mapping[str, str]) -> str:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``train``."""
-    parser = argparse.ArgumentParser(
-        prog="eagle-kit train", description="Train a draft head from a YAML config."
-    )
-    add_config(parser)
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="go on from the last checkpoint of output_dir, or begin where there is none",
-    )
-    parser.add_argument(
-        "--max-steps", type=int, metavar="N", help="be done at step N; the schedule stays as configured"
-    )
-    parser.add_argument(
-        "--stop-after",
-        metavar="TIME",
-        help="save after this long, e.g. 9m or 1h30m, and stop with exit code 130; --resume goes on",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the estimate of memory, disk and time, then stop"
-    )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="without weights, data or network, print what one and eight GPUs would need; several configs "
-        "make a table",
-    )
-    parser.add_argument(
-        "--gpu", default="h100-80g", metavar="KIND", help="kind of GPU of --plan (default %(default)s)"
-    )
-    parser.add_argument(
-        "--init", metavar="TARGET", help="write CONFIG, with comments, for a first head of this target"
-    )
+    parser = Parser(prog="eagle-kit train", description="Train a draft head from a YAML config.")
+    add_options(parser, TrainFlags)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 

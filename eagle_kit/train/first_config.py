@@ -80,17 +80,17 @@ def first_config(target: str, path: Path, architecture: TargetConfig) -> str:
         f"# 3. eagle-kit export runs/{name} --out {name}-draft",
         "",
     ]
-    return "\n".join([*head, *_lines(TrainConfig, settings, "")]) + "\n"
+    config = TrainConfig.model_validate(settings)
+    return "\n".join([*head, *_lines(config, settings, "")]) + "\n"
 
 
-def _lines(schema: type[BaseModel], settings: dict[str, Any], indent: str) -> list[str]:
-    """Lines of a section, each key below the first sentence of its text."""
+def _lines(section: BaseModel, settings: dict[str, Any], indent: str) -> list[str]:
+    """Lines of the ``settings`` of a section, each key below the first sentence of its text."""
     lines = []
     for key, value in settings.items():
-        field = schema.model_fields[key]
+        field = type(section).model_fields[key]
         if isinstance(value, dict):
-            assert isinstance(field.annotation, type)
-            lines += ["", f"{indent}{key}:", *_lines(field.annotation, value, f"{indent}  ")]
+            lines += ["", f"{indent}{key}:", *_lines(getattr(section, key), value, f"{indent}  ")]
             continue
         about = " ".join((field.description or "").split()).replace("``", "")
         sentence = about.partition(". ")[0].partition("; ")[0].rstrip(".")

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from eagle_kit.checkpoints.named_target import target_of
+from eagle_kit.checkpoints.named_target import NamedTarget, naming, target_of
 from eagle_kit.checkpoints.validate import validate_draft
-from eagle_kit.core.errors import UserError
+from eagle_kit.cli.app import main
+from eagle_kit.core.errors import TargetError, UserError
 from eagle_kit.models.loading.loader import target_fingerprint
-from eagle_kit.models.loading.places import find_place, remember_place
+from eagle_kit.models.loading.places import find_place, note_of, remember_place
 from tests.checkpoints.test_validate import by_subject, make_draft, make_target
 
 
@@ -38,7 +39,7 @@ def test_a_target_is_found_from_any_folder_by_its_weights(
 
     remember_place(target_fingerprint(target), target)
     found = target_of([draft], None, "usual")
-    assert Path(found.name) == target and found.origin == f"named by the draft {draft}"
+    assert Path(found.name) == target and str(note_of(target_fingerprint(target))) in found.origin
     assert target_of([draft], "mine", "usual") == ("mine", "given with --target")
 
 
@@ -88,3 +89,30 @@ def test_a_check_compares_weights_where_the_draft_has_their_hash(tmp_path: Path)
     assert same["target weights"].level == "ok" and "target" not in same
     other = make_target(tmp_path / "other" / "small", rms_norm_eps=0.5)
     assert by_subject(validate_draft(draft, other))["target weights"].level == "warning"
+
+
+def test_an_error_about_a_target_says_where_its_name_came_from(tmp_path: Path) -> None:
+    target = NamedTarget("gemma", "given with --target")
+    with pytest.raises(UserError) as caught, naming(target):
+        raise TargetError("The draft does not fit the target.", "Give another.")
+    assert caught.value.cause.endswith("The target gemma is given with --target.")
+    assert caught.value.remedy == "Give another."
+    with pytest.raises(UserError) as other, naming(target):
+        raise UserError("The disk is full.", "Free some space.")
+    assert other.value.cause == "The disk is full."
+
+
+def test_a_draft_that_does_not_fit_and_a_target_that_is_not_there_name_the_target(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target(tmp_path / "small")
+    draft = trained_for(tmp_path / "draft", target)
+    remember_place(target_fingerprint(target), target)
+    nowhere = str(tmp_path / "nowhere")
+    for command in (["generate", "--prompt", "Hi", "--draft"], ["tune"], ["diagnose"], ["validate"]):
+        assert main([*command, str(draft), "--target", nowhere]) == 2
+        error = capsys.readouterr().err
+        assert f"The target {nowhere} is given" in error, command
+    # A head without weights that fit.
+    assert main(["generate", "--prompt", "Hi", "--draft", str(draft)]) == 2
+    assert str(target) in capsys.readouterr().err

@@ -31,6 +31,7 @@ OPTIONAL_PACKAGES = (
     "prometheus_client",
     "llguidance",
     "httpx",
+    "openai",
     "wandb",
     "datasets",
     "matplotlib",
@@ -62,8 +63,7 @@ def test_the_help_of_regenerate_says_which_seed_is_taken(capsys):
     with pytest.raises(SystemExit):
         app.main(["data", "regenerate", "--help"])
     words = " ".join(capsys.readouterr().out.split())
-    default = app.parse(["data", "regenerate", "--source", "x.jsonl", "--out", "y.jsonl"]).seed
-    assert f"--seed N of the samples (default {default})" in words
+    assert "--seed N seed of the samples (default 0)" in words
 
 
 def test_a_mistake_is_one_line_of_cause_and_one_of_remedy_and_exit_code_2(capsys):
@@ -120,9 +120,9 @@ def test_overrides_may_follow_options():
 @pytest.mark.parametrize("stray", [["--no-such-option"], ["word"], ["--key=value"]])
 def test_stray_arguments_are_refused(stray, capsys):
     for command in (["data", "preview", "run.yaml", "a=1", "--record", "3"], ["doctor"]):
-        with pytest.raises(SystemExit) as caught:
-            app.main([*command, *stray])
-        assert caught.value.code == 2 and stray[0] in capsys.readouterr().err
+        assert app.main([*command, *stray]) == 2
+        cause, remedy = capsys.readouterr().err.splitlines()
+        assert stray[0] in cause and remedy.startswith("  -> See eagle-kit")
 
 
 def test_a_number_may_have_an_exponent_without_a_point(tmp_path):

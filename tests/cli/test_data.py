@@ -99,7 +99,7 @@ def test_vocab_writes_a_token_map_for_heads_that_propose_every_token(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     """The most frequent tokens of the replies, counted here in the packed rows."""
-    words = [f"head.kind={kind}", "head.draft_vocab_size=null", "head.intermediate_size=null"]
+    words = [f"head={{kind: {kind}}}"]
     out = tmp_path / "freq.npz"
     assert main(["data", "vocab", str(config), "--out", str(out), "--size", "24", *words]) == 0
     assert f"--speculative-token-map {out}" in capsys.readouterr().out

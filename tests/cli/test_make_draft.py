@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from eagle_kit.cli import make_draft
 from eagle_kit.cli.app import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.train.plan.pilot import PILOTS, ExpectedCosts
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def words(tmp_path, monkeypatch):
     """The command, for a target whose stages take seconds."""
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(make_draft, "LEAST_BUDGET_S", 1.0)
+    monkeypatch.setattr(make_draft, "START_S", 1.0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"The {noun}"}) for noun in ("cat", "dog")))
     source = make_conversations(tmp_path / "chats.jsonl", count=120)
@@ -43,9 +45,13 @@ def test_too_small_a_budget_and_other_settings_are_refused(words, tmp_path, monk
     (out / make_draft.STATE).write_text(json.dumps({"asked": {"target": "another"}, "done": {"raw": {}}}))
     assert main(words) == 2
     assert "was begun with other settings" in capsys.readouterr().err
-    monkeypatch.setattr(make_draft, "LEAST_BUDGET_S", 300.0)
-    assert main(words) == 2
-    assert "--budget is 90s" in capsys.readouterr().err
+    (out / make_draft.STATE).unlink()
+    monkeypatch.setattr(make_draft, "START_S", 15.0)
+    calls = []
+    monkeypatch.setattr(make_draft, "_call", lambda words, note: calls.append(words) or 2)
+    assert main(words) == 2 and not calls
+    error = capsys.readouterr().err
+    assert "--budget 90s is too short" in error and re.search(r"Give at least \d+m,", error)
 
 
 def test_another_number_of_processes_or_another_recipe_does_not_go_on(words, tmp_path, capsys):
@@ -120,7 +126,7 @@ def test_nothing_answered_and_no_time_left_are_told(words, tmp_path, monkeypatch
     spent = {"pilot-replies": 5.0, "pilot-training": 80.0}
 
     def attempt():
-        state = {"asked": asked, "done": pilots, "spent_s": spent}
+        state = {"asked": asked, "done": pilots, "spent_s": spent, "pilot": asdict(PILOTS[0])}
         (out / make_draft.STATE).write_text(json.dumps(state))
         assert main(words) == 2
         return capsys.readouterr().err
@@ -299,6 +305,21 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     assert main(words) == 0 and not commands.given, "what is done is not done again"
 
 
+def test_a_short_budget_is_measured_briefly_and_as_long_when_gone_on_with(words, tmp_path, monkeypatch):
+    costs = ExpectedCosts(1.0, reply_token=0.02, row_token=1e-3, step_flops=1e9, flops_per_s=1e9)
+    monkeypatch.setattr("eagle_kit.train.plan.pilot.expected_costs", lambda *given, start_s: costs)
+    commands = Commands(monkeypatch)
+    words[words.index("90s")] = "20m"
+    assert main([*words, "--dry-run"]) == 0
+    replies, _ = commands.given
+    few = int(flags_of(replies)["--limit"])
+    assert few < 16
+    config = yaml.safe_load((tmp_path / "out" / "pilot.yaml").read_text())
+    assert config["training"]["max_steps"] < 8 and config["data"]["max_length"] < 1024
+    assert main([*words, "--dry-run"]) == 0 and len(commands.given) == 2
+    assert json.loads((tmp_path / "out" / make_draft.STATE).read_text())["pilot"]["replies"] == few
+
+
 def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path, monkeypatch):
     Commands(monkeypatch)
     words[words.index("90s")] = "20m"
@@ -379,30 +400,11 @@ def test_a_dry_run_measures_and_says_the_plan(words, tmp_path, monkeypatch, caps
     assert "plan " in printed and "expect  accept length about" in printed
 
 
-def test_a_budget_that_measuring_alone_would_take_is_refused_at_once(words, tmp_path, monkeypatch, capsys):
-    """It names the least one; with that, the smallest measurements are taken."""
-    commands = Commands(monkeypatch)
-    monkeypatch.setattr(make_draft, "_matmul_rate", lambda: 1e6)
-    words[words.index("90s")] = "20m"
-    assert main(words) == 2
-    assert not commands.given, "nothing was measured"
-    error = capsys.readouterr().err
-    least = re.search(r"Give at least (\d+m)", error)[1]
-    assert "a tenth of --budget 20m" in error
-    words[words.index("20m")] = least
-    assert main([*words, "--dry-run"]) == 0
-    regenerate, train = commands.given
-    assert flags_of(regenerate)["--limit"] == "4"
-    config = yaml.safe_load(Path(train[2]).read_text())
-    assert (config["training"]["max_steps"], config["training"]["sequences_per_step"]) == (2, 1)
-    assert "measuring takes about" in capsys.readouterr().out
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capfd):
     out, words = tmp_path / "out", [*words, "--processes", str(processes)]
-    line = "from eagle_kit.cli import make_draft as m; m.LEAST_BUDGET_S = 1.0\n"
+    line = "from eagle_kit.cli import make_draft as m; m.START_S = 1.0\n"
     script = f"import sys\n{line}from eagle_kit.cli.app import main\nsys.exit(main({words!r}))"
     process = subprocess.Popen([sys.executable, "-c", script])
     while process.poll() is None and not (out / "training" / "metrics.jsonl").is_file():

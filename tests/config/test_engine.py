@@ -5,10 +5,11 @@ import argparse
 import pytest
 
 from eagle_kit.cli import evaluate, generate, serve
-from eagle_kit.cli.arguments import DECODING, add_flags, options_of
+from eagle_kit.cli.arguments import DECODING
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig, NgramConfig, parse_size
 from eagle_kit.config.eval import EvalConfig
+from eagle_kit.config.loading.flags import add_flags, options_of
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import ShapeTable

@@ -18,10 +18,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from eagle_kit.config.diagnose import DiagnoseConfig
+from eagle_kit.config.drafts import HEADS
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.config.training import TrainingConfig
 from recipes.pretrain_config import PretrainConfig
 from recipes.study_config import StudyConfig
 
@@ -68,9 +70,22 @@ def shown_field(field: FieldInfo) -> str:
 def lines_of(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """A line for every key of ``schema``, those of its sections included."""
     for name, field in schema.model_fields.items():
+        if schema is TrainConfig and name == "head":
+            yield from lines_of_heads()
+            continue
         yield f"{prefix}{name}: {shown_field(field)}".replace("eagle_kit.", "")
         for section in models_in(field.annotation):
             yield from lines_of(section, f"{prefix}{name}.")
+
+
+def lines_of_heads() -> Iterator[str]:
+    """A line for every key of ``head`` of each kind, and for what a kind adds to ``training``."""
+    for kind, head in HEADS.items():
+        yield from lines_of(head, f"head of {kind}.")
+        common = [line.partition(": ")[0] for line in lines_of(TrainingConfig)]
+        for line in lines_of(head.training_schema):
+            if line.partition(": ")[0] not in common:
+                yield f"training of {kind}.{line}"
 
 
 @pytest.mark.parametrize("name", SCHEMAS)

@@ -13,6 +13,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
     cache_folder,
     check_writable,
+    give_usual_mode,
     making,
     read_object,
     read_text,
@@ -209,3 +210,16 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     assert cache_folder() == tmp_path / "xdg" / "eagle_kit"
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == tmp_path / ".cache" / "eagle_kit"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_file_of_another_library_gets_the_mode_of_any_new_one(tmp_path: Path, umask: int) -> None:
+    path = tmp_path / "made"
+    path.touch(mode=0o600)
+    before = os.umask(umask)
+    try:
+        give_usual_mode(path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+    assert [each.name for each in tmp_path.iterdir()] == ["made"]

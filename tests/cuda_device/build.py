@@ -1,4 +1,4 @@
-"""Build of the libraries of the CUDA device in software, with gcc, into a folder of the environment.
+"""Build of the libraries of the CUDA device in software, with gcc and g++, into a folder of the environment.
 
 The names that a library has to have are read from the installed packages: the symbols that torch and NVIDIA's
 libraries import, and the functions of the driver that torch and Triton look up by name. Names without a body
@@ -22,6 +22,17 @@ NATIVE = Path(__file__).parent / "native"
 SITE = Path(importlib.metadata.distribution("torch").locate_file(""))
 INCLUDES = (SITE / "triton" / "backends" / "nvidia" / "include", SITE / "nvidia" / "cu13" / "include")
 OPTIONS = ("-std=gnu11", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter")
+POISON = "poison.so"
+"""The part that is attached to torch's caching allocator, in mode "values" only."""
+POISON_OPTIONS = (
+    "-std=c++20",
+    "-O1",
+    "-fPIC",
+    "-shared",
+    f"-I{SITE / 'torch' / 'include'}",
+    f"-L{SITE / 'torch' / 'lib'}",
+)
+POISON_LIBRARIES = ("-lc10_cuda", "-lc10")
 CUBLAS_ROUTINE = re.compile(r"cublas(?!Set|Get)(?:[SDCZ]|I[sdcz])[a-z]\w*|cublas(?:Gemm\w*|Dot)Ex")
 """Routines that compute, by their type letters, against settings of a handle."""
 
@@ -56,6 +67,7 @@ def build() -> Path:
         for library in LIBRARIES:
             _build(library, folder)
         _link_without_version(folder / "libcuda.so.1", folder / "libcuda.so")
+        _build_poison(folder)
         (folder / "complete").touch()
     return folder
 
@@ -74,6 +86,14 @@ def _link_without_version(path: Path, link: Path) -> None:
     """Triton links its launcher with ``-lcuda``."""
     if not link.is_symlink():
         link.symlink_to(path.name)
+
+
+def _build_poison(folder: Path) -> None:
+    """It calls the runtime, which is loaded before it."""
+    made = folder / f"{POISON}.{os.getpid()}"
+    includes = [f"-I{path}" for path in INCLUDES]
+    _run(["g++", *POISON_OPTIONS, *includes, str(NATIVE / "poison.cpp"), *POISON_LIBRARIES, "-o", str(made)])
+    made.replace(folder / POISON)
 
 
 def _build(library: Library, folder: Path) -> None:

@@ -1,18 +1,16 @@
 """Tests on the CUDA device in software: `make test-cuda-device`."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cuda_device import device
-from tests.cuda_device.device import LogKind
 
 HERE = Path(__file__).parent
 collect_ignore: list[str] = []
 if not device.is_in_front():
     # They take functions of the device's libraries when they are imported.
-    collect_ignore += ["values/test_engine.py", "values/test_launches.py"]
+    collect_ignore += [f"values/test_{name}.py" for name in ("launches", "poison")]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -25,18 +23,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device in software: make test-cuda-device"))
         elif needs_values != device.has_values():
             item.add_marker(pytest.mark.skip(reason="needs EAGLE_KIT_DEVICE_MODE=values, or none"))
-
-
-@pytest.fixture(autouse=True)
-def no_illegal_calls(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A call that CUDA refuses is a fault, but in tests that are marked to provoke some.
-
-    So is, in mode "values", a launch for which no computation stands.
-    """
-    if not device.is_in_front() or request.node.get_closest_marker("illegal_calls"):
-        yield
-        return
-    first = device.num_calls()
-    yield
-    faults = [call for call in device.calls(first) if call.kind in (LogKind.ILLEGAL_CALL, LogKind.UNCOMPUTED)]
-    assert not faults, "\n".join(map(str, faults))

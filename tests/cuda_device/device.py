@@ -114,10 +114,11 @@ def _runtime() -> ctypes.CDLL:
     runtime.device_counter_name.restype = ctypes.c_char_p
     for name in ("device_counter", "device_log_length"):
         getattr(runtime, name).restype = ctypes.c_long
-    for name in ("device_bytes_used", "device_bytes_peak"):
+    for name in ("device_bytes_used", "device_bytes_peak", "device_copy_up_to"):
         getattr(runtime, name).restype = ctypes.c_size_t
     runtime.device_log_entry.argtypes = [ctypes.c_long, ctypes.POINTER(_LogEntry)]
     runtime.device_set_memory.argtypes = [ctypes.c_int, ctypes.c_size_t]
+    runtime.device_copy_up_to.argtypes = [ctypes.c_size_t]
 
     # The runtime sends the signal to its own thread, whose stack the handler writes without Python's lock.
     file = os.memfd_create("trace")
@@ -130,10 +131,11 @@ def start() -> None:
     """From now on calls are logged with their Python lines and, in mode "values", operations are computed."""
     _runtime()
     if has_values():
-        from tests.cuda_device.values import launches, operations
+        from tests.cuda_device.values import launches, operations, poison
 
         operations.install()
         launches.install()
+        poison.install()
 
 
 # ---- Counters ----
@@ -232,3 +234,17 @@ def memory_of(size: int, device: int = 0) -> Iterator[None]:
         yield
     finally:
         runtime.device_set_memory(device, before)
+
+
+@contextmanager
+def copies_up_to(size: int) -> Iterator[None]:
+    """Within, copies and fills of more than ``size`` bytes are counted only, in mode "counting".
+
+    Memory that nothing writes takes none of the machine's, so that models of any size fit.
+    """
+    runtime = _runtime()
+    before = runtime.device_copy_up_to(size)
+    try:
+        yield
+    finally:
+        runtime.device_copy_up_to(before)

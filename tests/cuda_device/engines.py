@@ -10,6 +10,7 @@ import torch
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.models.targets.target import Target
 from eagle_kit.serve.graph import HostCopy, leaves
 from eagle_kit.serve.llm import LLM
 
@@ -24,17 +25,24 @@ SIZES = {
 """Sizes that all Triton kernels take."""
 
 
-def small_llm(shape: str = "3,2,6", changes: Mapping[str, int] | None = None, **options: Any) -> LLM:
-    """An engine of a small Llama in bf16, with an EAGLE-3 head or n-grams, at lag 1.
+def small_llm(
+    shape: str = "3,2,6",
+    changes: Mapping[str, int] | None = None,
+    target: Target | None = None,
+    **options: Any,
+) -> LLM:
+    """An engine of a small target with an EAGLE-3 head or n-grams, at lag 1.
 
     Args:
-        changes: sizes of the target, in place of those of ``SIZES``.
+        changes: sizes of a Llama in bf16, in place of those of ``SIZES``.
+        target: another target, on the device.
         options: of ``LLM``.
     """
-    target = tiny_target(512, **{**SIZES, **(changes or {})}).to("cuda", torch.bfloat16)
+    if target is None:
+        target = tiny_target(512, **{**SIZES, **(changes or {})}).to("cuda", torch.bfloat16)
     head = None
     if options.get("algorithm") != "NGRAM":
-        head = tiny_head(target, 256).to("cuda", torch.bfloat16)
+        head = tiny_head(target, target.config.vocab_size // 2).to("cuda", target.embed_tokens.weight.dtype)
     sizes = {"max_batch_size": 2, "max_context": 256, "batch_sizes": (1, 2), "kv_tokens": 2048, "lag": 1}
     return LLM(target, head, shape=shape, **{**sizes, **options})
 

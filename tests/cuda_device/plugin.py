@@ -7,8 +7,12 @@ environment tells the second process that it is the second one.
 
 import os
 import sys
+from collections.abc import Iterator
+
+import pytest
 
 from tests.cuda_device import device
+from tests.cuda_device.device import LogKind
 
 if not device.is_in_front():
     sys.stdout.flush()
@@ -22,3 +26,18 @@ def pytest_report_header() -> str:
 
     total = torch.cuda.mem_get_info()[1]
     return f"CUDA device: {torch.cuda.device_count()} x {torch.cuda.get_device_name()}, {total / 1e9:.0f} GB"
+
+
+@pytest.fixture(autouse=True)
+def no_illegal_calls(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A call that CUDA refuses is a fault, but in tests that are marked to provoke some.
+
+    So is, in mode "values", a launch for which no computation stands.
+    """
+    if request.node.get_closest_marker("illegal_calls"):
+        yield
+        return
+    first = device.num_calls()
+    yield
+    faults = [call for call in device.calls(first) if call.kind in (LogKind.ILLEGAL_CALL, LogKind.UNCOMPUTED)]
+    assert not faults, "\n".join(map(str, faults))

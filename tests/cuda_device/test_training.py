@@ -7,7 +7,7 @@ import torch
 from tiny import packed_row, tiny_head, tiny_target
 from tiny_row import TinyRow
 
-from eagle_kit.config.train import TrainingConfig
+from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
 from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective
@@ -37,7 +37,7 @@ class Step:
         self, loss: str, checkpointing: str = "off", normalisation: str = "tokens", rule: str = "serving"
     ) -> None:
         device = torch.device("cuda", 0)
-        config = TrainingConfig(
+        config = Eagle3TrainingConfig(
             ttt_length=STEPS,
             precision="bfloat16",
             loss=loss,

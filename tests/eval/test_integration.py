@@ -58,12 +58,12 @@ def test_a_draft_from_the_disk_is_measured_and_its_answers_are_plain(
         row = find_row(summary, "head", shape)
         assert 1.0 <= row["accept_length"] <= 4.0 and row["speedup"] > 0
         assert sum(n * count for n, count in enumerate(row["histogram"])) == row["num_tokens"] - 4
-    assert find_row(summary, None, "none")["accept_length"] == 1.0
+    assert find_row(summary, None, "none")["accept_length"] is None, "plain cycles are no verifies"
     records = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     llm = LLM(target)
     plain = {r["id"]: r["token_ids"] for r in records if r["draft"] is None and r["turn"] == 0}
     for line in TASK:
-        [output] = llm.generate([line["turns"][0]], SamplingParams(max_tokens=19))
+        [output] = llm.chat(line["turns"][0], SamplingParams(max_tokens=19))
         assert plain[line["id"]] == output.token_ids
 
 

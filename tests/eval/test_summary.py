@@ -11,6 +11,8 @@ CHAIN = Setting("head", "4,1,5")
 def answer(run: Setting, task: str, number: int, category: str, emitted: list[int], seconds: float) -> Answer:
     stats = SpecStats()
     for n in emitted:
+        if run == PLAIN:
+            continue  # plain cycles are no verifies
         stats.observe(n, n - 1)
     ids = list(range(sum(emitted) + 1))
     same = None if run == PLAIN else True
@@ -40,7 +42,7 @@ def test_accept_length_is_a_ratio_of_sums() -> None:
     assert row["histogram"] == [0, 40, 0, 0, 0, 2]
     assert find_row(summary, "head", "4,1,5", "t", "b")["accept_length"] == 5.0
     assert find_row(summary, "head", "4,1,5")["accept_length"] == pytest.approx(60 / 47)
-    assert find_row(summary, None, "none")["accept_length"] == 1.0
+    assert find_row(summary, None, "none")["accept_length"] is None
 
 
 def test_speedup_is_the_median_of_the_same_turns_and_the_ratio_of_totals_stands_beside_it() -> None:

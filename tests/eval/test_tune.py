@@ -157,7 +157,7 @@ def test_predictions_are_held_against_what_was_not_measured(folders, capsys):
         if prompt not in recorded:
             others.append(prompt.messages([]))
     for each in lengths:
-        outputs = llm.generate(others, SamplingParams(max_tokens=12), shape=SpecShape.parse(each["what"]))
+        outputs = llm.chat(others, SamplingParams(max_tokens=12), shape=SpecShape.parse(each["what"]))
         emitted = sum(output.stats.num_emitted_tokens for output in outputs)
         assert each["measured"] == pytest.approx(emitted / sum(o.stats.num_verifies for o in outputs))
     cycles = [each for each in found if each["unit"] == "ms a cycle"]

@@ -49,9 +49,9 @@ def test_the_text_is_the_target_s_and_drafts_are_accepted(dtype, capsys):
     llm = make(dtype)
     params = SamplingParams(max_tokens=pick(400, 24))
     prompts = PROMPTS[: pick(4, 1)]
-    plain = llm.generate(prompts, params, shape="none")
+    plain = llm.chat(prompts, params, shape="none")
     for shape in pick(("4,1,5", "5,4,16"), ("4,1,5",)):
-        drafted = llm.generate(prompts, params, shape=shape)
+        drafted = llm.chat(prompts, params, shape=shape)
         for prompt, one, other in zip(prompts, plain, drafted, strict=True):
             length = min(len(one.token_ids), len(other.token_ids))
             at = first_difference(one.token_ids[:length], other.token_ids[:length])
@@ -73,6 +73,6 @@ def test_the_text_is_the_target_s_and_drafts_are_accepted(dtype, capsys):
 def test_logits_are_the_host_s():
     host = LLM(FOLDER or NAME, dtype="float32", device="cpu", max_context=256)
     llm = make("float32")
-    ids = llm.tokenize(PROMPTS[0])
+    ids = llm.tokenize_chat(PROMPTS[0])
     ours, theirs = llm.logits(ids).cpu(), host.logits(ids)
     assert torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))

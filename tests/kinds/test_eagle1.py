@@ -12,7 +12,7 @@ from tiny import randomise, tiny_head, tiny_target
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.validate import validate_draft
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
@@ -318,7 +318,7 @@ def test_a_factor_of_the_targets_logits_is_the_heads_too(tmp_path):
     """vLLM reads it from the draft's config."""
     scaled = replace(tiny_target().config, logit_scale=0.25)
     target = LlamaModel(scaled).eval()
-    config = EAGLE1.new_config(HeadConfig(kind="eagle1", intermediate_size=97), scaled)
+    config = EAGLE1.new_config(Eagle1HeadConfig(intermediate_size=97), scaled)
     head = randomise(Eagle1Head(config), 3, 0.2).bind(target.lm_head)
     states = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
     read = head.norm_for_head(states)  # as a step returns them

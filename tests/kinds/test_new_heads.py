@@ -9,7 +9,10 @@ import torch
 from tiny import tiny_target
 from tiny_mixtures import deepseek_v3_target
 
-from eagle_kit.config.train import HeadConfig, RegressionConfig, TrainConfig
+from eagle_kit.config.drafts import HEADS
+from eagle_kit.config.drafts.fused_states import Eagle3HeadConfig
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.config.training import FeatureNoise, RegressionConfig, TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.vocab_map import VocabMap
@@ -20,7 +23,7 @@ from eagle_kit.models.heads.dflash import spread_layers
 LLAMA = tiny_target(num_layers=12).config
 DEEPSEEK = deepseek_v3_target()
 ROWS = {"training.down_sample_ratio", "training.down_sample_ratio_min"}
-LOSS = {"training.loss", "training.dpace_alpha"}
+LOSS = {"training.loss", "training.lk_eta", "training.dpace_alpha"}
 EAGLE3 = {
     "head.draft_vocab_size",
     "head.vocab_map",
@@ -43,9 +46,9 @@ BLOCK = {
 DSPARK = {"head.markov_rank", "head.markov_head_type", "head.confidence_head", "training.confidence_weight"}
 TAKEN = {
     "eagle3": EAGLE3 | FLAGS | OF_ITS_OWN | LOSS | ROWS,
-    "eagle3-mla": EAGLE3 | FLAGS | OF_ITS_OWN | LOSS | ROWS,
-    "p-eagle": (EAGLE3 | FLAGS | ROWS | {"training.loss", "head.num_layers", "head.mask_token_id"})
-    - {"head.norm_output"}
+    "eagle3-mla": (EAGLE3 | FLAGS | OF_ITS_OWN | LOSS | ROWS) - {"head.qk_norm", "head.sliding_window"},
+    "p-eagle": (EAGLE3 | FLAGS | ROWS | LOSS | {"head.num_layers", "head.mask_token_id"})
+    - {"head.norm_output", "training.dpace_alpha"}
     | {"head.sliding_window", "head.start_from"},
     "eagle1": ROWS
     | {
@@ -60,7 +63,7 @@ TAKEN = {
     "dspark": EAGLE3 | BLOCK | LOSS | DSPARK,
     "mtp": LOSS | {"head.num_modules", "head.init", "training.detach_steps"},
 }
-"""By value of ``head.kind``, as docs of ``HeadConfig`` and ``TrainingConfig`` say."""
+"""By value of ``head.kind``, what not every kind has."""
 VALUES = {
     "head.draft_vocab_size": 60,
     "head.vocab_map": "map.pt",
@@ -85,15 +88,22 @@ VALUES = {
     "head.num_modules": 2,
     "head.init": "random",
     "training.loss": {"kl": 0.5, "ce": 0.5},
+    "training.lk_eta": 2.0,
     "training.dpace_alpha": 0.5,
     "training.regression": RegressionConfig(feature_weight=2.0),
-    "training.feature_noise": {"amount": 0.1},
+    "training.feature_noise": FeatureNoise(kind="uniform", amount=0.1),
     "training.down_sample_ratio": 0.5,
     "training.down_sample_ratio_min": 0.1,
     "training.num_anchors": 9,
     "training.confidence_weight": 0.5,
     "training.detach_steps": True,
 }
+NEEDED = {
+    "training.lk_eta": {"training.loss": "lk-hybrid"},
+    "training.down_sample_ratio_min": {"training.down_sample_ratio": 0.5},
+    "head.lm_head_init": {"head.draft_vocab_size": 67},
+}
+"""Settings without which another one is refused."""
 
 
 def train_config(kind="eagle3", *, data=None, judge=None, **values) -> TrainConfig:
@@ -108,27 +118,35 @@ def train_config(kind="eagle3", *, data=None, judge=None, **values) -> TrainConf
     )
 
 
+def keys_of(kind) -> set[str]:
+    """Keys of a kind's sections that not every kind has."""
+    head = HEADS[kind]
+    found = {f"head.{name}" for name in head.model_fields if name != "kind"}
+    own = head.training_schema.model_fields.keys() - TrainingConfig.model_fields.keys()
+    return found | {f"training.{name}" for name in own}
+
+
 @pytest.mark.parametrize("kind", TAKEN)
 def test_a_kind_takes_its_settings_and_refuses_those_of_others(kind):
+    assert TAKEN.keys() == HEADS.keys() and keys_of(kind) == TAKEN[kind]
     assert VALUES.keys() == {key for keys in TAKEN.values() for key in keys}
-    for key, value in VALUES.items():
+    for key in VALUES.keys() - TAKEN[kind]:
+        with pytest.raises(ValueError, match=f"{key} has no meaning for a head of the kind {kind}"):
+            train_config(kind, **{key: VALUES[key]})
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_a_setting_of_the_kind_is_taken(kind):
+    for key in TAKEN[kind]:
         section, _, field = key.partition(".")
-        config = train_config(kind)
-        # What else a setting needs is checked with the whole config, not here.
-        chosen = getattr(config, section).model_copy(update={field: value})
-        config = config.model_copy(update={section: chosen})
-        if key in TAKEN[kind]:
-            assert kind in registry.training_kind(config).trained_as
-        else:
-            with pytest.raises(UserError, match=f"{key} has no meaning for a head of the kind {kind}"):
-                registry.training_kind(config)
+        config = train_config(kind, **NEEDED.get(key, {}), **{key: VALUES[key]})
+        assert getattr(getattr(config, section), field) == VALUES[key]
 
 
 def new_config(kind, target=LLAMA, **head):
     if takes_size(kind):
         head = {"draft_vocab_size": 67, **head}
-    settings = HeadConfig(kind=kind, **head)
-    return registry.training_kind(train_config(kind)).new_config(settings, target)
+    return registry.training_kind(train_config(kind)).new_config(HEADS[kind](**head), target)
 
 
 def takes_size(kind) -> bool:
@@ -185,17 +203,16 @@ def test_latents_of_a_head_are_those_of_its_target():
     [
         *((kind, {"aux_layer_ids": (0, 13)}, "aux_layer_ids is") for kind in ("eagle3", "p-eagle", "dflash")),
         *((kind, {"aux_layer_ids": (-1, 3)}, "aux_layer_ids is") for kind in ("eagle3", "dspark")),
-        *((kind, {"aux_layer_ids": ()}, "aux_layer_ids is") for kind in ("p-eagle", "dflash")),
+        *((kind, {"aux_layer_ids": ()}, "aux_layer_ids") for kind in ("p-eagle", "dflash")),
         ("eagle3", {"aux_layer_ids": (), "norm_before_fc": True}, "norm captured states"),
         *((kind, {"mask_token_id": 131}, "mask_token_id is 131") for kind in ("p-eagle", "dflash", "dspark")),
         *((kind, {"draft_vocab_size": 132}, "draft_vocab_size is 132") for kind in ("eagle3", "dflash")),
         ("eagle3-mla", {}, "has no latent attention"),
-        ("eagle3-mla", {"sliding_window": 64}, "is for a Llama layer"),
         ("mtp", {}, "of the family llama"),
     ],
 )
 def test_what_a_target_has_not_is_refused(kind, head, message):
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ValueError, match=message):
         new_config(kind, **head)
 
 
@@ -208,7 +225,7 @@ def test_what_a_target_has_not_is_refused(kind, head, message):
     ],
 )
 def test_a_setting_that_another_one_leaves_without_effect_is_refused(kind, head, key):
-    with pytest.raises(UserError, match=key):
+    with pytest.raises(ValueError, match=key):
         new_config(kind, **head)
 
 
@@ -242,24 +259,21 @@ def test_a_targets_layers_are_run_where_something_needs_them(kind, store, every,
 
 def test_losses_of_parts_have_their_weights():
     own = RegressionConfig(feature_weight=2.0)
-    weights = [train_config("eagle1", **{"training.regression": each}) for each in (own, None)]
-    assert [registry.training_kind(config).regression(config) for config in weights] == [
-        own,
-        RegressionConfig(),
-    ]
-    assert registry.training_kind(train_config()).regression(train_config()) is None
-    told = {"training.confidence_weight": 0.5}
-    for kind, values, weight in (
-        ("dspark", told, 0.5),
-        ("dspark", {"head.confidence_head": False}, 0.0),
-        ("dflash", {}, 0.0),
-    ):
-        config = train_config(kind, **values)
-        assert registry.training_kind(config).confidence_weight(config) == weight
+    for given, used in ((own, own), (None, RegressionConfig())):
+        config = train_config("eagle1", **{"training.regression": given})
+        assert config.training.learning.regression == used
+        assert config.training.learning.losses == {}
+    assert train_config().training.learning.regression is None
+    assert train_config().training.learning.losses == {"ce": 1.0}
+    config = train_config("dspark", **{"training.confidence_weight": 0.5})
+    assert config.training.learning.confidence_weight == 0.5
+    assert train_config("dflash").training.learning.confidence_weight == 0.0
+    with pytest.raises(ValueError, match="head.confidence_head is false"):
+        train_config("dspark", **{"training.confidence_weight": 0.5, "head.confidence_head": False})
 
 
 def new_head(kind, target, folder=None, **head):
-    settings = HeadConfig(kind=kind, draft_vocab_size=67, **head)
+    settings = HEADS[kind](draft_vocab_size=67, **head)
     vocab = VocabMap(np.zeros(67, dtype=np.int64), np.arange(131) < 67, 1.0, "", "")
     found = registry.training_kind(train_config(kind))
     torch.manual_seed(1)
@@ -295,7 +309,7 @@ def test_a_new_head_begins_near_the_loss_of_guessing_whatever_the_scale_of_the_n
 def test_a_tokenizer_may_have_fewer_or_more_tokens_than_the_target_has_rows(num_tokens):
     target = tiny_target(num_layers=12)
     vocab = VocabMap(np.zeros(67, dtype=np.int64), np.arange(num_tokens) < 67, 1.0, "", "")
-    settings = HeadConfig(kind="eagle3", draft_vocab_size=67)
+    settings = Eagle3HeadConfig(draft_vocab_size=67)
     found = registry.training_kind(train_config("eagle3"))
     start = Start(target, None, vocab, torch.device("cpu"))
     head = found.new_head(settings, found.new_config(settings, target.config), start)
@@ -307,7 +321,7 @@ def test_a_draft_vocabulary_of_a_token_without_a_row_is_refused():
     tokens = np.arange(140) < 66
     tokens[139] = True
     vocab = VocabMap(offsets, tokens, 1.0, "", "")
-    settings = HeadConfig(kind="eagle3", draft_vocab_size=67)
+    settings = Eagle3HeadConfig(draft_vocab_size=67)
     found = registry.training_kind(train_config("eagle3"))
     target = tiny_target(num_layers=12)
     start = Start(target, None, vocab, torch.device("cpu"))

@@ -9,13 +9,14 @@ import torch
 from tiny_mixtures import YARN
 from tiny_mtp import save_target
 from tiny_run import make_config
-from toy_kind import ToyHead, ToyKind
+from toy_kind import ToyHead, ToyHeadConfig, ToyKind, ToyTrainConfig
 
 from eagle_kit.checkpoints.draft import load_draft, save_draft
 from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.checkpoints.formats.files import refuse
 from eagle_kit.checkpoints.validate import validate_draft
-from eagle_kit.config.train import HeadConfig, TrainConfig
+from eagle_kit.config import drafts
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.vocab_map import VocabMap
@@ -30,6 +31,7 @@ from eagle_kit.train.plan.sizes import head_sizes
 GREEDY = SamplingParams(max_tokens=12)
 TOY = ToyKind()
 HEADS = [*registry.head_kinds(), TOY]
+CONFIGS = {**drafts.HEADS, "toy": ToyHeadConfig}
 
 
 @pytest.fixture(autouse=True)
@@ -49,8 +51,9 @@ def target(tmp_path_factory):
 def fresh(kind: HeadKind, target):
     """A new head, as a run would begin with it."""
     folder, model = target
-    chosen = {"draft_vocab_size": 67} if "head.draft_vocab_size" in kind.settings else {}
-    settings = HeadConfig(kind=kind.trained_as[0], **chosen)
+    schema = CONFIGS[kind.trained_as[0]]
+    chosen = {"draft_vocab_size": 67} if "draft_vocab_size" in schema.model_fields else {}
+    settings = schema(**chosen)
     torch.manual_seed(1)
     sayable = np.arange(131) < 67
     vocab = VocabMap(np.zeros(67, dtype=np.int64), sayable, 1.0, "", "")
@@ -109,8 +112,9 @@ def test_greedy_replies_are_those_of_plain_decoding(kind, target, tmp_path):
     assert all(reply.stats.num_verifies > 0 for reply in drafted)
 
 
-def test_a_kind_added_with_one_line_is_trained_and_served(tmp_path):
+def test_an_added_kind_is_trained_and_served(tmp_path, monkeypatch):
     """A step of the ordinary trainer, and the ordinary engine behind its checkpoint."""
+    monkeypatch.setattr("eagle_kit.train.__main__.TrainConfig", ToyTrainConfig)
     words = [str(make_config(tmp_path)), "head={kind: toy}", "training.max_steps=1"]
     assert train([*words, "--dry-run"]) == 0
     assert train(words) == 0
@@ -126,23 +130,30 @@ def test_a_kind_added_with_one_line_is_trained_and_served(tmp_path):
         assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
 
 
-def test_settings_of_other_kinds_are_refused(tmp_path):
-    def config(**head):
-        data = {"source": "chats.jsonl"}
-        return TrainConfig(target="t", output_dir="o", data=data, head=HeadConfig(**head))
+def config_of(kind="eagle3", training=(), **head):
+    data = {"source": "chats.jsonl"}
+    return TrainConfig(
+        target="t", output_dir="o", data=data, head={"kind": kind, **head}, training=dict(training)
+    )
 
-    assert registry.training_kind(config(kind="toy")) is TOY
-    with pytest.raises(UserError, match="head.fc_bias has no meaning for a head of the kind toy"):
-        registry.training_kind(config(kind="toy", fc_bias=False))
+
+def test_every_kind_that_a_config_can_name_is_trained():
+    trained = [name for kind in registry.head_kinds() for name in kind.trained_as]
+    assert sorted(trained) == sorted([*drafts.HEADS, "toy"])
+    for name in drafts.HEADS:
+        assert name in registry.training_kind(config_of(name)).trained_as
+    toy = ToyTrainConfig(target="t", output_dir="o", data={"source": "chats.jsonl"})
+    assert registry.training_kind(toy) is TOY
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
     with pytest.raises(UserError, match="head.kind is 'tory'.*eagle3-mla"):
-        registry.training_kind(config(kind="tory"))
+        config_of("tory")
 
 
 def test_rows_of_later_steps_are_left_out_where_a_kind_or_a_config_says_so():
     def sampling(kind, **training):
-        data = {"source": "chats.jsonl"}
-        config = TrainConfig(target="t", output_dir="o", data=data, head={"kind": kind}, training=training)
-        return registry.training_kind(config).sampling(config)
+        return config_of(kind, training).training.row_sampling
 
     for kind in ("eagle3", "eagle3-mla", "eagle1", "p-eagle"):
         assert sampling(kind, down_sample_ratio=0.5).shares(4) == (1.0, 0.5, 0.25, 0.2)
@@ -150,16 +161,35 @@ def test_rows_of_later_steps_are_left_out_where_a_kind_or_a_config_says_so():
     assert sampling("eagle3") is sampling("eagle1") is sampling("mtp") is None
     assert sampling("p-eagle").shares(3) == pytest.approx((1.0, 0.8, 0.64))
     assert sampling("p-eagle", down_sample_ratio_min=0.7).shares(3) == pytest.approx((1.0, 0.8, 0.7))
-    with pytest.raises(UserError, match="down_sample_ratio has no meaning for a head of the kind mtp"):
-        sampling("mtp", down_sample_ratio=0.5)
-    with pytest.raises(UserError, match="down_sample_ratio_min is set, but no step leaves rows out"):
-        sampling("eagle3", down_sample_ratio_min=0.5)
-    with pytest.raises(UserError, match="down_sample_ratio is 0.5, but training.dpace_alpha needs all steps"):
-        sampling("eagle3", down_sample_ratio=0.5, dpace_alpha=0.5)
-    for rule in ("sequence", "published"):
-        assert sampling("eagle3", loss_normalisation=rule) is None
-        with pytest.raises(UserError, match=f"is 0.8, but training.loss_normalisation={rule} weighs steps"):
-            sampling("p-eagle", loss_normalisation=rule)
+    assert sampling("dflash", num_anchors=9).most == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "message"),
+    [
+        ("mtp", {"down_sample_ratio": 0.5}, "down_sample_ratio has no meaning for a head of the kind mtp"),
+        (
+            "eagle3",
+            {"down_sample_ratio_min": 0.5},
+            "down_sample_ratio_min is set, but no step leaves rows out",
+        ),
+        (
+            "eagle3",
+            {"down_sample_ratio": 0.5, "dpace_alpha": 0.5},
+            "down_sample_ratio is 0.5, but dpace_alpha needs all steps",
+        ),
+        (
+            "p-eagle",
+            {"loss_normalisation": "sequence"},
+            "is 0.8, but loss_normalisation=sequence weighs steps",
+        ),
+        ("p-eagle", {"loss_normalisation": "published"}, "is 0.8, but loss_normalisation=published weighs"),
+    ],
+)
+def test_rows_are_left_out_only_where_nothing_needs_them(kind, training, message):
+    assert config_of("eagle3", {"loss_normalisation": "sequence"}).training.row_sampling is None
+    with pytest.raises(ValueError, match=message):
+        config_of(kind, training)
 
 
 def test_whole_models_and_unknown_heads_are_no_heads(target, tmp_path):

@@ -42,7 +42,7 @@ def prompts() -> list[list[int]]:
     """The prompts as the target's token ids."""
     by_id = {prompt.id: prompt for prompt in load_task("ours").prompts}
     llm = LLM(TARGET, dtype="float32", device="cpu")
-    return [llm.tokenize(by_id[name].given()) for name in PROMPTS]
+    return [llm.tokenize_task(by_id[name].given()) for name in PROMPTS]
 
 
 def decode_here(given: list[list[int]]) -> dict[str, Any]:

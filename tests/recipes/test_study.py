@@ -15,8 +15,9 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file, save_file
 from tiny_run import make_config
 
+from eagle_kit.config.drafts.shared_training import LOSSES
 from eagle_kit.config.loading.loader import load_config
-from eagle_kit.config.train import LOSSES, FeatureNoise
+from eagle_kit.config.training import FeatureNoise
 from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.config import TargetConfig

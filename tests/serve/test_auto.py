@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -175,14 +174,12 @@ def test_a_shape_that_is_given_is_used_and_nothing_is_measured(monkeypatch):
     assert not llm.chooses_shapes and llm.engine().reasons() == []
 
 
-@pytest.mark.parametrize("options", [{"tree": "static"}, {"algorithm": "NGRAM"}], ids=str)
-def test_drafts_that_cannot_change_have_a_shape_by_default(options):
-    llm = make(**options) if "tree" in options else LLM(tiny_target(), max_context=64, **options)
+def test_drafts_that_cannot_change_have_a_shape_by_default():
+    llm = make(tree="static")
     assert not llm.chooses_shapes
     llm.generate([[1, 2]], SamplingParams(max_tokens=4))
     assert llm.engine().shapes == llm.config.shape != ShapeTable.parse(None)
-    asked = pytest.warns(UserWarning, match="cannot change") if "tree" in options else nullcontext()
-    with asked:
+    with pytest.warns(UserWarning, match="cannot change"):
         llm.generate([[1, 2]], SamplingParams(max_tokens=4), shape="auto")
 
 

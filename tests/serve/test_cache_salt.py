@@ -45,7 +45,7 @@ def test_a_preempted_request_finds_its_own_pages_again_and_nobody_else_s(models)
 
 
 def test_n_grams_are_shared_with_the_same_salt_only():
-    llm = LLM(tiny_target(), algorithm="NGRAM", max_context=128, page_size=4)
+    llm = LLM(tiny_target(), algorithm="NGRAM", max_context=128, page_size=4, shape="8,4,12")
     prompt = list(range(1, 9))
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     accepted = []

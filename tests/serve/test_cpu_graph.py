@@ -372,7 +372,8 @@ def test_grammars_and_ngrams_are_recorded_in_parts(text_target):
     free = SamplingParams(max_tokens=40)
     worded = SamplingParams(max_tokens=30, ignore_eos=True, bad_words=("$y", "=", "y"))
     drafted = {"draft": head, "shape": "3,1,4"}
-    for draft, params in ((drafted, strict), (drafted, worded), ({"algorithm": "NGRAM"}, free)):
+    ngram = {"algorithm": "NGRAM", "shape": "8,4,12"}
+    for draft, params in ((drafted, strict), (drafted, worded), (ngram, free)):
         expected = LLM(target, graph_mode="off", **draft, **options).generate(["Say.", "Go."], params)
         llm = recorded(LLM(target, **draft, **options))
         got = llm.generate(["Say.", "Go."], params)

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.cycle import CycleSettings
 from eagle_kit.serve.llm import LLM, NGRAM_SHAPE
 from eagle_kit.serve.options import choose_device, dtype_of
@@ -70,7 +71,11 @@ def test_what_is_refused_is_refused_before_any_work():
 @pytest.mark.parametrize(
     ("prompts", "params", "cause"),
     [
-        ("a text", None, "one text instead of a list"),
+        ("a text", None, "without a tokenizer"),
+        ([{"role": "user", "content": "Hi"}], None, "generate was given a message"),
+        ([[{"role": "user", "content": "Hi"}]], None, "generate was given messages"),
+        (3, None, "3 is no prompt"),
+        ([1.5], None, "1.5 is no prompt"),
         ([[1], [2], [3]], [GREEDY, GREEDY], "3 prompts have 2 sampling parameters"),
         ([[1], [2], []], None, "^Prompt 2 of 3: The prompt is empty"),
         ([[]], None, "^The prompt is empty"),
@@ -186,14 +191,32 @@ def test_more_logprobs_than_tokens():
 
 
 def test_ngram_counts_the_drafts_there_were_and_learns_the_last_tokens():
-    llm = LLM(tiny_target(), algorithm="NGRAM", max_context=64)
+    llm = LLM(tiny_target(), algorithm="NGRAM", max_context=64, shape=NGRAM_SHAPE)
     engine = llm.engine()
     answer = llm.generate([[1, 2, 3]], GREEDY)[0]
     assert engine.totals.num_draft_tokens <= answer.stats.num_verifies * (llm.default_shape.tokens - 1)
     assert len(engine.ngram) == 3 + len(answer.token_ids)
-    nothing = LLM(tiny_target(seed=5), algorithm="NGRAM", max_context=64)
+    nothing = LLM(tiny_target(seed=5), algorithm="NGRAM", max_context=64, shape=NGRAM_SHAPE)
     nothing.generate([[1]], SamplingParams(max_tokens=1))
     assert nothing.engine().totals.num_draft_tokens == 0
+
+
+def test_plain_cycles_are_no_verifies(llm):
+    engine = llm.engine("none")
+    (plain,) = llm.generate([[1, 2]], GREEDY, shape="none")
+    assert (plain.stats.num_verifies, plain.stats.histogram, plain.stats.accept_length) == (0, [], 0.0)
+    assert plain.shapes == {NO_SPECULATION: 7}
+    (drafted,) = llm.generate([[1, 2]], GREEDY)
+    assert drafted.stats.num_verifies == drafted.shapes[SpecShape(3, 1, 4)] == sum(drafted.stats.histogram)
+    # /metrics counts the same verifies.
+    assert engine.totals.num_drafts == engine.totals.spec.num_verifies
+
+
+def test_a_cycle_without_matching_n_grams_is_no_verify():
+    llm = LLM(tiny_target(), algorithm="NGRAM", max_context=64, ngram={"min_match_window_size": 8})
+    (output,) = llm.generate([[1, 2, 3]], GREEDY, shape=NGRAM_SHAPE)
+    totals = llm.engine(NGRAM_SHAPE).totals
+    assert output.stats.num_verifies == totals.num_drafts == 0 and output.shapes == {NO_SPECULATION: 7}
 
 
 def test_options_of_n_grams_are_those_of_the_engine_s():
@@ -202,7 +225,12 @@ def test_options_of_n_grams_are_those_of_the_engine_s():
     drafted = {}
     for name, ngram in {"usual": {}, "few": {"capacity": 30}, "long": {"min_match_window_size": 12}}.items():
         llm = LLM(
-            tiny_target(vocab_size=11), algorithm="NGRAM", max_context=64, graph_mode="off", ngram=ngram
+            tiny_target(vocab_size=11),
+            algorithm="NGRAM",
+            shape=NGRAM_SHAPE,
+            max_context=64,
+            graph_mode="off",
+            ngram=ngram,
         )
         llm.generate([[1, 2, 3, 1, 2]], params)
         engine = llm.engine()

@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from families import family_config
+from families import family_config, family_model
 from rank_processes import run_ranks
 from sweep import sweep
 from tiny import tiny_head
 from tiny_mixtures import GROUPED, MIXTURES, randomised, v3
-from transformers import GPT2Config, MixtralConfig
+from transformers import MixtralConfig
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
@@ -112,10 +112,22 @@ def test_a_draft_and_its_pool_are_planned_as_they_are_made(folder, tmp_path):
     assert chooses.config.shape.at(1).steps > 0
 
 
-def test_layers_of_transformers_are_not_planned(tmp_path):
-    GPT2Config(n_embd=48, n_layer=2, n_head=6, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="layers of gpt2 are those of transformers"):
-        Planner(str(tmp_path), None, OPTIONS).plan(1)
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", "gpt2"])
+def test_layers_of_transformers_are_planned_for_one_gpu_as_they_are_loaded(tmp_path, kind, capsys):
+    model = family_model(kind)
+    model.save_pretrained(tmp_path)
+    plan = Planner(str(tmp_path), None, OPTIONS).plan(1)
+    loaded = load_target(tmp_path)
+    assert plan.all_weights == sum(parameter.nbytes for parameter in loaded.parameters())
+    assert plan.weights["embedding and output layer"] >= loaded.embed_tokens.weight.nbytes
+    memory = plan.on(GPUS["h100-80g"])
+    assert memory.bytes_per_token == 4 * loaded.config.cache.values_per_token
+    with pytest.raises(UserError, match="which ranks do not share"):
+        Planner(str(tmp_path), None, OPTIONS).plan(2)
+    with pytest.raises(UserError, match="not cast to fp8"):
+        Planner(str(tmp_path), None, OPTIONS.replace(quantization="fp8")).plan(1)
+    assert main(["serve", str(tmp_path), "--plan"]) == 0
+    assert "not with 2: The layers of" in capsys.readouterr().out
 
 
 def test_what_fits_is_what_is_free(folder):

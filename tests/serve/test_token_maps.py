@@ -11,7 +11,7 @@ from tiny_mtp import save_target
 from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import save_draft
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.data.chat.vocab_map import VocabMap, tokenizer_hash
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.models.heads.eagle1 import Eagle1Head
@@ -28,7 +28,7 @@ def folder(tmp_path_factory) -> Path:
     """A target with a draft of each kind beside it."""
     place = tmp_path_factory.mktemp("maps")
     target = load_target(make_target(place / "target"))
-    config = EAGLE1.new_config(HeadConfig(kind="eagle1"), target.config)
+    config = EAGLE1.new_config(Eagle1HeadConfig(), target.config)
     save_draft(randomise(Eagle1Head(config), 1, 0.1), place / "eagle1", metadata={})
     save_target(place / "modules")
     return place

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from uncaptured import UncapturedGraphs
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
@@ -160,7 +160,7 @@ def untrained_head(kind: str, target: Target) -> DraftHead:
         latent.set_vocab_map(other.d2t, other.t2d)
         return latent
     if kind == "eagle1":
-        head = randomise(Eagle1Head(EAGLE1.new_config(HeadConfig(kind="eagle1"), config)), 1, 0.1)
+        head = randomise(Eagle1Head(EAGLE1.new_config(Eagle1HeadConfig(), config)), 1, 0.1)
         return head.bind(target.lm_head)
     if kind == "p-eagle":
         return tiny_p_eagle(target, 9, std=0.1, num_layers=2)

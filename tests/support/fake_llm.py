@@ -12,7 +12,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 
 VOCABULARY = 97
-SECONDS_PER_VERIFY = 0.5
+SECONDS_PER_CYCLE = 0.5
 PREFILL_SECONDS = 0.25
 
 
@@ -33,7 +33,7 @@ class FakeTokenizer:
 class FakeLLM:
     """``accepted`` draft tokens are kept in every verify; ``wrong`` maps positions to other tokens.
 
-    ``calls`` collects (draft, shape, prompts) of every generate; the one after ``stop_after`` is a Ctrl-C.
+    ``calls`` collects (draft, shape, prompts) of every chat; the one after ``stop_after`` is a Ctrl-C.
     """
 
     def __init__(
@@ -48,17 +48,20 @@ class FakeLLM:
         self.draft, self.accepted, self.wrong, self.stop_after = draft, accepted, wrong or {}, stop_after
         self.calls = [] if calls is None else calls
         self.max_context = max_context
+        self._prompts: dict[tuple[int, ...], Any] = {}
         self.tokenizer = FakeTokenizer()
         self.target = SimpleNamespace(
             embed_tokens=SimpleNamespace(weight=torch.zeros(1)), weight_format="float32"
         )
 
-    def tokenize(self, prompt: Any) -> list[int]:
+    def tokenize_task(self, prompt: Any) -> list[int]:
         messages = getattr(prompt, "messages", prompt)
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         text = "|".join(f"{message['role']}:{message['content']}" for message in messages)
-        return [ord(letter) % VOCABULARY for letter in text]
+        ids = [ord(letter) % VOCABULARY for letter in text]
+        self._prompts[tuple(ids)] = prompt
+        return ids
 
     def close(self) -> None:
         pass
@@ -70,26 +73,29 @@ class FakeLLM:
             out[t, _next(ids[: t + 1])] = 3.0
         return out
 
-    def generate(
-        self, prompts: Sequence[Any], params: SamplingParams | None = None, *, shape: str | None = None
+    def chat(
+        self, prompts: Sequence[list[int]], params: SamplingParams | None = None, *, shape: str | None = None
     ) -> list[RequestOutput]:
         assert params is not None and shape is not None
-        self.calls.append((self.draft, shape, list(prompts)))
+        self.calls.append((self.draft, shape, [self._prompts[tuple(ids)] for ids in prompts]))
         if self.stop_after is not None and len(self.calls) > self.stop_after:
             raise KeyboardInterrupt
         used = SpecShape.parse("3,1,4" if shape == "auto" else shape)
         return [self._reply(prompt, params, used) for prompt in prompts]
 
-    def _reply(self, prompt: Any, params: SamplingParams, shape: SpecShape) -> RequestOutput:
-        prompt_ids = self.tokenize(prompt)
+    def _reply(self, prompt_ids: list[int], params: SamplingParams, shape: SpecShape) -> RequestOutput:
         ids = list(prompt_ids)
         for position in range(params.max_tokens):
             ids.append(self.wrong.get(position, _next(ids)))
         reply = ids[len(prompt_ids) :]
-        stats, left = SpecStats(), len(reply) - 1
+        stats = SpecStats()
+        left = len(reply) - 1
+        num_cycles = 0
         while left:
             emitted = min(min(self.accepted, shape.steps) + 1, left)
-            stats.observe(emitted, min(self.accepted, shape.steps, emitted))
+            if shape.steps:
+                stats.observe(emitted, min(self.accepted, shape.steps, emitted))
+            num_cycles += 1
             left -= emitted
         return RequestOutput(
             prompt_ids,
@@ -98,7 +104,7 @@ class FakeLLM:
             "length",
             stats,
             prefill_s=PREFILL_SECONDS,
-            decode_s=stats.num_verifies * SECONDS_PER_VERIFY,
+            decode_s=num_cycles * SECONDS_PER_CYCLE,
         )
 
 

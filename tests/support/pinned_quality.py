@@ -78,7 +78,8 @@ def open_engine(
 
 def decode(llm: LLM, prompts: Iterable[Any], shape: str, num_tokens: int) -> list[RequestOutput]:
     """Greedy replies in one shape."""
-    return llm.generate(list(prompts), SamplingParams(max_tokens=num_tokens), shape=shape)
+    prompt_ids = [llm.tokenize_task(prompt) for prompt in prompts]
+    return llm.chat(prompt_ids, SamplingParams(max_tokens=num_tokens), shape=shape)
 
 
 def sum_of(outputs: Sequence[RequestOutput]) -> SpecStats:

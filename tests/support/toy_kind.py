@@ -5,10 +5,13 @@ attention, no MLP.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from eagle_kit.config.drafts.base import HeadConfig
+from eagle_kit.config.drafts.shared_training import LossTrainingConfig
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.kernels.linear import Linear
 from eagle_kit.kinds.kind import HeadKind
 from eagle_kit.kinds.support.config_json import layer_to_dict
@@ -59,11 +62,25 @@ class ToyHead(TiedHead, Block):
         return residual + self.self_attn.o_proj(attended.flatten(1))
 
 
-class ToyKind(HeadKind[ToyConfig, ToyHead]):
+class ToyHeadConfig(HeadConfig):
+    """What a training config may say of a toy."""
+
+    training_schema = LossTrainingConfig
+
+    kind: Literal["toy"] = "toy"
+
+
+class ToyTrainConfig(TrainConfig):
+    """A run that trains a toy."""
+
+    head: ToyHeadConfig = ToyHeadConfig()
+
+
+class ToyKind(HeadKind[ToyConfig, ToyHead, ToyHeadConfig]):
     name, title = "toy", "Toy draft head"
     algorithms, vllm_method = ("TOY",), "toy"
     config_class, head_class = ToyConfig, ToyHead
-    trained_as, settings = ("toy",), frozenset({"training.loss"})
+    trained_as = ("toy",)
 
     def recognises(self, files):
         return files.architecture == "ToyDraft"

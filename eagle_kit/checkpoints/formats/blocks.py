@@ -29,7 +29,7 @@ class BlockConverter:
 
     authors = "DFlash's authors"
 
-    def __init__(self, kind: BlockKind[Any, Any]) -> None:
+    def __init__(self, kind: BlockKind[Any, Any, Any]) -> None:
         self.kind = kind
 
     def layout(self, files: DraftFiles) -> tuple[Format, str]:

@@ -74,7 +74,9 @@ def _is_possible(format: Format, seen: Layout) -> bool:
     return "eagle-kit" not in (format, seen.format) and "speculators" not in (format, seen.format)
 
 
-def write_draft_as(files: DraftFiles, kind: HeadKind[Any, Any], format: Format, served: Served) -> DraftFiles:
+def write_draft_as(
+    files: DraftFiles, kind: HeadKind[Any, Any, Any], format: Format, served: Served
+) -> DraftFiles:
     """Our layout -> ``format``. A draft that came in this format and was not changed goes back as it came.
 
     Raises:

@@ -266,7 +266,7 @@ def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftF
 
 
 def read_fused(
-    kind: FusedStatesKind[Any, Any], files: DraftFiles, peer: Format, target: TargetConfig | None
+    kind: FusedStatesKind[Any, Any, Any], files: DraftFiles, peer: Format, target: TargetConfig | None
 ) -> DraftFiles:
     """:func:`read` of any kind of head that reads fused states."""
     raw = flatten_config(files.config, files.where, kind.speculators_model_type)

@@ -19,7 +19,7 @@ class Layout(NamedTuple):
         maker: whose layout it is, and by what that was seen, for people.
     """
 
-    kind: HeadKind[Any, Any]
+    kind: HeadKind[Any, Any, Any]
     format: Format | None
     maker: str
 

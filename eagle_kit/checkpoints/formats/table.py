@@ -18,6 +18,6 @@ CONVERTERS: dict[str, Any] = {
 """Name of a kind -> its module or object here, with ``layout``, ``read`` and ``write``."""
 
 
-def converter(kind: HeadKind[Any, Any]) -> Any:
+def converter(kind: HeadKind[Any, Any, Any]) -> Any:
     """The converter of a kind; one that knows no other format when nobody else serves such heads."""
     return CONVERTERS.get(kind.name, own)

@@ -1,19 +1,15 @@
-"""Arguments of the commands that read a config, and the print of a user's mistake."""
+"""The print of a user's mistake, and the arguments of commands that declare a config by hand."""
 
 import argparse
 import sys
 
+from eagle_kit.config.loading.flags import ConfigFlags, add_options
 from eagle_kit.core.errors import UserError
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Declare ``CONFIG [key=value ...]``."""
-    parser.add_argument(
-        "config", help="YAML file, or the name of one that ships, such as smollm2-135m-eagle3"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that replace those of the file"
-    )
+    add_options(parser, ConfigFlags)
 
 
 def print_error(error: UserError, where: str = "") -> None:

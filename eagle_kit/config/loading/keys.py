@@ -1,31 +1,27 @@
 """Keys of a schema, and the nearest of them to a key that it lacks."""
 
 import difflib
-import types
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted keys of all fields of ``schema``, sections and the fields inside them included."""
-    keys = []
+    """Dotted keys of all fields of ``schema``, of sections and the fields inside them, each once."""
+    keys: dict[str, None] = {}
     for name, field in schema.model_fields.items():
-        keys.append(f"{prefix}{name}")
-        section = _section_of(field.annotation)
-        if section is not None:
-            keys += known_keys(section, f"{prefix}{name}.")
-    return keys
+        keys[f"{prefix}{name}"] = None
+        for section in sections_of(field.annotation):
+            keys |= dict.fromkeys(known_keys(section, f"{prefix}{name}."))
+    return list(keys)
 
 
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The schema behind ``Section``, ``Section | None`` or ``tuple[Section, ...]``; None for any other
-    annotation."""
+def sections_of(annotation: Any) -> list[type[BaseModel]]:
+    """Schemas that a value of ``annotation`` may have or hold, as of ``Section | None`` or
+    ``tuple[Section, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType, tuple):
-        return next((section for part in get_args(annotation) if (section := _section_of(part))), None)
-    return None
+        return [annotation]
+    return [section for part in get_args(annotation) for section in sections_of(part)]
 
 
 def nearest_key(key: str, known: list[str]) -> str | None:

@@ -34,6 +34,10 @@ class PromptError(UserError):
     """Messages that a chat template cannot render, or of which it would leave something out."""
 
 
+class NoPlace(Unusable):
+    """A part of a prompt that the chat template does not read."""
+
+
 def render(tokenizer: Any, prompt: ChatPrompt, *, generation_prompt: bool) -> str:
     """The chat template as text. A developer is the system of templates that do not know developers, and
     reasoning is ``thinking`` for those that call it so.
@@ -168,7 +172,7 @@ def check_prompt(tokenizer: Any, prompt: ChatPrompt) -> None:
     text = render(tokenizer, ChatPrompt(messages, tools, prompt.chat_template_kwargs), generation_prompt=True)
     for name, what in probes.items():
         if name not in text:
-            raise Unusable(f"the chat template has no place for {what}")
+            raise NoPlace(f"the chat template has no place for {what}")
 
 
 def drops_system(tokenizer: Any, prompt: ChatPrompt) -> bool:
@@ -210,6 +214,11 @@ def prompt_text(tokenizer: Any, prompt: ChatPrompt | Sequence[Message]) -> str:
             prompt = ChatPrompt([read_message(message) for message in prompt])
         check_prompt(tokenizer, prompt)
         return render(tokenizer, prompt, generation_prompt=True)
+    except NoPlace as reason:
+        raise PromptError(
+            f"The messages cannot be rendered: {reason}.",
+            "Leave it out, or give another template with --chat-template FILE.",
+        ) from None
     except Unusable as reason:
         raise PromptError(
             f"The messages cannot be rendered: {reason}.", "Order and fill the turns as the template asks."

@@ -26,6 +26,8 @@ class VocabMap:
         d2t: int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``), target ids ascending.
         t2d: bool ``[V]``, the tokens it can propose.
         coverage: share of the reply tokens it can propose.
+        num_distinct: number of distinct tokens in the replies.
+        num_seen: number of those that it can propose; the rest of the map is in no reply.
         fingerprint: of the data that it was made of.
         tokenizer: :func:`tokenizer_hash` of the tokenizer whose ids these are.
     """
@@ -35,6 +37,26 @@ class VocabMap:
     coverage: float
     fingerprint: str
     tokenizer: str
+    num_distinct: int = 0
+    num_seen: int = 0
+
+    def count(self, counts: np.ndarray) -> None:
+        """Measure the map on replies. ``counts`` int64 ``[V]``: how often each token is in them."""
+        tokens = np.flatnonzero(self.t2d)
+        total = int(counts.sum())
+        covered = int(counts[tokens].sum())
+        self.coverage = covered / total if total else 0.0
+        self.num_distinct = int((counts > 0).sum())
+        self.num_seen = int((counts[tokens] > 0).sum())
+
+    @property
+    def contents(self) -> str:
+        """What the map is made of, in words."""
+        text = f"the replies have {self.num_distinct} distinct tokens, of which it has {self.num_seen}"
+        num_unseen = len(self.d2t) - self.num_seen
+        if num_unseen:
+            text += f"; its other {num_unseen} are in no reply"
+        return text
 
     def save(self, path: Path) -> None:
         """Write one file in numpy's ``.npz`` form. Raises UserError when that is impossible."""
@@ -89,7 +111,6 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
             f"The vocabulary map {path} cannot be read ({error}).",
             "Make one with eagle-kit data vocab CONFIG --out FILE.",
         ) from None
-    tokens = np.flatnonzero(found.t2d)
     if found.tokenizer != tokenizer or len(found.t2d) != len(counts):
         raise UserError(
             f"The vocabulary map {path} was made for another tokenizer than the target's.",
@@ -101,7 +122,7 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
             f"{draft_vocab_size}.",
             f"Set head.draft_vocab_size={len(found.d2t)}, or give another map.",
         )
-    found.coverage = _coverage(counts, tokens)
+    found.count(counts)
     return found
 
 
@@ -127,14 +148,11 @@ def vocab_map_of(tokens: np.ndarray, counts: np.ndarray, fingerprint: str, token
     t2d = np.zeros(len(counts), dtype=bool)
     t2d[tokens] = True
     offsets = tokens.astype(np.int64) - np.arange(len(tokens))
-    return VocabMap(offsets, t2d, _coverage(counts, tokens), fingerprint, tokenizer)
+    found = VocabMap(offsets, t2d, 0.0, fingerprint, tokenizer)
+    found.count(counts)
+    return found
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
     """Hash of a fast tokenizer: vocabulary, merges and rules."""
     return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def _coverage(counts: np.ndarray, tokens: np.ndarray) -> float:
-    total = int(counts.sum())
-    return float(counts[tokens].sum() / total) if total else 0.0

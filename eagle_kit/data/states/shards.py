@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from eagle_kit.core.files import replacing
+from eagle_kit.core.files import give_usual_mode, replacing
 
 Parts = dict[str, torch.Tensor]
 """Encoded tensors of some rows, end to end along dimension 0."""
@@ -49,6 +49,7 @@ def write_shard(folder: Path, rows: dict[int, Parts]) -> Shard:
     }
     with replacing(folder / name) as work:
         save_file(tensors, work, metadata)
+        give_usual_mode(work)
     return read_shard(folder / name)
 
 

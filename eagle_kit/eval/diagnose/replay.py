@@ -1,7 +1,7 @@
 """Prompts through our engine: greedy replies to measure on, and what a chain of the draft accepts in them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from eagle_kit.config.diagnose import DiagnoseConfig
@@ -13,42 +13,16 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.tasks.sets import load_task
 from eagle_kit.eval.diagnose.row import Text
+from eagle_kit.report.stages import Stages
 from eagle_kit.serve.llm import LLM
 
 FEWEST_PROMPTS = 8
 FEWEST_TOKENS = 200
 """Tokens of replies below which no difference could be told from chance."""
+PLAIN = "plain decoding"
+DRAFTED = "chain"
+"""Names of stages; that of drafted replies is followed by its shape."""
 Messages = list[dict[str, str]]
-
-
-@dataclass
-class Progress:
-    """Bars over the parts of the work, one after the other.
-
-    Attributes:
-        is_shown: False for none.
-    """
-
-    is_shown: bool
-    _bar: Any = field(default=None, init=False)
-
-    def start(self, total: int, unit: str, what: str) -> None:
-        """Begin a part of ``total`` steps."""
-        from tqdm import tqdm
-
-        self.close()
-        self._bar = tqdm(total=total, unit=unit, desc=what, dynamic_ncols=True, disable=not self.is_shown)
-
-    def step(self, *_: object) -> None:
-        """Count one; what a callback is told is not looked at."""
-        if self._bar is not None:
-            self._bar.update()
-
-    def close(self) -> None:
-        """End the last part."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 @dataclass(frozen=True)
@@ -95,7 +69,7 @@ class Replay:
     num_different: int
 
 
-def decode_replies(llm: LLM, config: DiagnoseConfig, progress: Progress) -> Replies:
+def decode_replies(llm: LLM, config: DiagnoseConfig, stages: Stages) -> Replies:
     """Decode the prompts of a task plainly.
 
     Raises:
@@ -114,7 +88,7 @@ def decode_replies(llm: LLM, config: DiagnoseConfig, progress: Progress) -> Repl
             "Give another with --task.",
         )
     messages = [prompt.messages([]) for prompt in task.prompts]
-    replies = Replies(messages, _decode(llm, messages, config, NO_SPECULATION, progress))
+    replies = Replies(messages, _decode(llm, messages, config, NO_SPECULATION, stages))
     if replies.is_finite and replies.num_tokens - len(messages) < FEWEST_TOKENS:
         raise UserError(
             f"The replies to the {len(messages)} prompts of {task.name} have {replies.num_tokens} tokens in "
@@ -125,10 +99,10 @@ def decode_replies(llm: LLM, config: DiagnoseConfig, progress: Progress) -> Repl
 
 
 def decode_drafted(
-    llm: LLM, replies: Replies, config: DiagnoseConfig, shape: SpecShape, progress: Progress
+    llm: LLM, replies: Replies, config: DiagnoseConfig, shape: SpecShape, stages: Stages
 ) -> Replay:
     """Decode the same prompts with the draft in ``shape``."""
-    outputs = _decode(llm, replies.messages, config, shape, progress)
+    outputs = _decode(llm, replies.messages, config, shape, stages)
     stats = SpecStats()
     for output in outputs:
         stats.add(output.stats)
@@ -138,12 +112,12 @@ def decode_drafted(
 
 
 def _decode(
-    llm: LLM, messages: Sequence[Messages], config: DiagnoseConfig, shape: SpecShape, progress: Progress
+    llm: LLM, messages: Sequence[Messages], config: DiagnoseConfig, shape: SpecShape, stages: Stages
 ) -> list[RequestOutput]:
     prompts = [_prompt(llm, each) for each in messages]
-    progress.start(len(prompts), "reply", "plain decoding" if shape == NO_SPECULATION else f"chain {shape}")
+    stages.start(PLAIN if shape == NO_SPECULATION else f"{DRAFTED} {shape}", len(prompts), "reply")
     params = SamplingParams(max_tokens=config.max_tokens, temperature=0.0)
-    return llm.generate(prompts, params, shape=shape, on_finish=progress.step)
+    return llm.chat(prompts, params, shape=shape, on_finish=stages.step)
 
 
 def _prompt(llm: LLM, messages: Messages) -> Any:

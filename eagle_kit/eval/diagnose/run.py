@@ -22,7 +22,7 @@ from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.formats import FormatReading, read_formats
 from eagle_kit.eval.diagnose.hypotheses import DTYPE, ROPE, Hypothesis, hypotheses, layers_needed, mask_tokens
 from eagle_kit.eval.diagnose.models import Models, load_models
-from eagle_kit.eval.diagnose.replay import Progress, Replay, Replies, decode_drafted, decode_replies
+from eagle_kit.eval.diagnose.replay import DRAFTED, PLAIN, Replay, Replies, decode_drafted, decode_replies
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.eval.diagnose.server import Server, ServerReading
 from eagle_kit.eval.diagnose.trials import LIKELY, STEPS, Trial, compare, decoded, read, try_all
@@ -31,7 +31,12 @@ from eagle_kit.kinds.support.files import open_draft
 from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
+from eagle_kit.report.stages import Stages
 
+FAULTS = "undoing faults"
+SERVER = "the server"
+FAULTS_COST = 2.0
+"""Time of undoing faults beside that of decoding the replies plainly."""
 ENGINE_MARGIN = 0.02
 """Share by which the engine's tokens per verify may differ from the head's own chain, for ties of two
 logits."""
@@ -110,23 +115,29 @@ def diagnose_models(
             "The target has no chat template, and a server is asked with chats.",
             "Leave --base-url out, or give --chat-template FILE.",
         )
-    progress, dtype = Progress(not is_quiet), str(models.dtype).removeprefix("torch.")
+    dtype = str(models.dtype).removeprefix("torch.")
+    shape = _chain(models)
+    costs: dict[str, float] = {PLAIN: config.limit, f"{DRAFTED} {shape}": config.limit}
+    costs[FAULTS] = FAULTS_COST * config.limit
+    if server is not None:
+        costs[SERVER] = config.limit
+    stages = Stages(costs, sample=config.engine.max_batch_size, shows_bar=not is_quiet)
     try:
-        replies = decode_replies(models.llm, config, progress)
+        replies = decode_replies(models.llm, config, stages)
         if not replies.is_finite:
             return Diagnosis((_nan_in_target(dtype),), tuple(findings), dtype)
         basis = make_basis(models, replies)
-        replay = decode_drafted(models.llm, replies, config, _chain(models), progress)
+        replay = decode_drafted(models.llm, replies, config, shape, stages)
         replay = replace(replay, predicted=decoded(basis.reading, basis.source.row))
-        measured = measure(models, replies, basis, findings, config, progress)
+        measured = measure(models, replies, basis, findings, config, stages)
         causes = [*_engine_fault(models, replay), *name_causes(measured)]
         compared: Comparison | None = None
         failure: UserError | KeyboardInterrupt | None = None
         try:
             if server is not None:
-                progress.start(len(replies.messages), "reply", "the server")
-                seen = server.replay(replies.messages, config.max_tokens, progress.step)
-                compared = _compare(models, replies, config, seen, basis, replay, progress)
+                stages.start(SERVER, len(replies.messages), "reply")
+                seen = server.replay(replies.messages, config.max_tokens, stages.step)
+                compared = _compare(models, replies, config, seen, basis, replay, stages)
         except (UserError, KeyboardInterrupt) as error:  # what was found without it took minutes
             failure = error
         if compared is not None and compared.cause is not None:
@@ -135,7 +146,7 @@ def diagnose_models(
         found = Diagnosis(tuple(causes), tuple(findings), dtype, measured, replay)
         return replace(found, server=compared, failure=failure)
     finally:
-        progress.close()
+        stages.close()
 
 
 def _nan_in_target(dtype: str) -> Cause:
@@ -177,14 +188,14 @@ def measure(
     basis: Basis,
     findings: Sequence[Finding],
     config: DiagnoseConfig,
-    progress: Progress,
+    stages: Stages,
 ) -> Measured:
     """Take the figures, try the hypotheses, and read long text and other formats."""
     tried, source, reading = basis
-    progress.start(len(tried) + 3, "trial", "undoing faults")
-    trials = try_all(models.head, source, tried, progress.step)
+    stages.start(FAULTS, len(tried) + 3, "trial")
+    trials = try_all(models.head, source, tried, stages.step)
     trials += _in_float32(models, basis)
-    progress.step()
+    stages.step()
     length = min(config.context, models.target.config.max_position_embeddings)
     context, skipped = _context(models, replies.texts, tried, length), ""
     if length and context is None:
@@ -192,9 +203,9 @@ def measure(
             f"Acceptance by position was left out: texts of {length} tokens have fewer than {FEWEST} tokens "
             f"of replies behind {max(FAR, length // 2)}; give a larger --context."
         )
-    progress.step()
+    stages.step()
     formats = _formats(models, replies, findings)
-    progress.step()
+    stages.step()
     fit = measure_fit(models.head, source, reading)
     return Measured(
         fit,
@@ -270,7 +281,7 @@ def _compare(
     seen: ServerReading,
     basis: Basis,
     replay: Replay,
-    progress: Progress,
+    stages: Stages,
 ) -> Comparison:
     """Our engine in the server's shape, where one is given or said, beside the server."""
     given, shape, ours = config.engine.shape, seen.shape, None
@@ -280,7 +291,7 @@ def _compare(
         shape = _chain(models, shape.steps)
     if shape is not None:
         is_done = shape == replay.shape
-        ours = replay if is_done else decode_drafted(models.llm, replies, config, shape, progress)
+        ours = replay if is_done else decode_drafted(models.llm, replies, config, shape, stages)
     if shape is None or shape.topk > 1:  # readings are tried with chains
         return compare_server(seen, ours, replies.outputs)
     likeness = partial(likely_misreading, models, basis, seen, shape)

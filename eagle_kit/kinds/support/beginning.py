@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds.kind import Start
 from eagle_kit.models.config import TargetConfig
@@ -21,7 +21,7 @@ def check_vocab_size(size: int, target: TargetConfig) -> None:
 
 
 @torch.no_grad()
-def start_output(head: Eagle3Head | DFlashHead, settings: HeadConfig, start: Start) -> None:
+def start_output(head: Eagle3Head | DFlashHead, settings: CapturedStatesHeadConfig, start: Start) -> None:
     """Give a new head the vocabulary of the data, and the target's output rows of it unless the settings ask
     for random ones."""
     # A target may have more rows than its tokenizer has tokens, or fewer.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from eagle_kit.core.errors import UserError
+from eagle_kit.core.errors import TargetError, UserError
 from eagle_kit.data.chat.template import set_chat_template, template_hash
 from eagle_kit.kinds.support.files import WEIGHTS_KEY
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
@@ -59,14 +59,15 @@ class TargetFolder(NamedTuple):
 
 
 def raise_on_errors(findings: Sequence[Finding]) -> None:
-    """Raise UserError that names every error among ``findings``."""
+    """Raise UserError that names every error among ``findings``; TargetError where the target may be at
+    fault."""
     errors = [finding for finding in findings if finding.level == "error"]
     if not errors:
         return
     if all(finding.subject in ("checkpoint", "weights") for finding in errors):
         raise UserError(errors[0].cause, errors[0].remedy)
     causes = "; ".join(f"{finding.subject}: {finding.cause.rstrip('.')}" for finding in errors)
-    raise UserError(f"The draft does not fit the target ({causes}).", errors[0].remedy)
+    raise TargetError(f"The draft does not fit the target ({causes}).", errors[0].remedy)
 
 
 def check_fit(draft: HeadArchitecture, target: TargetConfig) -> None:

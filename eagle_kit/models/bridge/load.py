@@ -81,6 +81,16 @@ def load_bridged(
     return bridge(model.to(device), config)
 
 
+def empty_bridged(config: BridgedConfig, where: str, dtype: torch.dtype) -> BridgedModel:
+    """Make a bridged target without weights, on the meta device. Raises UserError as :func:`new_model`."""
+    assert config.source is not None
+    model = new_model(transformers_config(config.source, where), where).to(dtype)
+    with torch.device("meta"):
+        target = BridgedModel(config, model)
+    target.records = list(config.records)
+    return target.requires_grad_(False)
+
+
 def _is_of_a_layer(name: str, num_layers: int) -> bool:
     """Return True for a tensor of one of the decoder's layers, and not of a module behind them."""
     found = LAYER.search(name)

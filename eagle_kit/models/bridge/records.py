@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -113,13 +114,17 @@ class Probe:
 
 
 def _finder(module: torch.nn.Module, sinks: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Function that finds the parameter of a module that is ``sinks``."""
+    """Function that finds the parameter of a module that is ``sinks``; a copy of a model has its own."""
     names = [name for name, value in module.named_parameters() if value is sinks]
     if not names:
         raise UserError(
             "The sinks of a layer of this model are no parameter of it.", "Such attention is not supported."
         )
-    return lambda: module.get_parameter(names[0]).detach()
+    return partial(_parameter, module, names[0])
+
+
+def _parameter(module: torch.nn.Module, name: str) -> torch.Tensor:
+    return module.get_parameter(name).detach()
 
 
 def use_experts(model: Any, implementation: str) -> None:

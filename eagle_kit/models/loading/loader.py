@@ -160,6 +160,11 @@ def weight_files(folder: Path, wanted: Callable[[str], bool] | None = None) -> l
     )
 
 
+def weight_bytes(folder: Path) -> int:
+    """Bytes of the safetensors files of a model folder."""
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
 def load_target(
     name_or_path: str | Path,
     dtype: torch.dtype = torch.float32,

@@ -19,7 +19,7 @@ def remember_place(weights: str, folder: Path) -> None:
     Args:
         weights: :func:`~eagle_kit.models.loading.loader.target_fingerprint` of ``folder``.
     """
-    path = _note(weights)
+    path = note_of(weights)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, json.dumps({"folder": str(folder.resolve())}) + "\n")
@@ -27,7 +27,7 @@ def remember_place(weights: str, folder: Path) -> None:
 
 def find_place(weights: str) -> Path | None:
     """Folder of the target with these weights; None where none is known, or it has other weights by now."""
-    path = _note(weights)
+    path = note_of(weights)
     if not path.is_file():
         return None
     with suppress(UserError, OSError):  # a damaged note, or a damaged target, is none
@@ -37,7 +37,7 @@ def find_place(weights: str) -> Path | None:
     return None
 
 
-def _note(weights: str) -> Path:
-    """File with the folder; ``weights`` comes from a draft's own file, and may be anything."""
+def note_of(weights: str) -> Path:
+    """File of this machine with the folder; ``weights`` is from a draft's own file, and may be any text."""
     name = weights if weights.isalnum() else "unknown"
     return cache_folder() / "places" / f"{name}.json"

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from eagle_kit.core.errors import UserError, first_line, shown
+from eagle_kit.core.errors import TargetError, UserError, first_line, shown
 from eagle_kit.core.files import (
     cache_folder,
     check_disk_space,
     expand,
+    give_usual_mode,
     read_json,
     read_object,
     replacing,
@@ -98,7 +99,8 @@ def resolve_model(name: str | Path, role: str) -> Path:
         if folder.suffix.lower() == GGUF:
             return _convert_file(folder)
         if not is_hub_id(name):
-            raise UserError(
+            kind = TargetError if role == "target" else UserError
+            raise kind(
                 f"The {role} {name!r} is neither a folder here nor a hub id.",
                 f"Give a model folder, a {GGUF} file, an id such as org/model, or one of "
                 f"{', '.join(PACKAGED_TARGETS)}.",
@@ -391,7 +393,7 @@ def _dequantise(source: Path, out: Path) -> None:
     # The folder.
     out.mkdir()
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
-    (out / "model.safetensors").chmod(0o644)
+    give_usual_mode(out / "model.safetensors")
     written = model.config.to_dict()
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         written.pop(key, None)

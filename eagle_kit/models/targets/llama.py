@@ -72,6 +72,7 @@ class DecoderLayer(nn.Module):
         if self.shares_heads:
             added = self._summed(added)
         normed, h = self.post_attention_layernorm.add(added, h)
+        del added  # the MLP needs its memory
         return h, self._summed(self.mlp(normed))
 
     def _gathered(
@@ -153,6 +154,7 @@ class LlamaModel(Target):
                 continue
             h, added = layer(normed, h, rotation, attend)
             normed, h = norms[i + 1].add(added, h)
+            del added  # the next layer needs its memory
         states[len(self.layers)] = h
         aux = torch.cat([states[i].to(h.device) for i in capture], -1) if capture else h[:, :0]
         return TargetOutput(normed, aux)

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from eagle_kit.core.errors import UserError, cut
-from eagle_kit.serve.reply import EngineFailed, NotFinite, Overloaded
+from eagle_kit.serve.reply import EngineFailed, NotFinite, OutOfMemory, Overloaded
 
 INVALID = "invalid_request_error"
 RETRY_AFTER_S = 1
@@ -80,6 +80,9 @@ def as_api_error(error: BaseException) -> ApiError:
         return from_validation(error)
     if isinstance(error, Overloaded):
         return ApiError(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_S)})
+    if isinstance(error, OutOfMemory):
+        retry = {"Retry-After": str(RETRY_AFTER_S)}
+        return ApiError(503, str(error), code="out_of_memory", headers=retry)
     if isinstance(error, EngineFailed):
         code = "logits_not_finite" if isinstance(error, NotFinite) else "engine_failed"
         return ApiError(500, str(error), code=code)

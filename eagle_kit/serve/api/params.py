@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.core.sampling_params import Grammar, SamplingParams, Thought
+from eagle_kit.core.sampling_params import Grammar, SamplingParams, Thought, successor
+from eagle_kit.core.structured_outputs import choice_pattern
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
 from eagle_kit.serve.api.tool_choice import call_grammar
 
@@ -14,8 +15,6 @@ NUMBERS = (
     *("temperature", "top_p", "min_p"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-META = re.compile(r"[\\.+*?()|\[\]{}^$]")
-"""Signs that mean something in a regular expression."""
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,10}")
 MAX_REQUEST_LOGPROBS = 2**23
 """Log-probabilities of the replies to a request. One takes 19 bytes, measured, so all take 160 MB."""
@@ -56,14 +55,9 @@ def sampling_params(
         "cache_salt": cache_salt,
     }
     return [
-        SamplingParams(**common, seed=None if body.seed is None else _wrapped(body.seed + i))
+        SamplingParams(**common, seed=None if body.seed is None else successor(body.seed, i))
         for i in range(body.num_choices)
     ]
-
-
-def _wrapped(seed: int) -> int:
-    """Wrap into 64 bits, so that the largest seed has successors."""
-    return (seed + 2**63) % 2**64 - 2**63
 
 
 def _max_tokens(body: Sampling, num_prompt_tokens: int, max_context: int) -> int:
@@ -156,6 +150,6 @@ def make_grammar(body: Sampling, thought: Thought | None = None) -> Grammar | No
     if kind == "json_schema":
         return Grammar("json_schema", json.dumps(value), thought)
     if isinstance(value, list):
-        value = "|".join(META.sub(r"\\\g<0>", text) for text in value)
+        value = choice_pattern(value)
     assert isinstance(value, str)
     return Grammar("regex", value, thought)

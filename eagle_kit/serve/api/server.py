@@ -22,6 +22,13 @@ FORCED_S = 2
 """Seconds that a step gets to end when SIGINT has ended the grace period."""
 SLACK_S = 5
 """Seconds that answers get to be sent after the engine has let go of the last reply."""
+SWITCH_INTERVAL_S = 0.0002
+"""Longest time for which a thread that runs Python code keeps the interpreter from one that waits for it.
+
+The engine's thread gives the interpreter up in each operation of torch, and gets it back from the thread
+that reads requests only after this time. Beside a thread that runs Python code 60 % of the time, four replies
+of 32 tokens (SmolLM2-135M, one thread of an AMD EPYC) took 2.18 s with Python's default of 5 ms, 1.22 s with
+0.5 ms, 1.05 s with 0.1 ms, and 0.89 s alone."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -61,6 +68,8 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            self.former_switch_interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
             await super().startup(sockets)
             if on_ready is not None and self.started:
                 on_ready()
@@ -78,6 +87,7 @@ def make_server(app: "FastAPI", on_ready: Callable[[], None] | None = None) -> A
                     await asyncio.wait(self.server_state.tasks, timeout=FORCED_S)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.lifespan.shutdown(), FORCED_S)
+            sys.setswitchinterval(self.former_switch_interval_s)
 
         async def _drain(self) -> None:
             patient = asyncio.create_task(service.engine.shutdown(grace_s))

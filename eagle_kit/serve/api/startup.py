@@ -4,10 +4,11 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eagle_kit.checkpoints.named_target import USUAL, NamedTarget, named_by
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION
 
@@ -38,10 +39,17 @@ CHECKED_CAUSES = {
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Target and perhaps draft that a command line names, as ``resolve_model`` takes them."""
+    """Target and perhaps draft that a command line names, as ``resolve_model`` takes them, and where the
+    target's name came from."""
 
     target: str
     draft: str | None
+    origin: str = field(default="given on the command line", compare=False)
+
+    @property
+    def named(self) -> NamedTarget:
+        """The target with its origin."""
+        return NamedTarget(self.target, self.origin)
 
 
 def find_model(draft_or_target: str, target: str | None, default_target: str) -> ServedModel:
@@ -55,7 +63,6 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
     Raises:
         UserError: the draft names a target that is not known here.
     """
-    from eagle_kit.checkpoints.named_target import named_by
     from eagle_kit.kinds.registry import find_kind
     from eagle_kit.kinds.support.files import open_draft
     from eagle_kit.models.loading.source import resolve_model
@@ -65,8 +72,8 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
     files = open_draft(resolve_model(draft_or_target, "draft or target"))
     if find_kind(files).is_whole_model:
         return ServedModel(draft_or_target, None)
-    named = named_by(draft_or_target, files)
-    return ServedModel(default_target if named is None else named.name, draft_or_target)
+    named = named_by(draft_or_target, files) or NamedTarget(default_target, USUAL)
+    return ServedModel(named.name, draft_or_target, named.origin)
 
 
 @contextmanager
@@ -135,7 +142,7 @@ def self_test(llm: "LLM", shape: "SpecShape", num_tokens: int = NUM_TOKENS) -> S
 
 def short_prompts(llm: "LLM") -> list[Any]:
     """Tokenise questions as chats, or as texts for a model without a template; cut to a short context."""
-    return [llm.tokenize(prompt)[: llm.max_context // 2] for prompt in PROMPTS]
+    return [llm.tokenize_task(prompt)[: llm.max_context // 2] for prompt in PROMPTS]
 
 
 def report(

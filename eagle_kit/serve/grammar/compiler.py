@@ -45,6 +45,7 @@ JSON_OPTIONS = {
     "json_allowed_escapes": 'nrbtf\\"',  # no \u, by which the name of a property can be written in other ways
     "coerce_one_of": True,  # schema_rules has shown that no value matches two branches
 }
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
 MAX_FILL_S = 0.25
 """CPU time for the masks of one window."""
 FREE_S, MAX_EXTRA_S = 0.02, 1.0
@@ -184,7 +185,7 @@ class GrammarCompiler:
         """Compile a grammar; ``generation`` and ``salt`` only tell entries of the cache apart."""
         name = grammar.kind.replace("_", " ")
         try:
-            text = '%llguidance {"no_forcing": true}\nstart: ' + self._start_rule(grammar)
+            text = NO_FORCING + self._rules(grammar)
         except UserError:
             raise
         except (ValueError, RecursionError) as error:
@@ -202,20 +203,22 @@ class GrammarCompiler:
             )
         return matcher
 
-    def _start_rule(self, grammar: Grammar) -> str:
-        """Right side of the start rule in llguidance's Lark syntax."""
+    def _rules(self, grammar: Grammar) -> str:
+        """The grammar in llguidance's Lark syntax."""
         kind, text, _ = grammar
-        longest = MAX_REGEX_CHARS if kind == "regex" else MAX_SCHEMA_CHARS
+        longest = MAX_SCHEMA_CHARS if kind == "json_schema" else MAX_REGEX_CHARS
         if len(text) > longest:
             raise UserError(
                 f"The {kind.replace('_', ' ')} has {len(text)} characters, {longest} are allowed.",
                 "Write a shorter one.",
             )
+        if kind == "lark":
+            return text
         if kind == "regex":
             check_pattern(text)
-            return f"/{self._library.regex_to_lark(text, 'dws')}/" if text else '""'
+            return f"start: /{self._library.regex_to_lark(text, 'dws')}/" if text else 'start: ""'
         schema = check_schema(json.loads(text)) if kind == "json_schema" else {"type": "object"}
-        return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+        return "start: %json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
 
 
 def _not_compiled(name: str, reason: str) -> UserError:

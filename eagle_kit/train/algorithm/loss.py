@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from eagle_kit.config.train import RegressionConfig
+from eagle_kit.config.training import RegressionConfig
 from eagle_kit.kernels.draft_loss import NEEDS_MASS, linear_draft_loss
 from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, WeightGrads, Weights, carried
 from eagle_kit.models.heads.draft_head import DraftHead

@@ -9,7 +9,7 @@ Legend: T packed tokens of a micro_batch, L captured layers, H hidden of the tar
 
 import torch
 
-from eagle_kit.config.train import FeatureNoise
+from eagle_kit.config.training import FeatureNoise
 from eagle_kit.train.algorithm.batch import MicroBatch
 from eagle_kit.train.algorithm.row_drop import row_generator
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from eagle_kit.config.train import RegressionConfig
+from eagle_kit.config.training import RegressionConfig
 from eagle_kit.kernels.soft_cross_entropy import SoftCrossEntropy, Teacher, linear_soft_cross_entropy
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from eagle_kit.kinds.kind import RowSampling
+from eagle_kit.config.training import RowSampling
 
 _STREAM = 0x64726F70
 """Keeps these draws apart from others that begin with the run's seed."""

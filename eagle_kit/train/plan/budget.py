@@ -8,19 +8,9 @@ pass. Rates are measured on the machine at hand, so every number follows from th
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 
 ROW_TOKENS = 1024
-MEASURED = 0.1
-"""Most of the budget that measuring may take."""
-PILOT_EFFICIENCY = 0.5
-"""Share of the matmul rate that a training step reaches, and about that of decoding a batch on a CPU."""
-PILOT_REPLY_TOKENS = 256
-HEAD_PASSES = 2.3
-"""Forwards of a head for each row, by the steps of training-time test that the recipe keeps."""
-HEAD_LAYER = 14
-"""Weights of a head without its output layer, in squares of the hidden size."""
 RESERVED = 0.2
 """Share of the budget for tuning and evaluating, and for loading the target in every stage."""
 REPLIES = 0.35
@@ -76,25 +66,6 @@ class Rates:
         if own > (1 - RAW_SHARE) * seen:  # not all of them are reached
             seen = seconds / (again + (raw + 1 - RAW_SHARE) * saved)
         return seen, raw * seen
-
-
-@dataclass(frozen=True)
-class Pilot:
-    """Size of the measurements that a plan is made of.
-
-    Attributes:
-        replies: conversations that the target answers.
-        steps: optimiser steps of a training.
-        rows_per_step: packed rows of ``ROW_TOKENS`` of each.
-    """
-
-    replies: int
-    steps: int
-    rows_per_step: int
-
-
-PILOTS = (Pilot(16, 8, 2), Pilot(8, 4, 1), Pilot(4, 2, 1))
-"""The largest, and the most exact, first."""
 
 
 @dataclass(frozen=True)
@@ -158,31 +129,6 @@ class BudgetPlan:
     def tokens(self) -> int:
         """Tokens that the head sees."""
         return self.training.phase.tokens
-
-
-def pilot_flops(
-    pilot: Pilot, processes: int, target_weights: int, hidden_size: int, draft_vocab_size: int
-) -> float:
-    """Arithmetic of a pilot in about: two operations for each weight and token of the target, six for each of
-    the head and forward."""
-    head_weights = (HEAD_LAYER * hidden_size + draft_vocab_size) * hidden_size
-    row_tokens = pilot.steps * max(pilot.rows_per_step, processes) * ROW_TOKENS
-    replies = 2.0 * target_weights * pilot.replies * PILOT_REPLY_TOKENS
-    training = row_tokens * (2.0 * target_weights + 6.0 * HEAD_PASSES * head_weights) / processes
-    return replies + training
-
-
-def choose_pilot(budget_s: float, seconds: Callable[[Pilot], float]) -> Pilot | None:
-    """Choose the largest pilot whose ``seconds`` are a tenth of the budget at most; None where none are."""
-    for pilot in PILOTS:
-        if seconds(pilot) <= MEASURED * budget_s:
-            return pilot
-    return None
-
-
-def least_budget(seconds: Callable[[Pilot], float]) -> float:
-    """Budget in seconds from which the smallest pilot is small enough."""
-    return seconds(PILOTS[-1]) / MEASURED
 
 
 def plan_budget(

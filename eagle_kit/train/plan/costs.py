@@ -16,7 +16,6 @@ from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.kernels.collectives import Share
-from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
@@ -68,9 +67,9 @@ def data_workload(config: TrainConfig, data: PreparedData, num_rows: int) -> Wor
 def make_workload(
     config: TrainConfig, tokens: float, supervised: float, conversations: float, mean_context: float
 ) -> Workload:
-    """Forward of ``tokens`` of as many ``conversations``, of which the rows that a config's kind of head
-    samples are trained."""
-    sampled = training_kind(config).sampling(config)
+    """Forward of ``tokens`` of as many ``conversations``, of which the rows that a config samples are
+    trained."""
+    sampled = config.training.row_sampling
     if sampled is not None and sampled.most is not None:  # of every conversation; long ones have more to drop
         supervised = min(supervised, sampled.most * conversations)
     steps = config.training.ttt_length

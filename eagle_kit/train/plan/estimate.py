@@ -29,6 +29,7 @@ class Session:
         num_steps: optimiser steps still to do.
         flops_per_s: see :func:`measure_matmul_rate`.
         free_disk: bytes free where the run folder goes.
+        mapped: bytes of weight files that are mapped into memory while the target is read.
     """
 
     work: Workload
@@ -39,6 +40,7 @@ class Session:
     num_steps: int
     flops_per_s: float
     free_disk: float
+    mapped: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,12 @@ class Estimate:
             ", ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items())
             for sizes in (self.memory, self.disk)
         )
+        mapped = ""
+        if session.mapped:
+            mapped = (
+                f"; besides, {session.mapped / 1e9:.2f} GB of weight files are mapped, which count as "
+                "resident until the system needs the memory"
+            )
         captures = ""
         if session.num_captures:
             seconds = format_seconds(self.capture_seconds)
@@ -84,7 +92,7 @@ class Estimate:
         return "\n".join(
             (
                 f"head    {self.num_parameters / 1e6:.2f} M trained weights",
-                f"memory  {self.peak / 1e9:.2f} GB per process at the peak ({memory})",
+                f"memory  {self.peak / 1e9:.2f} GB per process at the peak ({memory}){mapped}",
                 f"disk    {sum(self.disk.values()) / 1e9:.2f} GB ({disk}), "
                 f"{session.free_disk / 1e9:.1f} free",
                 f"time    {session.num_steps} steps of {self.seconds_per_step:.2f} s{captures} = "

@@ -30,6 +30,7 @@ from eagle_kit.data.chat.overlap import CONTAMINATED, LEAST_SIMILARITY, NearDupl
 from eagle_kit.data.chat.records import SkipLog, check_source, read_conversations
 from eagle_kit.data.chat.template import PromptError
 from eagle_kit.data.chat.variants import draw_kwargs
+from eagle_kit.report.stages import TimeLeft, mute, say
 from eagle_kit.train.replies.dialogue import REFUSAL, Dialogue, refusal_pattern, script, texts
 from eagle_kit.train.replies.files import (
     Key,
@@ -228,9 +229,12 @@ def _continue(
     with writing(path):
         write_json_atomically(settings_path(path), settings, indent=1)
         path.open("a").close()
+    sample = responder.batch_size / options.max_turns
+    time_left = TimeLeft(left, "conversations", sample=sample, prints=say if progress else mute)
     with tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar:
 
         def write(unwritten: deque[Dialogue], is_last: bool = False) -> None:
+            bar.set_postfix_str(str(report))
             if is_last:  # the others will not be answered now
                 ready = [dialogue for dialogue in unwritten if not dialogue.waiting]
             else:
@@ -248,13 +252,12 @@ def _continue(
                 if dialogue.left_out:
                     kind = report.shortened if dialogue.finish_reasons else report.left_out
                     kind[dialogue.left_out] += 1
-            bar.set_postfix_str(str(report), refresh=False)
             bar.update(len(ready))
 
         try:
             while group := deque(islice(dialogues, GROUP_FACTOR * responder.batch_size)):
                 try:
-                    _answer(responder, list(group), options, report, partial(write, group))
+                    _answer(responder, list(group), options, report, partial(write, group), time_left)
                 except NotWritten:  # nothing may come behind half a line
                     raise
                 except BaseException:
@@ -281,11 +284,13 @@ def _answer(
     options: RegenerateOptions,
     report: RegenerateReport,
     write: Callable[[], None],
+    time_left: TimeLeft,
 ) -> None:
     """Answer every turn of ``group``, turn by turn; counts reply tokens and acceptance in ``report``.
 
     Args:
         write: called when conversations may have been answered to their end.
+        time_left: counts replies as shares of their conversations.
     """
 
     longest = _longest_prompt(responder, options)
@@ -311,9 +316,16 @@ def _answer(
             i: int, reply: Reply, asking: Sequence[Dialogue] = asking, counted: Sequence[bool] = counted
         ) -> None:
             dialogue = asking[i]
+            num_waiting = len(dialogue.waiting)
+            num_turns = len(dialogue.finish_reasons) + num_waiting
+
+            def count() -> None:
+                time_left.count((num_waiting - len(dialogue.waiting)) / num_turns)
+
             if reply.refused is not None:
                 report.skipped.add(dialogue.id, reply.refused)
                 dialogue.end()
+                count()
                 return write()
             dialogue.take(reply, refusals=refusals, skip_truncated=options.skip_truncated)
             is_long = not counted[i] and reply.num_prompt_tokens + reply.num_tokens > longest
@@ -321,6 +333,7 @@ def _answer(
                 dialogue.end(TOO_LONG)
             report.num_reply_tokens += reply.num_tokens
             report.stats.add(reply.stats)
+            count()
             write()
 
         responder.answer([dialogue.ask() for dialogue in asking], params, take)

@@ -88,7 +88,7 @@ class EngineResponder:
 
     def num_tokens(self, prompt: ChatPrompt) -> int | None:
         """See :class:`Responder`."""
-        return len(self._llm.tokenize(prompt))
+        return len(self._llm.tokenize_chat(prompt))
 
     def answer(
         self,
@@ -104,7 +104,9 @@ class EngineResponder:
             reply = Reply(output.text, output.finish_reason, count, ids, stats=output.stats)
             take(number, self._read(reply, output, prompts[number].tools, params[number].stop))
 
-        self._llm.generate([self._llm.tokenize(prompt) for prompt in prompts], list(params), on_finish=finish)
+        self._llm.chat(
+            [self._llm.tokenize_chat(prompt) for prompt in prompts], list(params), on_finish=finish
+        )
 
     def _read(self, reply: Reply, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]) -> Reply:
         """The reply in parts; as it is where it has none but text."""

@@ -1,25 +1,28 @@
-"""Replies of a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, a public API, or ours."""
+"""Replies of a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, a public API, or ours.
 
-import random
-import threading
+The official client sends the requests, and sends them again where they failed for a passing reason.
+"""
+
+import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.errors import UserError, first_line, shown
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Unusable, on_the_wire, read_calls
 from eagle_kit.train.replies.responder import Reply
 
-PASSING = {408, 409, 425, 429, 500, 502, 503, 504}
-"""Statuses after which the same request may succeed."""
-FIRST_WAIT, MOST_WAIT = 0.5, 30.0
-"""Seconds before the first retry, which double from one to the next up to the most."""
+if TYPE_CHECKING:
+    import openai
+
 REFUSALS = {400, 413, 422}
 """Statuses of a prompt that will not be answered, too long or not allowed."""
 MOST_REFUSALS = 8
 """Refusals without any reply after which the settings are at fault, not the prompts."""
+PASSING = {408, 409, 429}
+"""Statuses below 500 after which the client sends a request again; from 500 on it always does."""
 EXTRAS = ("top_k", "min_p", "repetition_penalty")
 """Settings that OpenAI's own API does not know. They are sent even where they are neutral, since a server
 would take its model's ``generation_config.json`` for them."""
@@ -65,10 +68,34 @@ class ServerOptions:
         base = self.base_url.rstrip("/")
         return base if base.endswith("/v1") else f"{base}/v1"
 
+    def client(self) -> "openai.AsyncOpenAI":
+        """The client, for one event loop. It reads no proxies of the environment and follows no redirections.
+        Raises UserError where the package is missing."""
+        try:
+            import openai
+        except ImportError:
+            raise UserError(
+                "Replies of a server need the package openai.", "Install it: pip install 'eagle_kit[train]'."
+            ) from None
+
+        http = openai.DefaultAsyncHttpxClient(timeout=self.timeout, trust_env=False, follow_redirects=False)
+        return openai.AsyncOpenAI(
+            base_url=self.root,
+            api_key=self.api_key or "none",
+            max_retries=self.retries,
+            timeout=self.timeout,
+            http_client=http,
+        )
+
+    def headers(self) -> Any:
+        """Headers of a request: without a key none is sent, not even an empty one."""
+        import openai
+
+        return {} if self.api_key else {"Authorization": openai.Omit()}
+
 
 class ServerResponder:
-    """A server as a source of replies. Requests that fail for a passing reason are sent again, after waits
-    that double and are spread by chance.
+    """A server as a source of replies.
 
     Raises:
         UserError: no server there, or none or several models where none was named.
@@ -78,28 +105,21 @@ class ServerResponder:
     repeats = False
 
     def __init__(self, options: ServerOptions) -> None:
-        import httpx
+        self._options = options
+        self.batch_size = options.concurrency
+        self._knows_extras = True
+        self._num_replies = 0
+        self._num_refusals = 0
+        self.model = options.model or asyncio.run(self._only_model())
 
-        self._options, self.batch_size = options, options.concurrency
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
-        limits = httpx.Limits(max_connections=options.concurrency)
-        self._client = httpx.Client(
-            headers=headers, timeout=options.timeout, limits=limits, trust_env=False, follow_redirects=False
-        )
-        self._stopped, self._lock = threading.Event(), threading.Lock()
-        self._knows_extras, self._num_replies, self._num_refusals = True, 0, 0
-        self.model = options.model or self._only_model()
-
-    def _only_model(self) -> str:
-        answer = self._send("GET", "models", None)
-        try:
-            names = [str(each["id"]) for each in answer["data"]]
-        except (KeyError, TypeError):
-            names = []
+    async def _only_model(self) -> str:
+        async with self._options.client() as client:
+            answer = await self._send(client.models.list(extra_headers=self._options.headers()))
+        names = [str(each.id) for each in getattr(answer, "data", None) or []]
         if len(names) != 1:
+            listed = f": {', '.join(names[:8])}" if names else ""
             raise UserError(
-                f"The server at {self._options.root} has {len(names)} models"
-                + (f": {', '.join(names[:8])}." if names else "."),
+                f"The server at {self._options.root} has {len(names)} models{listed}.",
                 "Name one with --model.",
             )
         return names[0]
@@ -120,44 +140,39 @@ class ServerResponder:
             UserError: the server refuses a request, or has failed too often in a row. What was answered by
                 then has been taken.
         """
-        self._stopped.clear()
-        pool = ThreadPoolExecutor(self._options.concurrency, thread_name_prefix="replies")
-        numbers: dict[Future[Reply], int] = {}
-        try:
-            for number, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-                numbers[pool.submit(self._reply, prompt, each)] = number
-            left = set(numbers)
-            failure: BaseException | None = None
-            while left:
-                done, left = wait(left, return_when=FIRST_COMPLETED)
-                for future in done:
-                    if future.cancelled():
-                        continue
-                    error = future.exception()
-                    if error is None:
-                        take(numbers[future], future.result())
-                    elif failure is None or isinstance(failure, _Stopped):
-                        failure = error
-                        for waiting in left:
-                            waiting.cancel()  # those under way are still waited for
-            if failure is not None:
-                raise failure
-        except BaseException:
-            self._stopped.set()
-            self._client.close()  # ends the requests that its threads wait for
-            raise
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        asyncio.run(self._answer_all(prompts, params, take))
 
-    def _reply(self, prompt: ChatPrompt, params: SamplingParams) -> Reply:
-        try:
-            return self._answer(prompt, params)
-        except UserError:
-            self._stopped.set()  # before this thread takes the next one
-            raise
+    async def _answer_all(
+        self,
+        prompts: Sequence[ChatPrompt],
+        params: Sequence[SamplingParams],
+        take: Callable[[int, Reply], None],
+    ) -> None:
+        """Answer all prompts, ``concurrency`` together. After a failure no other is begun; those under way
+        are waited for."""
+        gate = asyncio.Semaphore(self._options.concurrency)
+        failures: list[UserError] = []
 
-    def _answer(self, prompt: ChatPrompt, params: SamplingParams) -> Reply:
-        body: dict[str, Any] = {
+        async def answer_one(number: int) -> None:
+            async with gate:
+                if failures:
+                    return
+                try:
+                    reply = await self._answer(client, prompts[number], params[number])
+                except UserError as error:
+                    failures.append(error)
+                    return
+                take(number, reply)
+
+        async with self._options.client() as client:
+            await asyncio.gather(*map(answer_one, range(len(prompts))))
+        if failures:
+            raise failures[0]
+
+    async def _answer(
+        self, client: "openai.AsyncOpenAI", prompt: ChatPrompt, params: SamplingParams
+    ) -> Reply:
+        settings: dict[str, Any] = {
             "model": self.model,
             "messages": on_the_wire(_without_old_reasoning(prompt.messages)),
             "max_tokens": params.max_tokens,
@@ -166,80 +181,72 @@ class ServerResponder:
             "top_p": params.top_p,
         }
         if prompt.tools:
-            body["tools"] = list(prompt.tools)
-        if prompt.chat_template_kwargs:
-            body["chat_template_kwargs"] = dict(prompt.chat_template_kwargs)
+            settings["tools"] = list(prompt.tools)
         if params.stop:
-            body["stop"] = list(params.stop)
+            settings["stop"] = list(params.stop)
+
+        # What is not of OpenAI's API.
+        more: dict[str, Any] = {}
+        if prompt.chat_template_kwargs:
+            more["chat_template_kwargs"] = dict(prompt.chat_template_kwargs)
         if self._options.with_ids:
-            body["return_token_ids"] = True
+            more["return_token_ids"] = True
         extras = {
             "top_k": params.top_k or -1,
             "min_p": params.min_p,
             "repetition_penalty": params.repetition_penalty,
         }
+        create = partial(client.chat.completions.create, **settings, extra_headers=self._options.headers())
         has_extras = self._knows_extras
         try:
             try:
-                answer = self._send("POST", "chat/completions", body | (extras if has_extras else {}))
+                sent = {**more, **extras} if has_extras else more
+                answer = await self._send(create(extra_body=sent))
             except _Refused as refused:
                 if not has_extras or not any(name in str(refused) for name in EXTRAS):
                     raise
                 self._knows_extras = False
-                answer = self._send("POST", "chat/completions", body)
+                answer = await self._send(create(extra_body=more))
         except _Refused as refused:
             return self._refused(str(refused))
-        with self._lock:
-            self._num_replies += 1
-        return read_reply(answer, self._options.root, self._options.with_ids)
+        self._num_replies += 1
+        is_object = hasattr(answer, "to_dict")  # what is no JSON stays a text
+        body = answer.to_dict(warnings=False) if is_object else answer
+        return read_reply(body, self._options.root, self._options.with_ids)
 
     def _refused(self, message: str) -> Reply:
         """A reply that says why there is none. Raises UserError when nothing has been answered so far."""
-        with self._lock:
-            self._num_refusals += 1
-            if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
-                raise UserError(
-                    f"The server at {self._options.root} refuses every request: {message}.",
-                    "Correct the settings of the replies, or the server's.",
-                )
+        self._num_refusals += 1
+        if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
+            raise UserError(
+                f"The server at {self._options.root} refuses every request: {message}.",
+                "Correct the settings of the replies, or the server's.",
+            )
         return Reply("", "refused", 0, refused=f"the server refuses it: {message}")
 
-    def _send(self, method: str, path: str, body: Any) -> Any:
-        """Send a request, again where it failed for a passing reason -> the answer's JSON."""
-        import httpx
+    async def _send(self, request: Any) -> Any:
+        """The answer of a request. Raises UserError, or _Refused for what is in the request."""
+        import openai
 
-        url, pause, problem = f"{self._options.root}/{path}", FIRST_WAIT, ""
-        for left in range(self._options.retries, -1, -1):
-            status, wanted = None, None
-            if self._stopped.is_set():
-                raise _Stopped
-            try:
-                answer = self._client.request(method, url, json=body)
-                status, problem = answer.status_code, f"answers {answer.status_code}"
-                if answer.is_success:
-                    return answer.json()
-                if status in REFUSALS:
-                    raise _Refused(_message(answer.text))
-                problem += f": {_message(answer.text)}"
-                wanted = answer.headers.get("retry-after")
-            except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:
-                problem = f"does not answer ({error or type(error).__name__})"
-            except ValueError:
-                problem = "answers with something that is no JSON"
-            if status is not None and status not in PASSING and not 200 <= status < 300:
-                raise UserError(
-                    f"The server at {url} {problem}.", "Correct the request's settings, or the server's."
-                )
-            if not left:
-                break
-            self._stopped.wait(_seconds(wanted, pause))
-            pause = min(2 * pause, MOST_WAIT)
-        tries = self._options.retries + 1
-        raise UserError(f"The server at {url} {problem}, {tries} times in a row.", START_IT)
-
-
-class _Stopped(Exception):
-    """Not sent: another request has ended the run."""
+        root = self._options.root
+        tries = f"asked {self._options.retries + 1} times in a row"
+        try:
+            return await request
+        except openai.APIStatusError as error:
+            status = error.status_code
+            if status in REFUSALS:
+                raise _Refused(_message(error.body)) from None
+            cause = f"The server at {root} answers {status}: {_message(error.body)}"
+            if status not in PASSING and status < 500:
+                raise UserError(f"{cause}.", "Correct the request's settings, or the server's.") from None
+            raise UserError(f"{cause}, {tries}.", START_IT) from None
+        except openai.APIConnectionError as error:
+            reason = first_line(error.__cause__ or error)
+            raise UserError(f"The server at {root} does not answer ({reason}), {tries}.", START_IT) from None
+        except (openai.OpenAIError, ValueError) as error:  # a body that is no JSON, say
+            raise UserError(
+                f"The server at {root} answers with something else than JSON ({first_line(error)}).", START_IT
+            ) from None
 
 
 class _Refused(Exception):
@@ -256,24 +263,9 @@ def _without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _seconds(wanted: str | None, pause: float) -> float:
-    """Seconds to wait: as many as the server wants, or about ``pause``."""
-    try:
-        return min(float(wanted or ""), MOST_WAIT)
-    except ValueError:
-        return pause * random.uniform(0.5, 1.5)  # so that failed requests do not come back together
-
-
-def _message(text: str) -> str:
+def _message(body: Any) -> str:
     """Message of an error's body, one line of it."""
-    import json
-
-    try:
-        found = json.loads(text)
-        found = found.get("error", found.get("message", found)) if isinstance(found, dict) else found
-        found = found.get("message", found) if isinstance(found, dict) else found
-    except ValueError:
-        found = text
+    found = body.get("message", body) if isinstance(body, dict) else body
     line = " ".join(str(found).split())
     return line[:200] or "nothing"
 

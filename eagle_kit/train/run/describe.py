@@ -13,6 +13,8 @@ from eagle_kit.core.files import nearest_folder
 from eagle_kit.data.chat.preview import preview
 from eagle_kit.kinds.support.files import WEIGHTS_KEY
 from eagle_kit.models.config import HeadArchitecture
+from eagle_kit.models.loading.loader import weight_bytes
+from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.parallel.launch import sharding_asked_for
 from eagle_kit.train.plan.costs import Costs, data_workload
@@ -60,7 +62,7 @@ def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArc
             f"data    {data.num_conversations} conversations, {len(data)} rows, {data.num_tokens} tokens, "
             f"{share:.0%} supervised; {len(data.heldout_prompts)} prompts held out{skipped}",
             f"vocab   {draft.draft_vocab_size} of {draft.vocab_size} cover {data.vocab_map.coverage:.2%} "
-            "of the supervised ones",
+            f"of the supervised ones; {data.vocab_map.contents}",
         )
     )
 
@@ -93,6 +95,9 @@ def estimate_run(
     matmul rate, so all processes call it."""
     data, training = components.data, config.training
     device, half = accelerator.device, training.precision == "bfloat16"
+    mapped = 0.0
+    if device.type != "cuda":
+        mapped = float(weight_bytes(resolve_target(config.target)))
     session = Session(
         work=data_workload(config, data, stepper.rows_per_micro_batch),
         micro_batches_per_step=stepper.micro_batches_per_step,
@@ -102,6 +107,7 @@ def estimate_run(
         num_steps=len(steps),
         flops_per_s=measure_matmul_rate(device, torch.bfloat16 if half else torch.float32),
         free_disk=shutil.disk_usage(nearest_folder(Path(config.output_dir))).free,
+        mapped=mapped,
     )
     target, draft = components.target.config, stepper.head.config
     costs = Costs(config, target, draft, is_gpu=device.type == "cuda")

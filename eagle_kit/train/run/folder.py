@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from eagle_kit.config.drafts import HEADS
 from eagle_kit.config.loading.yaml_file import dump_mapping, read_mapping
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
@@ -223,9 +224,23 @@ def measure(flat: dict[str, Any]) -> dict[str, Any]:
 def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     """A config as it was written, with settings that did not exist then: runs go on as they began."""
     try:
-        return TrainConfig.model_validate(config).model_dump(mode="json")
-    except ValidationError:  # of a version whose settings were others: compared as it is
+        return TrainConfig.model_validate(_of_one_kind(config)).model_dump(mode="json")
+    except (ValidationError, UserError):  # of a version whose settings were others: compared as it is
         return config
+
+
+def _of_one_kind(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without keys of other kinds of heads than its own, which runs once wrote at their defaults."""
+    head = config.get("head")
+    training = config.get("training")
+    if not isinstance(head, dict) or not isinstance(training, dict) or head.get("kind") not in HEADS:
+        return config
+    schema = HEADS[head["kind"]]
+    return {
+        **config,
+        "head": {key: head[key] for key in head if key in schema.model_fields},
+        "training": {key: training[key] for key in training if key in schema.training_schema.model_fields},
+    }
 
 
 def _is_free(key: str) -> bool:

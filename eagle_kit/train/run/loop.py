@@ -17,8 +17,8 @@ from eagle_kit.checkpoints.draft import resolve_draft, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.kernels.device_memory import out_of_memory
 from eagle_kit.kinds.kind import Start
-from eagle_kit.kinds.registry import training_kind
 from eagle_kit.kinds.support.files import read_metadata
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.report.environment import peak_memory_gb
@@ -57,6 +57,17 @@ from eagle_kit.train.run.trackers import check_trackers, draws_report, start_tra
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+TOO_LARGE = (
+    "Use a GPU with more free memory, another training.target_placement, or a launcher that shares the head."
+)
+"""Remedy where a GPU has too little memory for the weights."""
+NEED_LESS = (
+    "Lower data.max_length, set training.gradient_checkpointing=steps, or leave out "
+    "training.gradient_accumulation, so that a forward has one row; a saved run goes on with --resume."
+)
+"""Remedy where a GPU has too little memory for a step."""
 
 
 class Ending(Enum):
@@ -109,7 +120,6 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
     Raises:
         UserError: settings, data or folders that cannot be used; nothing is half-written.
     """
-    training_kind(config)  # refuses settings that the head has no use for
     config = with_precision(config)
     folder = RunFolder(config.output_dir)
     writes = is_main(os.environ) and not options.dry_run
@@ -122,7 +132,10 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
         accelerator = make_accelerator(config)
         try:
             with watching(config, accelerator):
-                return Trainer(config, options, folder, accelerator).run()
+                with out_of_memory("loading target and head", TOO_LARGE):
+                    trainer = Trainer(config, options, folder, accelerator)
+                with out_of_memory("training", NEED_LESS):
+                    return trainer.run()
         finally:
             accelerator.end_training()
 
@@ -141,7 +154,7 @@ class Trainer:
         found = self._checkpoint() if options.resume else None
         self.state, self.head = (found.state, found.head) if found else (TrainState(), self._new_head())
         self.tokens_before = self._tokens_before(found)
-        if config.head.start_from is not None and self.head.token_map is not None:
+        if config.head.first_draft is not None and self.head.token_map is not None:
             data.use_vocabulary(self.head.token_map.cpu().numpy())
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.components, self.head.config)
@@ -388,9 +401,10 @@ class Trainer:
         of another trainer. A resumed run knows them, and may do without that head."""
         if found is not None:
             return int(read_metadata(found.folder).get("tokens_before", 0))
-        if self.config.head.start_from is None:
+        first_draft = self.config.head.first_draft
+        if first_draft is None:
             return 0
-        about = read_metadata(resolve_draft(self.config.head.start_from, self.components.target.config))
+        about = read_metadata(resolve_draft(first_draft, self.components.target.config))
         return sum(about.get(name, 0) for name in ("tokens_seen", "tokens_before"))
 
     def _print(self, text: str) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from eagle_kit.checkpoints.draft import resolve_draft
-from eagle_kit.config.train import HeadConfig, TrainConfig
+from eagle_kit.config.drafts.base import HeadConfig
+from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import template_hash
@@ -59,6 +60,6 @@ def new_head(config: TrainConfig, draft: HeadArchitecture, start: Start) -> Draf
 
 def _here(head: HeadConfig, target: TargetConfig) -> HeadConfig:
     """``head`` with the folder of the draft that ``start_from`` names."""
-    if head.start_from is None:
+    if head.first_draft is None:
         return head
-    return head.model_copy(update={"start_from": str(resolve_draft(head.start_from, target))})
+    return head.model_copy(update={"start_from": str(resolve_draft(head.first_draft, target))})

@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections import defaultdict
 from types import TracebackType
 
 from tqdm import tqdm
@@ -11,6 +12,28 @@ from eagle_kit.train.run.step import StepResult
 
 SHOWN_GROUPS = 4
 """Groups of documents whose accept lengths the line has room for; the report has all."""
+
+
+class MovingAverage:
+    """Exponential moving average over about twenty values, without bias towards the first: the weights of the
+    values add up to 1 from the first on.
+
+    Attributes:
+        mean: the average; NaN before the first value.
+    """
+
+    DECAY = 0.95
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._weight = 0.0
+        self.mean = math.nan
+
+    def add(self, value: float) -> None:
+        """Take a further value."""
+        self._sum = self.DECAY * self._sum + (1.0 - self.DECAY) * value
+        self._weight = self.DECAY * self._weight + (1.0 - self.DECAY)
+        self.mean = self._sum / self._weight
 
 
 class ProgressLine:
@@ -31,8 +54,8 @@ class ProgressLine:
     ) -> None:
         self._total, self._first, self._stop_after_s = total, done, stop_after_s
         self._started = time.perf_counter()
-        self._loss: float | None = None
-        self._lengths: dict[str, float] = {}
+        self._loss = MovingAverage()
+        self._lengths: defaultdict[str, MovingAverage] = defaultdict(MovingAverage)
         self._bar = tqdm(
             total=total,
             initial=done,
@@ -53,17 +76,17 @@ class ProgressLine:
 
     def update(self, step: int, result: StepResult) -> None:
         """Show the figures of a finished step; the loss, and accept lengths of groups, which a step may have
-        few rows of, are smoothed over about twenty steps."""
+        few rows of, are averages of about the last twenty steps."""
         if math.isfinite(result.loss):
-            self._loss = _smoothed(self._loss, result.loss)
+            self._loss.add(result.loss)
         for name, length in result.simulated_of.items():
-            self._lengths[name] = _smoothed(self._lengths.get(name), length)
+            self._lengths[name].add(length)
         shown = list(self._lengths.items())[:SHOWN_GROUPS]
-        of = f" ({', '.join(f'{name} {length:.2f}' for name, length in shown)})" if shown else ""
+        of = f" ({', '.join(f'{name} {length.mean:.2f}' for name, length in shown)})" if shown else ""
         shares = " ".join(f"{100 * share:.0f}" for share in result.match_per_step)
-        left, mean = format_seconds(self._seconds_left(step)), self._loss or math.nan
+        left = format_seconds(self._seconds_left(step))
         self._bar.set_postfix_str(
-            f"loss {mean:.3f} match {shares} % accept {result.simulated_accept_length:.2f}{of} "
+            f"loss {self._loss.mean:.3f} match {shares} % accept {result.simulated_accept_length:.2f}{of} "
             f"{result.tokens_per_s:.0f} tok/s left {left}",
             refresh=False,
         )
@@ -78,10 +101,6 @@ class ProgressLine:
         spent = time.perf_counter() - self._started
         left = spent / max(1, step - self._first) * max(0, self._total - step)
         return left if self._stop_after_s is None else min(left, max(0.0, self._stop_after_s - spent))
-
-
-def _smoothed(before: float | None, now: float) -> float:
-    return now if before is None else 0.95 * before + 0.05 * now
 
 
 def format_seconds(seconds: float) -> str:

@@ -78,12 +78,12 @@ def load_components(
         data = load_packed_data(
             config.data,
             tokenizer,
-            training_kind(config).vocab_size(config.head),
-            config.head.vocab_map,
+            config.head.num_counted_tokens,
+            config.head.vocab_map_file,
             progress=accelerator.is_local_main_process,
         )
     architecture = read_target_config(folder)
-    size = training_kind(config).vocab_size(config.head)
+    size = config.head.num_counted_tokens
     if size is not None:
         check_vocab_size(size, architecture)
     data.check_rows(architecture.vocab_size)

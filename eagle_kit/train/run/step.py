@@ -15,7 +15,6 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.kernels.cpu_memory import release_free_memory
-from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.train.algorithm.batch import MicroBatch, make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective, TTTOutput
@@ -151,18 +150,22 @@ class Stepper:
         device, rows, token_map = accelerator.device, self.target.head_weight, head.token_map
         if token_map is not None:
             rows = rows[token_map.to(rows.device)].contiguous()
-        kind = training_kind(config)
-        weight, confidence = self.target.head_weight.to(device), kind.confidence_weight(config)
-        objective = Objective.of(training.losses, training.lk_eta, head, weight, confidence)
-        regression, sampled = kind.regression(config), kind.sampling(config)
-        self._drop = None if sampled is None else RowDrop(sampled, config.seed, 0)
+
+        # What the head learns from.
+        learning = training.learning
+        weight = self.target.head_weight.to(device)
+        confidence = learning.confidence_weight if head.tells_confidence else 0.0
+        objective = Objective.of(learning.losses, learning.lk_eta, head, weight, confidence)
         objective = replace(
             objective,
-            regression=regression,
-            detach_steps=training.detach_steps,
-            dpace_alpha=training.dpace_alpha,
+            regression=learning.regression,
+            detach_steps=learning.detach_steps,
+            dpace_alpha=learning.dpace_alpha,
             form=self.target.logit_form,
         )
+        sampled = training.row_sampling
+        self._drop = None if sampled is None else RowDrop(sampled, config.seed, 0)
+
         embeds = self.target.embed_tokens.weight.to(device)
         module = TTTModule(head, embeds, rows.to(device), training, objective)
         self.strategy = make_strategy(sharding, module, training, accelerator)
@@ -323,7 +326,8 @@ class Stepper:
 
     def _with_noise(self, features: TargetFeatures, micro_batch: MicroBatch, step: int) -> TargetFeatures:
         """Features that the head reads, with noise; the teacher's states stay as they are."""
-        noise, layers = self.training.feature_noise, len(self.head.capture)
+        noise = self.training.learning.feature_noise
+        layers = len(self.head.capture)
         if noise is None:
             return features
         clean = features.aux if layers else features.hidden

@@ -27,8 +27,10 @@ from eagle_kit.data.chat.dataset import PreparedData, leave_out
 from eagle_kit.data.states import manifest as state_manifest
 from eagle_kit.data.states.format import bytes_per_token
 from eagle_kit.data.states.store import SHARD_BYTES, StateStore
+from eagle_kit.kernels.device_memory import out_of_memory
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.report.environment import describe_versions
+from eagle_kit.report.stages import TimeLeft
 from eagle_kit.train.algorithm.batch import make_micro_batch
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.parallel.launch import go_on
@@ -135,7 +137,8 @@ def capture(config: TrainConfig, options: CaptureOptions) -> int:
     out = expand(options.out)
     _check_out(out)
     config, process = with_precision(config), make_process_state(config)
-    with watching(config, process):
+    remedy = "Lower data.max_length, or set training.target_placement to auto, fsdp or tensor-parallel."
+    with watching(config, process), out_of_memory("capturing states", remedy):
         return _capture(config, options, process, out)
 
 
@@ -338,7 +341,8 @@ def _rows_to_run(
 
     idle = int(largest(process, len(mine))) - len(mine) if keeps_step else 0
     shown = process.is_local_main_process
-    with tqdm(total=len(mine), unit="row", dynamic_ncols=True, disable=not shown) as bar:
+    with tqdm(total=len(mine), unit="row", desc="capturing", dynamic_ncols=True, disable=not shown) as bar:
+        left = TimeLeft(len(mine))
         for row in (*mine, *[None] * idle):
             if keeps_step:
                 interrupt.requested = largest(process, interrupt.requested) > 0
@@ -346,6 +350,8 @@ def _rows_to_run(
                 return
             yield row
             bar.update(row is not None)
+            if shown and row is not None:
+                left.count(1)
 
 
 def _conclude(store: StateStore, options: CaptureOptions, interrupted: bool, process: "PartialState") -> int:

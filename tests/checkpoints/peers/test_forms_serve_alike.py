@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.checkpoints.export import import_draft
-from eagle_kit.config.train import HeadConfig
+from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.kinds.mtp import MTP
@@ -105,7 +105,7 @@ def untrained(kind: str, target: Target, parts: dict[str, Any]) -> DraftHead:
     """A random head with ``parts``."""
     if kind == "eagle1":
         bias = parts.pop("fc_bias")
-        config = EAGLE1.new_config(HeadConfig(kind="eagle1", fc_bias=bias), target.config)
+        config = EAGLE1.new_config(Eagle1HeadConfig(fc_bias=bias), target.config)
         return randomise(Eagle1Head(config), 1, 0.1).bind(target.lm_head)
     if kind == "eagle3":
         return with_plain_map(tiny_head(target, parts.pop("draft_vocab_size"), std=0.1, **parts))

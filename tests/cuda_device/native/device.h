@@ -26,7 +26,8 @@
     X(illegal_calls)         /* calls that failed; out of memory is counted apart */                                   \
     X(out_of_memory)                                                                                                   \
     X(computations)          /* works of Python that ran (mode "values") */                                            \
-    X(uncomputed_launches)   /* launches for which no computation stands (mode "values") */
+    X(uncomputed_launches)   /* launches for which no computation stands (mode "values") */                            \
+    X(poisoned_blocks)       /* blocks of torch's allocator that were filled, or enter graphs with a fill */
 
 enum Counter {
 #define X(name) COUNT_##name,
@@ -71,6 +72,14 @@ int device_fail(int error, const char *call, const char *detail);
 void device_count(enum Counter counter, long number);
 void device_note(int kind, const char *call, const char *detail);
 
+/* ---- For torch's caching allocator (poison.cpp) ---- */
+
+/* The allocator hands out a block of a stream, or has it back. It is filled with 0xFF in the order of that stream, at
+   each replay if this is part of a capture. They do not wait, and take no lock of Python's. `is_of_private_pool`: the
+   pool is that of graphs, or of a program's own. */
+void device_block_handed_out(int device, void *stream, void *address, size_t size, bool is_of_private_pool);
+void device_block_freed(int device, void *stream, void *address, size_t size);
+
 /* ---- For Python ---- */
 
 const char *device_counter_name(int counter); /* NULL behind the last one */
@@ -79,6 +88,8 @@ size_t device_bytes_used(int device);
 size_t device_bytes_peak(int device);
 void device_reset_peak(int device);
 void device_set_memory(int device, size_t bytes);
+/* Mode "counting": copies and fills of more bytes are counted only. Returns the number of before. */
+size_t device_copy_up_to(size_t bytes);
 
 /* Python's stack is written to `fd` by the handler of `signal` (faulthandler.register). */
 void device_trace_by(int signal, int fd);

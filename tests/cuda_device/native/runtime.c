@@ -30,7 +30,7 @@
 
 #define MAX_DEVICES 16
 #define GRANULE (2ul << 20)        /* cudaMalloc hands out whole pages of 2 MiB */
-#define MOST_COPIED (64ul << 20)   /* larger copies and fills of mode "counting" would only back memory */
+#define MOST_COPIED (64ul << 20)   /* larger copies and fills of mode "counting" would only back memory: device_copy_up_to */
 #define CUDA_VERSION_IN_SOFTWARE 13000
 
 typedef struct Device {
@@ -42,6 +42,7 @@ static Device devices[MAX_DEVICES];
 static int num_devices;
 static int capability; /* 90 for 9.0 */
 static bool has_values;
+static size_t most_copied = MOST_COPIED;
 
 static const char *setting(const char *name, const char *otherwise) {
     const char *given = getenv(name);
@@ -201,26 +202,28 @@ cudaError_t cudaPeekAtLastError(void) { return last_error; }
 
 /* ---- Works, graphs, streams, captures, events: the types ------------------------------------------------------------ */
 
-enum WorkKind { LAUNCH, COPY, FILL, CALL_HOST, COMPUTE, REPLAY };
+enum WorkKind { LAUNCH, COPY, FILL, CALL_HOST, COMPUTE, REPLAY, POISON };
 
 /* What a stream does at a time, or a node of a graph. */
 typedef struct Work {
     enum WorkKind kind;
     struct Work *next;
-    void *to;              /* COPY, FILL */
+    void *to;              /* COPY, FILL, POISON */
     const void *from;      /* COPY */
-    size_t width, height;  /* COPY, FILL: bytes of a row, and rows */
+    size_t width, height;  /* COPY, FILL, POISON: bytes of a row, and rows */
     size_t to_pitch, from_pitch;
     int value;             /* FILL */
     cudaHostFn_t function; /* CALL_HOST, with `to` as its argument */
     long number;           /* COMPUTE: of Python's */
-    struct Graph *graph;   /* REPLAY */
+    struct Graph *graph;   /* REPLAY; POISON: whose node it is */
     bool copies_in_counting; /* COPY: one side is memory of the host */
+    bool is_of_live_block;   /* POISON: the block was handed out in the capture and is not free; see "Poison" */
+    struct Work *next_live;  /* POISON: another such node */
 } Work;
 
 typedef struct WorkList {
     Work *first, *last;
-    long length;
+    long length; /* poison is not counted */
 } WorkList;
 
 /* A captured list of works. It is shared by cudaGraph_t and cudaGraphExec_t, which are both pointers to it. */
@@ -274,9 +277,13 @@ void device_compute_by(void (*compute_function)(long), void (*forget_function)(l
 
 void device_cover(int delta) { cover_depth += delta; }
 
-static Stream *stream_of(cudaStream_t handle) {
+static Stream *stream_on(int device, cudaStream_t handle) {
     bool is_default = !handle || handle == cudaStreamLegacy || handle == cudaStreamPerThread;
-    return is_default ? devices[current_device].legacy : (Stream *)handle;
+    return is_default ? devices[device].legacy : (Stream *)handle;
+}
+
+static Stream *stream_of(cudaStream_t handle) {
+    return stream_on(current_device, handle);
 }
 
 static Stream *new_stream(int device, unsigned flags, int priority) {
@@ -369,21 +376,36 @@ static cudaError_t check_legacy_order(Stream *stream, const char *call) {
 
 /* ---- Works: run, enqueued, kept in graphs ---------------------------------------------------------------------------- */
 
-static void append(WorkList *list, Work work) {
+static Work *append(WorkList *list, Work work) {
     Work *kept = malloc(sizeof *kept);
     *kept = work;
     kept->next = NULL;
     if (list->last) list->last->next = kept;
     else list->first = kept;
     list->last = kept;
-    list->length++;
+    if (work.kind != POISON) list->length++;
+    return kept;
 }
 
 static void release_graph(Graph *graph);
 
+static Work *live_blocks; /* nodes POISON of blocks that a capture handed out and that are not free yet */
+
+/* Takes the node of the live block at `address` off the list; NULL where there is none. Under `lock`. */
+static Work *take_live_block(const void *address) {
+    Work **at = &live_blocks;
+    while (*at && (*at)->to != address) at = &(*at)->next_live;
+    Work *taken = *at;
+    if (taken) *at = taken->next_live;
+    return taken;
+}
+
 static void free_work(Work *work) {
     if (work->kind == REPLAY) release_graph(work->graph);
     if (work->kind == COMPUTE && forget) forget(work->number);
+    pthread_mutex_lock(&lock);
+    if (work->is_of_live_block) take_live_block(work->to);
+    pthread_mutex_unlock(&lock);
     free(work);
 }
 
@@ -398,7 +420,7 @@ static void release_graph(Graph *graph) {
 
 static bool moves_bytes(const Work *work) {
     if (has_values) return true;
-    bool is_small = work->width * work->height <= MOST_COPIED;
+    bool is_small = work->width * work->height <= most_copied;
     return is_small && (work->kind == FILL || work->copies_in_counting);
 }
 
@@ -426,6 +448,9 @@ static void run_work(const Work *work) {
     case REPLAY:
         run_works(&work->graph->works);
         return;
+    case POISON:
+        if (!work->is_of_live_block && device_is_allocated(work->to)) memset(work->to, 0xFF, work->width);
+        return;
     }
 }
 
@@ -441,7 +466,7 @@ static void run_queue(Stream *stream) {
         Work *work = stream->queue.first;
         stream->queue.first = work->next;
         if (!work->next) stream->queue.last = NULL;
-        stream->queue.length--;
+        if (work->kind != POISON) stream->queue.length--;
         stream->is_running = true;
         pthread_mutex_unlock(&lock);
         run_work(work);
@@ -464,6 +489,9 @@ static cudaError_t enqueue(Stream *stream, Work work, const char *call) {
     if (error) return error;
     Capture *capture = stream->capture;
     if (capture && capture->is_invalid) return fail(cudaErrorStreamCaptureInvalidated, call, "");
+    /* A launch by itself does nothing, so it needs no turn. A thread that launches from within a computation's cover may hold
+       Python's lock, and must not wait for another thread's computations. */
+    if (work.kind == LAUNCH && !capture) return cudaSuccess;
 
     pthread_mutex_lock(&lock);
     append(capture ? &capture->graph->works : &stream->queue, work);
@@ -495,6 +523,70 @@ int device_enqueue_computation(void *handle, long number) {
     Work work = {.kind = COMPUTE, .number = number};
     cudaError_t error = enqueue(stream, work, "computation");
     return error ? -(int)error : is_captured;
+}
+
+/* ---- Poison (mode "values") ------------------------------------------------------------------------------------------
+
+   Bytes without a value are 0xFF: NaN in every float, -1 in every integer. torch's caching allocator says, through
+   poison.cpp, which blocks it hands out and which are free again. Both are filled, in the order of the block's stream.
+
+   Within a capture the fill of a block of the graph's pool is a node, so each replay begins and ends the block's life
+   with it. Two cases keep it off bytes that are in use:
+   * A block that is not free at the end of the capture may be written from outside between replays, so replays leave it
+     alone. It was filled once, as it was handed out. When it is freed, the node wakes up.
+   * A block that is freed in a capture, and was handed out before it, may be in use again at a replay. It is filled once,
+     outside of the graph. */
+
+#define LEAST_BLOCK 512ul /* sizes of torch's blocks are multiples of it */
+
+static Work poison(void *address, size_t size) {
+    Work work = {.kind = POISON, .to = address, .width = (size + LEAST_BLOCK - 1) / LEAST_BLOCK * LEAST_BLOCK, .height = 1};
+    return work;
+}
+
+/* Fills in the order of a stream without waiting: the caller holds locks of the allocator's and perhaps Python's. Where
+   the queue is not empty, the thread that runs it comes to the fill. */
+static void poison_in_order(Stream *stream, Work work) {
+    pthread_mutex_lock(&lock);
+    bool is_idle = !stream->is_running && !stream->queue.first;
+    if (!is_idle) append(&stream->queue, work);
+    pthread_mutex_unlock(&lock);
+    if (is_idle) run_work(&work);
+}
+
+static Graph *graph_of(Stream *stream) {
+    return stream->capture && !stream->capture->is_invalid ? stream->capture->graph : NULL;
+}
+
+void device_block_handed_out(int device, void *handle, void *address, size_t size, bool is_of_private_pool) {
+    Stream *stream = stream_on(device, handle);
+    Work work = poison(address, size);
+    device_count(COUNT_poisoned_blocks, 1);
+    pthread_mutex_lock(&lock);
+    Graph *graph = is_of_private_pool ? graph_of(stream) : NULL;
+    if (graph) {
+        Work *node = append(&graph->works, work);
+        node->graph = graph;
+        node->is_of_live_block = true;
+        node->next_live = live_blocks;
+        live_blocks = node;
+    }
+    pthread_mutex_unlock(&lock);
+    poison_in_order(stream, work);
+}
+
+void device_block_freed(int device, void *handle, void *address, size_t size) {
+    Stream *stream = stream_on(device, handle);
+    Work work = poison(address, size);
+    device_count(COUNT_poisoned_blocks, 1);
+    pthread_mutex_lock(&lock);
+    Graph *graph = graph_of(stream);
+    Work *node = take_live_block(address);
+    if (node) node->is_of_live_block = false;
+    bool is_of_capture = node && graph && node->graph == graph;
+    if (is_of_capture) append(&graph->works, work);
+    pthread_mutex_unlock(&lock);
+    if (!is_of_capture) poison_in_order(stream, work);
 }
 
 /* ---- Memory --------------------------------------------------------------------------------------------------------- */
@@ -641,6 +733,12 @@ size_t device_bytes_used(int device) { return devices[device].used; }
 size_t device_bytes_peak(int device) { return devices[device].peak; }
 void device_reset_peak(int device) { devices[device].peak = devices[device].used; }
 void device_set_memory(int device, size_t bytes) { devices[device].total = bytes; }
+
+size_t device_copy_up_to(size_t bytes) {
+    size_t before = most_copied;
+    most_copied = bytes;
+    return before;
+}
 
 /* Pinned memory: copies from and to it do not wait for the host. */
 cudaError_t cudaHostAlloc(void **address, size_t size, unsigned flags) {

@@ -1,10 +1,12 @@
 """Values of Triton's launches on the device, by the kernels' intermediate code as C++ over the same bytes.
 
 Each launch runs as on a GPU: Triton specialises and compiles for the device's capability, and its launcher
-calls the driver, with the runtime covered. Then the computation is enqueued.
+calls the driver, with the runtime covered. Then the computation is enqueued. It may access the storages of
+the launch's tensors; an access elsewhere is a KernelFault with the kernel's line.
 """
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,10 +44,22 @@ def install() -> None:
             here = [views.of(value) for value in arguments.values()]
         name = self.fn.__name__
         num_launches[name] += 1
-        enqueue(name, computation_of(compiled, extents, here), views.storages)
+        memory = sorted(set(_storages(here)))
+        enqueue(name, computation_of(compiled, extents, here, memory=memory), views.storages)
         return compiled
 
     JITFunction.run = run  # type: ignore[method-assign]
+
+
+def _storages(values: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """First addresses and sizes of the memory behind tensors, those in tuples included."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _storages(value)
+        elif isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.nbytes():
+                yield storage.data_ptr(), storage.nbytes()
 
 
 def _refuse_host_tensors(values: tuple[Any, ...]) -> None:

@@ -226,5 +226,7 @@ def _sent(value: Any, device: torch.device) -> Any:
         return value
     there = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     with BelowAutograd():
-        HostViews(is_capturing=False).of(there).copy_(value)
+        views = HostViews(is_capturing=False)
+        copy = functools.partial(views.of(there).copy_, value)
+    enqueue("a result", copy, views.storages)
     return there

@@ -43,9 +43,9 @@ def template(tmp_path):
 
 def test_a_text_is_continued_as_it_is_and_messages_are_refused_with_a_remedy(base):
     llm = LLM(base)
-    assert llm.tokenize("Hi") == tokens_of("Hi")
+    assert llm.tokenize_task("Hi") == tokens_of("Hi")
     with pytest.raises(UserError, match="no chat template") as error:
-        llm.tokenize(CHAT)
+        llm.tokenize_chat(CHAT)
     assert "--chat-template" in error.value.remedy
 
 
@@ -53,7 +53,7 @@ def test_messages_are_rendered_by_the_template_of_a_file(base, template):
     own = load_tokenizer(base)
     llm = LLM(base, tokenizer=own, chat_template=template)
     prompt = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert llm.tokenize(CHAT) == llm.tokenize("Hi") == tokens_of(prompt)
+    assert llm.tokenize_chat(CHAT) == llm.tokenize_task("Hi") == tokens_of(prompt)
     assert own.chat_template is None
 
 
@@ -61,7 +61,7 @@ def test_the_template_of_a_file_comes_before_the_targets_own(base, tmp_path):
     (base / "chat_template.jinja").write_text(TEMPLATE)
     file = tmp_path / "other.jinja"
     file.write_text("{{ messages[0]['content'] }}!")
-    assert LLM(base, chat_template=file).tokenize(CHAT) == tokens_of("Hi!")
+    assert LLM(base, chat_template=file).tokenize_chat(CHAT) == tokens_of("Hi!")
 
 
 def test_a_training_learns_by_the_template_of_a_file_what_it_would_by_the_targets_own(tmp_path, template):

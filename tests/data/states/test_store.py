@@ -14,6 +14,7 @@ from hostile import with_one_other_value
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.states.manifest import DATA_FILES, IDENTITY
+from eagle_kit.data.states.shards import write_shard
 from eagle_kit.data.states.store import StateStore
 from eagle_kit.train.states.capture import summary
 
@@ -374,3 +375,13 @@ def test_a_folder_without_a_manifest_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"version": 1}')
     with pytest.raises(UserError, match="is not the manifest of a store"):
         StateStore(tmp_path)
+
+
+def test_other_users_read_shards_where_the_umask_lets_them(tmp_path: Path) -> None:
+    rows = {0: {"argmax": torch.zeros(3, dtype=torch.int64)}}
+    before = os.umask(0o022)
+    try:
+        shard = write_shard(tmp_path, rows)
+    finally:
+        os.umask(before)
+    assert shard.path.stat().st_mode & 0o777 == 0o644

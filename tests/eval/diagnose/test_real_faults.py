@@ -19,7 +19,7 @@ from eagle_kit.eval.diagnose.causes import name_causes
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.hypotheses import hypotheses
 from eagle_kit.eval.diagnose.models import Models
-from eagle_kit.eval.diagnose.replay import Progress, decode_replies
+from eagle_kit.eval.diagnose.replay import decode_replies
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.run import Basis, diagnose, make_basis, measure
 from eagle_kit.eval.diagnose.trials import STEPS, decoded
@@ -27,6 +27,7 @@ from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.blocks.layers import RMSNorm, Rope
 from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.report.stages import Stages
 from eagle_kit.serve.llm import LLM
 
 pytestmark = [pytest.mark.nightly, pytest.mark.real]
@@ -34,7 +35,7 @@ TARGET, HEAD = "smollm2-135m-instruct", Path(__file__).parents[3] / "checkpoints
 CONFIG = DiagnoseConfig(limit=24, max_tokens=64, context=0)
 LONG = CONFIG.replace(context=4096)
 KNOWN = [Finding("ok", "chat template", "the one the draft was trained with.")]
-QUIET = Progress(False)
+QUIET = Stages({}, is_quiet=True)
 
 
 class World:

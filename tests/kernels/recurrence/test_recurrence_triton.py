@@ -24,7 +24,12 @@ B, N, H, K, V, C, W = 3, 13, 4, 8, 6, 10, 4
 SLOTS = torch.tensor([4, 0, 2])
 """States of the requests in a pool of six."""
 KINDS = pytest.mark.parametrize(
-    ("delta", "by_channel"), [(True, False), (False, False), (True, True)], ids=["delta", "sums", "channels"]
+    ("delta", "by_channel"),
+    [
+        pytest.param(True, False, id="delta"),
+        pytest.param(False, False, id="sums", marks=pytest.mark.essential),
+        pytest.param(True, True, id="channels"),
+    ],
 )
 
 
@@ -75,7 +80,7 @@ def paths(bits, b):
         "delta, by_channel",
         [
             pytest.param(False, False, id="sums"),
-            pytest.param(True, False, id="delta"),
+            pytest.param(True, False, id="delta", marks=pytest.mark.essential),
             pytest.param(True, True, id="channels"),
         ],
     ),
@@ -143,6 +148,7 @@ def test_texts_of_any_length_and_in_any_parts(delta, by_channel, place):
     torch.testing.assert_close(held[0], held[6], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.essential
 def test_texts_that_begin_here_need_no_states(triton_device):
     parts = moved(inputs(70, seed=8), triton_device)
     plan = TextPlan([Text(0, 33), Text(33, 70)])

@@ -197,7 +197,13 @@ def test_an_fp8_store_is_scaled(triton_device, dtype, case):
 
 
 @pytest.mark.parametrize(
-    "splits", [1, 2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 5, 17)), 128]
+    "splits",
+    [
+        1,
+        2,
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 5, 17)),
+        pytest.param(128, marks=pytest.mark.essential),
+    ],
 )
 def test_any_number_of_parts_gives_the_same(triton_device, splits):
     from eagle_kit.kernels.window_attention.triton import window_attention_op

@@ -1,5 +1,6 @@
 """The bridge beside our own models, what it refuses, and what it pins."""
 
+import copy
 import json
 import shutil
 from dataclasses import replace
@@ -311,6 +312,22 @@ def test_the_gate_leaves_the_choice_of_experts_to_the_number_of_rows(tmp_path):
     assert target.has_experts and target.experts is None
     stacks = [p for p in target.layers[0].parameters() if p.ndim == 3]
     assert target.working_bytes == 64 * 2 * sum(p[0].nbytes for p in stacks)
+
+
+def test_a_copy_of_a_model_attends_with_sinks_of_its_own(tmp_path):
+    """They are found again at every forward, in the model that runs."""
+    target = load_target(save(family_model("gpt_oss"), tmp_path))
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        for name, weight in other.named_parameters():
+            if name.endswith("sinks"):
+                weight.fill_(-torch.inf)
+    for variant in target.variants:
+        assert variant.sinks is not None and variant.sinks.isfinite().all()
+    for variant in other.variants:
+        assert variant.sinks is not None and variant.sinks.isneginf().all()
+    ids = torch.arange(20)
+    assert not torch.equal(logits(target, ids)[0], logits(other, ids)[0])
 
 
 def test_what_a_text_config_says_is_read_from_it():

@@ -22,7 +22,7 @@ SECRET = random.Random(0).choices(range(97, 117), k=48)
 @pytest.fixture(scope="module")
 def ngram_llm(target_folder):
     sizes = {"max_batch_size": 2, "max_context": 256, "page_size": 1}
-    return LLM(str(target_folder), algorithm="NGRAM", **sizes)
+    return LLM(str(target_folder), algorithm="NGRAM", shape="8,4,12", **sizes)
 
 
 def ask(http, prompt, **body):

@@ -58,14 +58,14 @@ def test_greedy_text_is_what_the_engine_decodes_alone(real_server, target_folder
 
     text = create(real_server, temperature=0).choices[0].message.content
     alone = LLM(str(target_folder), max_context=128)
-    assert text == alone.generate([MESSAGES], SamplingParams(max_tokens=24))[0].text
+    assert text == alone.chat(MESSAGES, SamplingParams(max_tokens=24))[0].text
 
 
 def test_logprobs_are_those_of_the_target(real_server):
     answer = create(real_server, temperature=0, logprobs=True, top_logprobs=3, max_completion_tokens=6)
     entries = answer.choices[0].logprobs.content
     reply = b"".join(bytes(entry.bytes) for entry in entries)
-    ids = real_server.llm.tokenize(MESSAGES)
+    ids = real_server.llm.tokenize_chat(MESSAGES)
     for entry in entries:
         logprobs = real_server.llm.logits(ids)[-1].log_softmax(-1)
         values, best = logprobs.topk(3)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -416,6 +417,14 @@ def test_probes_share_one_generation_and_its_answer_for_a_while(scripted, monkey
         assert engine.seen[0].priority > 2**31 - 1, "it goes before all that others may ask for"
         monkeypatch.setattr(service, "PROBE_LASTS_S", 0.0)
         assert probe(None) == 200 and len(engine.seen) == 2
+
+
+def test_requests_that_are_read_keep_the_interpreter_only_shortly_from_the_engine(scripted):
+    usual = 0.005
+    sys.setswitchinterval(usual)
+    with serving(*scripted("abc")):
+        assert sys.getswitchinterval() < usual / 10
+    assert sys.getswitchinterval() == usual
 
 
 def test_what_never_ran_is_sent_elsewhere_at_once_when_the_server_stops(scripted):

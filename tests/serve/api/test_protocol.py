@@ -493,6 +493,7 @@ def test_tools_are_refused_by_a_template_without_a_place_for_them(one_byte_a_ste
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     answer = chat(one_byte_a_step, tools=[tool])
     assert answer.status_code == 400 and "no place for tools" in answer.json()["error"]["message"]
+    assert "Leave it out" in answer.json()["error"]["message"]
     assert chat(one_byte_a_step, tools=[tool], tool_choice="none").status_code == 200
 
 

@@ -142,7 +142,7 @@ class TwoFacedLLM:
         self.totals = {"used": 1}
         self.clock = 0.0
 
-    def tokenize(self, prompt):
+    def tokenize_task(self, prompt):
         return list(prompt.encode())
 
     def generate(self, prompts, params, *, shape):

@@ -201,8 +201,8 @@ def test_a_call_gets_the_other_replies(models, lag, kind, monkeypatch):
     llm = make(models, lag)
     good, bad = broken_and_good(llm, **kind)
     made = iter([good, bad])
-    monkeypatch.setattr(llm, "make_request", lambda *given: next(made))
-    first, second = llm.generate(["", ""], SamplingParams())
+    monkeypatch.setattr(llm, "make_request", lambda *given, **named: next(made))
+    first, second = llm.generate([[5, 6], [7, 8]], SamplingParams())
     assert first.finish_reason == "length" and len(first.token_ids) == 40
     assert second.finish_reason == "error" and llm.engine().kv_usage == 0.0
     llm.engine().check()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_run import PackedRows
 
-from eagle_kit.kinds.kind import RowSampling
+from eagle_kit.config.training import RowSampling
 from eagle_kit.train.algorithm.batch import MicroBatch, make_micro_batch, row_weights
 from eagle_kit.train.algorithm.row_drop import RowDrop
 

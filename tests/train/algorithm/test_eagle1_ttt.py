@@ -5,7 +5,8 @@ import torch
 from published_eagle1 import PublishedEagle1, published_losses
 from tiny import packed_row, randomise, tiny_target
 
-from eagle_kit.config.train import FeatureNoise, HeadConfig, RegressionConfig
+from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
+from eagle_kit.config.training import FeatureNoise, RegressionConfig
 from eagle_kit.kernels.soft_cross_entropy import Teacher
 from eagle_kit.kinds.eagle1 import EAGLE1
 from eagle_kit.models.heads.eagle1 import Eagle1Head
@@ -36,7 +37,7 @@ RECIPES = {
 def test_loss_and_every_gradient_equal_the_published_step(recipe):
     steps, weights, detach, bias = RECIPES[recipe]
     target = tiny_target()
-    config = EAGLE1.new_config(HeadConfig(kind="eagle1", fc_bias=bias, intermediate_size=97), target.config)
+    config = EAGLE1.new_config(Eagle1HeadConfig(fc_bias=bias, intermediate_size=97), target.config)
     head = randomise(Eagle1Head(config), 3, 0.15).bind(target.lm_head)
     ids, reply, doc_start = packed_row()
     plan = plan_row(reply, doc_start, steps)

@@ -8,7 +8,8 @@ import torch
 from tiny import tiny_head
 from tiny_trained import trained_models
 
-from eagle_kit.config.train import JudgeConfig, TrainingConfig
+from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
+from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.serve.llm import LLM
@@ -54,7 +55,11 @@ class Language:
         return self.judge.judge(head).decoded[SHAPE].accept_length
 
     def train(
-        self, head: torch.nn.Module, loss: str | dict[str, float], training: TrainingConfig, steps: int = 20
+        self,
+        head: torch.nn.Module,
+        loss: str | dict[str, float],
+        training: Eagle3TrainingConfig,
+        steps: int = 20,
     ) -> None:
         plan = plan_row(self.reply, self.doc_start, STEPS)
         layers = head.config.aux_layer_ids
@@ -93,7 +98,7 @@ def test_twenty_steps_lengthen_the_decoded_drafts(
     language: Language, loss: str | dict[str, float], optimizer: str
 ) -> None:
     head, before = language.new_head(), language.before
-    language.train(head, loss, TrainingConfig(optimizer=optimizer, learning_rate=5e-3))
+    language.train(head, loss, Eagle3TrainingConfig(optimizer=optimizer, learning_rate=5e-3))
     after = language.accept_length(head)
     print(f"{loss} by {optimizer}: {before:.2f} -> {after:.2f}")
     assert after > before + 0.4
@@ -101,5 +106,5 @@ def test_twenty_steps_lengthen_the_decoded_drafts(
 
 def test_weights_that_follow_the_confidence_lengthen_them_too(language: Language) -> None:
     head, before = language.new_head(), language.before
-    language.train(head, "ce", TrainingConfig(learning_rate=5e-3, dpace_alpha=0.5))
+    language.train(head, "ce", Eagle3TrainingConfig(learning_rate=5e-3, dpace_alpha=0.5))
     assert language.accept_length(head) > before + 0.4

@@ -15,7 +15,7 @@ from tiny import packed_row, tiny_dflash, tiny_dspark, tiny_p_eagle, tiny_target
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from eagle_kit.checkpoints.draft import write_draft
-from eagle_kit.kinds.kind import RowSampling
+from eagle_kit.config.training import RowSampling
 from eagle_kit.kinds.registry import kind_of
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.row_drop import RowDrop, anchors_of

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny import packed_row, tiny_head, tiny_target
 
+from eagle_kit.config.training import RowSampling
 from eagle_kit.kernels.rope.reference import rotate
-from eagle_kit.kinds.kind import RowSampling
 from eagle_kit.train.algorithm.loss import Objective, TTTBatch
 from eagle_kit.train.algorithm.row_drop import RowDrop
 from eagle_kit.train.algorithm.row_plan import plan_row

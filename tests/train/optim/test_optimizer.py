@@ -13,7 +13,10 @@ from tiny import tiny_head, tiny_target
 from tiny_mixtures import v3
 from torch.testing import assert_close
 
-from eagle_kit.config.train import FeatureNoise, HeadConfig, TrainConfig, TrainingConfig
+from eagle_kit.config.drafts.base import HeadConfig
+from eagle_kit.config.drafts.blocks import DSparkHeadConfig
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.config.training import FeatureNoise, TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.kinds import registry
 from eagle_kit.models.config import TargetConfig
@@ -185,7 +188,7 @@ def test_a_step_whose_gradient_is_not_finite_is_not_taken() -> None:
 
 def test_muon_leaves_embeddings_of_a_head_and_stacks_of_experts_to_adamw() -> None:
     target = tiny_target().config
-    settings = HeadConfig(kind="dspark", num_layers=1, block_size=3, markov_rank=8)
+    settings = DSparkHeadConfig(num_layers=1, block_size=3, markov_rank=8)
     dspark = DSparkHead(registry.training_kind(config_of(settings)).new_config(settings, target))
     mixture = TargetConfig.from_dict({**v3().to_dict(), "architectures": ["DeepseekV3ForCausalLM"]})
 

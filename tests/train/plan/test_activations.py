@@ -10,8 +10,8 @@ from live_bytes import LiveBytes
 from tiny import randomise, tiny_target
 from tiny_mixtures import v3
 
+from eagle_kit.config.training import RowSampling
 from eagle_kit.kernels.backend import triton_available, use
-from eagle_kit.kinds.kind import RowSampling
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
 from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head

@@ -1,5 +1,6 @@
 """The estimate agrees with real modules and with real allocations."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -233,6 +234,9 @@ def test_the_whole_report_of_a_session() -> None:
     lines = found.report().splitlines()
     assert lines[0] == f"head    {found.num_parameters / 1e6:.2f} M trained weights"
     assert lines[1].startswith(f"memory  {found.peak / 1e9:.2f} GB per process at the peak (")
+    assert "mapped" not in lines[1]
+    mapped = replace(found, session=replace(found.session, mapped=1.07e9)).report().splitlines()
+    assert mapped[1].startswith(lines[1]) and "1.07 GB of weight files are mapped" in mapped[1]
     assert lines[2].startswith(f"disk    {sum(found.disk.values()) / 1e9:.2f} GB (3 checkpoints")
     assert lines[2].endswith("1000.0 free")
     assert found.flops_per_step == 3 * 2 * head_flops(Eagle3Config.for_target(TARGET, 64), WORK)

@@ -193,7 +193,8 @@ def test_rows_that_cannot_be_shared_out_are_said_to_be_so() -> None:
 
 
 def test_several_configs_make_a_table_and_name_what_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [str(CONFIGS / name) for name in ("qwen3-8b-eagle3.yaml", "deepseek-15m-target.yaml")]
+    target_config = CONFIGS.parent / "recipes" / "deepseek-15m-target.yaml"
+    paths = [str(CONFIGS / "qwen3-8b-eagle3.yaml"), str(target_config)]
     assert main(["--plan", *paths, "--gpu", "l40s"]) == 0
     text = capsys.readouterr().out
     assert "qwen3-8b-eagle3" in text and "left out" in text and "unknown key" in text

@@ -13,7 +13,6 @@ from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.registry import training_kind
 
 STUDIES = Path(__file__).parents[3] / "recipes" / "studies"
 
@@ -183,7 +182,6 @@ def test_the_published_recipe_is_a_config() -> None:
         ("training={warmup_steps: 9, warmup_ratio: 0.1}", "warmup_ratio is 0.1, but warmup_steps is set too"),
         ("training={ttt_length: 2, step_weights: [1, 1], step_decay: 0.5}", "step_decay is 0.5"),
         ("judge={every: 0, patience: 3}", "patience is 3, but nothing is judged"),
-        ("training.regression.topk=5", "topk has no meaning unless topk_weight"),
     ],
 )
 def test_settings_without_effect_are_refused(tmp_path: Path, override: str, named: str) -> None:
@@ -222,4 +220,4 @@ def test_noise_on_states_that_a_head_does_not_read_is_refused(tmp_path: Path) ->
     path.write_text("target: t\noutput_dir: o\ndata: {source: chats.jsonl}\nhead: {kind: mtp}\n")
     noise = "training.feature_noise={kind: uniform, amount: 0.1}"
     with pytest.raises(UserError, match="feature_noise has no meaning for a head of the kind mtp"):
-        training_kind(load_config(TrainConfig, path, [noise]))
+        load_config(TrainConfig, path, [noise])

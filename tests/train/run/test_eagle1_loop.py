@@ -17,7 +17,6 @@ from eagle_kit.cli import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kinds.registry import training_kind
 from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.serve.llm import LLM
@@ -170,7 +169,7 @@ def test_a_run_of_before_these_settings_can_be_resumed(copy_run):
     run = copy_run("two steps")
     path = run.output / "run.yaml"
     kept = yaml.safe_load(path.read_text())
-    del kept["config"]["training"]["detach_steps"], kept["config"]["head"]["fc_bias"]
+    del kept["config"]["training"]["detach_steps"], kept["config"]["head"]["qk_norm"]
     path.write_text(yaml.safe_dump(kept))
     assert run("--resume", "--max-steps", "3") == 0
 
@@ -195,11 +194,11 @@ def test_the_shipped_config_is_the_published_recipe():
     from pathlib import Path
 
     config = load_config(TrainConfig, Path(__file__).parents[3] / "configs" / "smollm2-135m-eagle1.yaml")
-    assert config.head.kind == "eagle1" and training_kind(config).vocab_size(config.head) is None
+    assert config.head.kind == "eagle1" and config.head.num_counted_tokens is None
     assert (
         config.training.feature_noise.model_dump(exclude={"unit"}) == NOISE
         and config.training.ttt_length == 1
     )
-    weights = training_kind(config).regression(config)
+    weights = config.training.learning.regression
     assert (weights.feature_weight, weights.token_weight) == (1.0, 0.1)
     assert config.training.betas == (0.9, 0.95) and config.training.clip_norm == 0.5

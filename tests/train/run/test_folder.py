@@ -8,6 +8,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from eagle_kit.config.drafts import HEADS
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.run.folder import RunFolder, flatten
@@ -124,6 +125,18 @@ NEEDED: dict[str, dict[str, Any]] = {
     "training.muon_momentum": {"training.optimizer": "muon"},
     "training.muon_learning_rate_ratio": {"training.optimizer": "muon"},
     "training.decay_ratio": {"training.schedule": "wsd"},
+    "training.down_sample_ratio_min": {"training.down_sample_ratio": 0.5},
+    "training.regression": {"head.kind": "eagle1"},
+    "training.num_anchors": {"head.kind": "dflash"},
+    "training.confidence_weight": {"head.kind": "dspark"},
+    "head.fc_bias": {"head.kind": "eagle1"},
+    "head.num_layers": {"head.kind": "p-eagle"},
+    "head.mask_token_id": {"head.kind": "p-eagle"},
+    "head.block_size": {"head.kind": "dflash"},
+    "head.markov_rank": {"head.kind": "dspark"},
+    "head.markov_head_type": {"head.kind": "dspark"},
+    "head.confidence_head": {"head.kind": "dspark"},
+    "head.num_modules": {"head.kind": "mtp"},
 }
 """Settings without which another one is refused, before the change and behind it."""
 
@@ -144,7 +157,12 @@ def config_with(settings: dict[str, Any]) -> TrainConfig:
 
 def settings_of(schema: type[BaseModel]) -> Iterator[str]:
     """Dotted settings of the sections of ``schema``, each section's own fields not opened further."""
+    yield from sorted({f"head.{name}" for head in HEADS.values() for name in head.model_fields})
+    of_kinds = [head.training_schema.model_fields for head in HEADS.values()]
+    yield from sorted({f"training.{name}" for names in of_kinds for name in names})
     for name, field in schema.model_fields.items():
+        if name in ("head", "training"):
+            continue
         section = field.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield from (f"{name}.{inner}" for inner in section.model_fields)
@@ -170,6 +188,17 @@ def test_a_setting_that_decides_what_is_learned_cannot_be_changed_on_resume(tmp_
     with pytest.raises(UserError, match="cannot be resumed with other settings") as error:
         run.check_resumable(config_with({**needed, key: CHANGES[key]}))
     assert key in error.value.cause
+
+
+def test_keys_of_other_kinds_that_a_run_once_wrote_are_left_out(tmp_path: Path) -> None:
+    run = run_of(tmp_path, {})
+    saved = yaml.safe_load((run.path / "run.yaml").read_text())
+    saved["config"]["head"] |= {"block_size": 8, "fc_bias": True}
+    saved["config"]["training"] |= {"num_anchors": 512, "regression": None}
+    (run.path / "run.yaml").write_text(yaml.safe_dump(saved))
+    run.check_resumable(config_with({}))
+    with pytest.raises(UserError, match="seed"):
+        run.check_resumable(config_with({"seed": 3}))
 
 
 @pytest.mark.parametrize("key", FREE)

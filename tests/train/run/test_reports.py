@@ -423,7 +423,8 @@ def test_the_progress_line_smooths_and_says_what_is_left(
                 line.update(step, result)
         shown = capsys.readouterr().err.split("\r")[-1]
         assert "step 8/10" in shown
-        assert f"loss 2.100 match 50 25 % accept 1.75 (a 2.10, b 1.00) 321 tok/s left {left}" in shown
+        # (0.95 * 2 + 4) / 1.95: the first value weighs no more than its share.
+        assert f"loss 3.026 match 50 25 % accept 1.75 (a 3.03, b 1.00) 321 tok/s left {left}" in shown
 
 
 def test_runs_are_compared_by_label_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

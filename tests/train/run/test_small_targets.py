@@ -131,10 +131,10 @@ def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeyp
     llm = LLM(target / "target", tmp_path / "draft", max_batch_size=3)
     prompts = [f"Tell me of a {name} and a cat." for name in ANIMALS]
     params = SamplingParams(max_tokens=40)
-    plain = llm.generate(prompts, params, shape="none")
+    plain = llm.chat(prompts, params, shape="none")
     assert any("sees the" in reply.text for reply in plain), "the target has learned nothing"
     for shape in ("3,1,4", "4,2,8"):
-        drafted = llm.generate(prompts, params, shape=shape)
+        drafted = llm.chat(prompts, params, shape=shape)
         assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
         emitted = sum(reply.stats.num_emitted_tokens for reply in drafted)
         assert emitted / sum(reply.stats.num_verifies for reply in drafted) > 2

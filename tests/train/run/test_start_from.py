@@ -170,7 +170,7 @@ def test_it_begins_as_the_last_layer_of_the_target(deep_enough, tmp_path):
 @pytest.mark.parametrize(
     ("head", "said"),
     [
-        (["head.init=checkpoint"], "no target's checkpoint has an EAGLE-3 head"),
+        (["head.init=checkpoint"], "input should be 'auto', 'last-layer' or 'random'"),
         (["head.init=last-layer", "head.intermediate_size=16"], "has not the parts and sizes of the head's"),
     ],
 )

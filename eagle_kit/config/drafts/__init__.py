@@ -1,0 +1,51 @@
+"""The section ``head`` of a training config: a model for each kind of draft, chosen by ``head.kind``."""
+
+from typing import Annotated, Any
+
+from pydantic import Discriminator, Tag
+
+from eagle_kit.config.drafts.base import HeadConfig
+from eagle_kit.config.drafts.blocks import DFlashHeadConfig, DSparkHeadConfig
+from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
+from eagle_kit.config.drafts.fused_states import (
+    Eagle3HeadConfig,
+    LatentEagle3HeadConfig,
+    PEagleHeadConfig,
+)
+from eagle_kit.config.drafts.mtp import MTPHeadConfig
+from eagle_kit.core.errors import UserError
+
+DEFAULT_KIND = "eagle3"
+HEADS: dict[str, type[HeadConfig]] = {
+    "eagle3": Eagle3HeadConfig,
+    "eagle3-mla": LatentEagle3HeadConfig,
+    "p-eagle": PEagleHeadConfig,
+    "eagle1": Eagle1HeadConfig,
+    "dflash": DFlashHeadConfig,
+    "dspark": DSparkHeadConfig,
+    "mtp": MTPHeadConfig,
+}
+"""Value of ``head.kind`` -> model of the section. A whole model that drafts is not trained as a head."""
+
+
+def kind_of_head(head: Any) -> str:
+    """The kind that a section ``head`` names, which is EAGLE-3 without one. Raises UserError for another."""
+    if isinstance(head, HeadConfig):
+        return head.kind
+    kind = head.get("kind", DEFAULT_KIND) if isinstance(head, dict) else DEFAULT_KIND
+    if kind not in list(HEADS):
+        raise UserError(f"head.kind is {kind!r}.", f"Use one of {', '.join(HEADS)}.")
+    return str(kind)
+
+
+AnyHeadConfig = Annotated[
+    Annotated[Eagle3HeadConfig, Tag("eagle3")]
+    | Annotated[LatentEagle3HeadConfig, Tag("eagle3-mla")]
+    | Annotated[PEagleHeadConfig, Tag("p-eagle")]
+    | Annotated[Eagle1HeadConfig, Tag("eagle1")]
+    | Annotated[DFlashHeadConfig, Tag("dflash")]
+    | Annotated[DSparkHeadConfig, Tag("dspark")]
+    | Annotated[MTPHeadConfig, Tag("mtp")],
+    Discriminator(kind_of_head),
+]
+"""One of :data:`HEADS`, chosen by its ``kind``."""

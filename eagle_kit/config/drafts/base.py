@@ -1,0 +1,126 @@
+"""Keys of ``head:`` that several kinds of heads have, and how a key of another kind is refused.
+
+A config of a kind is two models: of its section ``head`` (:class:`HeadConfig`), which names the kind, and
+of the section ``training`` beside it (:class:`~eagle_kit.config.training.TrainingConfig`).
+"""
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from eagle_kit.config.options import Section
+from eagle_kit.config.training import TrainingConfig
+from eagle_kit.core.errors import UserError
+
+DRAFT_VOCAB_SIZE = 8192
+"""Tokens that a head with an output layer of its own can propose, where a config does not say it."""
+
+
+def refuse_unknown_keys(given: Iterable[str], schema: type[BaseModel], section: str, kind: str) -> None:
+    """Raise UserError for the first ``given`` key that ``schema``, a ``section`` of ``kind``, lacks."""
+    known = list(schema.model_fields)
+    for key in given:
+        if key in known:
+            continue
+        own = [name for name in known if name not in TrainingConfig.model_fields]
+        remedy = (
+            f"The keys of {section} that this kind has, besides those of all kinds, are {', '.join(own)}."
+        )
+        for nearest in difflib.get_close_matches(key, known, n=1, cutoff=0.8):
+            remedy = f"Did you mean {section}.{nearest}?"
+        raise UserError(f"{section}.{key} has no meaning for a head of the kind {kind}.", remedy)
+
+
+class HeadConfig(Section):
+    """The draft head that a run makes. A kind's keys are those of its own class.
+
+    The properties are read by code that asks for no kind.
+
+    Attributes:
+        training_schema: of the section ``training`` beside it.
+    """
+
+    # Unknown keys are kept until all others are read, and then refused by a sentence that names the kind.
+    model_config = ConfigDict(extra="allow")
+
+    training_schema: ClassVar[type[TrainingConfig]] = TrainingConfig
+
+    kind: str
+
+    @model_validator(mode="after")
+    def _keys_are_of_the_kind(self) -> "HeadConfig":
+        refuse_unknown_keys(self.model_extra or {}, type(self), "head", self.kind)
+        return self
+
+    def check_training(self, training: TrainingConfig) -> None:
+        """Raise UserError where the section ``training`` asks for something that this head does not have."""
+
+    @property
+    def first_draft(self) -> str | None:
+        """Name of the draft whose weights the run begins with; None for a new head."""
+        return None
+
+    @property
+    def vocab_map_file(self) -> str | None:
+        """File of the draft vocabulary; None where it is counted, or where there is none."""
+        return None
+
+    @property
+    def num_counted_tokens(self) -> int | None:
+        """Size of the draft vocabulary that is chosen from the data; None where none is chosen."""
+        return None
+
+
+class CapturedStatesHeadConfig(HeadConfig):
+    """Heads that read captured states of the target and may have an output layer of their own."""
+
+    draft_vocab_size: int | None = Field(default=None, ge=2)
+    """Tokens that the head can propose, chosen by frequency in the supervised tokens. Null is 8192."""
+
+    vocab_map: str | None = None
+    """File of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer."""
+
+    aux_layer_ids: tuple[int, ...] | None = None
+    """Captured states, as "input of layer i"; null is ``(2, L//2, L-3)``."""
+
+    lm_head_init: Literal["target", "random"] = "target"
+    """``target`` copies the target's rows of the draft vocabulary, ``random`` does not."""
+
+    intermediate_size: int | None = Field(default=None, ge=1)
+    """Width of the MLP; null is the target's."""
+
+    start_from: str | None = None
+    """A draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary the run
+    begins with: all but ``kind`` is left to it.
+    """
+
+    @model_validator(mode="after")
+    def _start_from_says_the_rest(self) -> "CapturedStatesHeadConfig":
+        if self.start_from is None:
+            return self
+        for name, field in type(self).model_fields.items():
+            if name not in ("kind", "start_from") and getattr(self, name) != field.default:
+                raise ValueError(f"{name} is that of the head that start_from names")
+        return self
+
+    @property
+    def first_draft(self) -> str | None:
+        """See :class:`HeadConfig`."""
+        return self.start_from
+
+    @property
+    def vocab_map_file(self) -> str | None:
+        """See :class:`HeadConfig`."""
+        return self.vocab_map
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """:attr:`draft_vocab_size`, or what null is."""
+        return DRAFT_VOCAB_SIZE if self.draft_vocab_size is None else self.draft_vocab_size
+
+    @property
+    def num_counted_tokens(self) -> int | None:
+        """See :class:`HeadConfig`."""
+        return self.num_draft_tokens if self.start_from is None else None

@@ -1,0 +1,250 @@
+"""Flags of the command line, made from the fields of pydantic models.
+
+A field is a flag: its name, type, limits, default and the text under it are those of the flag, and nothing of
+them is written a second time. Annotations (:class:`Flag`, :class:`FlagsOf`) say what only a command line has.
+"""
+
+import argparse
+import types
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
+
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
+
+from eagle_kit.config.options import OptionError, Options
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import parse_json
+
+METAVARS = {int: "N", float: "X", Path: "FILE"}
+SchemaT = TypeVar("SchemaT", bound=Options)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What a command line has of a field beyond the field itself.
+
+    Attributes:
+        name: of the flag; default the field's, with dashes.
+        metavar: stands for the value in the help; default by the field's type.
+        group: heading in the help.
+        is_positional: the value is given without a flag.
+        is_repeated: the flag takes one value and may be given several times.
+        alone: value of a flag that is given without one; None where it needs one.
+    """
+
+    name: str = ""
+    metavar: str = ""
+    group: str = ""
+    is_positional: bool = False
+    is_repeated: bool = False
+    alone: Any = None
+
+
+@dataclass(frozen=True)
+class FlagsOf:
+    """Annotation of a field that is a section: the flags of the command that set fields of the section. The
+    field's default is a section with the defaults of the command.
+
+    Attributes:
+        flags: flag by the name of a field of the section.
+        group: heading in the help.
+    """
+
+    flags: Mapping[str, str] = field(default_factory=dict)
+    group: str = ""
+
+
+class ConfigFlags(Options):
+    """Arguments of a command that reads a YAML file."""
+
+    config: Annotated[str, Flag(is_positional=True, metavar="config")]
+    """YAML file, or the name of one that ships, such as smollm2-135m-eagle3."""
+
+    overrides: Annotated[tuple[str, ...], Flag(is_positional=True, metavar="key=value")] = ()
+    """Settings that replace those of the file."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of a user: a cause and a remedy."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UserError with the message of argparse."""
+        raise UserError(f"{message[:1].upper()}{message[1:]}.", f"See {self.prog} --help.")
+
+
+def add_options(parser: argparse.ArgumentParser, schema: type[Options]) -> dict[str, Any]:
+    """Declare a flag for every field of ``schema``, and those of its sections.
+
+    Returns:
+        The groups of the help by their headings.
+    """
+    groups: dict[str, Any] = {"": parser}
+    for name, info in schema.model_fields.items():
+        section = _annotation(info, FlagsOf)
+        about = section or _annotation(info, Flag) or Flag()
+        if about.group not in groups:
+            groups[about.group] = parser.add_argument_group(about.group)
+        group = groups[about.group]
+        if section is None:
+            _add_field(group, name, info, about, info.default, is_required=info.is_required())
+        else:
+            add_flags(group, type(info.default), section.flags, **_changed(info.default))
+    return groups
+
+
+def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **defaults: Any) -> None:
+    """Declare a flag for each of the named fields of ``schema``, with the field's documentation as its help.
+
+    A flag that is not given leaves the command's own default of ``defaults``, or None, for which
+    :func:`options_of` takes the default of the schema. A flag that begins with ``--no-`` switches its field
+    off.
+    """
+    for name, flag in flags.items():
+        info = schema.model_fields[name]
+        about = replace(_annotation(info, Flag) or Flag(), name=flag)
+        _add_field(parser, name, info, about, defaults.get(name, info.default))
+        parser.set_defaults(**{name: defaults.get(name)})
+
+
+def options_of(
+    args: argparse.Namespace, schema: type[SchemaT], flags: Mapping[str, str] | None = None, **more: Any
+) -> SchemaT:
+    """Make a ``schema`` of the flags that were given.
+
+    Args:
+        flags: fields of the schema and their flags, as for :func:`add_flags`; None for all fields, as
+            :func:`add_options` declares them.
+        more: values of fields that were not given as flags.
+
+    Raises:
+        UserError: a wrong value; the cause names the flag.
+    """
+    if flags is None:
+        flags, more = _flags_of(args, schema, more)
+    given = dict(more)
+    for name, flag in flags.items():
+        value = getattr(args, name)
+        if value is None:
+            continue
+        is_json = isinstance(value, str) and get_origin(_without_none(schema.model_fields[name])) is dict
+        given[name] = json_object(value, flag) if is_json else value
+    try:
+        return schema(**given)
+    except OptionError as error:
+        flag = flags.get(error.name, error.name)
+        raise UserError(error.cause.replace(error.name, flag, 1), error.remedy) from None
+
+
+def json_object(text: str, flag: str, example: str = '{"enable_thinking": false}') -> dict[str, Any]:
+    """The object of a flag's JSON. Raise UserError that names the flag."""
+    value = parse_json(text, flag, f"Give a JSON object such as {example}.")
+    if not isinstance(value, dict):
+        raise UserError(f"{flag} is no JSON object.", f"Give one such as {example}.")
+    return value
+
+
+def _flags_of(
+    args: argparse.Namespace, schema: type[Options], more: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Flags of the fields of ``schema`` by name, and ``more`` with its sections."""
+    flags = {}
+    sections = {}
+    for name, info in schema.model_fields.items():
+        section = _annotation(info, FlagsOf)
+        if section is not None:
+            default = info.default
+            sections[name] = options_of(args, type(default), section.flags, **_changed(default))
+            continue
+        about = _annotation(info, Flag) or Flag()
+        flags[name] = about.metavar if about.is_positional else _flag(name, about)
+    return flags, {**sections, **more}
+
+
+def _add_field(
+    parser: Any, name: str, info: FieldInfo, about: Flag, default: Any, *, is_required: bool = False
+) -> None:
+    """Declare the flag of a field, whose value is None where it is not given."""
+    flag = _flag(name, about)
+    kind = _kind(info)
+    text = _help_text(info) + _default_text(default)
+    options: dict[str, Any] = {"help": text}
+
+    # A switch.
+    if kind is bool:
+        is_off = flag.startswith("--no-") and not name.startswith("no_")
+        if is_off:
+            options["help"] = f"do not {text.partition(';')[0]}"
+        parser.add_argument(flag, dest=name, action="store_const", const=not is_off, **options)
+        return
+
+    # The words of a value.
+    options["metavar"] = about.metavar or METAVARS.get(kind, flag.split("-")[-1].upper())
+    if kind in METAVARS:
+        options["type"] = kind
+    elif get_origin(kind) is Literal:
+        options["choices"] = get_args(kind)
+        if not about.metavar:
+            del options["metavar"]
+    elif get_origin(kind) is dict:
+        options["metavar"] = "JSON"
+    elif get_origin(kind) is tuple and about.is_repeated:
+        options["action"] = "append"
+        options["metavar"] = about.metavar or "TEXT"
+    elif get_origin(kind) is tuple:
+        is_optional = about.is_positional and not info.is_required()
+        options["nargs"] = "*" if is_optional else "+"
+        options["metavar"] = about.metavar or name.removesuffix("s").upper()
+    if about.alone is not None:
+        options["nargs"] = "?"
+        options["const"] = about.alone
+
+    if about.is_positional:
+        parser.add_argument(name, **options)
+    else:
+        action = {"action": "extend"} if options.get("nargs") == "+" else {}
+        parser.add_argument(flag, dest=name, required=is_required, **action, **options)
+
+
+def _flag(name: str, about: Flag) -> str:
+    return about.name or f"--{name.replace('_', '-')}"
+
+
+def _kind(info: FieldInfo) -> Any:
+    """Type of a value that was given; text where a validator reads the value."""
+    reads_text = any(isinstance(each, BeforeValidator) for each in info.metadata)
+    return str if reads_text else _without_none(info)
+
+
+def _without_none(info: FieldInfo) -> Any:
+    annotation = info.annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next(part for part in get_args(annotation) if part is not type(None))
+    return annotation
+
+
+def _help_text(info: FieldInfo) -> str:
+    """Documentation of a field as the help of a flag, which begins with a small letter."""
+    text = " ".join((info.description or "").split()).replace("%", "%%").rstrip(".")
+    begins_with_word = text[1:2].islower()
+    return text[:1].lower() + text[1:] if begins_with_word else text
+
+
+def _default_text(default: Any) -> str:
+    """The default of a flag behind its help; switches, and values that the text explains, have none."""
+    is_text = isinstance(default, tuple) and all(isinstance(each, str) for each in default)
+    words = " ".join(default) if is_text else default
+    if isinstance(words, bool) or not isinstance(words, str | int | float | Path) or words == "":
+        return ""
+    return f" (default {words})"
+
+
+def _annotation(info: FieldInfo, kind: type[Any]) -> Any:
+    return next((each for each in info.metadata if isinstance(each, kind)), None)
+
+
+def _changed(section: Options) -> dict[str, Any]:
+    """The fields of a section that were set, which are a command's own defaults."""
+    return {name: getattr(section, name) for name in section.model_fields_set}

@@ -1,0 +1,57 @@
+"""Errors of a GPU without free memory, in words for users."""
+
+import logging
+import re
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from eagle_kit.core.errors import UserError
+
+_ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
+_FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
+
+
+@contextmanager
+def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
+    """Context manager that raises UserError in place of torch's error when a GPU has too little memory.
+
+    Local variables of the frames that torch's error came through are cleared, since they hold tensors.
+
+    Args:
+        activity: what needed the memory, such as ``"loading the target"``.
+        remedy: one sentence with the settings to change.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        cause = out_of_memory_cause(error, activity)
+        traceback.clear_frames(error.__traceback__)
+        release_cached_memory()
+        raise UserError(cause, remedy) from None
+
+
+def out_of_memory_cause(error: torch.OutOfMemoryError, activity: str) -> str:
+    """One sentence about ``error``: the activity, the bytes that were asked for, and those that are free.
+
+    The error itself, whose text also names the settings of torch's allocator, goes to the log.
+    """
+    text = str(error)
+    logging.getLogger(__name__).info("Out of memory while %s: %s", activity, text)
+    cause = f"The GPU ran out of memory while {activity}"
+    asked = _ASKED.search(text)
+    if asked is None:
+        return f"{cause}."
+    cause += f": {asked[1]} were asked for"
+    free = _FREE.search(text)
+    if free is None:
+        return f"{cause}."
+    return f"{cause}, and {free[2]} of {free[1]} are free."
+
+
+def release_cached_memory() -> None:
+    """Give the driver back the memory that torch keeps of freed tensors."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,135 @@
+"""Forms in which callers of ``LLM`` give prompts: one or several, as texts, token ids or chats.
+
+Arrays and tensors are token ids. A list is one prompt if it is token ids or the messages of one chat.
+"""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.data.chat.messages import ChatPrompt
+
+TextPrompt = str | list[int]
+"""Text, or its token ids."""
+Conversation = str | list[int] | list[dict[str, Any]] | ChatPrompt
+"""User turn, token ids of a rendered chat, messages, or messages with tools and arguments of the template."""
+ID_KEYS = ("prompt_token_ids", "input_ids")
+"""Keys of token ids: vLLM's, and those of a tokenizer's result."""
+
+
+def read_texts(given: Any) -> list[TextPrompt]:
+    """Read one text or several, each as text, token ids, or a mapping with ``prompt``, ``prompt_token_ids``
+    or ``input_ids``.
+
+    Raises:
+        UserError: something else is given, or the messages of a chat.
+    """
+    given = _as_lists(given)
+    if isinstance(given, str) or (given and is_token_ids(given)):
+        return [_read_text(given)]
+    if isinstance(given, Mapping) and not _is_of_ids(given):
+        return [_read_text(given)]
+    if isinstance(given, Mapping):  # the result of a tokenizer, of one text or several
+        return read_texts(next(given[key] for key in ID_KEYS if key in given))
+    if not isinstance(given, Sequence):
+        raise _no_prompt(given)
+    return [_read_text(each) for each in given]
+
+
+def read_chats(given: Any) -> list[Conversation]:
+    """Read one conversation or several.
+
+    Raises:
+        UserError: something else is given.
+    """
+    given = _as_lists(given)
+    if isinstance(given, str | ChatPrompt) or (given and is_token_ids(given)) or _is_messages(given):
+        return [_read_chat(given)]
+    if isinstance(given, Mapping):
+        raise UserError(
+            "One message was given instead of a conversation.",
+            "Put the messages of a conversation in a list.",
+        )
+    if not isinstance(given, Sequence):
+        raise _no_prompt(given)
+    return [_read_chat(each) for each in given]
+
+
+def is_token_ids(value: Any) -> bool:
+    """True for a list of whole numbers, an empty one included."""
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        return False
+    return all(_is_whole(each) for each in value)
+
+
+def _is_whole(value: Any) -> bool:
+    """True for a whole number of Python, NumPy or torch, not for an array of them."""
+    is_single = getattr(value, "ndim", 0) == 0
+    return is_single and hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _is_messages(value: Any) -> bool:
+    """True for a list that begins with a message."""
+    return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
+
+
+def _is_of_ids(value: Mapping[str, Any]) -> bool:
+    return any(key in value for key in ID_KEYS)
+
+
+def _as_lists(value: Any) -> Any:
+    """An array or a tensor as lists of numbers; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _read_text(given: Any) -> TextPrompt:
+    """Read one text. Raises UserError."""
+    given = _as_lists(given)
+    if isinstance(given, Mapping):
+        given = _of_mapping(given)
+    if isinstance(given, str):
+        return given
+    if is_token_ids(given):
+        return [operator.index(token) for token in given]
+    if isinstance(given, ChatPrompt) or _is_messages(given):
+        raise UserError(
+            "generate was given messages, and it continues texts.", "Give the conversation to LLM.chat."
+        )
+    raise _no_prompt(given)
+
+
+def _of_mapping(given: Mapping[str, Any]) -> Any:
+    """Text or token ids of a mapping. Raises UserError."""
+    if "role" in given:
+        raise UserError(
+            "generate was given a message, and it continues texts.", "Give the conversation to LLM.chat."
+        )
+    for key in ("prompt", *ID_KEYS):
+        if given.get(key) is not None:
+            return _as_lists(given[key])
+    raise _no_prompt(dict(given))
+
+
+def _read_chat(given: Any) -> Conversation:
+    """Read one conversation. Raises UserError."""
+    given = _as_lists(given)
+    if isinstance(given, str | ChatPrompt):
+        return given
+    if is_token_ids(given):
+        return [operator.index(token) for token in given]
+    if _is_messages(given):
+        return list(given)
+    if isinstance(given, Mapping):
+        raise UserError(
+            "A message stands where a conversation is expected.",
+            "Put the messages of a conversation in a list.",
+        )
+    raise _no_prompt(given)
+
+
+def _no_prompt(given: Any) -> UserError:
+    return UserError(
+        f"{shown(given)} is no prompt.",
+        "Give a text, token ids or, to LLM.chat, messages with role and content; several of them in a list.",
+    )

@@ -1,0 +1,132 @@
+"""Pilots of ``make-draft``: what is measured, by costs that are known before anything is measured.
+
+Arithmetic of the target and of the head, over the rate of a matmul on this machine, gives the seconds of a
+reply and of a training step. Pilots are chosen by them, so that measuring takes a fixed share of a budget at
+most.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.train.plan.budget import LEAST_STEPS, REPLIES, RESERVED, ROW_TOKENS
+from eagle_kit.train.plan.costs import Costs, Layout, Rates, make_workload
+from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
+from eagle_kit.train.plan.sizes import num_weights
+from eagle_kit.train.run.new_head import head_architecture
+
+SHARE = 0.1
+"""Part of a budget that measuring may take."""
+DECODING_EFFICIENCY = 0.2
+"""Share of the matmul rate that decoding a batch of replies is expected to reach."""
+READ_BYTES_PER_S = 2e8
+"""Rate at which weights are expected to be read."""
+SUPERVISED = 0.75
+"""Expected share of tokens with loss, as in chats."""
+LEAST_ROWS = 2
+"""Packed rows of a step of the shortest training that is planned."""
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """Work that is measured: ``replies``, and ``steps`` of a training on ``rows`` of ``row_tokens`` each."""
+
+    replies: int
+    steps: int
+    rows: int
+    row_tokens: int
+
+
+PILOTS = (
+    Pilot(replies=16, steps=8, rows=2, row_tokens=ROW_TOKENS),
+    Pilot(replies=8, steps=4, rows=2, row_tokens=ROW_TOKENS // 2),
+    Pilot(replies=4, steps=4, rows=1, row_tokens=ROW_TOKENS // 2),
+    Pilot(replies=4, steps=3, rows=1, row_tokens=ROW_TOKENS // 4),
+    Pilot(replies=2, steps=3, rows=1, row_tokens=ROW_TOKENS // 8),
+)
+"""Pilots from the most exact to the shortest."""
+
+
+@dataclass(frozen=True)
+class ExpectedCosts:
+    """Seconds on this machine.
+
+    Attributes:
+        loading: of a stage before its first work.
+        reply_token: of a token of a reply or of its prompt, decoded together with others.
+        row_token: of a token of a packed row in a training step.
+        step_flops: arithmetic of a step of the shortest training.
+        flops_per_s: the rate of a matmul, measured.
+    """
+
+    loading: float
+    reply_token: float
+    row_token: float
+    step_flops: float
+    flops_per_s: float
+
+    def seconds(self, pilot: Pilot, tokens_per_reply: int, processes: int) -> float:
+        """Expected time of a pilot.
+
+        Args:
+            tokens_per_reply: most tokens of a reply and its prompt.
+            processes: that train together; each has a row of a step.
+        """
+        replies = pilot.replies * tokens_per_reply * self.reply_token
+        rows_of_one = max(pilot.rows / processes, 1.0)
+        training = pilot.steps * rows_of_one * pilot.row_tokens * self.row_token
+        return 2 * self.loading + replies + training
+
+    def least_budget(self, tokens_per_reply: int, processes: int) -> float:
+        """Shortest budget that makes sense: the shortest pilot is a tenth of it, and the time for training
+        has room for the fewest steps that are planned."""
+        pilot = self.seconds(PILOTS[-1], tokens_per_reply, processes) / SHARE
+        rows_of_one = max(LEAST_ROWS / processes, 1.0)
+        steps = LEAST_STEPS * rows_of_one * ROW_TOKENS * self.row_token
+        training = steps / ((1 - RESERVED - SHARE) * (1 - REPLIES))
+        return max(pilot, training)
+
+
+def choose_pilot(
+    budget_s: float, costs: ExpectedCosts, tokens_per_reply: int, processes: int
+) -> Pilot | None:
+    """The most exact pilot that takes at most :data:`SHARE` of a budget; None where the budget makes
+    no sense."""
+    if budget_s < costs.least_budget(tokens_per_reply, processes):
+        return None
+    for pilot in PILOTS:
+        if costs.seconds(pilot, tokens_per_reply, processes) <= SHARE * budget_s:
+            return pilot
+    return None
+
+
+def expected_costs(config: TrainConfig, target: TargetConfig, *, start_s: float) -> ExpectedCosts:
+    """Costs of replies of ``target`` and of training as ``config`` says, without weights or data.
+
+    Args:
+        start_s: seconds of the start of a process.
+    """
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    in_half = config.training.precision == "bfloat16" or (on_gpu and config.training.precision == "auto")
+    rate = measure_matmul_rate(device, torch.bfloat16 if in_half else torch.float32)
+
+    # A training step on full rows.
+    draft = head_architecture(config, target, None)
+    costs = Costs(config, target, draft, is_gpu=on_gpu)
+    tokens = LEAST_ROWS * ROW_TOKENS
+    work = make_workload(config, tokens, SUPERVISED * tokens, LEAST_ROWS, ROW_TOKENS / 2)
+    seconds = costs.step_seconds(work, 1, Layout(), Rates(rate * EXPECTED_EFFICIENCY))
+
+    # A token of a reply meets every active weight once.
+    met, total = num_weights(target)
+    met += target.hidden_size * target.vocab_size
+    return ExpectedCosts(
+        loading=start_s + 4 * total / READ_BYTES_PER_S,
+        reply_token=2 * met / (rate * DECODING_EFFICIENCY),
+        row_token=seconds / tokens,
+        step_flops=seconds * rate * EXPECTED_EFFICIENCY,
+        flops_per_s=rate,
+    )

@@ -1,0 +1,94 @@
+"""The commands that an export prints and that a card holds, run as printed, from another folder."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import tiny_head
+from tiny_run import make_target
+
+from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.cli import app
+from eagle_kit.kinds.support.files import WEIGHTS_KEY
+from eagle_kit.models.loading.loader import load_target, target_fingerprint
+from eagle_kit.models.loading.places import remember_place
+
+ROOT = Path(__file__).parents[2]
+SHORT = ("--max-tokens", "4", "--max-context", "64")
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A draft as a training leaves it, in a folder whose name has a blank, and its target somewhere else."""
+    monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
+    target = make_target(tmp_path / "models" / "small target")
+    weights = target_fingerprint(target)
+    remember_place(weights, target)
+    metadata = {"target": target.name, WEIGHTS_KEY: weights}
+    head = tiny_head(load_target(target))
+    head.config = replace(head.config, target=target.name)
+    save_draft(head, tmp_path / "work" / "trained", metadata=metadata)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work" / "trained"
+
+
+def run_elsewhere(command: str, *more: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command as it is printed, with further flags, in a folder that has nothing in it."""
+    program, *words = shlex.split(command)
+    assert program == "eagle-kit"
+    return subprocess.run(
+        [sys.executable, "-m", "eagle_kit", *words, *more],
+        cwd=Path.cwd().parent / "elsewhere",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_command_that_an_export_prints_works(
+    trained: Path, capsys: pytest.CaptureFixture[str], given: bool
+) -> None:
+    target = ["--target", "../models/small target"] if given else []
+    assert app.main(["export", "trained", "--out", "my draft", *target]) == 0
+    command = capsys.readouterr().out.partition("try it with ")[2].strip()
+    done = run_elsewhere(command, *SHORT)
+    assert done.returncode == 0, done.stderr
+    assert "accept length" in done.stdout
+    assert ("named by" in done.stderr or "weights of the draft" in done.stderr) is not given
+
+
+def test_the_commands_of_a_card_work(trained: Path) -> None:
+    assert app.main(["export", "trained", "--out", "my draft"]) == 0
+    card = Path("my draft/README.md").read_text()
+    ours = card.partition("This engine:")[2].split("```")[1]
+    generate, serve = ours.removeprefix("sh").strip().splitlines()
+    done = run_elsewhere(generate, *SHORT)
+    assert done.returncode == 0 and "accept length" in done.stdout, done.stderr
+
+    # A server is planned only, by the same words.
+    args = app.parse(shlex.split(serve)[1:])
+    assert Path(args.model) == Path("my draft").resolve()
+    assert args.target is None, "the draft's own is found by its weights"
+
+    # The evaluation, of one prompt.
+    match = re.search(r"Measure it with `([^`]+)`", card)
+    assert match is not None
+    Path("task.jsonl").write_text('{"id": "a", "prompt": "What is it?"}\n')
+    task = ("--tasks", str(Path("task.jsonl").resolve()), "--shapes", "2,1,3", "--no-plots")
+    done = run_elsewhere(match[1], *task, *SHORT, "--out", str(Path("results").resolve()))
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_card_names_no_target_by_its_folder(trained: Path) -> None:
+    assert app.main(["export", "trained", "--out", "my draft"]) == 0
+    card = Path("my draft/README.md").read_text()
+    assert "--target" not in card and "models/small" not in card

@@ -1,0 +1,102 @@
+"""Plans of training recipes at full size beside the bytes that torch's allocator takes.
+
+Whole runs take a few steps, judge, capture states into a store, and learn from it.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.gpus import RUNTIME_BYTES
+from eagle_kit.train.plan.costs import Costs, Layout
+from eagle_kit.train.plan.estimate import Estimate
+from eagle_kit.train.run import loop
+from eagle_kit.train.run.loop import Ending, RunOptions, train
+from eagle_kit.train.run.new_head import head_architecture
+from eagle_kit.train.run.setup import TrainingComponents
+from eagle_kit.train.states import capture as captures
+from eagle_kit.train.states.capture import CaptureOptions, capture
+from tests.cuda_device.device import memory_of
+from tests.cuda_device.engines import made_up_results
+from tests.cuda_device.full_size import GB, Measured, measured
+from tests.cuda_device.recipes import recipe, unsaved
+
+STEPS = 2
+
+
+@contextmanager
+def estimated(found: Measured) -> Iterator[list[Estimate]]:
+    """Within, a run's own estimate is kept, and the peaks begin behind it, when everything is loaded."""
+    kept: list[Estimate] = []
+    estimate_run = loop.estimate_run
+
+    def keep(*args: Any) -> Estimate:
+        kept.append(estimate_run(*args))
+        found.restart()
+        return kept[-1]
+
+    with mock.patch.object(loop, "estimate_run", keep):
+        yield kept
+
+
+def run(config: TrainConfig, memory: int) -> Measured:
+    """Train a few steps on a device of ``memory`` bytes -> its peaks beside the run's own estimate."""
+    with memory_of(memory), unsaved(), measured() as found, estimated(found) as estimates, made_up_results():
+        assert train(config, RunOptions(max_steps=STEPS)) is Ending.MAX_STEPS
+        found.planned = estimates[0].peak - RUNTIME_BYTES
+        print(f"\n{estimates[0].report()}")
+    lines = (Path(config.output_dir) / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == STEPS and not any(row.get("skipped") for row in rows), "the optimizer has run"
+    assert rows[0]["tokens"] > 0.97 * STEPS * config.data.max_length
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["llama-3.1-8b-eagle3", "qwen3-8b-dflash", "qwen3-30b-a3b-eagle3"])
+def test_steps_of_a_recipe_take_what_is_planned(name, tmp_path, record_property):
+    """Rows are full of replies; of blocks, as many anchors are drawn as the recipe says."""
+    memory = 141 * GB if "30b" in name else 80 * GB
+    run(recipe(name, tmp_path, "judge.every=0"), memory).check(record_property)
+
+
+@pytest.mark.nightly
+def test_the_judge_beside_training_takes_what_is_planned(tmp_path, record_property):
+    """It decodes prompts of half a row after each step; between two judgements the head learns."""
+    config = recipe("llama-3.1-8b-eagle3", tmp_path, "judge.every=1", prompt=1900, count=12, held_out=8)
+    found = run(config, 80 * GB)
+    judged = (Path(config.output_dir) / "judge.jsonl").read_text().splitlines()
+    assert len(judged) == STEPS
+    found.check(record_property)
+
+
+@pytest.mark.nightly
+def test_capture_and_training_from_a_store_take_what_is_planned(tmp_path, record_property):
+    """The states of a 70B target are captured where it fits, and a head learns from them on 80 GB."""
+    config = recipe("llama-3.3-70b-eagle3", tmp_path, "training.state_format=fp8")
+    store = tmp_path / "store"
+    load_components = captures.load_components
+
+    with memory_of(282 * GB), unsaved(), measured() as captured:
+
+        def load(*args: Any, **options: bool) -> TrainingComponents:
+            components = load_components(*args, **options)
+            architecture = components.target.config
+            costs = Costs(config, architecture, head_architecture(config, architecture, None), is_gpu=True)
+            forward = costs.target_forward(components.data.row_length(0))
+            captured.planned = costs.target_bytes(Layout()) + forward
+            captured.restart()
+            return components
+
+        with mock.patch.object(captures, "load_components", load):
+            assert capture(config, CaptureOptions(store)) == 0
+    captured.check(record_property)
+
+    learned = recipe("llama-3.3-70b-eagle3", tmp_path, f"data.store={store}", "training.state_format=fp8")
+    run(learned, 80 * GB).check(record_property)

@@ -1,0 +1,156 @@
+"""The programs of ``examples`` run, with a tiny target in place of theirs."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from tiny import randomise
+from tiny_run import make_target
+
+from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.models.loading.loader import read_target_config
+
+FOLDER = Path(__file__).parents[2] / "examples"
+PROGRAMS = sorted(FOLDER.glob("*.py"))
+MOST_LINES = 45
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_target(tmp_path_factory.mktemp("examples") / "target"))
+
+
+@pytest.fixture(scope="module")
+def draft(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    config = read_target_config(Path(target))
+    head = randomise(Eagle3Head(Eagle3Config.for_target(config, config.vocab_size)), 1, 0.2)
+    head.t2d.fill_(True)
+    folder = tmp_path_factory.mktemp("examples") / "draft"
+    save_draft(head, folder, metadata={})
+    return str(folder)
+
+
+def load(path: Path) -> ModuleType:
+    """Import a program, whose name begins with a number."""
+    spec = importlib.util.spec_from_file_location(f"example_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str], **given: str) -> list[str]:
+    """Lines that a program prints."""
+    (path,) = FOLDER.glob(f"*_{name}.py")
+    load(path).main(**given)
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_a_program_is_short_and_says_what_it_shows(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.startswith('"""') and len(text.splitlines()) <= MOST_LINES
+    assert load(path).TARGET == "smollm2-135m-instruct"
+
+
+def test_there_are_programs_for_a_first_day() -> None:
+    assert len(PROGRAMS) >= 10
+
+
+def test_texts_are_completed(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("complete_a_text", capsys, target=target)
+    assert len(lines) == 3
+    assert all(line.rpartition(" ")[2] in ("stop", "length") for line in lines)
+
+
+def test_a_chat_goes_on_and_finds_its_beginning_in_the_cache(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "\n".join(run("chat", capsys, target=target))
+    counts = [int(count) for count in re.findall(r"(\d+) tokens were cached", text)]
+    assert len(counts) == 2 and min(counts) > 0
+
+
+def test_replies_are_streamed(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "\n".join(run("stream", capsys, target=target))
+    assert re.search(r"^0 (stop|length) ", text, re.MULTILINE)
+    assert re.search(r"^1 (stop|length) ", text, re.MULTILINE)
+
+
+def test_replies_match_their_constraints(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    *before, choice, number, sentence = run("structured_output", capsys, target=target)
+    assert choice in ("red", "green", "blue") and re.fullmatch("[0-9]{2}", number)
+    assert sentence == "yes" or sentence.startswith("no, ")
+    assert len(before) <= 1
+
+
+def test_several_replies_have_log_probabilities(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("several_replies", capsys, target=target)
+    numbers = [line.split(" ", 2)[:2] for line in lines[:3]]
+    assert [number for number, _ in numbers] == ["0", "1", "2"]
+    assert all(float(logprob) < 0 for _, logprob in numbers) and len(lines) > 3
+
+
+def test_a_draft_is_measured(target: str, draft: str, capsys: pytest.CaptureFixture[str]) -> None:
+    chain, positions, tree = run("draft_head", capsys, target=target, draft=draft)
+    found = re.fullmatch(r"accept length ([\d.]+) in (\d+) verifies", chain)
+    assert found is not None and 1.0 <= float(found[1]) <= 9.0 and int(found[2]) > 0
+    assert positions.startswith("by position [") and float(tree.removeprefix("tree ")) >= 1.0
+
+
+def test_ngram_drafts_what_repeats(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    last = run("ngram", capsys, target=target)[-1]
+    assert re.fullmatch(r"\d+ verifies, accept length [\d.]+", last)
+
+
+def test_a_loaded_model_says_what_it_says_by_itself(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(run("own_model", capsys, target=target)) == 1
+
+
+def test_hidden_states_have_their_shapes(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("hidden_states", capsys, target=target)
+    assert "  input of layer 2 (16, 64)" in lines[2] and lines[3] == "  behind the final norm (16, 64)"
+
+
+def test_a_client_is_answered(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("fastapi")
+    run("openai_client", capsys, target=target)
+
+
+def test_texts_are_scored(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run("score_texts", capsys, target=target)
+    assert len(lines) == 3 and all(float(line.rpartition(" ")[2]) < 0 for line in lines)
+
+
+@pytest.mark.real
+@pytest.mark.parametrize(
+    ("name", "said"), [("complete_a_text", "Paris"), ("score_texts", "Paris"), ("own_model", "Paris")]
+)
+def test_a_program_runs_as_it_stands(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in "\n".join(run(name, capsys))
+
+
+def test_the_page_on_python_runs_block_by_block(
+    target: str, draft: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llguidance")
+    path = FOLDER.parent / "docs" / "python.md"
+    text = path.read_text(encoding="utf-8")
+    assert len(text.encode()) <= 6 * 1024
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 8
+    names = {"smollm2-135m-instruct": target, "checkpoints/smollm2-135m-eagle3": draft}
+    scope: dict[str, Any] = {}
+    for block in blocks:
+        for name, place in names.items():
+            block = block.replace(json.dumps(name), json.dumps(place))
+        exec(compile(block, str(path), "exec"), scope)
+    assert scope["states"].layers[1].shape[0] == len(scope["states"].token_ids)
+    capsys.readouterr()
