@@ -3,6 +3,10 @@
 They are for a GPU. With ``EAGLE_KIT_GPU_TESTS_ON=cpu`` their bodies run on a CPU instead, at tiny sizes, with
 kernels under the interpreter and graphs that are replayed eagerly: that shows mistakes in the tests, not in
 the kernels. Inputs of a GPU are new in every run; ``EAGLE_KIT_GPU_SEED`` repeats those of an earlier one.
+
+They also run on the CUDA device in software, at tiny sizes, with torch's allocator, streams and graphs::
+
+    EAGLE_KIT_DEVICE_MODE=values python -m pytest -p tests.cuda_device.plugin tests/gpu
 """
 
 import os
@@ -15,17 +19,20 @@ import torch
 
 T = TypeVar("T")
 ON_GPU = torch.cuda.is_available()
+IN_SOFTWARE = "EAGLE_KIT_DEVICE_LIBRARIES" in os.environ
+"""The GPU is the CUDA device in software."""
 REHEARSED = os.environ.get("EAGLE_KIT_GPU_TESTS_ON") == "cpu" and not ON_GPU
+IS_TINY = REHEARSED or IN_SOFTWARE
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-SEED = int(os.environ.get("EAGLE_KIT_GPU_SEED") or (18 if REHEARSED else random.getrandbits(31)))
+SEED = int(os.environ.get("EAGLE_KIT_GPU_SEED") or (18 if IS_TINY else random.getrandbits(31)))
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = DTYPES[1:]
 
 
-def pick(on_gpu: T, on_cpu: T) -> T:
-    """A size, or a table of cases."""
-    return on_gpu if ON_GPU else on_cpu
+def pick(on_gpu: T, tiny: T) -> T:
+    """A size, or a table of cases: of a GPU, or of a CPU and the device in software."""
+    return on_gpu if ON_GPU and not IN_SOFTWARE else tiny
 
 
 def generator(salt: int = 0) -> torch.Generator:
