@@ -542,7 +542,7 @@ REFUSED = {
     "eval --chat-template-kwargs [1]": "--chat-template-kwargs is no JSON object",
     "bench": "none was given",
     "bench --draft d --rounds 0": "--rounds is 0",
-    "bench --draft d --batches 1 0": "--batches has 0",
+    "bench --draft d --batches 1 0": "--batches is",
     "bench --draft d --shapes 4": "'4' is not of the form",
     "bench serve --base-url x": "'x' is not a URL",
 }

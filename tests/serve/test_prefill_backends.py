@@ -296,7 +296,7 @@ def test_the_server_names_the_backend_at_its_start(capsys):
     args = Namespace(no_self_test=True, speculative_algorithm=None)
     introduce(args, ServedModel("target", "draft"), make())
     lines = capsys.readouterr().err.splitlines()
-    assert "prefill    torch" in lines[:4]
+    assert "prefill    torch" in lines
     assert any(line.startswith("chat       ") for line in lines)
 
 
