@@ -13,7 +13,7 @@ from pydantic_core import PydanticUndefined
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.loader import load_settings
 from eagle_kit.config.options import OptionError, Options
-from eagle_kit.config.train import TrackingConfig
+from eagle_kit.config.tracking import TrackingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json
 from eagle_kit.core.sampling_params import SamplingParams
