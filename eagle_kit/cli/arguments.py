@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from eagle_kit.config.loading.flags import Flag, add_flags
 from eagle_kit.config.loading.loader import load_settings
 from eagle_kit.config.options import Options
-from eagle_kit.config.train import TrackingConfig
+from eagle_kit.config.tracking import TrackingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.report.wandb_run import require_wandb

@@ -14,7 +14,10 @@ MAX_NUMBER = 2**32 - 1
 class Section(BaseModel):
     """Section of a YAML file: frozen, without unknown keys, with numbers that are finite and fit 32 bits."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    # Validators are built when first used: `--help` reads the texts alone.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
+    )
 
     @field_validator("*")
     @classmethod
@@ -45,7 +48,9 @@ class Options(BaseModel):
         UserError: an unknown name or a wrong value, whether the schema or a validator refuses it.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
+    )
 
     def __init__(self, **values: Any) -> None:
         try:

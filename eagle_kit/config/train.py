@@ -6,15 +6,14 @@ line as ``section.key=value``. The keys of ``head`` and ``training`` depend on `
 """
 
 import json
-import os
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from eagle_kit.config.drafts import AnyHeadConfig, Eagle3HeadConfig
 from eagle_kit.config.drafts.base import refuse_unknown_keys
 from eagle_kit.config.options import Section
+from eagle_kit.config.tracking import TrackingConfig
 from eagle_kit.config.training import TrainingConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
@@ -243,52 +242,6 @@ class JudgeConfig(Section):
                 "Set judge.patience=null, or judge.every above 0.",
             )
         return self
-
-
-class TrackingConfig(Section):
-    """Trackers and report, which get the figures besides ``metrics.jsonl``."""
-
-    wandb: Literal["off", "offline", "online"] = "off"
-    """``off``, ``offline`` (files in the run folder) or ``online``."""
-
-    project: str = "eagle-kit"
-    """Name of the project there."""
-
-    entity: str | None = None
-    """User or team that the project belongs to; null is wandb's default."""
-
-    group: str | None = None
-    """Group of the run; null is none."""
-
-    name: str | None = None
-    """Name of the run; null is that of the run folder."""
-
-    tags: tuple[str, ...] = ()
-    """Tags of the run."""
-
-    tensorboard: bool = False
-    """Write event files into ``tensorboard/`` of the run folder."""
-
-    report: bool | None = None
-    """Draw ``report.html`` in the run folder at every judgement and at the end; null does so where matplotlib
-    is installed.
-    """
-
-    def wandb_options(self, folder: str | Path) -> dict[str, Any]:
-        """Arguments of ``wandb.init`` besides the project; a setting that is null is left to wandb.
-
-        Args:
-            folder: that wandb writes into.
-        """
-        name = self.name or os.path.basename(os.path.abspath(folder))
-        options: dict[str, Any] = {"dir": str(folder), "mode": self.wandb, "name": name}
-        if self.entity is not None:
-            options["entity"] = self.entity
-        if self.group is not None:
-            options["group"] = self.group
-        if self.tags:
-            options["tags"] = list(self.tags)
-        return options
 
 
 class TrainConfig(Section):

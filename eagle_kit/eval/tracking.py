@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.config.train import TrackingConfig
+from eagle_kit.config.tracking import TrackingConfig
 from eagle_kit.report.wandb_run import log_figures
 
 SETTING = ("task", "category", "draft", "shape")
