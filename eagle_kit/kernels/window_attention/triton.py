@@ -124,7 +124,8 @@ def _window(
     if WINDOW > 0 or CHUNK > 0:
         own = (num_keys - num_rows // G + node).to(tl.int64)
         before = bits & ((tl.full([BLOCK_M], 1, tl.int64) << own << 1) - 1)
-        position = prefix + count_bits(before) - 1
+        # A column: Triton 3.7 does not compile chunks of positions that it needs in two layouts.
+        position = (prefix + count_bits(before) - 1)[:, None]
         first_of = first_seen(position, WINDOW, CHUNK)
         behind = (before >> 1) & 0x7FFFFFFFFFFFFFFF
     scratch = request * scratch_stride + scratch_start
@@ -142,9 +143,9 @@ def _window(
         chosen = ((bits[:, None] >> bit[None, :]) & 1) != 0
         seen = in_prefix[None, :] | (in_window[None, :] & chosen)
         if WINDOW > 0 or CHUNK > 0:
-            place = position[:, None] - count_bits(behind[:, None] >> bit[None, :])
+            place = position - count_bits(behind[:, None] >> bit[None, :])
             place = tl.where(in_prefix[None, :], column[None, :], place)
-            seen = seen & (place >= first_of[:, None])
+            seen = seen & (place >= first_of)
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
         if CAPPED:
             scores = tanh(scores * cap)
