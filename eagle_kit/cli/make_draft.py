@@ -399,11 +399,10 @@ class Making:
         keeps: bool = False,
     ) -> Path:
         """Write the config of a training, once, which ``keeps`` the target's states."""
-        import yaml
-
         path = self.out / f"{name}.yaml"
         if path.is_file():
             return path
+        from eagle_kit.config.loading.yaml_file import dump_mapping
         from eagle_kit.models.loading.loader import read_target_config
         from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
@@ -436,7 +435,7 @@ class Making:
             },
             "judge": {"every": every if judged else 0, "prompts": HELD_OUT, "max_tokens": 64},
         }
-        write_text_atomically(path, yaml.safe_dump(raw, sort_keys=False))
+        write_text_atomically(path, dump_mapping(raw))
         return path
 
     def _train(self, config: Path, *settings: str) -> tuple[str, ...]:
