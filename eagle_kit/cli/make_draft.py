@@ -467,12 +467,12 @@ class Making:
         row_tokens: int = ROW_TOKENS,
     ) -> Path:
         """Write the config of a training, once; the rest as for :meth:`_raw_config`."""
-        import yaml
+        from eagle_kit.config.loading.yaml_file import dump_mapping
 
         path = self.out / f"{name}.yaml"
         if not path.is_file():
             raw = self._raw_config(name, phase, data, judged=judged, keeps=keeps, row_tokens=row_tokens)
-            write_text_atomically(path, yaml.safe_dump(raw, sort_keys=False))
+            write_text_atomically(path, dump_mapping(raw))
         return path
 
     def _raw_config(

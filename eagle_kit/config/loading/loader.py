@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from eagle_kit.config.loading.keys import known_keys, nearest_key
 from eagle_kit.config.loading.shipped import find_config
-from eagle_kit.config.loading.yaml_file import parse_value, read_mapping
-from eagle_kit.core.errors import UserError, shown
+from eagle_kit.config.loading.yaml_file import NotYAML, parse_value, read_mapping
+from eagle_kit.core.errors import UserError, first_line, shown
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -45,7 +44,14 @@ def _validated(schema: type[Schema], raw: dict[str, Any], overrides: Sequence[st
     for override in overrides:
         _apply(raw, override)
     try:
-        return schema.model_validate_json(json.dumps(raw), strict=True)
+        as_json = json.dumps(raw)
+    except (TypeError, ValueError, RecursionError) as error:  # bytes, a list as a key, a list inside itself
+        raise UserError(
+            f"{where} has a value that no config takes: {first_line(error)}.",
+            "Use texts, numbers, true, false, null, lists and mappings of them.",
+        ) from None
+    try:
+        return schema.model_validate_json(as_json, strict=True)
     except ValidationError as error:
         raise _explain(error, schema, where, raw) from None
 
@@ -68,10 +74,10 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             )
     try:
         section[parts[-1]] = parse_value(text)
-    except yaml.YAMLError as error:
-        what = getattr(error, "problem", None) or "it cannot be read"
+    except NotYAML as error:
         raise UserError(
-            f"The value of the override {shown(override)} is not YAML: {what}.", "Quote or correct it."
+            f"The value of the override {shown(override)} is not YAML: {error.problem}.",
+            "Quote or correct it.",
         ) from None
 
 
