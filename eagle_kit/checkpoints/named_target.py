@@ -83,11 +83,11 @@ def named_by(draft: str, files: DraftFiles) -> NamedTarget | None:
 
     # The folder with the weights of the training; one in the hub's cache is better known by its id.
     weights = files.metadata.get(WEIGHTS_KEY)
-    place = find_place(weights) if isinstance(weights, str) else None
-    if place is not None and target_revision(place) is None:
-        return NamedTarget(
-            str(place), f"the folder with the weights of the draft {draft}, by {note_of(weights)}"
-        )
+    if isinstance(weights, str):
+        place = find_place(weights)
+        if place is not None and target_revision(place) is None:
+            found_by = f"the folder with the weights of the draft {draft}, by {note_of(weights)}"
+            return NamedTarget(str(place), found_by)
     if Path(name).is_dir() or is_hub_id(name):
         return NamedTarget(name, origin)
     raise UserError(

@@ -55,7 +55,7 @@ def serve_commands(draft: DraftInfo, reasons: Mapping[str, str]) -> str:
         first = ""
         if draft.format != engine:
             place = f"{draft.folder}-{engine}"
-            first = f"eagle-kit export {folder}{draft.target} --format {engine} --out {shlex.quote(place)}\n"
+            first = f"eagle-kit export {folder} --format {engine} --out {shlex.quote(place)}\n"
         command = _sglang(draft, place) if engine == "sglang" else _vllm(draft, place)
         parts.append(
             f"{name} (flags of version {CHECKED_VERSIONS[engine]}; not tried, nothing here has started that "

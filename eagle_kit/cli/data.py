@@ -537,10 +537,15 @@ def _server(flags: RegenerateFlags) -> "tuple[Responder, str]":
         raise UserError(
             f"The variable {flags.api_key_env} is not set.", "Set it, or leave --api-key-env out."
         )
-    numbers = {"concurrency": flags.concurrency, "retries": flags.retries}
-    responder = ServerResponder(
-        ServerOptions(flags.base_url, flags.model, **numbers, api_key=key, with_ids=flags.ids)
+    options = ServerOptions(
+        base_url=flags.base_url or "",
+        model=flags.model,
+        concurrency=flags.concurrency,
+        retries=flags.retries,
+        api_key=key,
+        with_ids=flags.ids,
     )
+    responder = ServerResponder(options)
     return responder, f"{responder.model} of a server; revision and template unknown"
 
 
@@ -567,8 +572,15 @@ def _import_states(flags: ImportStatesFlags) -> int:
     more += ("--layers", *flags.layers) if flags.layers else ()
     more += ("--no-check",) if flags.no_check else ()
     more += ("--max-missing", str(flags.max_missing)) if flags.max_missing else ()
-    about = {"layers": layers, "convention": flags.convention, "checks": not flags.no_check}
-    other = OtherEngine("import-states", more, flags.folder, **about, max_missing=flags.max_missing)
+    other = OtherEngine(
+        "import-states",
+        more,
+        flags.folder,
+        layers=layers,
+        convention=flags.convention,
+        checks=not flags.no_check,
+        max_missing=flags.max_missing,
+    )
     options = CaptureOptions(
         out=flags.out, verify=flags.verify, arguments=(flags.config, *flags.overrides), other=other
     )

@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ImportOptions)
 
 
-def fitting_format(source: str, target: str) -> str | None:
+def fitting_format(source: str, target: str) -> "Literal['sglang', 'vllm'] | None":
     """The format by which a draft's layer ids fit its target, where its files do not say how they are meant;
     None where they say it, or where the fit does not decide it.
 
@@ -50,7 +50,9 @@ def fitting_format(source: str, target: str) -> str | None:
         return None
     print(f"layer ids: {found.words}")
     if "speculators_model_type" not in open_draft(folder).config:
-        return {"input": "vllm", "output": "sglang", None: None}[found.best]
+        if found.best is None:
+            return None
+        return "vllm" if found.best == "input" else "sglang"
     if found.best == "output":
         raise UserError(
             f"The layer ids of {source} are inputs of layers by its format, and they fit as outputs.",
@@ -64,9 +66,10 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, ImportOptions)
     from eagle_kit.checkpoints.export import Facts, import_draft
 
-    facts, format = Facts(licence=options.license), options.format
+    format = options.format
     if format is None and options.target is not None:
         format = fitting_format(options.source, options.target)
+    facts = Facts(licence=options.license)
     seen = import_draft(options.source, options.out, format=format, target=options.target, facts=facts)
     print(f"{options.source}: {seen.kind.name} head, {seen.maker}")
     print(f"{options.out}: check it with eagle-kit validate {options.out} --target TARGET")
