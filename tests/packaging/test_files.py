@@ -10,11 +10,16 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
+def normalized(package):
+    """A package's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", package).lower()
+
+
 def pinned(name):
     """Versions by package of a constraints file."""
     lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
     pairs = [line.split("==") for line in lines if not line.startswith("#")]
-    return {package.lower().replace("_", "-"): version for package, version in pairs}
+    return {normalized(package): version for package, version in pairs}
 
 
 def requirements(*extras):
@@ -24,9 +29,9 @@ def requirements(*extras):
         words += PROJECT["optional-dependencies"][extra]
     found = {}
     for word in words:
-        match = re.match(r"([\w-]+)>=([\d.]+)", word)
+        match = re.match(r"([\w.-]+)>=([\d.]+)", word)
         if match:
-            found[match[1]] = match[2]
+            found[normalized(match[1])] = match[2]
     return found
 
 
