@@ -107,8 +107,8 @@ test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in so
 	@echo "== tests on a CUDA device in software"
 	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values $(ARGS)
 	@EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE) tests/cuda_device/values $(ARGS)
-	@echo "== tests of a GPU on it, with their numbers"
-	@EAGLE_KIT_DEVICE_MODE=values EAGLE_KIT_DEVICE_MEMORY_GB=8 $(ON_DEVICE) tests/gpu $(ARGS)
+	@echo "== tests of a GPU's kernels on it, with their numbers"
+	@EAGLE_KIT_DEVICE_MODE=values EAGLE_KIT_DEVICE_MEMORY_GB=8 $(ON_DEVICE) tests/gpu/test_*_kernels.py $(ARGS)
 	@echo "== quick tests of kernels, compiled for the CPU"
 	@$(AS_CPP) tests/kernels --tier quick $(ARGS)
 
