@@ -70,8 +70,8 @@ test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in so
 	@EAGLE_KIT_DEVICE_CAPABILITY=8.0 $(ON_DEVICE) tests/cuda_device/test_cycles.py $(ARGS) $(OR_NONE)
 	@echo "== the same with true values"
 	@$(WITH_VALUES) tests/cuda_device/values $(ARGS) $(OR_NONE)
-	@echo "== tests of a GPU on it, with their numbers"
-	@EAGLE_KIT_DEVICE_MEMORY_GB=8 $(WITH_VALUES) tests/gpu $(ARGS) $(OR_NONE)
+	@echo "== tests of a GPU's kernels on it, with their numbers"
+	@EAGLE_KIT_DEVICE_MEMORY_GB=8 $(WITH_VALUES) tests/gpu/test_*_kernels.py $(ARGS) $(OR_NONE)
 	@echo "== quick tests of kernels, compiled for the CPU"
 	@$(AS_CPP) tests/kernels --tier quick $(ARGS) $(OR_NONE)
 
