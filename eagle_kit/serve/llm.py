@@ -25,7 +25,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import has_chat_template, prompt_token_ids, set_chat_template
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.kernels.device_memory import out_of_memory
+from eagle_kit.kernels.device_memory import out_of_memory, reserve_segment
 from eagle_kit.kernels.linear import pack_weights
 from eagle_kit.models.heads.draft_head import DraftHead
 from eagle_kit.models.loading.loaded import loaded_target
@@ -41,7 +41,7 @@ from eagle_kit.serve.grammar.bad_words import bad_word_ids
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.protocols import Grammars
 from eagle_kit.serve.leading import Ask, LeadingEngine, Leave, Message
-from eagle_kit.serve.memory import NEED_LESS, MemoryPlan, plan_memory, reserve_prefill
+from eagle_kit.serve.memory import NEED_LESS, MemoryPlan, plan_memory
 from eagle_kit.serve.options import (
     check_fp8,
     devices_of,
@@ -437,7 +437,7 @@ class LLM:
             self._engine = LeadingEngine(*parts, group=group)
         else:
             self._engine = Engine(*parts)
-        reserve_prefill(self.memory_plan, self.target.embed_tokens.weight.device)
+        reserve_segment(self.target.embed_tokens.weight.device, self.memory_plan.prefill)
 
     def _grammars(self) -> Callable[[], Grammars] | None:
         """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first

@@ -71,7 +71,7 @@ class MemoryPlan:
         extent: the most that a warm-up may prepare, so that graphs leave the pool its share.
         graphs_of_all: those that would be prepared for everything.
         fp8: bytes of the weights that are in fp8 layers.
-        prefill: bytes of ``activations`` that a prefill step needs, :func:`reserve_prefill`.
+        prefill: bytes of ``activations`` that a prefill step needs.
     """
 
     kv_tokens: int
@@ -276,16 +276,6 @@ def _extent(graphs: dict[WarmUpExtent, Graphs], shared: int, pool: int, *, is_gi
     share = 0.0 if is_given else GRAPH_SHARE * max(0, shared)
     fits = (extent for extent, (_, size) in graphs.items() if size + pool <= shared or size <= share)
     return next(fits, "none")
-
-
-def reserve_prefill(plan: MemoryPlan, device: torch.device) -> None:
-    """Let torch's allocator take the memory of a prefill step as one segment of a GPU.
-
-    The allocator gives parts of a free segment to tensors of any size. Without such a segment each size gets
-    segments of its own, which together are up to twice as large.
-    """
-    if device.type == "cuda":
-        torch.empty(plan.prefill, dtype=torch.uint8, device=device)
 
 
 def _layers(target: Target, draft: DraftModel | None) -> Iterator[DecoderConfig]:

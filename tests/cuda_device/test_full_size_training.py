@@ -59,21 +59,11 @@ def run(config: TrainConfig, memory: int) -> Measured:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["llama-3.1-8b-eagle3"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b-eagle3", "qwen3-8b-dflash", "qwen3-30b-a3b-eagle3"])
 def test_steps_of_a_recipe_take_what_is_planned(name, tmp_path, record_property):
     """Rows are full of replies; of blocks, as many anchors are drawn as the recipe says."""
     memory = 141 * GB if "30b" in name else 80 * GB
     run(recipe(name, tmp_path, "judge.every=0"), memory).check(record_property)
-
-
-@pytest.mark.nightly
-def test_the_judge_beside_training_takes_what_is_planned(tmp_path, record_property):
-    """It decodes prompts of half a row after each step; between two judgements the head learns."""
-    config = recipe("llama-3.1-8b-eagle3", tmp_path, "judge.every=1", prompt=1900, count=12, held_out=8)
-    found = run(config, 80 * GB)
-    judged = (Path(config.output_dir) / "judge.jsonl").read_text().splitlines()
-    assert len(judged) == STEPS
-    found.check(record_property)
 
 
 @pytest.mark.nightly
@@ -99,6 +89,4 @@ def test_capture_and_training_from_a_store_take_what_is_planned(tmp_path, record
     captured.check(record_property)
 
     learned = recipe("llama-3.3-70b-eagle3", tmp_path, f"data.store={store}", "training.state_format=fp8")
-    learned_from = run(learned, 80 * GB)
-    print(f"\n{learned_from}")
-    assert learned_from.reserved <= 1.06 * learned_from.planned, "the plan is 8 % above what is allocated"
+    run(learned, 80 * GB).check(record_property)

@@ -168,11 +168,18 @@ def training_bytes(
     """Peak of one forward and backward beyond weights, their gradients and the target's states: what the
     layers hold, and what the loss holds at the same time.
 
-    To what is saved comes one step's worth of gradients, with which the backward pass begins.
+    The backward pass begins with one step's worth of gradients. On a GPU blocks of the loss are large, and
+    they are gone then but for the gradients of states and output layer, so the larger of both moments counts.
+    On a CPU they are small, and both are added.
     """
     saved = saved_bytes(draft, tokens, rows, steps, numerics)
     loss = loss_bytes(draft, tokens, rows, steps, block, numerics)
     if size := draft.block_rows(steps):
-        return saved + rows * size * _block_row_bytes(draft, size, numerics), loss
-    row = _row_bytes(draft, numerics)
-    return saved + rows * (row.before + row.behind), loss
+        gradients = rows * size * _block_row_bytes(draft, size, numerics)
+    else:
+        row = _row_bytes(draft, numerics)
+        gradients = rows * (row.before + row.behind)
+    if not numerics.is_gpu:
+        return saved + gradients, loss
+    left = FP32 * draft.hidden_size * (steps * rows + draft.owns_output * draft.draft_vocab_size)
+    return saved + max(0.0, gradients + left - loss), loss

@@ -199,7 +199,6 @@ class Costs:
         many processes is not judged."""
         config, width = self.config, self.numerics.operand
         per_weight = layout.head_bytes + 4.0 * (config.training.ema_decay is not None)
-        per_weight += width if width < 4 else 0  # autocast's copy
         states = tokens * (len(self.draft.aux_layer_ids) + 1) * self.target.hidden_size * width
         block = LOSS_BLOCK_ON_GPU if self.is_gpu else LOSS_BLOCK
         layers, loss = training_bytes(
@@ -209,7 +208,7 @@ class Costs:
             layers = max(layers, self.target_forward(tokens))
         memory = {
             "target": self.target_bytes(layout),
-            "head, gradient and optimiser": per_weight * self.head.total,
+            "head, gradient and optimiser": per_weight * self.head.total + self._autocast_bytes(),
             "states and activations": states + layers,
             "teacher and logits": loss,
         }
@@ -219,6 +218,14 @@ class Costs:
             if layout.target == "sharded" and not self._is_cut:
                 memory["target, cut for the judge"] = width * self._cut_weights(judged, layout)
         return memory | {"runtime": RUNTIME_BYTES if self.is_gpu else RUNTIME_BYTES_ON_CPU}
+
+    def _autocast_bytes(self) -> float:
+        """Bytes of autocast's copy of the head; that of its output layer belongs to the loss."""
+        width = self.numerics.operand
+        if width == 4:
+            return 0.0
+        of_loss = self.draft.owns_output * self.draft.draft_vocab_size * self.draft.hidden_size
+        return float(width * (self.head.total - of_loss))
 
     @staticmethod
     def peak(memory: dict[str, float]) -> float:

@@ -68,6 +68,11 @@ class Estimate:
     num_parameters: int
 
     @property
+    def of_step(self) -> float:
+        """Bytes that a step takes beside the models and the optimiser."""
+        return self.memory["states and activations"] + self.memory["teacher and logits"]
+
+    @property
     def seconds(self) -> float:
         """Expected duration without judging."""
         return self.seconds_per_step * self.session.num_steps + self.capture_seconds

@@ -17,7 +17,7 @@ from eagle_kit.checkpoints.draft import resolve_draft, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.kernels.device_memory import out_of_memory
+from eagle_kit.kernels.device_memory import out_of_memory, reserve_segment
 from eagle_kit.kinds.kind import Start
 from eagle_kit.kinds.support.files import read_metadata
 from eagle_kit.models.heads.draft_head import DraftHead
@@ -181,11 +181,11 @@ class Trainer:
             lacks = "" if self.folder.checkpoints() else " has no checkpoint yet:"
             self._print(f"resume  {self.folder.path}{lacks} from step {self.state.step} of {self.stop_at}")
         steps = range(self.state.step, self.stop_at)
-        self._print(
-            estimate_run(self.config, self.accelerator, self.components, self.stepper, steps).report()
-        )
+        estimate = estimate_run(self.config, self.accelerator, self.components, self.stepper, steps)
+        self._print(estimate.report())
         if self.options.dry_run:
             return Ending.DONE
+        reserve_segment(self.accelerator.device, estimate.of_step)
         is_new = not (self.options.resume and self.folder.has_run)
         if self.accelerator.is_main_process:
             if not is_new:

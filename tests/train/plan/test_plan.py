@@ -115,7 +115,9 @@ def test_memory_of_an_8b_target_is_what_its_parts_add_up_to() -> None:
     placement = planner.place(1)
     teacher = 2 * 32000 * 4096
     assert placement.memory["target"] == pytest.approx(2 * 8_030_261_248 + teacher, rel=1e-3)  # norms aside
-    assert placement.memory["head, gradient and optimiser"] == 18 * planner.costs.head.total
+    # The copy of autocast is without the output layer, which is among the logits.
+    rounded = planner.costs.head.total - 32000 * 4096
+    assert placement.memory["head, gradient and optimiser"] == 16 * planner.costs.head.total + 2 * rounded
     assert placement.peak <= USABLE * GPUS["h100-80g"].memory
     longer = planner_of("llama-3.1-8b-eagle3", "h100-80g", "data.max_length=8192").place(1)
     assert longer.memory["states and activations"] == pytest.approx(
