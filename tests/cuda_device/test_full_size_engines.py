@@ -28,7 +28,7 @@ class Case(NamedTuple):
     """A target and a draft on a kind of GPU.
 
     Attributes:
-        draft: ``eagle3``, ``eagle3-mla``, or ``mtp`` for the modules in the target's folder.
+        draft: ``eagle3`` or ``eagle3-mla``.
         num_ranks: GPUs that share the target.
         memory: bytes of each.
         options: of the engine.
@@ -50,7 +50,6 @@ LLAMA_70B = Case(
 DEEPSEEK_V3 = Case(
     "deepseek-ai/DeepSeek-V3", "eagle3-mla", 8, 141 * GB, {"shape": "5,4,8", "batch_sizes": (1,)}
 )
-DEEPSEEK_V3_MTP = Case("deepseek-ai/DeepSeek-V3", "mtp", 8, 141 * GB, {"shape": "3,1,4", "batch_sizes": (1,)})
 
 
 def fixed_bytes(plan: MemoryPlan) -> int:
@@ -69,12 +68,9 @@ def loaded(case: Case, folder: Any) -> Iterator[LLM]:
             stack.enter_context(first_of(case.num_ranks))
         stack.enter_context(unread_weights())
         with memory_of(ROOM_TO_LOAD):
-            if case.draft == "mtp":
-                llm = LLM(folder, tokenizer=object(), algorithm="NEXTN", **options)
-            else:
-                # The draft has a copy of the head, so nothing here may hold the original.
-                latent = case.draft == "eagle3-mla"
-                llm = LLM(folder, eagle3_head(config, latent=latent), tokenizer=object(), **options)
+            # The draft has a copy of the head, so nothing here may hold the original.
+            latent = case.draft == "eagle3-mla"
+            llm = LLM(folder, eagle3_head(config, latent=latent), tokenizer=object(), **options)
         stack.enter_context(memory_of(case.memory))
         stack.callback(llm.close)
         yield llm
@@ -87,7 +83,6 @@ def loaded(case: Case, folder: Any) -> Iterator[LLM]:
         pytest.param(LLAMA_8B, id="Llama-3.1-8B"),
         pytest.param(LLAMA_70B, id="Llama-3.3-70B, a rank of eight"),
         pytest.param(DEEPSEEK_V3, id="DeepSeek-V3, a rank of eight"),
-        pytest.param(DEEPSEEK_V3_MTP, id="DeepSeek-V3 with its module, a rank of eight"),
     ],
 )
 def test_an_engine_takes_what_is_planned(case, tmp_path, record_property):
