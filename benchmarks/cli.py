@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.options import Options, add_arguments
 from eagle_kit.cli.app import report_errors
-from eagle_kit.cli.arguments import DEFAULT_TARGET, check_positive
+from eagle_kit.cli.arguments import DEFAULT_TARGET
 from eagle_kit.core.errors import UserError
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it on import; its profiler prints without
@@ -208,7 +208,7 @@ def _train(args: argparse.Namespace, target: str, options: Options) -> int:
     from benchmarks.train.ratios import RatioOptions
     from benchmarks.train.step import cases, training_targets
 
-    check_positive(args, "length", "ttt_length", "draft_vocab_size")
+    _check_positive(args, "length", "ttt_length", "draft_vocab_size")
     _check_named(args)
     ratios = RatioOptions(**_given(args, RatioOptions))
     settings = {"target": target, "draft": None}
@@ -220,11 +220,19 @@ def _tune(args: argparse.Namespace, target: str, options: Options) -> int:
     from benchmarks.tune.sizes import Sizes
     from benchmarks.tune.suite import main as tune
 
-    check_positive(args, "rounds", "max_tokens")
+    _check_positive(args, "rounds", "max_tokens")
     if args.minutes is None:
         options = replace(options, minutes=TUNE_MINUTES)
     sizes = Sizes(**_given(args, Sizes), compare=not args.no_compare)
     return tune(target, args.draft, sizes, options)
+
+
+def _check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raise UserError when one of the named numbers was given and is below one."""
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number of at least one.")
 
 
 def _check_named(args: argparse.Namespace) -> None:

@@ -5,11 +5,18 @@ import sys
 from collections.abc import Sequence
 
 from eagle_kit.cli.app import parse_with_overrides, report_errors
-from eagle_kit.config.loading.command_line import add_config
+from eagle_kit.config.loading.flags import ConfigFlags, add_options, options_of
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.core.process import INTERRUPTED
 from recipes import study
 from recipes.pretrain_config import PretrainConfig
+
+
+class PretrainFlags(ConfigFlags):
+    """Options of ``pretrain``."""
+
+    resume: bool = False
+    """Go on from the last save."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,8 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     pretrain_parser = commands.add_parser(
         "pretrain", help="train a small target from nothing", description=text
     )
-    add_config(pretrain_parser)
-    pretrain_parser.add_argument("--resume", action="store_true", help="go on from the last save")
+    add_options(pretrain_parser, PretrainFlags)
     pretrain_parser.set_defaults(run=_pretrain)
     return parser
 
@@ -45,8 +51,9 @@ def _pretrain(args: argparse.Namespace) -> int:
     """Train; exit code 130 when it was stopped by Ctrl-C or SIGTERM, having saved."""
     from recipes.pretrain import pretrain
 
-    config = load_config(PretrainConfig, args.config, args.overrides)
-    if not pretrain(config, resume=args.resume):
+    flags = options_of(args, PretrainFlags)
+    config = load_config(PretrainConfig, flags.config, flags.overrides)
+    if not pretrain(config, resume=flags.resume):
         return INTERRUPTED
     print(f"The target is in {config.output_dir}.")
     return 0

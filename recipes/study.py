@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
-from eagle_kit.config.loading.command_line import add_config
+from eagle_kit.config.loading.flags import ConfigFlags, Flag, add_options, options_of
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object
 from eagle_kit.core.process import INTERRUPTED, interruptible
@@ -204,12 +206,22 @@ class StudyRun:
         return Job(self.name, command, log, lambda: export_draft(self.folder, self.head))
 
 
+class StudyFlags(ConfigFlags):
+    """Options of ``study``."""
+
+    jobs: int = Field(default=1, ge=1)
+    """Runs at a time, on a CPU."""
+
+    stop_after: Annotated[str | None, Flag(metavar="TIME")] = None
+    """Stop and save after this long, such as 9m."""
+
+    dry_run: bool = False
+    """Print the runs and what they differ in."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``study``."""
-    add_config(parser)
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time, on a CPU")
-    parser.add_argument("--stop-after", metavar="TIME", help="stop and save after this long, e.g. 9m")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs and what they differ in")
+    add_options(parser, StudyFlags)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -217,20 +229,19 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.config.loading.loader import load_config
     from eagle_kit.train.__main__ import parse_duration
 
-    if args.jobs < 1:
-        raise UserError(f"--jobs is {args.jobs}.", "Give at least one.")
-    seconds = None if args.stop_after is None else parse_duration(args.stop_after)
-    study = load_config(StudyConfig, args.config, args.overrides)
+    flags = options_of(args, StudyFlags)
+    seconds = None if flags.stop_after is None else parse_duration(flags.stop_after)
+    study = load_config(StudyConfig, flags.config, flags.overrides)
     out = Path(study.output_dir)
     files = [Preparation(Path(path), command) for path, command in study.prepare.items()]
-    folder = Path(args.config).parent
+    folder = Path(flags.config).parent
     runs = plan(study, folder)
     check(study, files, runs)
     print(f"{len(study.arms)} arms x {len(study.seeds)} seeds in {out}, logs in {out / 'logs'}")
     for file in files:
         state = "taken as it is" if file.is_done else f"to be made, eagle-kit {file.command}"
         print(f"{file.path}: {state}")
-    if args.dry_run:
+    if flags.dry_run:
         for one in runs:
             print(f"{one.name}: {one.config} {' '.join(one.overrides)}")
         for name, arm in study.arms.items():
@@ -240,8 +251,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     try:
         with interruptible(seconds):
-            _prepare(files, out, args.jobs)
-            _train(study, folder, runs, args.jobs)
+            _prepare(files, out, flags.jobs)
+            _train(study, folder, runs, flags.jobs)
             if choices := choose(study, runs):
                 runs = plan(study, folder, choices)
                 check(study, files, runs)

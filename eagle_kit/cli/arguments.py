@@ -1,6 +1,5 @@
 """Flags that several commands share."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BeforeValidator, Field
 
-from eagle_kit.config.loading.flags import Flag, add_flags
+from eagle_kit.config.loading.flags import Flag
 from eagle_kit.config.loading.loader import load_settings
 from eagle_kit.config.options import Options
 from eagle_kit.config.tracking import TrackingConfig
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from eagle_kit.checkpoints.named_target import NamedTarget
     from eagle_kit.serve.api.startup import ServedModel
 
-__all__ = ["add_flags"]  # for commands that still declare flags by hand
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
 TEMPLATE = {"chat_template": "--chat-template"}
@@ -150,32 +148,17 @@ def say_target(target: "NamedTarget") -> None:
     print(f"target  {target.name}, {target.origin}", file=sys.stderr, flush=True)
 
 
-def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raise UserError when one of the named numbers was given and is below one."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}.", "Give a whole number of at least one.")
-
-
-def add_tracking(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--tracking``."""
-    add_flags(parser, TrackingFlag, {"tracking": "--tracking"})
-    parser.set_defaults(tracking=[])
-
-
-def tracking_of(args: argparse.Namespace | TrackingFlag) -> TrackingConfig:
+def tracking_of(options: TrackingFlag) -> TrackingConfig:
     """The section of ``--tracking``.
 
     Raises:
         UserError: a wrong key or value, no tracker, or a package that is missing.
     """
-    settings = args.tracking or ()
-    tracking = load_settings(TrackingConfig, settings, "--tracking")
+    tracking = load_settings(TrackingConfig, options.tracking, "--tracking")
     others = sorted(tracking.model_fields_set & {"tensorboard", "report"})
     if others:
         raise UserError(f"--tracking has {others[0]}, which only a training has.", f"Leave {others[0]} out.")
-    if settings and tracking.wandb == "off":
+    if options.tracking and tracking.wandb == "off":
         raise UserError("--tracking was given without a tracker.", "Add wandb=online or wandb=offline.")
     if tracking.wandb != "off":
         require_wandb("leave --tracking out")

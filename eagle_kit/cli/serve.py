@@ -3,13 +3,12 @@
 import argparse
 import os
 import secrets
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, get_args
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from eagle_kit.cli import sglang_flags
 from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS
@@ -18,8 +17,10 @@ from eagle_kit.config.loading.flags import Flag, add_flags, add_options, options
 from eagle_kit.config.options import Options
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError
+from eagle_kit.core.gpus import PLANNED_GPU
 from eagle_kit.core.process import end_at_once
 from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.report.stages import say
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 SHAPE_DEFAULTS = SpecShape(5, 4, 8)
 """SGLang's for Llama-like models: they complete a shape that was given in part."""
-PLANNED_GPU = "h100-80g"
 KEY_VARIABLE = "EAGLE_KIT_API_KEY"
 SERVER_FLAGS = {
     "host": "--host",
@@ -92,8 +92,9 @@ class ServeFlags(Options):
     what fits on which GPUs.
     """
 
-    gpu: Annotated[str | None, Flag(metavar="KIND")] = None
-    """Kind of GPU of --plan; default h100-80g."""
+    gpu: Annotated[str | None, Flag(metavar="KIND")] = Field(
+        default=None, description=f"Kind of GPU of --plan; default {PLANNED_GPU}."
+    )
 
     port: Annotated[int, Flag(group=HTTP)] = 8000
     """Port to listen on; 0 takes a free one."""
@@ -146,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
     sglang_flags.apply(args)
     flags = options_of(args, ServeFlags)
     if flags.plan:
-        return plan(args)
+        return plan(args, flags)
     config = engine_config(args)
     from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.data.chat.reply.choice import check_names
@@ -157,34 +158,36 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.serve.llm import LLM
     from eagle_kit.serve.ranks import launched_rank
 
+    # Options of the server.
     check_packages()
-    if args.api_key is not None:
-        say(f"warning: other users of this machine see the --api-key; set ${KEY_VARIABLE} instead.")
-    args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
-    is_named = args.model_name is not None
-    args.model_name = args.model_name if is_named else flags.model
-    server_config = options_of(args, ServerConfig, SERVER_FLAGS)
+    server_config = options_of(args, ServerConfig, SERVER_FLAGS, **_server_defaults(args, flags))
     check_names(server_config.reasoning_parser, server_config.tool_call_parser)
+
+    # Take the address before anything is loaded; other ranks have none.
     is_first = config.tensor_parallel == 1 or not launched_rank()
     sock = bind(server_config.host, flags.port) if is_first else None
     if is_first and server_config.api_key is None and not is_loopback(server_config.host):
         say(f"warning: whoever reaches this machine may use the server; set a key as ${KEY_VARIABLE}.")
+
+    # Find the model, and the names that requests may give.
     if flags.draft is None:
         found = find_model(flags.model, flags.target, DEFAULT_TARGET)
     else:
         found = find_model(flags.draft, flags.model, DEFAULT_TARGET)
-    model = check_algorithm(args, found)
+    model = check_algorithm(flags, found, config.token_map)
     names = names_of(model)
-    if not is_named:
+    if args.model_name is None:
         server_config = server_config.replace(model_name=names[0])
     server_config = server_config.replace(model_aliases=names)
+
+    # Load, prepare, answer.
     try:
         with warnings_as_lines(say), naming(model.named):
             llm = LLM(model.target, model.draft, config)  # where other ranks of torchrun end
         assert sock is not None
         try:
             engine = llm.engine()
-            introduce(args, model, llm, server_config.warm_up)
+            introduce(flags, model, llm, server_config.warm_up)
             app = create_app(llm, engine, server_config)
             say(f"replies    {app.state.service.reply_forms}")
             app.state.service.engine.on_stuck = partial(leave, llm)
@@ -195,6 +198,18 @@ def run(args: argparse.Namespace) -> int:
     except RankLost as error:
         tell_of_end(error)
         end_at_once(1)
+
+
+def _server_defaults(args: argparse.Namespace, flags: ServeFlags) -> dict[str, str]:
+    """The server's name and key, where flags or the environment have them in place of the server's flags."""
+    defaults = {}
+    if args.model_name is None:
+        defaults["model_name"] = flags.model
+    if args.api_key is not None:
+        say(f"warning: other users of this machine see the --api-key; set ${KEY_VARIABLE} instead.")
+    elif KEY_VARIABLE in os.environ:
+        defaults["api_key"] = os.environ[KEY_VARIABLE]
+    return defaults
 
 
 def names_of(model: "ServedModel") -> tuple[str, ...]:
@@ -209,22 +224,29 @@ def names_of(model: "ServedModel") -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def plan(args: argparse.Namespace) -> int:
+def plan(args: argparse.Namespace, flags: ServeFlags) -> int:
     """Print the memory that the engine would need. Raises UserError."""
     from eagle_kit.cli.serve_plan import print_plan
     from eagle_kit.serve.api.startup import find_model
 
-    ways = {name: bool(getattr(args, name)) for name in ("expert_parallel", "data_parallel_attention")}
-    if args.tensor_parallel in (None, 1):  # they are those of all numbers of ranks that are compared
+    # Ranks that are compared have the parallelism that was asked for, whatever their number.
+    names = ("expert_parallel", "data_parallel_attention")
+    parallelism = {name: bool(getattr(args, name)) for name in names}
+    if args.tensor_parallel in (None, 1):
         args.expert_parallel = args.data_parallel_attention = None
     config = engine_config(args)
-    draft, target = args.draft, args.model
-    if args.target is not None or (draft is None and Path(args.model).exists()):
-        model = find_model(args.model, args.target, DEFAULT_TARGET)
-        draft, target = model.draft, model.target
-    if args.speculative_algorithm == "NONE":
+
+    # A draft alone names its target.
+    draft = flags.draft
+    target = flags.model
+    is_alone = draft is None and Path(flags.model).exists()
+    if flags.target is not None or is_alone:
+        model = find_model(flags.model, flags.target, DEFAULT_TARGET)
+        draft = model.draft
+        target = model.target
+    if flags.speculative_algorithm == "NONE":
         draft = None
-    print_plan(target, draft, config, args.gpu or PLANNED_GPU, **ways)
+    print_plan(target, draft, config, flags.gpu or PLANNED_GPU, **parallelism)
     return 0
 
 
@@ -264,7 +286,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return config
 
 
-def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedModel":
+def check_algorithm(
+    flags: ServeFlags, model: "ServedModel", token_map: Path | None = None
+) -> "ServedModel":
     """Return the model, without its draft where the algorithm has no use for one.
 
     Raises:
@@ -275,7 +299,8 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
     from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.options import draft_in_target
 
-    name, known = args.speculative_algorithm, (*algorithms(), "NGRAM", "NONE")
+    name = flags.speculative_algorithm
+    known = (*algorithms(), "NGRAM", "NONE")
     if name not in (None, *known):
         raise UserError(f"The algorithm {name!r} is not known.", f"Use one of {', '.join(known)}.")
     if name in ("NONE", "NGRAM"):
@@ -287,13 +312,13 @@ def check_algorithm(args: argparse.Namespace, model: "ServedModel") -> "ServedMo
         if not drafts_in_target(folder, name):
             raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
         model = replace(model, draft=str(draft_in_target(None, name, folder)))
-    if model.draft is None and not is_asked_for and args.token_map is not None:
+    if model.draft is None and not is_asked_for and token_map is not None:
         raise UserError("A token map was given without a draft.", "Give a draft, or leave the map out.")
     return model
 
 
 def introduce(
-    args: argparse.Namespace, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all"
+    flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all"
 ) -> None:
     """Print the served model and its options, test it, and prepare it for all that may come."""
     config, dtype = llm.config, str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
@@ -303,13 +328,13 @@ def introduce(
     weights = llm.target.weight_format
     say(f"target     {model.target}, {model.origin}")
     say(f"engine     {weights}, context {config.max_context}, batch {config.max_batch_size}")
-    say(f"draft      {model.draft or args.speculative_algorithm or 'none'}, {drafts}")
+    say(f"draft      {model.draft or flags.speculative_algorithm or 'none'}, {drafts}")
     say(f"prefill    {llm.engine().runner.prefill_backends}")
     say(f"chat       {describe_template(llm)}")
     if (plan := llm.memory_plan) is not None:
         say(str(plan))
         extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least
-    if llm.default_shape.steps and not args.no_self_test:
+    if llm.default_shape.steps and not flags.no_self_test:
         say_self_test(model, llm, dtype)
     engine = llm.engine()
     prepared = llm.warm_up(extent, progress("warm-up"))
@@ -390,8 +415,3 @@ def progress(name: str) -> "Callable[[int, int], None]":
             bar.close()
 
     return show
-
-
-def say(line: str) -> None:
-    """Print a line for the person who started the server; the standard output stays free."""
-    print(line, file=sys.stderr, flush=True)

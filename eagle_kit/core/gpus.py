@@ -30,6 +30,8 @@ class Gpu:
         return {"bfloat16": self.bf16, "tf32": self.bf16 / 2, "float32": self.fp32}[precision]
 
 
+PLANNED_GPU = "h100-80g"
+"""Kind of GPU of a plan for which none is named."""
 GPUS = {
     "rtx4090": Gpu(24e9, 165e12, 82.6e12, 1.008e12, 32e9),
     "l40s": Gpu(48e9, 362e12, 91.6e12, 0.864e12, 32e9),

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.core.structured_outputs import Grammar as Grammar
-from eagle_kit.core.structured_outputs import StructuredOutputs as StructuredOutputs
-from eagle_kit.core.structured_outputs import Thought as Thought
+from eagle_kit.core.structured_outputs import Grammar, StructuredOutputs
 
 MAX_LOGPROBS = 20
 """Largest number of alternatives per token that a request may ask for (OpenAI's limit)."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.kernels.accept import Accepted, most_likely
 from eagle_kit.kernels.collectives import Ranks
 from eagle_kit.kernels.transfer import to_device

@@ -18,9 +18,9 @@ import torch
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
-from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.kernels.backend import current_device
 from eagle_kit.kv.page_pool import PagePool
 from eagle_kit.models.targets.target import Target

@@ -20,6 +20,7 @@ from tiny_run import TEMPLATE, make_conversations, make_target
 
 from eagle_kit.cli import make_draft
 from eagle_kit.cli.app import main
+from eagle_kit.config.loading.flags import options_of
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.train.plan.pilot import PILOTS, ExpectedCosts
@@ -57,7 +58,7 @@ def test_too_small_a_budget_and_other_settings_are_refused(words, tmp_path, monk
 def test_another_number_of_processes_or_another_recipe_does_not_go_on(words, tmp_path, capsys):
     out = tmp_path / "out"
     out.mkdir()
-    making = make_draft.Making(make_draft_args(words), 90.0, out)
+    making = make_draft.Making(make_draft_options(words), 90.0, out)
     for change in ({"processes": 3}, {"recipe": 1}):
         asked = {**making.state["asked"], **change}
         (out / make_draft.STATE).write_text(json.dumps({"asked": asked, "done": {"raw": {}}}))
@@ -87,7 +88,7 @@ def waiting_stage(words, tmp_path, monkeypatch):
     monkeypatch.setattr(make_draft, "NOTE_S", 0.01)
     out = tmp_path / "out"
     out.mkdir()
-    making = make_draft.Making(make_draft_args(words), 90.0, out)
+    making = make_draft.Making(make_draft_options(words), 90.0, out)
     return making, make_draft.Stage("waits", ("waits", str(out / make_draft.STATE)))
 
 
@@ -118,7 +119,7 @@ def test_a_disk_that_is_full_meanwhile_ends_the_stage_too(words, tmp_path, monke
 def test_nothing_answered_and_no_time_left_are_told(words, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     out.mkdir()
-    asked = make_draft.Making(make_draft_args(words), 90.0, out).state["asked"]
+    asked = make_draft.Making(make_draft_options(words), 90.0, out).state["asked"]
     pilots = {
         "pilot-replies": {"conversations": 0, "tokens": 0, "tokens_per_s": 0.0},
         "pilot-training": {"tokens_per_s": 500.0, "kept_tokens_per_s": 900.0, "kept_tokens": 1e9},
@@ -136,11 +137,11 @@ def test_nothing_answered_and_no_time_left_are_told(words, tmp_path, monkeypatch
     assert "leaves nothing of --budget 90s" in attempt()
 
 
-def make_draft_args(words):
-    """Arguments of the command, parsed."""
+def make_draft_options(words):
+    """Options of the command, parsed."""
     parser = argparse.ArgumentParser()
     make_draft.configure(parser)
-    return parser.parse_args(words[1:])
+    return options_of(parser.parse_args(words[1:]), make_draft.MakeDraftOptions)
 
 
 def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(

@@ -40,7 +40,7 @@ def test_generate_says_the_same_with_the_targets_own_module(folder, capsys):
 
 def test_serve_asks_for_no_draft(folder):
     def check(algorithm):
-        args = Namespace(speculative_algorithm=algorithm, token_map=None)
+        args = Namespace(speculative_algorithm=algorithm)
         return check_algorithm(args, find_model(str(folder), None, "none"))
 
     assert check("NEXTN").draft is None and str(check("NEXTN").target) == str(folder)
@@ -51,6 +51,6 @@ def test_serve_asks_for_no_draft(folder):
 def test_serve_takes_the_draft_in_its_targets_folder(tmp_path):
     target = make_target(tmp_path / "target")
     save_draft(tiny_dflash(load_target(target)), target / "DFlash", metadata={})
-    args = Namespace(speculative_algorithm="DFLASH", token_map=None)
+    args = Namespace(speculative_algorithm="DFLASH")
     model = check_algorithm(args, find_model(str(target), None, "none"))
     assert Path(model.draft) == target / "DFlash" and model.target == str(target)

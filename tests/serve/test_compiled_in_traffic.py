@@ -20,8 +20,9 @@ from tiny_mixtures import DEEPSEEK, MIXTURES, untrained
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traced_engine import TracedEngine, any_bits
 
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.kernels.backend import use
 from eagle_kit.kernels.rows import gather_rows
 from eagle_kit.kernels.small_linear import small_linear

@@ -15,7 +15,8 @@ from tiny_mixtures import randomised
 from tiny_run import make_target
 
 from eagle_kit.core.errors import RankLost
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.kernels import cpp
 from eagle_kit.kernels.experts import experts, pack_experts
 from eagle_kit.kernels.recording import guarded_choice

@@ -6,8 +6,9 @@ from tiny import tiny_head, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.serve.cycle import CycleSettings
 from eagle_kit.serve.llm import LLM, NGRAM_SHAPE
 from eagle_kit.serve.options import choose_device, dtype_of

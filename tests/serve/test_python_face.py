@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConf
 
 from eagle_kit import LLM, SamplingParams, StructuredOutputs
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.models.loading.source import load_tokenizer
 
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)

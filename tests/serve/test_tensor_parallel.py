@@ -26,8 +26,9 @@ from uncaptured import UncapturedGraphs
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import RankLost, UserError
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.serve import engine as engines

@@ -1,15 +1,8 @@
-"""The print of a user's mistake, and the arguments of commands that declare a config by hand."""
+"""The print of a user's mistake."""
 
-import argparse
 import sys
 
-from eagle_kit.config.loading.flags import ConfigFlags, add_options
 from eagle_kit.core.errors import UserError
-
-
-def add_config(parser: argparse.ArgumentParser) -> None:
-    """Declare ``CONFIG [key=value ...]``."""
-    add_options(parser, ConfigFlags)
 
 
 def print_error(error: UserError, where: str = "") -> None:

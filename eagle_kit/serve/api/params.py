@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.core.sampling_params import Grammar, SamplingParams, Thought, successor
-from eagle_kit.core.structured_outputs import choice_pattern
+from eagle_kit.core.sampling_params import SamplingParams, successor
+from eagle_kit.core.structured_outputs import Grammar, Thought, choice_pattern
 from eagle_kit.serve.api.protocol import ChatRequest, CompletionRequest, Sampling
 from eagle_kit.serve.api.tool_choice import call_grammar
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from eagle_kit import __version__
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import cut
-from eagle_kit.core.sampling_params import SamplingParams, Thought
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.serve.api.body import NUM_BODIES
 from eagle_kit.serve.api.errors import ApiError

@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 from eagle_kit.core.errors import UserError, cut, shown
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.reply.calls import calls_of, make_call
 from eagle_kit.data.chat.reply.parts import ReplyParts, ReplyReader

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from eagle_kit.core.errors import UserError, cut
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.serve.grammar.protocols import Match
 from eagle_kit.serve.grammar.schema_rules import MAX_SCHEMA_CHARS, check_pattern, check_schema
 from eagle_kit.serve.grammar.thought import MatchBehindThought

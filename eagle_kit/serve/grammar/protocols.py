@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 
 
 class Match(Protocol):

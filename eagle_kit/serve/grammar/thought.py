@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from eagle_kit.core.sampling_params import Thought
+from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.serve.grammar.protocols import Match
 
 FIRST, ENDED, UNUSED = -1, -2, -3

@@ -11,7 +11,8 @@ from conformance import Texts
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.drafts import copy_head

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.core.sampling_params import Grammar
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.data.chat.template import end_tokens
 from eagle_kit.serve.cycle import Emitted, Logprobs
 from eagle_kit.serve.engine import Engine

@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from eagle_kit.core.errors import RankLost, UserError
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.serve import async_engine
 from eagle_kit.serve.async_engine import AsyncEngine
 from eagle_kit.serve.reply import Delta, EngineFailed, Overloaded

@@ -15,7 +15,7 @@ import pytest
 from eagle_kit.cli import serve as command
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.serve.api import routes_tokens
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from tests.serve.api.serving import serving, wait_until

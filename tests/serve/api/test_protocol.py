@@ -12,7 +12,8 @@ import pytest
 from chat_templates import tokenizer_for
 
 from eagle_kit.core.output import ReplyLogprobs
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.serve.api.logprobs import (

@@ -102,7 +102,7 @@ def test_an_algorithm_without_use_for_the_draft_leaves_it_out(tmp_path):
     assert check_algorithm(arguments("--speculative-algorithm", "NONE"), model) == ServedModel("small", None)
     assert check_algorithm(arguments("--speculative-algorithm", "NEXTN"), model) == model
     with pytest.raises(UserError, match="without a draft"):
-        check_algorithm(arguments("--speculative-token-map", "map"), ServedModel("small", None))
+        check_algorithm(arguments(), ServedModel("small", None), Path("map"))
 
 
 def test_a_port_in_use_is_a_users_error():

@@ -16,8 +16,9 @@ from transformers import LlamaForCausalLM
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, Grammar, SamplingParams
+from eagle_kit.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SamplingParams
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer

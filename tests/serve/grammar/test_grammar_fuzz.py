@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 

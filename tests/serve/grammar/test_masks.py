@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_run import make_target
 
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.kernels.tree_build import Tree
 from eagle_kit.kernels.window_attention import chain_bits
 from eagle_kit.models.loading.source import load_tokenizer

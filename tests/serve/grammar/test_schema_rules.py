@@ -7,7 +7,7 @@ import pytest
 from tiny_run import make_target, tokens_of
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.grammar.compiler import GrammarCompiler
 from eagle_kit.serve.grammar.schema_rules import MAX_DEPTH, check_pattern, check_schema

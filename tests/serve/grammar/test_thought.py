@@ -12,7 +12,8 @@ from tiny import tiny_head
 from tiny_run import END_TOKEN, make_target, tokens_of
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar, SamplingParams, Thought
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.structured_outputs import Grammar, Thought
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.serve.grammar.compiler import GrammarCompiler

@@ -17,8 +17,9 @@ from tiny_run import make_target
 
 from eagle_kit.checkpoints.draft import write_draft
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Grammar, SamplingParams
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.kernels.backend import use

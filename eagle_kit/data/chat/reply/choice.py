@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import Thought
+from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Tool, Unusable
 from eagle_kit.data.chat.reply.calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
 from eagle_kit.data.chat.reply.checkpoint import CheckpointReader
