@@ -154,7 +154,7 @@ class Stepper:
         # What the head learns from.
         learning = training.learning
         weight = self.target.head_weight.to(device)
-        confidence = learning.confidence_weight if head.tells_confidence else 0.0
+        confidence = learning.confidence_weight if head.predicts_confidence else 0.0
         objective = Objective.of(learning.losses, learning.lk_eta, head, weight, confidence)
         objective = replace(
             objective,
