@@ -279,7 +279,7 @@ def test_the_rate_of_transformers_is_without_its_prefill(monkeypatch):
 
 def test_decoding_is_measured_by_windows_cycles_and_rates(models, monkeypatch):
     llm = loaded(*models, 1, 64)
-    monkeypatch.setattr(llm, "tokenize", lambda text: list(text) if isinstance(text, list) else [5, 6, 7])
+    monkeypatch.setattr(llm, "tokenize_task", lambda text: [5, 6, 7])
     rows = measured(decode.cases(llm, batches=(2,)))
     assert list(rows) == [
         "window: batch 1, 256 tokens",

@@ -35,7 +35,7 @@ def test_generate_says_the_same_with_the_targets_own_module(folder, capsys):
     assert app.main([*common, "--algorithm", "NEXTN", "--shape", "3,4,8"]) == 0
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["token_ids"] == plain["token_ids"]
-    assert drafted["num_verifies"] <= plain["num_verifies"]
+    assert 0 < drafted["num_verifies"] < len(plain["token_ids"])
 
 
 def test_serve_asks_for_no_draft(folder):

@@ -346,6 +346,9 @@ def test_a_loaded_model_runs_through_the_bridge_and_stays_as_it_is():
     assert ids_of(own.generate([ids], GREEDY)) == [before[0, len(ids) :].tolist()]
     after = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert after.tolist() == before.tolist() and model.config._attn_implementation != "eagle_kit"
+    assert all(weight.requires_grad for weight in model.parameters()), "it can still be trained"
+    weight = model.get_input_embeddings().weight
+    assert own.target.embed_tokens.weight.data_ptr() == weight.data_ptr()
 
 
 def test_a_module_that_is_no_language_model_is_refused():

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path: Path, text: str) -> dict:
     """Run a script, whose last line prints JSON."""
     script = tmp_path / "script.py"
     script.write_text(text)
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
     environment |= {"EAGLE_KIT_TRITON_ON_CPU": str(tmp_path / "kernels")}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path / "triton")}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
@@ -149,7 +148,7 @@ def test_every_variant_that_ships_is_translated(tmp_path):
 def recorded(tmp_path: Path, operations: tuple[str, ...], *, interpreted: bool) -> list:
     """Name and tensors of each launch of the self-check of these operations."""
     file = tmp_path / f"recorded-{interpreted}.pt"
-    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted)), "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "TRITON_INTERPRET": str(int(interpreted))}
     command = [sys.executable, "-m", "tests.triton_on_cpu.recorded_launches", str(file), *operations]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

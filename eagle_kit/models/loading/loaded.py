@@ -59,9 +59,13 @@ def loaded_target(model: nn.Module) -> Target:
 
 
 def _sharing_weights(model: Any) -> Any:
-    """A second module over the same weights, whose attention and hooks can be replaced."""
-    weights = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(weight): weight for weight in weights}).eval()
+    """A second module over the same memory, whose attention, hooks and gradients can be switched apart."""
+    copies: dict[int, Any] = {}
+    for weight in model.parameters():
+        copies[id(weight)] = nn.Parameter(weight.detach(), requires_grad=False)
+    for buffer in model.buffers():
+        copies[id(buffer)] = buffer
+    return copy.deepcopy(model, copies).eval()
 
 
 def _published(model: Any) -> dict[str, torch.Tensor]:

@@ -160,15 +160,6 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
     }
 }
 
-/* Descriptors that kernels read through the tensor memory accelerator: nothing reads them here. */
-CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *address,
-                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
-                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
-                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
-    memset(map, 0, sizeof *map);
-    return CUDA_SUCCESS;
-}
-
 CUresult cuGetErrorString(CUresult error, const char **message) {
     *message = cudaGetErrorString((cudaError_t)error);
     return CUDA_SUCCESS;

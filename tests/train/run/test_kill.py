@@ -20,7 +20,7 @@ MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
     "before-the-first-save": (safetensors.torch, "save_file", 1, False),
     "between-optimizer-and-counters": (torch, "save", 2, True),
     "after-the-rename": (RunFolder, "rotate", 2, False),
-    "while-an-old-one-is-deleted": (os, "unlink", 2, True),
+    "while-an-old-one-is-deleted": (os, "unlink", 4, True),  # two are of the saves before
     "behind-a-row-of-metrics": (JsonLines, "append", 5, True),
 }
 """What is called for the n-th time, and whether the kill comes after it; ``save_every`` is 2."""
