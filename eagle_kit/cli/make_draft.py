@@ -311,8 +311,8 @@ class Making:
             least = math.ceil(costs.least_budget(tokens, self.processes) / 60)
             step_s = costs.step_flops / costs.flops_per_s / EXPECTED_EFFICIENCY
             raise UserError(
-                f"--budget {self.options.budget} is too short for {self.options.target} on this machine: a step "
-                f"of training takes about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at "
+                f"--budget {self.options.budget} is too short for {self.options.target} on this machine: "
+                f"a step of training takes about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at "
                 f"{EXPECTED_EFFICIENCY:.0%} of {costs.flops_per_s / 1e9:.0f} GFLOP/s, measured now).",
                 f"Give at least {_duration(least)}, or a smaller target.",
             )
