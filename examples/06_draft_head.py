@@ -1,9 +1,11 @@
 """Decode with a draft head, and measure how many tokens the target accepts of it on prompts of yours."""
 
+from pathlib import Path
+
 from eagle_kit import LLM
 
 TARGET = "smollm2-135m-instruct"
-DRAFT = "checkpoints/smollm2-135m-eagle3"
+DRAFT = str(Path(__file__).parents[1] / "checkpoints" / "smollm2-135m-eagle3")
 QUESTIONS = ["Why is the sky blue?", "Write a haiku about rain.", "What is 7 times 8?"]
 
 

@@ -53,7 +53,7 @@ STEPS = 200
 WARM_UPS = 20
 LLAMA_8B = 5e-4, 256.0
 """The scheduler's costs, of reading a token's keys and of the weights, of Llama-3.1-8B on a GPU: with those
-of so small a model, requests would sit cycles out."""
+of so small a model, the scheduler would skip requests in some cycles."""
 TINY = 8
 """Largest batch of a trial."""
 MARKS = {64: 500.0, 256: 1500.0}

@@ -76,6 +76,7 @@ def measure_ratios(options: RatioOptions, target: Target | None, repeats: int = 
     Raises:
         UserError: a share out of range, or a row without loss at the last step.
     """
+    # One head and one packed row, on which all forms compute.
     keep_large_blocks()
     device = torch.device(options.device)
     config, size = _shapes(options, target)
@@ -86,26 +87,32 @@ def measure_ratios(options: RatioOptions, target: Target | None, repeats: int = 
     if work.plan.counts[-1] == 0:
         raise UserError("No row carries loss at the last step.", "Raise --length or --supervised-share.")
     everything = every_row(work)
-    ways: dict[str, Callable[[], float]] = {
+    runs: dict[str, Callable[[], float]] = {
         "ours": lambda: our_way(head, work),
         "every row": lambda: our_way(head, everything),
         "published": lambda: dense_way(head, work),
         "kept logits": lambda: kept_logits_way(head, work),
     }
-    others = [name for name in ways if name != "ours"]
+    others = [name for name in runs if name != "ours"]
+
+    # Losses, gradients and memory once, then times in turns.
     with torch.autocast(device.type, torch.bfloat16, enabled=options.precision == "bfloat16"):
         optimizer = torch.optim.AdamW(head.parameters(), lr=0.0, fused=True)
-        peaks, losses, gradients = {}, {}, {}
-        for name, run in ways.items():
+        peaks = {}
+        losses = {}
+        gradients = {}
+        for name, run in runs.items():
             for parameter in head.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             losses[name] = run()
             gradients[name] = torch.cat([p.grad.flatten() for p in head.parameters() if p.grad is not None])
             peaks[name] = peak_bytes(run, device)
-        wall: dict[str, list[float]] = {name: [] for name in (*ways, "optimizer")}
+        wall: dict[str, list[float]] = {name: [] for name in (*runs, "optimizer")}
         for _ in range(repeats):
-            for name, run in (*ways.items(), ("optimizer", optimizer.step)):
+            for name, run in (*runs.items(), ("optimizer", optimizer.step)):
                 wall[name].append(wall_seconds(run, device))
+
+    # Differences from the others, and ratios to them.
     ours = gradients["ours"]
     figures = {
         "loss difference": max(abs(losses[name] / losses["ours"] - 1) for name in others),

@@ -91,7 +91,7 @@ def export_draft(
     """
     check_out(out)
     source = find_checkpoint(run_or_checkpoint)
-    name = target_of([source], None if target is None else str(target), usual="").name
+    name = target_of([source], None if target is None else str(target), default="").name
     if name:
         raise_on_errors(validate_draft(source, name))
     served = served_by(name)

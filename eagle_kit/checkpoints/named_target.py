@@ -11,7 +11,7 @@ from eagle_kit.kinds.support.files import WEIGHTS_KEY, DraftFiles, open_draft
 from eagle_kit.models.loading.places import find_place, note_of
 from eagle_kit.models.loading.source import PACKAGED_TARGETS, is_hub_id, resolve_model, target_revision
 
-USUAL = "the usual target, since no draft names another"
+DEFAULT_ORIGIN = "the default target, since no draft names another"
 
 
 class NamedTarget(NamedTuple):
@@ -37,13 +37,13 @@ def naming(target: NamedTarget) -> Iterator[None]:
         raise UserError(cause, error.remedy) from None
 
 
-def target_of(drafts: Sequence[str | Path], given: str | None, usual: str) -> NamedTarget:
+def target_of(drafts: Sequence[str | Path], given: str | None, default: str) -> NamedTarget:
     """Find the target that drafts shall be used with.
 
     Args:
         drafts: folders, hub ids or known names; none for plain decoding.
         given: with ``--target``; None where it was left out.
-        usual: where neither the command nor a draft names one.
+        default: where neither the command nor a draft names one.
 
     Raises:
         UserError: a draft names a target that is not known here, or two drafts name different ones.
@@ -62,7 +62,7 @@ def target_of(drafts: Sequence[str | Path], given: str | None, usual: str) -> Na
                 "Give --target.",
             )
         found = named
-    return found or NamedTarget(usual, USUAL)
+    return found or NamedTarget(default, DEFAULT_ORIGIN)
 
 
 def named_by(draft: str, files: DraftFiles) -> NamedTarget | None:

@@ -283,6 +283,7 @@ def _preview(options: PreviewFlags) -> int:
     from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
+    # Find the conversation.
     tokenizer = load_tokenizer(resolve_target(config.target))
     set_chat_template(tokenizer, config.data.chat_template)
     excluded = ExcludedSets.load(config.data.decontaminate)
@@ -291,14 +292,17 @@ def _preview(options: PreviewFlags) -> int:
     chosen = next(islice(records, options.record, None), None)
     unread = skipped.unread()
     if chosen is None:
+        remedy = "Correct its records, or name another source."
+        if options.record:
+            remedy = "Give a smaller number, from 0."
         raise UserError(
             f"{_listed(config)} has no conversation number {options.record}{unread and f'; {unread}'}.",
-            "Give a smaller number, from 0."
-            if options.record
-            else "Correct its records, or name another source.",
+            remedy,
         )
     if unread:
         print(f"note: before it, {unread}")
+
+    # Tokenise it as a training does.
     remarks: Counter[str] = Counter()
     try:
         excluded.check(chosen)
@@ -307,6 +311,8 @@ def _preview(options: PreviewFlags) -> int:
         raise UserError(
             f"Training skips {chosen.where}: {reason}.", "Give another conversation with --record N."
         ) from None
+
+    # Print its rows.
     for remark in (*chosen.remarks, *remarks):
         print(f"note: {remark}")
     for number, chat in enumerate(chats, 1):
@@ -418,41 +424,46 @@ def _vocab(options: VocabFlags) -> int:
     return 0
 
 
-def _regenerate(flags: RegenerateFlags) -> int:
+def _regenerate(options: RegenerateFlags) -> int:
     from eagle_kit.data.chat.records import check_source
     from eagle_kit.data.tasks.excluded import user_messages
     from eagle_kit.data.tasks.sets import load_tasks
     from eagle_kit.train.replies.dialogue import read_refusals
     from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
 
-    options = RegenerateOptions(
-        sampling=flags.sampling_params,
-        limit=flags.limit,
-        max_turns=flags.max_turns,
-        max_prompt_tokens=flags.max_prompt_tokens,
-        with_ids=flags.ids,
-        shard=flags.shard,
-        samples=flags.samples,
-        chat_template_kwargs=_template_variants(flags.chat_template_kwargs),
-        skip_refusals=flags.skip_refusals,
-        refusals=read_refusals(flags.refusal_patterns) if flags.refusal_patterns else (),
-        skip_truncated=flags.skip_truncated,
-        near_duplicates=flags.near_duplicates,
-        test_prompts=tuple(user_messages(load_tasks(flags.decontaminate) if flags.decontaminate else [])),
+    # What is asked, which is checked before a model is loaded.
+    regeneration = RegenerateOptions(
+        sampling=options.sampling_params,
+        limit=options.limit,
+        max_turns=options.max_turns,
+        max_prompt_tokens=options.max_prompt_tokens,
+        with_ids=options.ids,
+        shard=options.shard,
+        samples=options.samples,
+        chat_template_kwargs=_template_variants(options.chat_template_kwargs),
+        skip_refusals=options.skip_refusals,
+        refusals=read_refusals(options.refusal_patterns) if options.refusal_patterns else (),
+        skip_truncated=options.skip_truncated,
+        near_duplicates=options.near_duplicates,
+        test_prompts=tuple(user_messages(load_tasks(options.decontaminate) if options.decontaminate else [])),
     )
-    check_out(flags.out)
-    check_source(flags.source)
-    responder, target = _server(flags) if flags.base_url else _engine(flags)
+    check_out(options.out)
+    check_source(options.source)
+
+    # Answer, by our engine or a server.
+    responder, target = _server(options) if options.base_url else _engine(options)
     try:
-        report = regenerate(responder, flags.source, flags.out, options, target=target)
+        report = regenerate(responder, options.source, options.out, regeneration, target=target)
     except KeyboardInterrupt:
-        print(f"\nWhat is in {flags.out} is kept; the same command goes on with it.", file=sys.stderr)
+        print(f"\nWhat is in {options.out} is kept; the same command goes on with it.", file=sys.stderr)
         raise
+
+    # Print what was left out, and what was written.
     for note in report.skipped.notes:
         print(note, file=sys.stderr)
     skipped = sum(report.skipped.counts.values())
     if skipped:
-        listing = flags.out.with_suffix(".skipped.txt")
+        listing = options.out.with_suffix(".skipped.txt")
         report.skipped.write(listing)
         print(
             f"{skipped} conversations were skipped, see {listing}: {report.skipped.reasons()}",
@@ -461,8 +472,8 @@ def _regenerate(flags: RegenerateFlags) -> int:
     for kind, counts in (("left out", report.left_out), ("shortened", report.shortened)):
         for reason, count in counts.items():
             print(f"{count} conversations were {kind}: {reason}", file=sys.stderr)
-    accept = f", accept length {report.stats.accept_length:.2f}" if flags.draft is not None else ""
-    print(f"{flags.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
+    accept = f", accept length {report.stats.accept_length:.2f}" if options.draft is not None else ""
+    print(f"{options.out}: {report.num_found} conversations found, {report.num_written} written{accept}.")
     return 0
 
 
@@ -518,48 +529,48 @@ def _template_variants(text: str | None) -> "tuple[TemplateVariant, ...]":
         ) from None
 
 
-def _engine(flags: RegenerateFlags) -> "tuple[Responder, str]":
+def _engine(options: RegenerateFlags) -> "tuple[Responder, str]":
     """Our engine, and its target's fingerprint."""
     from eagle_kit.cli.generate import check_shape
     from eagle_kit.data.chat.template import template_hash
 
-    context = flags.max_prompt_tokens + flags.max_tokens
-    config = flags.engine.replace(max_context=context)
-    check_shape(config, flags.draft)
+    context = options.max_prompt_tokens + options.max_tokens
+    config = options.engine.replace(max_context=context)
+    check_shape(config, options.draft)
     from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.models.loading.loader import target_fingerprint
     from eagle_kit.models.loading.source import resolve_target
     from eagle_kit.serve.llm import LLM
     from eagle_kit.train.replies.responder import EngineResponder
 
-    named = chosen_target(flags.target, [flags.draft] if flags.draft else [])
+    named = chosen_target(options.target, [options.draft] if options.draft else [])
     with naming(named):
         folder = resolve_target(named.name)
-        llm = LLM(folder, flags.draft, config)
+        llm = LLM(folder, options.draft, config)
     target = target_fingerprint(folder)
     if config.chat_template is not None:
         target += f", chat template {template_hash(llm.tokenizer)}"
     return EngineResponder(llm), target
 
 
-def _server(flags: RegenerateFlags) -> "tuple[Responder, str]":
+def _server(options: RegenerateFlags) -> "tuple[Responder, str]":
     """A server, and what is known of its model: no more than its name."""
     from eagle_kit.train.replies.server import ServerOptions, ServerResponder
 
-    key = os.environ.get(flags.api_key_env) if flags.api_key_env else None
-    if flags.api_key_env and not key:
+    key = os.environ.get(options.api_key_env) if options.api_key_env else None
+    if options.api_key_env and not key:
         raise UserError(
-            f"The variable {flags.api_key_env} is not set.", "Set it, or leave --api-key-env out."
+            f"The variable {options.api_key_env} is not set.", "Set it, or leave --api-key-env out."
         )
-    options = ServerOptions(
-        base_url=flags.base_url or "",
-        model=flags.model,
-        concurrency=flags.concurrency,
-        retries=flags.retries,
+    server = ServerOptions(
+        base_url=options.base_url or "",
+        model=options.model,
+        concurrency=options.concurrency,
+        retries=options.retries,
         api_key=key,
-        with_ids=flags.ids,
+        with_ids=options.ids,
     )
-    responder = ServerResponder(options)
+    responder = ServerResponder(server)
     return responder, f"{responder.model} of a server; revision and template unknown"
 
 
@@ -577,28 +588,28 @@ def _texts(options: TextsFlags) -> int:
     return 0
 
 
-def _import_states(flags: ImportStatesFlags) -> int:
-    config = _config(flags)
-    layers = tuple(_layer(each) for each in flags.layers) if flags.layers else None
+def _import_states(options: ImportStatesFlags) -> int:
+    config = _config(options)
+    layers = tuple(_layer(each) for each in options.layers) if options.layers else None
     from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
 
-    more: tuple[str, ...] = ("--from", str(flags.folder), "--convention", flags.convention)
-    more += ("--layers", *flags.layers) if flags.layers else ()
-    more += ("--no-check",) if flags.no_check else ()
-    more += ("--max-missing", str(flags.max_missing)) if flags.max_missing else ()
+    more: tuple[str, ...] = ("--from", str(options.folder), "--convention", options.convention)
+    more += ("--layers", *options.layers) if options.layers else ()
+    more += ("--no-check",) if options.no_check else ()
+    more += ("--max-missing", str(options.max_missing)) if options.max_missing else ()
     other = OtherEngine(
         "import-states",
         more,
-        flags.folder,
+        options.folder,
         layers=layers,
-        convention=flags.convention,
-        checks=not flags.no_check,
-        max_missing=flags.max_missing,
+        convention=options.convention,
+        checks=not options.no_check,
+        max_missing=options.max_missing,
     )
-    options = CaptureOptions(
-        out=flags.out, verify=flags.verify, arguments=(flags.config, *flags.overrides), other=other
+    capture_options = CaptureOptions(
+        out=options.out, verify=options.verify, arguments=(options.config, *options.overrides), other=other
     )
-    return capture(config, options)
+    return capture(config, capture_options)
 
 
 def _layer(name: str) -> int | str:
@@ -607,30 +618,30 @@ def _layer(name: str) -> int | str:
     raise UserError(f"--layers has {name!r}.", "Give numbers of layers, or final.")
 
 
-def _capture(flags: CaptureFlags) -> int:
+def _capture(options: CaptureFlags) -> int:
     from eagle_kit.train.parallel.launch import check_launcher
 
-    config = _config(flags)
+    config = _config(options)
     check_launcher(os.environ, config.training)
     from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
 
     other = None
-    if flags.engine == "vllm":
-        python = flags.engine_python or sys.executable
+    if options.engine == "vllm":
+        python = options.engine_python or sys.executable
         more: tuple[str, ...] = ("--engine", "vllm", "--engine-python", python)
-        more += ("--engine-args", json.dumps(flags.engine_args)) if flags.engine_args else ()
-        more += ("--no-check",) if flags.no_check else ()
-        checks = not flags.no_check
-        other = OtherEngine("capture", more, python=python, engine_args=flags.engine_args, checks=checks)
-    options = CaptureOptions(
-        out=flags.out,
-        shard=flags.shard,
-        dry_run=flags.dry_run,
-        verify=flags.verify,
-        arguments=(flags.config, *flags.overrides),
+        more += ("--engine-args", json.dumps(options.engine_args)) if options.engine_args else ()
+        more += ("--no-check",) if options.no_check else ()
+        checks = not options.no_check
+        other = OtherEngine("capture", more, python=python, engine_args=options.engine_args, checks=checks)
+    capture_options = CaptureOptions(
+        out=options.out,
+        shard=options.shard,
+        dry_run=options.dry_run,
+        verify=options.verify,
+        arguments=(options.config, *options.overrides),
         other=other,
     )
-    return capture(config, options)
+    return capture(config, capture_options)
 
 
 def _store(options: StoreFlags) -> int:

@@ -216,7 +216,8 @@ class Making:
         plan = self._plan()
         if not plan.training_s:
             raise UserError(
-                f"Measuring took {self._spent_s:.0f} s, which leaves nothing of --budget {self.options.budget}.",
+                f"Measuring took {self._spent_s:.0f} s, which leaves nothing of --budget "
+                f"{self.options.budget}.",
                 "Give more time, with another --out.",
             )
         self._say_plan(plan)
@@ -310,8 +311,8 @@ class Making:
             least = math.ceil(costs.least_budget(tokens, self.processes) / 60)
             step_s = costs.step_flops / costs.flops_per_s / EXPECTED_EFFICIENCY
             raise UserError(
-                f"--budget {self.options.budget} is too short for {self.options.target} on this machine: a step of "
-                f"training takes about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at "
+                f"--budget {self.options.budget} is too short for {self.options.target} on this machine: "
+                f"a step of training takes about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at "
                 f"{EXPECTED_EFFICIENCY:.0%} of {costs.flops_per_s / 1e9:.0f} GFLOP/s, measured now).",
                 f"Give at least {_duration(least)}, or a smaller target.",
             )

@@ -286,9 +286,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     return config
 
 
-def check_algorithm(
-    flags: ServeFlags, model: "ServedModel", token_map: Path | None = None
-) -> "ServedModel":
+def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | None = None) -> "ServedModel":
     """Return the model, without its draft where the algorithm has no use for one.
 
     Raises:
@@ -317,9 +315,7 @@ def check_algorithm(
     return model
 
 
-def introduce(
-    flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all"
-) -> None:
+def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all") -> None:
     """Print the served model and its options, test it, and prepare it for all that may come."""
     config, dtype = llm.config, str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     drafts = f"shape {config.shape}" if config.shape.steps else "ordinary decoding"

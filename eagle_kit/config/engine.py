@@ -158,7 +158,7 @@ class EngineConfig(Options):
     """
 
     kv_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """Of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of another
+    """Dtype of the key-value pool: the model's, or fp8, half of bf16. LOSSY: text is close to that of another
     dtype, not equal.
     """
 
@@ -171,13 +171,13 @@ class EngineConfig(Options):
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU."""
+    """Dtype of weights and states: float32, bfloat16, float16, or auto: fp32 on a CPU, bf16 on a GPU."""
 
     quantization: Literal["auto", "fp8", "none"] = "auto"
-    """Of the target's linear layers and routed experts: auto keeps those in fp8 that the checkpoint has so,
-    none widens them, fp8 also casts the others when they are loaded, with a scale for each output. LOSSY: the
-    target is another one then, near the unquantised. Embedding, output layer, norms and routers stay in
-    dtype; slow on a CPU, which widens the weights in every step.
+    """Quantization of the target's linear layers and routed experts: auto keeps those in fp8 that the
+    checkpoint has so, none widens them, fp8 also casts the others when they are loaded, with a scale for each
+    output. LOSSY: the target is another one then, near the unquantised. Embedding, output layer, norms and
+    routers stay in dtype; slow on a CPU, which widens the weights in every step.
     """
 
     device: str = "auto"

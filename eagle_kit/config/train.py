@@ -254,7 +254,7 @@ class TrainConfig(Section):
     """The run folder."""
 
     seed: int = Field(default=0, ge=0)
-    """Of the head's initial weights and of the order of the data."""
+    """Seed of the head's initial weights and of the order of the data."""
 
     data: DataConfig
     head: AnyHeadConfig = Eagle3HeadConfig()

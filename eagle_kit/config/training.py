@@ -29,13 +29,13 @@ class RegressionConfig(Section):
     """The loss of an EAGLE-1 head: its output shall be the target's next state and give its distribution."""
 
     feature_weight: float = Field(default=1.0, ge=0.0)
-    """Of the smooth L1 distance to the target's state, the mean over its values (EAGLE)."""
+    """Weight of the smooth L1 distance to the target's state, the mean over its values (EAGLE)."""
 
     token_weight: float = Field(default=0.1, ge=0.0)
-    """Of the cross-entropy against the target's distribution over all tokens (EAGLE)."""
+    """Weight of the cross-entropy against the target's distribution over all tokens (EAGLE)."""
 
     topk_weight: float = Field(default=0.0, ge=0.0)
-    """Of the part of that cross-entropy that the target's best tokens make (HASS: 1.0)."""
+    """Weight of the part of that cross-entropy that the target's best tokens make (HASS: 1.0)."""
 
     topk: int = Field(default=10, ge=1)
     """Number of the best tokens."""
@@ -145,22 +145,22 @@ class TrainingConfig(Section):
     """
 
     learning_rate: float = Field(default=5.0e-4, gt=0.0)
-    """Of AdamW, after the warm-up."""
+    """Learning rate of AdamW after the warm-up."""
 
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """Decay rates of AdamW's averages of the gradient and of its square."""
 
     eps: float = Field(default=1.0e-8, gt=0.0)
-    """Of AdamW."""
+    """Number that AdamW adds to the divisor of an update."""
 
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Of matrices only, Muon's too."""
+    """Weight decay of matrices, with AdamW and with Muon; vectors have none."""
 
     muon_learning_rate_ratio: float = Field(default=1.0, gt=0.0)
     """Muon's learning rate as a multiple of ``learning_rate``."""
 
     muon_momentum: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Of Muon."""
+    """Momentum of Muon."""
 
     ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
     """Keep an exponential moving average of the weights, which is what is judged, saved and served; null
@@ -174,7 +174,7 @@ class TrainingConfig(Section):
     """
 
     decay_ratio: float = Field(default=0.2, gt=0.0, le=1.0)
-    """Of ``wsd``: the share of the schedule that its end takes."""
+    """Share of the schedule that the linear end of ``wsd`` takes."""
 
     warmup: Literal["linear", "log"] = "linear"
     """``linear``; or ``log``, DeepSpeed's default: log(step) / log(steps of warm-up) of the rate."""
@@ -241,7 +241,7 @@ class TrainingConfig(Section):
     """Threads per process on a CPU; null uses the cores shared out over the processes."""
 
     peer_timeout_s: float = Field(default=300.0, gt=0.0)
-    """Of several processes, seconds without a heartbeat of one, as of a machine without power or network,
+    """Seconds without a heartbeat of one of several processes, as of a machine without power or network,
     after which the others end.
     """
 

@@ -22,7 +22,15 @@ from eagle_kit.serve.leading import Arrival, RecordDrafts
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.record import record_drafts
 from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
-from eagle_kit.serve.tune import Tuned, can_tune, draft_key, engine_key, menu_plan, runnable, whole_plan
+from eagle_kit.serve.tune import (
+    Tuned,
+    can_tune,
+    draft_key,
+    engine_key,
+    plan_of_candidates,
+    runnable,
+    whole_plan,
+)
 from eagle_kit.tuning import files
 from eagle_kit.tuning.acceptance import Drafts, Recording
 from eagle_kit.tuning.costs import CostTable, Timing, join
@@ -123,7 +131,7 @@ def _measure(
 
         stages.start(TIMING, num_visits, "visit")
         timings = _time(llm, plan, work, stages)
-        more = menu_plan(llm.engine("none"), tuned(timings), plan)
+        more = plan_of_candidates(llm.engine("none"), tuned(timings), plan)
         stages.start(CHOSEN, len(more.visits), "visit")
         return tuned(join(timings, _time(llm, more, work, stages)))
     except KeyboardInterrupt:

@@ -51,7 +51,7 @@ class CycleSettings(NamedTuple):
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
         verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
         kept: candidates that the draft keeps for the next cycle, whatever its shape.
-        tells_confidence: emit the draft's confidence.
+        reads_confidence: emit the draft's confidence.
         num_rows: rows of the target's forward, into which the nodes to verify are packed; None is one for
             every node.
     """
@@ -61,7 +61,7 @@ class CycleSettings(NamedTuple):
     num_logprobs: int | None = None
     verifier: Verifier = TargetOnly()
     kept: Kept | None = None
-    tells_confidence: bool = False
+    reads_confidence: bool = False
     num_rows: int | None = None
 
 
@@ -168,7 +168,7 @@ def finish_cycle(
         missed = Missed(states[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
         drafter = None
     next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted
-    if settings.tells_confidence and drafter is not None and next_state.draft is not None:
+    if settings.reads_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
     return CycleOutput(next_state, emitted, verified.counts, missed)
 

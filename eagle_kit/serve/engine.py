@@ -152,7 +152,7 @@ class Engine:
         did_speculate = bool(self.runner.steps)
         reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
         by_size = {size: shapes.menu(size) for size in self.config.batch_sizes}
-        self.runner.use_shape(shapes.shapes, tells_confidence=reads_confidence, by_size=by_size)
+        self.runner.use_shape(shapes.shapes, reads_confidence=reads_confidence, by_size=by_size)
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()  # pages written without a draft have no entries of it
         self.shapes = shapes

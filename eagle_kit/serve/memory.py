@@ -160,41 +160,59 @@ def plan_memory(
     Raises:
         UserError: the given size does not fit into the free memory, or no token does.
     """
-    model, weight, batch = target.config, target.embed_tokens.weight, config.max_batch_size
+    model = target.config
+    weight = target.embed_tokens.weight
+    batch = config.max_batch_size
     device, free = place or Place(weight.device, free_memory(weight.device))
+
+    # Bytes of a token in the pool, and windows apart from it.
     width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
     of_target = model.cache.values_per_token * width
     scratch = (of_target * config.own_batch_size + of_draft * batch) * MAX_WINDOW
     per_token = of_target // config.num_parts + of_draft
-    if draft is not None and _waits(draft, config, chooses_shapes=chooses_shapes):  # states for later
+
+    # States that the draft reads later, tables of sampling, and masks of grammars.
+    if draft is not None and _waits(draft, config, chooses_shapes=chooses_shapes):
         scratch += (batch + 1) * MAX_WINDOW * draft.state_size * draft.state_dtype.itemsize
     if device.type != "cpu":  # graphs of every kind are captured at the start
         scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
-        scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)  # masks of grammars
+        scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)
+
+    # Logits of the target, or of the draft's candidates, which exist once the target's are gone.
     logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
-    if draft is not None:  # of its candidates, once the target's are gone
+    if draft is not None:
         logits = max(logits, _draft_logits(draft, config, chooses_shapes=chooses_shapes))
+
+    # Activations of the largest prefill step.
     expanded = config.max_context
     if device.type != "cpu":  # several prompts together
         expanded = max(expanded, min(PACKED_TOKENS, batch * config.max_context))
     per_row = _values_per_row(target, draft)
     expanded_values = max(_expanded_per_token(layer) for layer in _layers(target, draft))
     values = config.prefill_tokens * per_row + expanded * expanded_values
-    activations = prefill = values * weight.element_size() + target.working_bytes
+    prefill = values * weight.element_size() + target.working_bytes
+    activations = prefill
     activations += prefill_backends.working_bytes(config.prefill_backend, device, target.variants)
     if layers := target.fp8_layers:
         activations += working_bytes(device)
-    states, snapshots = 0, None
+
+    # States of recurrent layers, without snapshots.
+    states = 0
+    snapshots = None
     if (spec := model.states) is not None:
         states = (batch + 1) * spec.num_bytes(weight.element_size())
         scratch += config.most_rows * spec.num_bytes_of_node(weight.element_size())
         activations += spec.num_bytes_of_pair * max(MAX_WINDOW**2, batch * config.shape.tokens**2)
+
+    # Graphs, by what is prepared at the start.
     graphs: dict[WarmUpExtent, Graphs] = dict.fromkeys(get_args(WarmUpExtent), NO_GRAPHS)
     if device.type != "cpu" and config.graph_mode == "cycle":
         activations += config.most_rows * per_row * weight.element_size()  # of cycles, apart
         for extent in graphs:
             graphs[extent] = graphs_of(model, draft, config, extent, chooses_shapes=chooses_shapes)
+
+    # Memory that is left for the pool.
     needed = scratch + logits + activations + states
     weights = sum(tensor.nbytes for tensor in _weights(target, draft))
     ngram_log = config.ngram.max_bytes if config.algorithm == "NGRAM" else 0
@@ -203,6 +221,8 @@ def plan_memory(
         if target.ranks is not None:  # which share the machine's memory
             free //= target.ranks.size
     room = int(FREE_SHARE[device.type] * free) - needed
+
+    # Tokens that are given or wanted, and how many graphs leave them their share.
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
@@ -210,13 +230,21 @@ def plan_memory(
     wanted = all_parts * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
     shared = room if kv_tokens is None else free - needed
     extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)
-    room, needed = room - graphs[extent].bytes, needed + graphs[extent].bytes
+    room -= graphs[extent].bytes
+    needed += graphs[extent].bytes
+
+    # Snapshots of states take a share of what is left.
     if spec is not None:
-        one, snapshots = spec.num_bytes(weight.element_size()), config.num_snapshots
+        one = spec.num_bytes(weight.element_size())
+        snapshots = config.num_snapshots
         if config.state_snapshots is None:
             left = min(SNAPSHOT_SHARE * room, free - needed - (kv_tokens or 0) * per_token)
             snapshots = min(snapshots, max(0, int(left)) // one)
-        room, needed, states = room - snapshots * one, needed + snapshots * one, states + snapshots * one
+        room -= snapshots * one
+        needed += snapshots * one
+        states += snapshots * one
+
+    # The pool takes what is given, or what is wanted and fits.
     if kv_tokens is None and room < per_token:
         of_states = f", {states / 1e9:.2f} GB of them for states of recurrent layers" if states else ""
         raise UserError(
@@ -265,7 +293,7 @@ def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: 
     kind, shapes = drafter_class(draft, config), [*config.shape.shapes]
     if chooses_shapes:
         shapes.append(SpecShape(min(MOST_STEPS, kind.most_steps(draft)), max(WIDTHS), MAX_WINDOW))
-    kept = kind.kept(shapes, tells_confidence=chooses_shapes and not config.lag)
+    kept = kind.kept(shapes, reads_confidence=chooses_shapes and not config.lag)
     topk = min(kept.topk, draft.draft_vocab_size)
     return kind.logits_bytes(draft, config.max_batch_size, kept._replace(topk=topk))
 

@@ -150,8 +150,16 @@ class Planner:
         """Plan the largest of ``size`` ranks. Raises UserError where the target cannot be shared so."""
         if isinstance(self.config, BridgedConfig):
             self._check_bridged(self.config, size)
-        ways = expert_parallel, data_parallel_attention
-        ranks = [Sharding.of(self.config, Share(rank, size), self.block, *ways) for rank in range(size)]
+        ranks = [
+            Sharding.of(
+                self.config,
+                Share(rank, size),
+                self.block,
+                expert_parallel=expert_parallel,
+                attends_whole=data_parallel_attention,
+            )
+            for rank in range(size)
+        ]
         sharding, target = self._largest(ranks)
         draft = self._draft(target)
         options = self.options.replace(

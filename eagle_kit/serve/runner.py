@@ -196,25 +196,25 @@ class Runner:
         self,
         shapes: Sequence[SpecShape],
         *,
-        tells_confidence: bool = False,
+        reads_confidence: bool = False,
         by_size: Mapping[int, Sequence[SpecShape]] = MappingProxyType({}),
     ) -> None:
         """Speculate with any of ``shapes`` from now on; nothing may be running.
 
         Args:
             by_size: those that batches of some sizes may have.
-            tells_confidence: let cycles emit how sure the draft is of its next token.
+            reads_confidence: let cycles emit how sure the draft is of its next token.
         """
         self.steps = max(shape.steps for shape in shapes)
-        self._tells_confidence = tells_confidence and self.steps > 0
+        self._reads_confidence = reads_confidence and self.steps > 0
         drafter = self.models.drafter
         self.kept = Kept(1, 1)
         if drafter is not None:
-            self.kept = drafter.kept(shapes, tells_confidence=self._tells_confidence)
+            self.kept = drafter.kept(shapes, reads_confidence=self._reads_confidence)
         self._kept_at: dict[int, Kept] = {}
         if drafter is not None and drafter.keeps_by_size:
             self._kept_at = {
-                size: drafter.kept(mine, tells_confidence=self._tells_confidence)
+                size: drafter.kept(mine, reads_confidence=self._reads_confidence)
                 for size, mine in by_size.items()
             }
         kind = (drafter is not None, self.kept)
@@ -510,7 +510,7 @@ class Runner:
     ) -> CycleSettings:
         kept = self._kept_at.get(size, self.kept)
         return CycleSettings(
-            shape, num_columns, num_logprobs, self.verifier(shape), kept, self._tells_confidence
+            shape, num_columns, num_logprobs, self.verifier(shape), kept, self._reads_confidence
         )
 
     def _columns(self, requests: Sequence[Request], behind: int) -> int:

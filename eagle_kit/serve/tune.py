@@ -94,7 +94,7 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
     if costs is None or missing:
         _log.info("Measuring this engine's cycles, once, for seconds; `eagle-kit tune` measures more.")
         costs = measure_costs(engine, plan._replace(points=missing), before=costs)
-        more = menu_plan(engine, Tuned(costs, found, is_average), plan._replace(points=missing))
+        more = plan_of_candidates(engine, Tuned(costs, found, is_average), plan._replace(points=missing))
         costs = measure_costs(engine, more, before=costs)
         try:
             save_costs(costs)
@@ -148,12 +148,12 @@ def measure_costs(engine: Engine, plan: Plan, *, before: Costs | None = None) ->
     return Costs(engine_key(engine), CostTable.fit(timed), tuple(timed), now(), tuned_to)
 
 
-def menu_plan(engine: Engine, tuned: Tuned, plan: Plan) -> Plan:
-    """Plan to time what would be chosen of all that was predicted: the shapes on the menus of a plan's batch
-    sizes that it has not timed."""
+def plan_of_candidates(engine: Engine, tuned: Tuned, plan: Plan) -> Plan:
+    """Plan to time the candidate shapes of a plan's batch sizes that the plan has not timed."""
     sizes = {point.batch_size for point in plan.points}
-    menus = policy_of(engine, tuned)
-    shapes = {shape for size in sizes for shape in menus.menu(size) if shape.steps} - set(plan.shapes)
+    policy = policy_of(engine, tuned)
+    candidates = {shape for size in sizes for shape in policy.menu(size) if shape.steps}
+    shapes = candidates - set(plan.shapes)
     points = plan.points if shapes else []
     return plan._replace(shapes=sorted(shapes), points=points, first_pass=plan.num_passes)
 

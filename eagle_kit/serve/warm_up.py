@@ -86,36 +86,48 @@ def warm_up(
     runner = engine.runner
     if runner.device.type != "cuda" and not runner.graphs.has_fixed_shapes:
         return Prepared(tuple(works))
+
     with torch.inference_mode(), current_device(runner.device), _compilations() as compiled:
+        # Cycles of every kind, whose graphs are captured.
         cycles = list(_cycles(engine, extent))
         prompts = [] if extent == "none" else list(representative_prompts(engine))
         total = len(cycles) + len(prompts)
         seconds: dict[str, tuple[int, float]] = {}
-        num_graphs, number = engine.num_graphs, 0
+        num_graphs = engine.num_graphs
         for number, each in enumerate(cycles, 1):
             begun = time.perf_counter()
             runner.run_idle(*each, engine.ngram)
             name = _name(each.kind)
-            captured, num_graphs = engine.num_graphs - num_graphs, engine.num_graphs
+            captured = engine.num_graphs - num_graphs
+            num_graphs = engine.num_graphs
             before = seconds.get(name, (0, 0.0))
             seconds[name] = before[0] + captured, before[1] + time.perf_counter() - begun
             on_step(number, total)
         works += [Work(f"graphs of {name}", *done) for name, done in seconds.items()]
-        begun, forwards = time.perf_counter(), 0
+
+        # Forwards in which a draft reads pending tokens.
+        begun = time.perf_counter()
+        forwards = 0
         if extent != "none":
             forwards = runner.catch_up_idle()
         if forwards:
             works.append(Work("forwards of drafts that catch up", forwards, time.perf_counter() - begun))
+
+        # Prompts of several lengths, for which prefill backends are measured.
         begun = time.perf_counter()
         for number, requests in enumerate(prompts, len(cycles) + 1):
             with runner.prefill_backends.measuring():
                 engine.prefill(requests)
             on_step(number, total)
+
+        # Leave no trace of the preparation.
         engine.drain()
         engine.page_pool.clear()
         engine.totals = EngineTotals()
         if prompts:
             works.append(Work("prefills", len(prompts), time.perf_counter() - begun))
+
+        # Name what was measured and compiled meanwhile.
         forms = runner.linear_forms
         if forms.table:
             works.append(Work("linear sizes timed (within the above)", len(forms.table), forms.seconds))

@@ -51,6 +51,7 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    # The description has all arguments of the kernel, and no others.
     names = variant.kernel.arg_names
     signature = {name: variant.types.get(name, "constexpr") for name in names}
     described = {*variant.types, *variant.constants}
@@ -60,6 +61,8 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     if wrong := loose.intersection(variant.aligned):
         fault = f"launches do not specialise on the alignment of {', '.join(sorted(wrong))}"
         return _failed(variant, arch, fault)
+
+    # Compile for the architecture.
     divisible: list[list[Any]] = [["tt.divisibility", 16]]
     attrs = {
         path: divisible
@@ -76,13 +79,18 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     except Exception as error:  # whatever a compiler pass raises
         reason = str(error).strip().splitlines() or ["no reason"]
         return _failed(variant, arch, f"it does not compile: {type(error).__name__}: {reason[-1]}")
+
+    # Read resources, instructions and loops out of what came out.
     registers, stack = _resources(compiled.asm["cubin"])
-    ptx, shared = compiled.asm["ptx"], compiled.metadata.shared
+    ptx = compiled.asm["ptx"]
+    shared = compiled.metadata.shared
     wgmma = "wgmma.mma_async" in ptx or "tcgen05.mma" in ptx
     loops = hot_loops(ptx)
     narrow = sum(loop.is_narrow for loop in loops)
     direct = sum(loop.multiplies and not loop.is_asynchronous for loop in loops)
     programs = resident_programs(arch, registers, shared, variant.num_warps)
+
+    # Faults of resources and of loops.
     faults = []
     if stack:
         faults.append(f"{stack} bytes of stack")
@@ -97,6 +105,8 @@ def compile_variant(variant: Variant, arch: int) -> Report:
     converted = conversions(compiled.asm["ttgir"])
     if converted and not variant.converts:
         faults.append(f"{converted} layout conversions of addresses or operands in pipelined loops")
+
+    # Faults of programmatic dependent launch, and of occupancy.
     if variant.constants.get("PDL"):
         if "griddepcontrol.launch_dependents" not in ptx:
             faults.append("it does not let the next launch start")
@@ -106,6 +116,7 @@ def compile_variant(variant: Variant, arch: int) -> Report:
         faults.append("griddepcontrol without PDL")
     if programs < variant.programs:
         faults.append(f"{programs} programs fit on a multiprocessor, not {variant.programs}")
+
     return Report(
         variant.name,
         arch,

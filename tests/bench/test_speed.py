@@ -1,13 +1,14 @@
 """`eagle-kit bench` as its user runs it on a tiny model: figures of what was decoded, and refusals."""
 
+import itertools
 import json
 
 import pytest
 from tiny import tiny_head
 from tiny_run import make_target
 
+from eagle_kit.bench import speed
 from eagle_kit.bench.side_by_side import Decoded
-from eagle_kit.bench.speed import _row
 from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
 from eagle_kit.core.stats import SpecStats
@@ -57,18 +58,32 @@ class Request:
         self.stats = SpecStats(num_verifies, num_emitted_tokens)
 
 
-def test_a_shape_is_compared_within_rounds():
+def test_a_shape_is_compared_within_rounds(folders, tmp_path, monkeypatch, capsys):
     """Texts and the machine differ by round, so medians over all rounds would meet different rounds."""
-    rates = {"none": (10.0, 20.0, 40.0), "3,1,4": (20.0, 30.0, 40.0)}
-    rounds = []
-    for number in range(3):
-        decoded = {}
-        for shape, values in rates.items():
-            decoded[shape] = Decoded([Request(4, 6 + number)], values[number], 1.0)
-        rounds.append(decoded)
-    row = _row(rounds, 1, "3,1,4")
-    assert (row.tokens_per_s, row.times_plain, row.least, row.most) == (30.0, 1.5, 1.0, 2.0)
-    assert row.accept_length == pytest.approx((6 + 7 + 8) / 12)
+    warm_up = {"none": 1.0, "3,1,4": 1.0}
+    rounds = iter(
+        [
+            warm_up,
+            {"none": 10.0, "3,1,4": 20.0},
+            {"none": 20.0, "3,1,4": 30.0},
+            {"none": 40.0, "3,1,4": 40.0},
+        ]
+    )
+    accepted = itertools.count(5)
+
+    def decode(llms, prompts, params, **options):
+        num_emitted_tokens = next(accepted)
+        rates = next(rounds)
+        return {shape: Decoded([Request(4, num_emitted_tokens)], rates[shape], 1.0) for shape in llms}
+
+    monkeypatch.setattr(speed, "decode_side_by_side", decode)
+    out = tmp_path / "b.json"
+    words = ("--shapes", "3,1,4", "--batches", "1", "--rounds", "3", "--out", str(out))
+    assert main(words_of(folders, *words)) == 0
+    row = json.loads(out.read_text(encoding="utf-8"))["rows"][1]
+    assert (row["shape"], row["tokens_per_s"]) == ("3,1,4", 30.0)
+    assert (row["times_plain"], row["least"], row["most"]) == (1.5, 1.0, 2.0)
+    assert row["accept_length"] == pytest.approx((6 + 7 + 8) / 12)
 
 
 def test_prompts_that_leave_no_room_are_refused(folders, capsys):

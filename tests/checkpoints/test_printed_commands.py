@@ -68,10 +68,9 @@ def test_the_commands_of_a_card_work(trained: Path, capsys: pytest.CaptureFixtur
     assert run_elsewhere(generate, *SHORT) == 0
     assert "accept length" in capsys.readouterr().out
 
-    # A server is planned only, by the same words.
-    args = app.parse(shlex.split(serve)[1:])
-    assert Path(args.model) == Path("my draft").resolve()
-    assert args.target is None, "the draft's own is found by its weights"
+    # A server's memory is planned, by the same words: the target is found by the draft's weights.
+    assert run_elsewhere(serve, "--plan") == 0
+    assert "small target" in capsys.readouterr().out
 
     # The evaluation, of one prompt.
     match = re.search(r"Measure it with `([^`]+)`", card)

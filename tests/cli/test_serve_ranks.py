@@ -24,10 +24,21 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.serve.llm import LLM
 
-SERVE = (
-    *("serve", "--tensor-parallel", "2", "--rank-timeout", "5", "--device", "cpu"),
-    *("--port", "0", "--max-context", "512", "--served-model-name", "tiny"),
-)
+SERVE = [
+    "serve",
+    "--tensor-parallel",
+    "2",
+    "--rank-timeout",
+    "5",
+    "--device",
+    "cpu",
+    "--port",
+    "0",
+    "--max-context",
+    "512",
+    "--served-model-name",
+    "tiny",
+]
 TORCHRUN = "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "eagle_kit"
 DEMO_HEAD = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-eagle3"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}

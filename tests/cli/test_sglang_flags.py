@@ -36,8 +36,12 @@ def config_of(*flags):
         ),
         (
             (
-                *("--attention-backend", "flashmla", "--prefill-attention-backend", "flashinfer"),
-                *("--decode-attention-backend", "triton"),
+                "--attention-backend",
+                "flashmla",
+                "--prefill-attention-backend",
+                "flashinfer",
+                "--decode-attention-backend",
+                "triton",
             ),
             {"prefill_backend": "flashinfer"},
         ),

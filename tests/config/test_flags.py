@@ -1,5 +1,6 @@
 """Flags made from the fields of models: names, help, values, and errors that name the flag."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -82,10 +83,10 @@ def read(*words: str) -> Whole:
 
 
 def test_values_are_those_of_the_fields() -> None:
-    found = read(
-        *("--count", "3", "--share", "0.25", "--names", "p", "q", "--stop", "a, b", "--stop", "c"),
-        *("--more", '{"k": [1]}', "--dry-run", "--part-size", "5", "--kind", "b", "--no-cache"),
-    )
+    numbers = "--count 3 --share 0.25"
+    texts = "--names p q --stop 'a, b' --stop c"
+    others = """--more '{"k": [1]}' --dry-run --part-size 5 --kind b --no-cache"""
+    found = read(*shlex.split(f"{numbers} {texts} {others}"))
     assert (found.source, found.out, found.count, found.share) == ("from", Path("to"), 3, 0.25)
     assert (found.names, found.stop, found.more) == (("p", "q"), ("a, b", "c"), {"k": [1]})
     assert found.is_dry and not found.no_check

@@ -115,7 +115,8 @@ def write_hole(path: Path, tensors: Mapping[str, Tensor]) -> None:
     header: dict[str, Any] = {}
     end = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.num_bytes
+        start = end
+        end = start + tensor.num_bytes
         header[name] = {"dtype": tensor.kind, "shape": tensor.shape, "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -17,7 +17,6 @@ from eagle_kit.models.loading.loader import read_target_config
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PROGRAMS = sorted(FOLDER.glob("*.py"))
-MOST_LINES = 45
 
 
 @pytest.fixture(scope="module")
@@ -52,14 +51,16 @@ def run(name: str, capsys: pytest.CaptureFixture[str], **given: str) -> list[str
 
 
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
-def test_a_program_is_short_and_says_what_it_shows(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert text.startswith('"""') and len(text.splitlines()) <= MOST_LINES
-    assert load(path).TARGET == "smollm2-135m-instruct"
+def test_a_program_says_what_it_shows(path: Path) -> None:
+    program = load(path)
+    assert program.__doc__
+    assert program.TARGET == "smollm2-135m-instruct"
 
 
-def test_there_are_programs_for_a_first_day() -> None:
-    assert len(PROGRAMS) >= 10
+def test_the_shipped_head_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = FOLDER.glob("*_draft_head.py")
+    monkeypatch.chdir(tmp_path)
+    assert (Path(load(path).DRAFT) / "config.json").is_file()
 
 
 def test_texts_are_completed(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +122,8 @@ def test_hidden_states_have_their_shapes(target: str, capsys: pytest.CaptureFixt
 def test_a_client_is_answered(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openai")
     pytest.importorskip("fastapi")
-    run("openai_client", capsys, target=target)
+    lines = run("openai_client", capsys, target=target)
+    assert any(line.strip() for line in lines)
 
 
 def test_texts_are_scored(target: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,9 +150,8 @@ def test_the_page_on_python_runs_block_by_block(
     pytest.importorskip("llguidance")
     path = FOLDER.parent / "docs" / "python.md"
     text = path.read_text(encoding="utf-8")
-    assert len(text.encode()) <= 6 * 1024
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 8
+    assert blocks
     names = {"smollm2-135m-instruct": target, "checkpoints/smollm2-135m-eagle3": draft}
     scope: dict[str, Any] = {}
     for block in blocks:

@@ -1,5 +1,6 @@
 """Progress of long commands: how long they take is said once, after the first measured work."""
 
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -52,7 +53,8 @@ def test_the_time_is_estimated_from_a_whole_sample(wait: Callable[[float], None]
     wait(60)
     left.count(1)
     left.count(1)
-    assert said == ["time    about 16 minutes to go"]
+    (line,) = said
+    assert re.findall(r"\d+", line) == ["16"], "minutes of the work that is left"
 
 
 def test_work_of_unknown_length_has_a_rate(wait: Callable[[float], None]) -> None:
@@ -60,7 +62,8 @@ def test_work_of_unknown_length_has_a_rate(wait: Callable[[float], None]) -> Non
     left = TimeLeft(None, "replies", prints=said.append)
     wait(30)
     left.count(1)
-    assert said == ["time    about 120 replies an hour; how many there are is not known"]
+    (line,) = said
+    assert "120 replies" in line
 
 
 def test_later_stages_are_counted_by_their_costs(lines: list[str], wait: Callable[[float], None]) -> None:
@@ -69,10 +72,13 @@ def test_later_stages_are_counted_by_their_costs(lines: list[str], wait: Callabl
     work.start("first", 10, "prompt")
     wait(60)
     work.step()
-    assert lines == ["stage   1/2 first, 10 prompts", "time    about 39 minutes to go"]
+    stage, time_left = lines
+    assert "1/2 first" in stage and "10 prompts" in stage
+    assert re.findall(r"\d+", time_left) == ["39"]
     work.start("second", 3, "visit")
     work.step()
-    assert lines[2:] == ["stage   2/2 second, 3 visits"], "it is said once"
+    (stage,) = lines[2:]
+    assert "2/2 second" in stage and "3 visits" in stage, "the time is printed once"
 
 
 def test_what_was_done_before_is_not_measured(lines: list[str], wait: Callable[[float], None]) -> None:
@@ -81,7 +87,7 @@ def test_what_was_done_before_is_not_measured(lines: list[str], wait: Callable[[
     work.skip(8)
     wait(60)
     work.step()
-    assert lines[-1] == "time    about 11 minutes to go"
+    assert re.findall(r"\d+", lines[-1]) == ["11"]
 
 
 def test_quiet_work_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,7 +62,7 @@ def pairs(target):
         optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)
         for _ in range(30):
             optimizer.zero_grad()
-            sure = 1.0 if head.tells_confidence else 0.0
+            sure = 1.0 if head.predicts_confidence else 0.0
             ttt_forward_backward(head, batch, Objective({"ce": 0.1, "tv": 1.8}, confidence_weight=sure))
             optimizer.step()
         return target, head.eval().requires_grad_(False)

@@ -1,6 +1,5 @@
 """What can be asked of ``LLM`` in Python, and the sentences for what cannot."""
 
-import inspect
 import json
 
 import numpy as np
@@ -145,7 +144,9 @@ def test_n_replies_are_those_of_their_seeds(llm):
 def test_a_stream_joins_to_the_replies(drafted, call):
     params = SamplingParams(n=2, temperature=1.0, seed=1, max_tokens=10, ignore_eos=True, stop="zz")
     whole = (drafted.generate if call == "stream" else drafted.chat)(["Hi", "Ho"], params, shape="3,1,4")
-    texts, tokens, reasons = {}, {}, {}
+    texts = {}
+    tokens = {}
+    reasons = {}
     for delta in getattr(drafted, call)(["Hi", "Ho"], params, shape="3,1,4"):
         key = delta.prompt_index, delta.index
         assert key not in reasons, "the finish reason is the last one's"
@@ -378,10 +379,3 @@ def test_a_model_without_a_tokenizer_takes_token_ids():
     for call in (llm.generate, llm.chat):
         with pytest.raises(UserError, match="without a tokenizer"):
             call("Hi")
-
-
-def test_help_names_what_can_be_asked():
-    text = inspect.getdoc(LLM)
-    for name in ("generate", "chat", "stream", "acceptance", "hidden_states", "set_draft", "tokenizer"):
-        assert name in text
-        assert hasattr(LLM, name) or name == "tokenizer"

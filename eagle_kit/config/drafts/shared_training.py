@@ -24,7 +24,7 @@ class LossTrainingConfig(TrainingConfig):
     """
 
     lk_eta: float = Field(default=3.0, gt=0.0)
-    """Of ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest."""
+    """Rate in the loss ``lk-hybrid``: ``kl`` weighs ``exp(-lk_eta * acceptance rate)``, ``tv`` the rest."""
 
     @field_validator("loss", mode="before")
     @classmethod

@@ -115,6 +115,8 @@ def diagnose_models(
             "The target has no chat template, and a server is asked with chats.",
             "Leave --base-url out, or give --chat-template FILE.",
         )
+
+    # Announce the stages.
     dtype = str(models.dtype).removeprefix("torch.")
     shape = _chain(models)
     costs: dict[str, float] = {PLAIN: config.limit, f"{DRAFTED} {shape}": config.limit}
@@ -123,14 +125,19 @@ def diagnose_models(
         costs[SERVER] = config.limit
     stages = Stages(costs, sample=config.engine.max_batch_size, shows_bar=not is_quiet)
     try:
+        # Replies of the target, and the draft's over them.
         replies = decode_replies(models.llm, config, stages)
         if not replies.is_finite:
             return Diagnosis((_nan_in_target(dtype),), tuple(findings), dtype)
         basis = make_basis(models, replies)
         replay = decode_drafted(models.llm, replies, config, shape, stages)
         replay = replace(replay, predicted=decoded(basis.reading, basis.source.row))
+
+        # Try the hypotheses.
         measured = measure(models, replies, basis, findings, config, stages)
         causes = [*_engine_fault(models, replay), *name_causes(measured)]
+
+        # Compare with a server; a failure of it does not lose what was found here.
         compared: Comparison | None = None
         failure: UserError | KeyboardInterrupt | None = None
         try:
@@ -138,10 +145,12 @@ def diagnose_models(
                 stages.start(SERVER, len(replies.messages), "reply")
                 seen = server.replay(replies.messages, config.max_tokens, stages.step)
                 compared = _compare(models, replies, config, seen, basis, replay, stages)
-        except (UserError, KeyboardInterrupt) as error:  # what was found without it took minutes
+        except (UserError, KeyboardInterrupt) as error:
             failure = error
         if compared is not None and compared.cause is not None:
             causes.append(compared.cause)
+
+        # Causes that were found come first, the costliest before others.
         causes.sort(key=lambda cause: (not cause.is_found, -cause.cost))
         found = Diagnosis(tuple(causes), tuple(findings), dtype, measured, replay)
         return replace(found, server=compared, failure=failure)

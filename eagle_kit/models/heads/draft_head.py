@@ -152,7 +152,7 @@ class DraftHead(nn.Module, ABC):
         """Weight of the output layer, ``[Vd, H]``."""
 
     @property
-    def tells_confidence(self) -> bool:
+    def predicts_confidence(self) -> bool:
         """True for a head that has :meth:`confidence_logits`."""
         return False
 

@@ -72,7 +72,7 @@ class DSparkHead(DFlashHead):
         return self.markov_head
 
     @property
-    def tells_confidence(self) -> bool:
+    def predicts_confidence(self) -> bool:
         """See :class:`~eagle_kit.models.heads.draft_head.DraftHead`."""
         return self.confidence_head is not None
 

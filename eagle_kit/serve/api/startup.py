@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.named_target import USUAL, NamedTarget, named_by
+from eagle_kit.checkpoints.named_target import DEFAULT_ORIGIN, NamedTarget, named_by
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION
 
@@ -72,7 +72,7 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
     files = open_draft(resolve_model(draft_or_target, "draft or target"))
     if find_kind(files).is_whole_model:
         return ServedModel(draft_or_target, None)
-    named = named_by(draft_or_target, files) or NamedTarget(default_target, USUAL)
+    named = named_by(draft_or_target, files) or NamedTarget(default_target, DEFAULT_ORIGIN)
     return ServedModel(named.name, draft_or_target, named.origin)
 
 

@@ -45,11 +45,11 @@ class DraftState(NamedTuple):
 
 class Kept(NamedTuple):
     """Candidates that a draft state keeps: ``topk`` of each of ``steps`` depths, of one where the draft is
-    grown when it is proposed; ``tells`` whether its confidence is read."""
+    grown when it is proposed; ``reads_confidence`` whether its confidence is read."""
 
     steps: int
     topk: int
-    tells: bool = False
+    reads_confidence: bool = False
 
 
 class Missed(NamedTuple):
@@ -125,14 +125,14 @@ class Drafter:
         return auto_shape(model_type, drafts_are_expensive=model.is_whole_model)
 
     @classmethod
-    def kept(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> Kept:
+    def kept(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> Kept:
         """Candidates that a draft state must keep to be proposed from in any of ``shapes``.
 
         Args:
-            tells_confidence: :meth:`confidence` is asked for; a single candidate is not weighed.
+            reads_confidence: :meth:`confidence` is asked for; a single candidate is not weighed.
         """
-        topk = max(1 + tells_confidence, *(shape.topk for shape in shapes))
-        return Kept(1, topk, tells_confidence)
+        topk = max(1 + reads_confidence, *(shape.topk for shape in shapes))
+        return Kept(1, topk, reads_confidence)
 
     def widened(
         self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]

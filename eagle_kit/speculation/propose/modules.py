@@ -69,7 +69,7 @@ class ModulesDrafter(ReadyDrafter):
     @classmethod
     def logits_bytes(cls, model: DraftModel, batch_size: int, kept: Kept) -> int:
         """See :class:`Drafter`: those of one module after the other."""
-        return super().logits_bytes(model, batch_size, kept._replace(steps=1, tells=False))
+        return super().logits_bytes(model, batch_size, kept._replace(steps=1, reads_confidence=False))
 
     def num_appended(self, kept: Kept) -> int:
         """See :class:`Drafter`."""

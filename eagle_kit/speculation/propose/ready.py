@@ -61,7 +61,7 @@ class ReadyDrafter(Drafter):
         candidates, the correction, the sum, and what the depth before has left."""
         of_depths = kept.steps * super().logits_bytes(model, batch_size, kept)
         head = model.head
-        if head is None or (head.markov is None and not (kept.tells and head.tells_confidence)):
+        if head is None or (head.markov is None and not (kept.reads_confidence and head.predicts_confidence)):
             return of_depths
         return of_depths + 3 * kept.topk * super().logits_bytes(model, batch_size, kept)
 
@@ -83,9 +83,9 @@ class ReadyDrafter(Drafter):
         return SpecShape(steps, 1, steps + 1)
 
     @classmethod
-    def kept(cls, shapes: Sequence[SpecShape], *, tells_confidence: bool = False) -> Kept:
+    def kept(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> Kept:
         """See :class:`Drafter`."""
-        kept = super().kept(shapes, tells_confidence=tells_confidence)
+        kept = super().kept(shapes, reads_confidence=reads_confidence)
         return kept._replace(steps=max(1, *(shape.steps for shape in shapes)))
 
     def widened(
@@ -112,9 +112,9 @@ class ReadyDrafter(Drafter):
         return Candidates(tokens, scores, torch.zeros(count, self.num_told(kept), device=device))
 
     def num_told(self, kept: Kept) -> int:
-        """Depths that the head tells its confidence in, where that is read."""
+        """Depths whose confidence the head predicts, where that is read."""
         head = self.model.head
-        return kept.steps if kept.tells and head is not None and head.tells_confidence else 0
+        return kept.steps if kept.reads_confidence and head is not None and head.predicts_confidence else 0
 
     @property
     def markov(self) -> MarkovHead | None:
@@ -130,13 +130,13 @@ class ReadyDrafter(Drafter):
         ``[B]``."""
         if self.markov is not None or self.num_told(kept):
             logits = DraftLogits(self.model, read.unflatten(0, (-1, kept.steps)))
-            return Candidates(*roll_out(logits, roots, kept.topk, tells=kept.tells))
+            return Candidates(*roll_out(logits, roots, kept.topk, reads_confidence=kept.reads_confidence))
         tokens, scores = self._candidates(read, kept.topk)
         tokens, scores = tokens.view(-1, kept.steps, kept.topk), scores.view(-1, kept.steps, 1, kept.topk)
         return Candidates(tokens, scores, scores.new_zeros(len(tokens), 0))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """See :class:`Drafter`; of all depths where the head tells its confidences."""
+        """See :class:`Drafter`; of all depths where the head predicts its confidences."""
         if isinstance(state, Candidates) and state.survival.shape[1]:
             return state.survival
         return state[1][:, 0, 0, 0].exp() if state[1].shape[3] > 1 else None

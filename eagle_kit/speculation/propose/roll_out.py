@@ -70,14 +70,14 @@ class RolledOut(NamedTuple):
     survival: torch.Tensor
 
 
-def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int, *, tells: bool) -> RolledOut:
+def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int, *, reads_confidence: bool) -> RolledOut:
     """Roll the greedy chain and the candidates beside it out, behind the tokens ``roots`` int64 ``[B]``, with
-    the head's confidences if it ``tells`` them."""
+    the head's confidences where ``reads_confidence``."""
     before, tokens, scores = roots[:, None], [], []
     confidences: list[torch.Tensor] = []
     weights = torch.zeros_like(before, dtype=torch.float32)
     for depth in range(drafted.depths):
-        sure = drafted.confidence(depth, before[:, 0]) if tells else None
+        sure = drafted.confidence(depth, before[:, 0]) if reads_confidence else None
         confidences += [] if sure is None else [sure]
         logits = drafted.behind(depth, before)
         if topk == 1:  # a chain ranks nothing

@@ -66,8 +66,8 @@ class SampledReadyDrafter(ReadyDrafter):
         rows = read.unflatten(0, (-1, kept.steps))
         confidence = self._unasked(len(rows), kept)
         if self.num_told(kept):
-            confidence = roll_out(DraftLogits(self.model, rows), roots, 1, tells=True).survival
-        elif kept.tells:
+            confidence = roll_out(DraftLogits(self.model, rows), roots, 1, reads_confidence=True).survival
+        elif kept.reads_confidence:
             first = DraftLogits(self.model, rows[:, :1]).behind(0, roots[:, None])
             confidence = first[:, 0].softmax(-1).amax(-1)
         return ReadyRows(rows, confidence)

@@ -197,6 +197,7 @@ def _continue(
     """Answer the conversations that ``path`` lacks; the caller is its only writer."""
     from tqdm import tqdm
 
+    # Read what was done before.
     report = RegenerateReport()
     done = read_done(path)
     report.num_found = sum(done.values())
@@ -209,6 +210,8 @@ def _continue(
             f"Remove it to begin anew, or restore {path.name}.",
         )
     check_settings(path, settings, report.num_found + len(not_again))
+
+    # Count what was left out before; it is not asked again.
     shortened: Counter[Key] = Counter()
     for key, reason, is_shortened in not_again:
         if not is_shortened:
@@ -217,6 +220,8 @@ def _continue(
             report.shortened[reason] += 1
             shortened[key] += 1
     done.update(key for key, _, is_shortened in not_again if not is_shortened)
+
+    # Nothing is left: at most the manifest is written.
     left = None if options.limit is None else max(options.limit - sum(done.values()), 0)
     dialogues = _new_dialogues(responder, source, options, done, report.skipped)
     if left == 0:
@@ -225,10 +230,14 @@ def _continue(
             with writing(path):
                 write_json_atomically(manifest_path(path), report.manifest(settings), indent=1)
         return report
+
+    # The settings are on the disk before the first reply is.
     dialogues = islice(dialogues, left)
     with writing(path):
         write_json_atomically(settings_path(path), settings, indent=1)
         path.open("a").close()
+
+    # Answer in groups; replies are written in the order of the source.
     sample = responder.batch_size / options.max_turns
     time_left = TimeLeft(left, "conversations", sample=sample, prints=say if progress else mute)
     with tqdm(total=left, unit="conversation", dynamic_ncols=True, disable=not progress) as bar:
@@ -292,11 +301,12 @@ def _answer(
         write: called when conversations may have been answered to their end.
         time_left: counts replies as shares of their conversations.
     """
-
     longest = _longest_prompt(responder, options)
     refusals = [REFUSAL, *map(refusal_pattern, options.refusals)] if options.skip_refusals else []
     while any(dialogue.waiting for dialogue in group):
-        asking, counted = [], []
+        # Prompts of the next turn, without those that are too long.
+        asking = []
+        counted = []
         for dialogue in group:
             if not dialogue.waiting:
                 continue
@@ -322,20 +332,25 @@ def _answer(
             def count() -> None:
                 time_left.count((num_waiting - len(dialogue.waiting)) / num_turns)
 
+            # The server took no such prompt.
             if reply.refused is not None:
                 report.skipped.add(dialogue.id, reply.refused)
                 dialogue.end()
                 count()
                 return write()
+
+            # A server counts the prompt's tokens only with its reply.
             dialogue.take(reply, refusals=refusals, skip_truncated=options.skip_truncated)
             is_long = not counted[i] and reply.num_prompt_tokens + reply.num_tokens > longest
-            if is_long and dialogue.waiting:  # what a server does not tell before
+            if is_long and dialogue.waiting:
                 dialogue.end(TOO_LONG)
+
             report.num_reply_tokens += reply.num_tokens
             report.stats.add(reply.stats)
             count()
             write()
 
+        # Answer them; ``take`` is called reply by reply.
         responder.answer([dialogue.ask() for dialogue in asking], params, take)
         write()  # those that did not fit
 

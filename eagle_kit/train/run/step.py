@@ -154,7 +154,7 @@ class Stepper:
         # What the head learns from.
         learning = training.learning
         weight = self.target.head_weight.to(device)
-        confidence = learning.confidence_weight if head.tells_confidence else 0.0
+        confidence = learning.confidence_weight if head.predicts_confidence else 0.0
         objective = Objective.of(learning.losses, learning.lk_eta, head, weight, confidence)
         objective = replace(
             objective,
@@ -178,12 +178,15 @@ class Stepper:
         Raises:
             UserError: loss or gradient was not finite several times in a row.
         """
+        # Rows of the step, as packed micro-batches.
         started = time.perf_counter()
         clock = StepClock(self.accelerator.device)
         if state.step != self._expected_step:
             self.features.expect(self._rows_from(state.step))
         micro_batches = self._micro_batches(state.step)
         clock.lap("data")
+
+        # Counts of all processes, by which losses are normalised.
         steps = self._ttt_length(state.step)
         totals = sum_numbers(
             self.accelerator,
@@ -195,8 +198,12 @@ class Stepper:
             ],
         )
         clock.lap("communication")
-        counts, num_documents, tokens = totals[:steps], totals[steps], int(totals[steps + 1])
+        counts = totals[:steps]
+        num_documents = totals[steps]
+        tokens = int(totals[steps + 1])
         group_counts = totals[steps + 2 :]
+
+        # Backward and update.
         loss, figures = self._backward(micro_batches, counts, num_documents, state.step, clock)
         rate = self.schedule.learning_rate(state.step)
         grad_norm = self.strategy.update(rate, self.training.clip_norm)
@@ -205,6 +212,8 @@ class Stepper:
         if self.accelerator.device.type == "cpu" and state.step % TRIM_EVERY == 0:
             release_free_memory()
         clock.lap("optimizer")
+
+        # Sum the figures, and advance the state.
         loss, *flat = sum_numbers(self.accelerator, [loss, *figures.tolist()])
         clock.lap("communication")
         self._count_skipped(state, math.isfinite(loss) and math.isfinite(grad_norm))
@@ -216,6 +225,8 @@ class Stepper:
         state.tokens += tokens
         state.supervised_tokens += int(counts[0])
         state.seconds += seconds
+
+        # Means over the positions that were supervised or learned.
         total = TTTOutput.unpack(torch.tensor(loss), torch.tensor(flat, dtype=torch.float64), steps)
         supervised = torch.tensor(counts, dtype=torch.float64).clamp_min(1.0)
         return StepResult(

@@ -25,7 +25,8 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     ):
         sizes = _sizes(heads, key_heads, key, value)
         inputs = {"q": "*fp32", "k": "*fp32", "v": "*bf16", "g": "*fp32", "beta": "*fp32"}
-        states, out = {"states": "*fp32"}, {"out": "*bf16"}
+        states = {"states": "*fp32"}
+        out = {"out": "*bf16"}
         for count in (1, 16, 32, 64):
             made.append(
                 Variant(

@@ -5,6 +5,7 @@ import copy
 import json
 import socket
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest

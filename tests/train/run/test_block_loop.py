@@ -68,7 +68,7 @@ def test_confidence_is_learned_where_there_is_a_head_for_it(settings, weight, re
         training=training,
     )
     draft = training_kind(config).new_config(config.head, tiny_target().config)
-    assert DSparkHead(draft).tells_confidence == (weight > 0)
+    assert DSparkHead(draft).predicts_confidence == (weight > 0)
     assert weight in (0.0, config.training.learning.confidence_weight)
     assert (draft.has_confidence, draft.confidence_reads_token) == (weight > 0, reads_token)
     assert draft.markov_rank == settings["markov_rank"]
