@@ -13,6 +13,8 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 PATHS = [str(FOLDER.parent), str(FOLDER)]
 """Folders of ``benchmarks`` and of ``kernel_lab``."""
+WRONG_LINE = 2
+"""Exit code of a command line that cannot be read."""
 sys.path[:0] = [path for path in PATHS if path not in sys.path]
 
 
@@ -30,7 +32,9 @@ def main() -> int:
     if args.action == "bench":
         return bench(rest)
     if args.action == "compile":
-        return compile_kernels(rest)
+        from eagle_kit.cli.app import report_errors
+
+        return report_errors(lambda: compile_kernels(rest))
     if rest:
         parser.error(f"check takes no arguments, got {' '.join(rest)}")
     return check()
@@ -69,8 +73,19 @@ def check() -> int:
 
 
 def compile_kernels(words: Sequence[str]) -> int:
-    """Compile the configurations whose name contains a word, or all -> exit code, 1 when one has a fault."""
+    """Compile the configurations whose name contains a word, or all -> exit code: 1 when one has a fault, 2
+    for a wrong line or a word that is in no name."""
+    from eagle_kit.core.errors import UserError
+
+    if {"-h", "--help"} & set(words):
+        print(_run("kernel_lab.aot", {}, words).stdout, end="")
+        return 0
     reports = _lines("kernel_lab.aot", {"TRITON_INTERPRET": "0"}, words)
+    if not reports:
+        raise UserError(
+            f"No configuration fits {' '.join(words)}.",
+            "Give a part of a name that `python kernels compile` lists.",
+        )
     return 1 if _print_reports(reports) else 0
 
 
@@ -103,22 +118,26 @@ def bench(words: list[str]) -> int:
 
 
 def _lines(module: str, environment: dict[str, str], words: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """What a module prints as JSON lines, in a process of its own: interpreter and compiler exclude one
-    another."""
+    """Objects that a module prints as JSON, one a line. Ends this process where the module fails."""
+    done = _run(module, environment, words)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    if done.returncode == WRONG_LINE:  # which the module has said
+        raise SystemExit(WRONG_LINE)
+    if done.returncode and not lines:
+        raise SystemExit(f"error: {module} failed with exit code {done.returncode}.")
+    return lines
+
+
+def _run(module: str, environment: dict[str, str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a module in a process of its own, since Triton's interpreter and compiler exclude one another."""
     before = os.environ.get("PYTHONPATH")
     paths = os.pathsep.join([*PATHS, before] if before else PATHS)
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-m", module, *words],
         env={**os.environ, "PYTHONPATH": paths, **environment},
         stdout=subprocess.PIPE,
         text=True,
     )
-    if words and done.returncode == 0 and not done.stdout.startswith("{"):  # its help
-        raise SystemExit(done.stdout)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    if done.returncode and not lines:
-        raise SystemExit(f"error: {module} failed with exit code {done.returncode}.")
-    return lines
 
 
 if __name__ == "__main__":

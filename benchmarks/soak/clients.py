@@ -48,6 +48,7 @@ class Load:
         max_context: tokens of the served context.
         outcomes: of each kind of client, how often.
         waits: of ordinary clients.
+        num_unreadable: answers of ``/metrics`` that could not be read.
     """
 
     server: Server
@@ -56,6 +57,7 @@ class Load:
     started: float = field(default_factory=time.monotonic)
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
+    num_unreadable: int = 0
     num_served: int = 0
     _area: float = 0.0
     _at: float = field(default_factory=time.monotonic)

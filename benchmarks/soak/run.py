@@ -54,8 +54,9 @@ def main(base_url: str, key: str, options: Options) -> int:
     """Soak a server for ``options.minutes``, print and write the figures -> exit code, 1 when it failed.
 
     Raises:
-        UserError: nobody answers.
+        UserError: nobody answers, or the package that reads metrics is missing.
     """
+    read_samples("")  # raises UserError without the package
     parts = urlsplit(base_url)
     if parts.scheme != "http" or not parts.hostname:
         raise UserError(f"{base_url!r} is no HTTP address.", "Write it like http://127.0.0.1:8000.")
@@ -135,8 +136,14 @@ async def _watch(load: Load, samples: list[Sample], options: Options) -> None:
             begun = time.monotonic()
             await load.server.ask("/health")
             health_ms = 1e3 * (time.monotonic() - begun)
-            text = (await load.server.ask("/metrics")).body.decode()
-            values = {sample.name: sample.value for sample in read_samples(text)}
+            answer = await load.server.ask("/metrics")
+            try:
+                text = answer.body.decode()
+                values = {sample.name: sample.value for sample in read_samples(text)}
+            except ValueError:  # bytes that are no text, or a text that has no metrics
+                load.num_unreadable += 1
+                await asyncio.sleep(WATCH_S)
+                continue
             at = time.monotonic() - load.started
             memory = sum(values.get(name, 0.0) for name in MEMORY)
             samples.append(Sample(at, memory / 1e9, health_ms))
@@ -163,9 +170,11 @@ def judge(load: Load, alone: dict[Case, Alone], samples: Sequence[Sample]) -> di
         outcomes = load.outcomes.get(kind.name, Counter())
         wrong = {outcome: n for outcome, n in outcomes.items() if outcome not in kind.right}
         failures += [f"{kind.name}: {count} times {outcome}" for outcome, count in wrong.items()]
+    if load.num_unreadable:
+        failures.append(f"{load.num_unreadable} answers of /metrics could not be read")
     third = len(samples) // 3
     if not third:
-        return {"failures": ["it was too short to be judged"]}
+        return {"failures": [*failures, "it was too short to be judged"]}
     before, last = (
         max(each.memory_gb for each in part) for part in (samples[third:-third], samples[-third:])
     )

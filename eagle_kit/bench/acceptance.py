@@ -38,11 +38,11 @@ def count(base_url: str, command: Sequence[str], out: Path | None = None) -> int
 
     figures = difference(before, take_snapshot(base_url))
     seconds = time.monotonic() - started
-    if out is not None:
-        _write(out, base_url, command, figures, seconds)
     print(f"{base_url}, {seconds:.0f} s")
     for name, value in figures.items():
         print(f"  {name:32}{_shown(value)}")
+    if out is not None:
+        _write(out, base_url, command, figures, seconds)
     return exit_code
 
 

@@ -1,7 +1,6 @@
 """`eagle-kit bench`: speed and acceptance of a head by batch size; `bench serve`: as a server counts."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +11,8 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
 from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import check_file_writable
 from eagle_kit.core.shape import SpecShape
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch reads it on import; its profiler prints without
 
 AUTO = "auto"
 NEEDS_DRAFT = "Give a head's folder, hub id or known name with --draft."
@@ -76,7 +74,14 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "serve":
         from eagle_kit.bench.acceptance import count
 
+        outer = options_of(args, BenchOptions)
+        if outer.model_fields_set - {"engine", "out"} or outer.engine.model_fields_set:
+            raise UserError(
+                "Options of bench were given before serve, which measures no models of its own.",
+                "Leave them out, and give the options of bench serve behind serve.",
+            )
         asked = options_of(args, BenchServeOptions)
+        _check_out(asked.out)
         command = args.driver[1:] if args.driver[:1] == ["--"] else args.driver
         return count(asked.base_url, command, asked.out)
 
@@ -87,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     for shape in options.shapes:
         if shape != AUTO:
             SpecShape.parse(shape)
+    _check_out(options.out)
 
     from eagle_kit.bench.speed import SpeedOptions, measure
     from eagle_kit.checkpoints.named_target import naming
@@ -102,3 +108,9 @@ def run(args: argparse.Namespace) -> int:
     target = chosen_target(options.target, [options.draft])
     with naming(target):
         return measure(target.name, options.draft, options.engine, settings, options.out)
+
+
+def _check_out(out: Path | None) -> None:
+    """Raise UserError if the file for the figures cannot be written."""
+    if out is not None:
+        check_file_writable(out, "Give another file with --out.")

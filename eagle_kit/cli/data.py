@@ -184,11 +184,25 @@ class CaptureFlags(ShardFlag, ConfigFlags):
     engine_python: Annotated[str | None, Flag(metavar="PYTHON")] = None
     """Interpreter of an environment with vLLM; default the one that runs this command."""
 
-    engine_args: dict[str, Any] = Field(default_factory=dict)
+    engine_args: Annotated[dict[str, Any], Flag(example='{"tensor_parallel_size": 8}')] = Field(
+        default_factory=dict
+    )
     """Arguments of vLLM's LLM, such as '{"tensor_parallel_size": 8}'."""
 
     no_check: bool = False
     """Do not compare a row of another engine's with the target here."""
+
+    @model_validator(mode="after")
+    def _go_together(self) -> "CaptureFlags":
+        if self.engine == "vllm":
+            return self
+        for name in ("engine_python", "engine_args", "no_check"):
+            if name in self.model_fields_set:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(
+                    f"{flag} is for --engine vllm, which was not given.", "Give both, or neither."
+                )
+        return self
 
 
 class TextsFlags(ConfigFlags):

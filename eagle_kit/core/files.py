@@ -142,6 +142,13 @@ def check_writable(folder: Path, remedy: str) -> None:
         raise UserError(f"The folder {place} cannot be written to.", remedy)
 
 
+def check_file_writable(path: Path, remedy: str) -> None:
+    """Raise UserError when the file ``path`` could not be made or replaced; nothing is made."""
+    if path.is_dir():
+        raise UserError(f"{path} is a folder.", remedy)
+    check_writable(path.parent, remedy)
+
+
 def why_unsafe(path: Path) -> str | None:
     """Why code in ``path`` may be that of another user, as a clause; None where it cannot be.
 

@@ -10,6 +10,10 @@ import torch
 
 from eagle_kit.core.errors import UserError
 
+UNRESERVED_BYTES = 512 << 20
+"""Bytes of a GPU that :func:`reserve_segment` leaves to libraries with allocators of their own: workspaces of
+cuBLAS, buffers of NCCL, and modules of kernels, which the driver loads on first use."""
+
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 _FREE = re.compile(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free")
 
@@ -52,14 +56,18 @@ def out_of_memory_cause(error: torch.OutOfMemoryError, activity: str) -> str:
 
 
 def reserve_segment(device: torch.device, num_bytes: float) -> None:
-    """Let torch's allocator take ``num_bytes`` of a GPU as one free segment, or what the GPU has of them.
+    """Let torch's allocator take ``num_bytes`` of a GPU as one free segment.
 
     The allocator gives parts of a free segment to tensors of any size. Without such a segment each size gets
-    segments of its own, which together are up to twice as large.
+    segments of its own, which together are up to twice as large. A GPU with less free memory gets a smaller
+    segment, and none if fewer than ``UNRESERVED_BYTES`` are free.
     """
     if device.type != "cuda":
         return
-    size = min(int(num_bytes), torch.cuda.mem_get_info(device)[0])
+    num_free = torch.cuda.mem_get_info(device)[0]
+    size = min(int(num_bytes), num_free - UNRESERVED_BYTES)
+    if size <= 0:
+        return
     with suppress(torch.OutOfMemoryError):  # tensors may still fit one by one
         torch.empty(size, dtype=torch.uint8, device=device)
 

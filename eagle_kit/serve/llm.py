@@ -66,6 +66,8 @@ from eagle_kit.tuning.shapes import MOST_STEPS
 NGRAM_SHAPE = SpecShape(8, 4, 12)
 TOO_LARGE = "Use a GPU with more free memory, quantization=fp8, or several GPUs with tensor_parallel."
 """Remedy where a GPU has too little memory for the weights."""
+FEWER_TOKENS = "Give fewer tokens, or use a GPU with more free memory."
+"""Remedy where a GPU has too little memory for a forward without a cache."""
 
 
 class LLM:
@@ -378,10 +380,13 @@ class LLM:
 
     @property
     def chooses_shapes(self) -> bool:
-        """True if :meth:`generate` chooses shapes by measurements when it is given none."""
+        """True if :meth:`generate` chooses shapes by measurements when it is given none. With a draft or
+        n-grams, the engine's memory is allocated on first use; nothing is measured."""
         if self._options.shape is not None:
             return False
-        engine = self.engine()
+        if self.draft is None and self.config.algorithm != "NGRAM":
+            return False
+        engine = self._allocated()
         return chooses_ngram(engine) or (self.draft is not None and can_tune(engine))
 
     @property
@@ -647,14 +652,18 @@ class LLM:
             The states of every text, in their order, also of a single one.
 
         Raises:
-            UserError: an empty or too long text, or a layer that the target does not have.
+            UserError: an empty or too long text, a layer that the target does not have, or too little memory
+                of the GPU.
         """
         layers = check_layers(self.target, layers)
         prompts = [self.tokenize(text) for text in read_texts(texts)]
         _check_each(prompts, lambda ids: check_text(self.target, ids))
         found = []
         for ids in prompts:
-            with self._leading("_text_states", ids, layers):
+            with (
+                out_of_memory("computing hidden states", FEWER_TOKENS),
+                self._leading("_text_states", ids, layers),
+            ):
                 found.append(self._text_states(ids, layers))
         return found
 
@@ -780,7 +789,10 @@ class LLM:
         top = request.params.prompt_logprobs
         if top is None:
             return None
-        with self._leading("_text_logprobs", request.prompt_ids, top):
+        with (
+            out_of_memory("computing log-probabilities of a prompt", FEWER_TOKENS),
+            self._leading("_text_logprobs", request.prompt_ids, top),
+        ):
             return self._text_logprobs(request.prompt_ids, top)
 
     def _stream(
@@ -845,8 +857,7 @@ class LLM:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
         cache."""
-        remedy = "Give fewer tokens, or use a GPU with more free memory."
-        with out_of_memory("computing logits", remedy), self._leading("_logits", ids):
+        with out_of_memory("computing logits", FEWER_TOKENS), self._leading("_logits", ids):
             return self._logits(ids)
 
     @torch.inference_mode()

@@ -26,12 +26,13 @@ def read_texts(given: Any) -> list[TextPrompt]:
         UserError: something else is given, or the messages of a chat.
     """
     given = _as_lists(given)
-    if isinstance(given, str) or (given and is_token_ids(given)):
+    is_mapping = isinstance(given, Mapping)
+    if is_mapping:  # of one text, or the result of a tokenizer for several
+        given = _of_mapping(given)
+
+    # An empty list has no texts; an empty list in a mapping is a text without tokens.
+    if isinstance(given, str) or (is_token_ids(given) and (given or is_mapping)):
         return [_read_text(given)]
-    if isinstance(given, Mapping) and not _is_of_ids(given):
-        return [_read_text(given)]
-    if isinstance(given, Mapping):  # the result of a tokenizer, of one text or several
-        return read_texts(next(given[key] for key in ID_KEYS if key in given))
     if not isinstance(given, Sequence):
         raise _no_prompt(given)
     return [_read_text(each) for each in given]
@@ -72,10 +73,6 @@ def _is_whole(value: Any) -> bool:
 def _is_messages(value: Any) -> bool:
     """True for a list that begins with a message."""
     return isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], Mapping)
-
-
-def _is_of_ids(value: Mapping[str, Any]) -> bool:
-    return any(key in value for key in ID_KEYS)
 
 
 def _as_lists(value: Any) -> Any:

@@ -53,6 +53,8 @@ class TrainFlags(ConfigFlags):
 
     @model_validator(mode="after")
     def _go_together(self) -> "TrainFlags":
+        if "gpu" in self.model_fields_set and not self.plan:
+            raise UserError("--gpu is of --plan, which was not given.", "Give both, or neither.")
         if self.init is not None and (self.overrides or self.resume or self.dry_run or self.plan):
             raise UserError(
                 "--init writes a config, and something else was asked for besides.",

@@ -65,6 +65,16 @@ def test_without_a_command_it_counts_until_ctrl_c(server, monkeypatch, capsys):
     assert ["generation_tokens", "5"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
+def test_figures_are_printed_before_they_are_written(server, tmp_path, monkeypatch, capsys):
+    def fail(path, value, indent):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("eagle_kit.bench.acceptance.write_json_atomically", fail)
+    with pytest.raises(OSError, match="full"):
+        count(server.url, [sys.executable, "-c", "pass"], tmp_path / "a.json")
+    assert "generation_tokens" in capsys.readouterr().out
+
+
 def test_a_command_that_is_not_there_is_said(server):
     with pytest.raises(UserError, match="no-such-tool cannot be run"):
         count(server.url, ["no-such-tool"])

@@ -1,8 +1,10 @@
 """A soak: what it does to a real server, and what it calls a failure."""
 
+import asyncio
 import json
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from tiny import tiny_head
@@ -12,7 +14,7 @@ from benchmarks.cli import main
 from benchmarks.soak import run
 from benchmarks.soak.clients import MIX, Load, Wait
 from benchmarks.soak.run import Alone, Sample, judge
-from benchmarks.soak.wire import Server
+from benchmarks.soak.wire import Answer, Server
 from eagle_kit.serve.llm import LLM
 from tests.serve.api.serving import serving
 
@@ -49,6 +51,37 @@ def test_others_are_counted_by_the_time_that_they_take(monkeypatch):
         with load.serving():
             now = 4.0
         assert others() == pytest.approx(0.75)
+
+
+class Broken:
+    """Server whose first answers of /metrics are no metrics."""
+
+    def __init__(self, *bodies):
+        self.bodies = list(bodies)
+
+    async def ask(self, path):
+        if path == "/health":
+            return Answer(200, b"")
+        return Answer(200, self.bodies.pop(0) if len(self.bodies) > 1 else self.bodies[0])
+
+
+def test_metrics_that_cannot_be_read_are_counted_and_the_soak_goes_on(monkeypatch):
+    monkeypatch.setattr(run, "WATCH_S", 0.001)
+    load = load_of()
+    load.server = Broken(b"<html>", b"\xff", b"process_resident_memory_bytes 1e9\n")
+    samples = []
+    options = SimpleNamespace(minutes=1, no_progress=True)
+
+    async def watch():
+        watching = asyncio.create_task(run._watch(load, samples, options))
+        while len(samples) < 3 and not watching.done():
+            await asyncio.sleep(0.001)
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(watch())
+    assert load.num_unreadable == 2 and len(samples) >= 3
+    assert any("2 answers of /metrics" in failure for failure in failures_of(load))
 
 
 @pytest.mark.nightly

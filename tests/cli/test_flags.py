@@ -514,6 +514,9 @@ REFUSED = {
     "data preview CONFIG --record -1": "--record is -1",
     "data import-states CONFIG --from x --out y --layers 1 last": "'last'",
     "data capture CONFIG --out y --engine vllm --engine-args [1]": "--engine-args",
+    "data capture CONFIG --out y --engine-python p": "--engine-python is for --engine vllm",
+    "data capture CONFIG --out y --engine-args {}": "--engine-args is for --engine vllm",
+    "data capture CONFIG --out y --no-check": "--no-check is for --engine vllm",
     "data vocab CONFIG --out y head.start_from=z head.draft_vocab_size=null": "brings its vocabulary",
     'data vocab CONFIG --out y "head={kind: eagle1}"': "needs no map to be trained",
     "eval --draft d --tracking wandb=sometimes": "`wandb` in --tracking is 'sometimes'",
@@ -533,6 +536,7 @@ REFUSED = {
     "generate --prompt a --file b": "--file was given beside --prompt",
     "serve m --target t --draft d": "--draft was given beside --target",
     "serve m --gpu h100-80g": "--gpu is of --plan",
+    "train CONFIG --gpu h100-80g": "--gpu is of --plan",
     "train CONFIG --max-steps 0": "--max-steps is 0",
     "train CONFIG --max-steps x": "invalid int value: 'x'",
     "tune d --passes 0": "--passes is 0",
@@ -544,6 +548,10 @@ REFUSED = {
     "bench --draft d --rounds 0": "--rounds is 0",
     "bench --draft d --batches 1 0": "--batches is",
     "bench --draft d --shapes 4": "'4' is not of the form",
+    "bench --draft d serve --base-url http://127.0.0.1:1": "before serve",
+    "bench --dtype float32 serve --base-url http://127.0.0.1:1": "before serve",
+    "bench --draft d --out .": "is a folder",
+    "bench serve --base-url http://127.0.0.1:1 --out .": "is a folder",
     "bench serve --base-url x": "'x' is not a URL",
 }
 """Part of the error by command; CONFIG, CHATS and TARGET stand for paths."""

@@ -154,3 +154,16 @@ def test_some_fields_under_flags_of_other_names() -> None:
         size=6, kind="b"
     )
     assert "(default 6)" in made.format_help()
+
+
+def test_a_wrong_object_is_answered_with_the_example_of_its_flag():
+    class Engine(Options):
+        engine_args: Annotated[dict[str, Any], Flag(example='{"size": 8}')] = Field(default_factory=dict)
+        """Arguments of the engine."""
+
+    parser = Parser()
+    add_options(parser, Engine)
+    for given in ("[1]", "{"):
+        with pytest.raises(UserError) as refused:
+            options_of(parser.parse_args(["--engine-args", given]), Engine)
+        assert '{"size": 8}' in refused.value.remedy

@@ -214,7 +214,10 @@ def test_a_malformed_override_is_refused_by_name(tmp_path, override):
     assert repr(override) in _refusal(tmp_path, GOOD, override).cause
 
 
+LEVELS = [f"&l{level} [{', '.join([f'*l{level - 1}'] * 10)}]" for level in range(1, 10)]
 HOSTILE = {
+    "NUL": ('"a\\0b"', "NUL"),
+    "ten to the ninth aliases": (f"[&l0 [x], {', '.join(LEVELS)}]", "aliases"),
     "half a hexadecimal number": ("0x_", "cannot be read"),
     "half an octal number": ("0o", "valid integer"),
     "a date": ("2024-01-01", "valid integer"),

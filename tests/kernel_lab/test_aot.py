@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -224,3 +225,14 @@ def test_programs_are_counted_by_what_runs_out_first():
     assert resident_programs(90, 32, 100 << 10, 4) == 2  # shared memory
     assert resident_programs(89, 32, 100, 16) == 3  # 48 warps
     assert resident_programs(80, 16, 100, 1) == 32
+
+
+@pytest.mark.parametrize(
+    ("word", "code", "output", "error"),
+    [("--help", 0, "--arch", ""), ("no_such_kernel", 2, "", "no_such_kernel"), ("--arch=x", 2, "", "--arch")],
+)
+def test_the_command_has_help_and_refuses_what_fits_nothing(word, code, output, error):
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "kernels", "compile", word]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == code and output in done.stdout and error in done.stderr

@@ -174,6 +174,13 @@ def test_a_shape_that_is_given_is_used_and_nothing_is_measured(monkeypatch):
     assert not llm.chooses_shapes and llm.engine().reasons() == []
 
 
+def test_whether_shapes_are_chosen_is_known_without_a_measurement(monkeypatch):
+    monkeypatch.setattr(tune, "time_cycles", None)
+    assert make().chooses_shapes
+    plain = LLM(tiny_target(), max_context=64)
+    assert not plain.chooses_shapes and plain.current_engine is None
+
+
 def test_drafts_that_cannot_change_have_a_shape_by_default():
     llm = make(tree="static")
     assert not llm.chooses_shapes

@@ -59,6 +59,8 @@ def test_a_text_is_continued_and_messages_are_rendered(llm):
         [np.int64(72), np.int64(105)],
         [torch.tensor([72, 105])],
         {"prompt_token_ids": [72, 105]},
+        {"prompt_token_ids": None, "input_ids": [72, 105]},
+        [{"prompt_token_ids": None, "input_ids": [72, 105]}],
         [{"prompt_token_ids": [72, 105]}],
         {"input_ids": torch.tensor([[72, 105]])},
     ],
@@ -87,6 +89,9 @@ def test_a_text_may_be_a_mapping_and_a_result_of_the_tokenizer_its_ids(llm):
         ("generate", [[1.5]], "is no prompt"),
         ("generate", torch.tensor([1.5]), "is no prompt"),
         ("generate", {"text": "Hi"}, "is no prompt"),
+        ("generate", {"prompt": None}, "is no prompt"),
+        ("generate", {"prompt_token_ids": []}, "empty"),
+        ("generate", [{"prompt_token_ids": []}], "empty"),
         ("chat", MESSAGES[0], "One message was given instead of a conversation"),
         ("chat", [MESSAGES, MESSAGES[0]], "A message stands where a conversation is expected"),
         ("chat", 5, "5 is no prompt"),
@@ -185,6 +190,18 @@ def test_prompt_logprobs_are_those_of_the_target(llm):
         assert [token for token, _ in entry.top] == tokens.tolist()
         assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
     assert llm.generate([ids], max_tokens=1)[0].prompt_logprobs is None
+
+
+def test_too_little_memory_for_states_and_logprobs_is_one_sentence(llm, monkeypatch):
+    def fail(target, ids, more):
+        raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB.")
+
+    monkeypatch.setattr("eagle_kit.serve.llm.text_states", fail)
+    monkeypatch.setattr("eagle_kit.serve.llm.text_logprobs", fail)
+    with pytest.raises(UserError, match="out of memory while computing hidden states"):
+        llm.hidden_states("Hi")
+    with pytest.raises(UserError, match="out of memory while computing log-probabilities"):
+        llm.generate("Hi", GREEDY, prompt_logprobs=1)
 
 
 def test_the_logits_of_a_prompt_are_made_a_part_at_a_time(llm, monkeypatch):

@@ -53,6 +53,25 @@ def test_text_that_begins_to_repeat_is_noticed():
     assert share(run(policy, 300, 0)[150:]) < 0.1
 
 
+def test_a_text_that_repeats_is_noticed_in_one_trial():
+    policy = NgramPolicy(NGRAM_SHAPE, [1])
+    run(policy, 300, 0, size=1)
+    shapes = run(policy, 300, 4, size=1)
+    first = shapes.index(NGRAM_SHAPE)
+    assert share(shapes[first : first + 100]) == 1.0
+
+
+def test_drafting_begins_where_it_clearly_pays_and_goes_on_while_it_pays(monkeypatch):
+    policy = NgramPolicy(NGRAM_SHAPE, [1])
+    run(policy, 100, 0, size=1)
+    monkeypatch.setattr(policy, "gain", lambda size: 1.01)
+    assert share(run(policy, 400, 0, size=1)) < 0.1
+    monkeypatch.setattr(policy, "gain", lambda size: 1.1)
+    run(policy, 200, 0, size=1)
+    monkeypatch.setattr(policy, "gain", lambda size: 1.01)
+    assert share(run(policy, 400, 0, size=1)) > 0.9
+
+
 def test_an_engine_mixes_both_and_its_figures_are_of_verifies_alone():
     """Plain cycles are no verifies: every count is of cycles that had drafts."""
     llm = LLM(tiny_target(vocab_size=11), algorithm="NGRAM", max_context=256)

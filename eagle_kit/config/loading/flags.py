@@ -33,6 +33,7 @@ class Flag:
         is_positional: the value is given without a flag.
         is_repeated: the flag takes one value and may be given several times.
         alone: value of a flag that is given without one; None where it needs one.
+        example: JSON object for messages about a value that is none.
     """
 
     name: str = ""
@@ -41,6 +42,7 @@ class Flag:
     is_positional: bool = False
     is_repeated: bool = False
     alone: Any = None
+    example: str = '{"enable_thinking": false}'
 
 
 @dataclass(frozen=True)
@@ -129,8 +131,11 @@ def options_of(
         value = getattr(args, name)
         if value is None:
             continue
-        is_json = isinstance(value, str) and get_origin(_without_none(schema.model_fields[name])) is dict
-        given[name] = json_object(value, flag) if is_json else value
+        info = schema.model_fields[name]
+        given[name] = value
+        if isinstance(value, str) and get_origin(_without_none(info)) is dict:
+            about = _annotation(info, Flag) or Flag()
+            given[name] = json_object(value, flag, about.example)
     try:
         return schema(**given)
     except OptionError as error:
@@ -138,8 +143,8 @@ def options_of(
         raise UserError(error.cause.replace(error.name, flag, 1), error.remedy) from None
 
 
-def json_object(text: str, flag: str, example: str = '{"enable_thinking": false}') -> dict[str, Any]:
-    """The object of a flag's JSON. Raise UserError that names the flag."""
+def json_object(text: str, flag: str, example: str) -> dict[str, Any]:
+    """The object of a flag's JSON. Raise UserError that names the flag and shows the example."""
     value = parse_json(text, flag, f"Give a JSON object such as {example}.")
     if not isinstance(value, dict):
         raise UserError(f"{flag} is no JSON object.", f"Give one such as {example}.")

@@ -9,9 +9,12 @@ from pydantic import BaseModel, ValidationError
 
 from eagle_kit.config.loading.keys import known_keys, nearest_key
 from eagle_kit.config.loading.shipped import find_config
-from eagle_kit.config.loading.yaml_file import NotYAML, parse_value, read_mapping
+from eagle_kit.config.loading.yaml_file import MAX_BYTES, NotYAML, parse_value, read_mapping
 from eagle_kit.core.errors import UserError, first_line, shown
 
+MAX_JSON = 8 * MAX_BYTES
+"""Most characters of a config as JSON, in which every alias is written out. A file without aliases has fewer
+in any case."""
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
@@ -44,7 +47,9 @@ def _validated(schema: type[Schema], raw: dict[str, Any], overrides: Sequence[st
     for override in overrides:
         _apply(raw, override)
     try:
-        as_json = json.dumps(raw)
+        as_json = _as_json(raw, where)
+    except UserError:
+        raise
     except (TypeError, ValueError, RecursionError) as error:  # bytes, a list as a key, a list inside itself
         raise UserError(
             f"{where} has a value that no config takes: {first_line(error)}.",
@@ -54,6 +59,21 @@ def _validated(schema: type[Schema], raw: dict[str, Any], overrides: Sequence[st
         return schema.model_validate_json(as_json, strict=True)
     except ValidationError as error:
         raise _explain(error, schema, where, raw) from None
+
+
+def _as_json(raw: dict[str, Any], where: str) -> str:
+    """Write the values of a config as JSON. Raises UserError where its aliases stand for too much."""
+    parts = []
+    num_chars = 0
+    for part in json.JSONEncoder().iterencode(raw):
+        num_chars += len(part)
+        if num_chars > MAX_JSON:
+            raise UserError(
+                f"{where} has more than {MAX_JSON >> 20} MiB of values when its aliases are written out.",
+                "Use fewer aliases (*name) of lists and mappings that hold others.",
+            )
+        parts.append(part)
+    return "".join(parts)
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -75,7 +75,7 @@ def dump_mapping(value: dict[str, Any]) -> str:
 def _make_yaml() -> Any:
     """A ``YAML`` that reads and writes plain values, in which dates are text."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.constructor import SafeConstructor
+    from ruamel.yaml.constructor import ConstructorError, SafeConstructor
     from ruamel.yaml.representer import SafeRepresenter
 
     class Constructor(SafeConstructor):
@@ -84,11 +84,19 @@ def _make_yaml() -> Any:
     class Representer(SafeRepresenter):
         """Writes values of JSON."""
 
+    def construct_text(constructor: SafeConstructor, node: Any) -> str:
+        text: str = constructor.construct_yaml_str(node)
+        if "\0" in text:  # a path with it cannot be opened
+            problem = "a text holds the character NUL"
+            raise ConstructorError(problem=problem, problem_mark=node.start_mark)
+        return text
+
     def represent_text(representer: SafeRepresenter, text: str) -> Any:
         style = "'" if text.lower() in BOOLEANS_OF_1_1 else None
         return representer.represent_scalar("tag:yaml.org,2002:str", text, style)
 
-    Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+    Constructor.add_constructor("tag:yaml.org,2002:str", construct_text)
+    Constructor.add_constructor("tag:yaml.org,2002:timestamp", construct_text)
     Representer.add_representer(str, represent_text)
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Constructor = Constructor

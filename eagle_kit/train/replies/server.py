@@ -139,6 +139,7 @@ class ServerResponder:
         Raises:
             UserError: the server refuses a request, or has failed too often in a row. What was answered by
                 then has been taken.
+            Exception: of ``take``. Nothing is taken after it.
         """
         asyncio.run(self._answer_all(prompts, params, take))
 
@@ -148,21 +149,31 @@ class ServerResponder:
         params: Sequence[SamplingParams],
         take: Callable[[int, Reply], None],
     ) -> None:
-        """Answer all prompts, ``concurrency`` together. After a failure no other is begun; those under way
-        are waited for."""
+        """Answer all prompts, ``concurrency`` together. After a failure of a request no other is begun, and
+        those under way are waited for. After an error of ``take`` nothing is waited for or taken."""
         gate = asyncio.Semaphore(self._options.concurrency)
-        failures: list[UserError] = []
+        failures: list[Exception] = []
+        is_taking = True
 
         async def answer_one(number: int) -> None:
+            nonlocal is_taking
             async with gate:
-                if failures:
+                if failures or not is_taking:
                     return
                 try:
                     reply = await self._answer(client, prompts[number], params[number])
-                except UserError as error:
+                except Exception as error:
                     failures.append(error)
                     return
-                take(number, reply)
+
+                # Other requests may be answered before the error of ``take`` has left ``gather``.
+                if not is_taking:
+                    return
+                try:
+                    take(number, reply)
+                except BaseException:
+                    is_taking = False
+                    raise
 
         async with self._options.client() as client:
             await asyncio.gather(*map(answer_one, range(len(prompts))))

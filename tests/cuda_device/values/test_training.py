@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.config.train import TrainingConfig
+from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
 from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective
 from eagle_kit.train.algorithm.module import TTTModule
@@ -97,7 +97,7 @@ class Trainer:
 
     def __init__(self, device: torch.device, precision: str, loss: str, checkpointing: str) -> None:
         self.device = device
-        self.config = TrainingConfig(
+        self.config = Eagle3TrainingConfig(
             ttt_length=TTT_LENGTH, precision=precision, loss=loss, gradient_checkpointing=checkpointing
         )
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32

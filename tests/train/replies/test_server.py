@@ -1,5 +1,6 @@
 """Replies of servers: order, retries, refusals, a server that dies, reasoning and token ids."""
 
+import asyncio
 import json
 import signal
 import threading
@@ -12,7 +13,9 @@ import pytest
 from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
 from eagle_kit.train.replies import server as module
+from eagle_kit.train.replies.files import NotWritten
 from eagle_kit.train.replies.regenerate import TOO_LONG
+from eagle_kit.train.replies.responder import Reply
 
 
 class Script:
@@ -369,3 +372,40 @@ def test_several_models_need_a_name_and_keys_come_from_the_environment(source, c
         monkeypatch.setenv("A_KEY", "secret")
         assert ask(source, url, "--model", "two", "--api-key-env", "A_KEY", "--limit", "1")[0] == 0
     assert script.bodies[0]["model"] == "two" and script.headers[0]["authorization"] == "Bearer secret"
+
+
+def responder_of(answer, monkeypatch):
+    """A responder whose request number N is answered by ``answer(N)``; all are answered at the same time."""
+
+    async def send(self, client, prompt, params):
+        await asyncio.sleep(0.01 * (prompt > 0))
+        return answer(prompt)
+
+    monkeypatch.setattr(module.ServerResponder, "_answer", send)
+    return module.ServerResponder(module.ServerOptions("http://127.0.0.1:1", model="m", concurrency=4))
+
+
+def test_replies_under_way_are_taken_after_an_unexpected_error(monkeypatch):
+    def answer(number):
+        if number == 0:
+            raise RuntimeError("unexpected")
+        return Reply("a", "stop", 1)
+
+    taken = []
+    with pytest.raises(RuntimeError, match="unexpected"):
+        responder_of(answer, monkeypatch).answer(
+            range(9), range(9), lambda number, reply: taken.append(number)
+        )
+    assert taken == [1, 2, 3]
+
+
+def test_nothing_is_taken_after_a_reply_that_cannot_be_written(monkeypatch):
+    def take(number, reply):
+        taken.append(number)
+        if number == 1:
+            raise NotWritten("The disk is full.", "Free some space.")
+
+    taken = []
+    with pytest.raises(NotWritten):
+        responder_of(lambda number: Reply("a", "stop", 1), monkeypatch).answer(range(9), range(9), take)
+    assert taken == [0, 1]
