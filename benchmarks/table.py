@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from eagle_kit.report.tables import in_few_digits
+
 
 def heading(group: str, row: dict[str, Any]) -> str:
     """Title of a group, with the columns of its timed rows."""
@@ -19,28 +21,20 @@ def format_row(row: dict[str, Any]) -> str:
         reason = row.get("reason", row.get("error"))
         return f"{name}  {'FAILED' if row['status'] == 'failed' else 'left out'}: {reason}"
     line = name + (_times(row) if "times_us" in row else "")
-    figures = ", ".join(f"{key} {_short(value)}" for key, value in row.get("figures", {}).items())
+    figures = ", ".join(f"{key} {in_few_digits(value)}" for key, value in row.get("figures", {}).items())
     return (f"{line}\n      {figures}" if "times_us" in row and figures else f"{line}  {figures}").rstrip()
 
 
 def _times(row: dict[str, Any]) -> str:
     (name, ours), *others = row["times_us"].items()
-    spread = f"{_short(ours['low'])}..{_short(ours['high'])}"
+    spread = f"{in_few_digits(ours['low'])}..{in_few_digits(ours['high'])}"
     floor = ""
     if "floor_us" in row:
         rates = f"{row['share']:7.2f}{row['gb_per_s']:9,.1f}{row['tflop_per_s']:9.3f}"
-        floor = f"{_short(row['floor_us']):>12}{rates}"
+        floor = f"{in_few_digits(row['floor_us']):>12}{rates}"
     longer = [
         f"{other} {time['median'] / ours['median']:.2f}" if "median" in time else f"{other} failed"
         for other, time in others
     ]
-    return f"{_short(ours['median']):>12}{spread:>22}{floor}  {name}{': ' * bool(longer)}{', '.join(longer)}"
-
-
-def _short(value: Any) -> str:
-    """A number in about three digits; anything else as it is."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if not isinstance(value, int | float):
-        return str(value)
-    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+    forms = f"{name}: {', '.join(longer)}" if longer else name
+    return f"{in_few_digits(ours['median']):>12}{spread:>22}{floor}  {forms}"

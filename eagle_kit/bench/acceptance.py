@@ -9,6 +9,7 @@ from typing import Any
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_json_atomically
 from eagle_kit.report.environment import command_line, describe_machine, describe_versions, now
+from eagle_kit.report.tables import in_few_digits
 from eagle_kit.serve.counters import difference, take_snapshot
 
 
@@ -40,7 +41,7 @@ def count(base_url: str, command: Sequence[str], out: Path | None = None) -> int
     seconds = time.monotonic() - started
     print(f"{base_url}, {seconds:.0f} s")
     for name, value in figures.items():
-        print(f"  {name:32}{_shown(value)}")
+        print(f"  {name:32}{in_few_digits(value)}")
     if out is not None:
         _write(out, base_url, command, figures, seconds)
     return exit_code
@@ -59,12 +60,3 @@ def _write(out: Path, base_url: str, command: Sequence[str], figures: dict[str, 
         "seconds": round(seconds, 3),
     }
     write_json_atomically(out, record, indent=1)
-
-
-def _shown(value: Any) -> str:
-    """A number in about three digits; anything else as it is."""
-    if isinstance(value, float) and not value.is_integer():
-        return f"{value:.3g}"
-    if isinstance(value, int | float):
-        return f"{value:,.0f}"
-    return str(value)

@@ -36,9 +36,9 @@ class SpeedOptions:
         tasks: names of task sets, or JSONL files.
         batch_sizes: prompts decoded together.
         shapes: speculation shapes; ``auto`` lets the engine choose.
-        rounds: of every batch size, each with prompts of its own.
-        max_tokens: of a reply; replies go on behind their ends.
-        seed: of the order of prompts.
+        rounds: number of rounds of every batch size, each with prompts of its own.
+        max_tokens: tokens of a reply; replies go on behind their ends.
+        seed: seed of the order of prompts.
     """
 
     tasks: Sequence[str]

@@ -303,9 +303,10 @@ def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | N
         raise UserError(f"The algorithm {name!r} is not known.", f"Use one of {', '.join(known)}.")
     if name in ("NONE", "NGRAM"):
         model = replace(model, draft=None)
-    is_asked_for = model.draft is None and name in algorithms()
-    needs_draft = is_asked_for and kind_in_target(name) is None
-    if needs_draft:
+
+    # An algorithm that was asked for without a draft takes the draft in the target's folder.
+    is_asked_for = name is not None and name in algorithms() and model.draft is None
+    if name is not None and is_asked_for and kind_in_target(name) is None:
         folder = resolve_target(model.target)
         if not drafts_in_target(folder, name):
             raise UserError(f"The algorithm {name} needs a draft.", "Give the draft first and its --target.")
@@ -317,7 +318,9 @@ def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | N
 
 def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmUpExtent = "all") -> None:
     """Print the served model and its options, test it, and prepare it for all that may come."""
-    config, dtype = llm.config, str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
+    # The options.
+    config = llm.config
+    dtype = str(llm.target.embed_tokens.weight.dtype).removeprefix("torch.")
     drafts = f"shape {config.shape}" if config.shape.steps else "ordinary decoding"
     drafts = "shapes by measurements" if llm.chooses_shapes else drafts
     say(f"seed       {config.seed}, of requests that bring none")
@@ -330,12 +333,16 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
     if (plan := llm.memory_plan) is not None:
         say(str(plan))
         extent = max(extent, plan.extent, key=get_args(WarmUpExtent).index)  # the last prepares least
+
+    # Test and prepare.
     if llm.default_shape.steps and not flags.no_self_test:
         say_self_test(model, llm, dtype)
     engine = llm.engine()
     prepared = llm.warm_up(extent, progress("warm-up"))
     if str(prepared):
         say(str(prepared))
+
+    # What the preparation measured and chose.
     for line in engine.runner.linear_forms.report():
         say(f"linear     {line}")
     for line in engine.runner.prefill_backends.report():

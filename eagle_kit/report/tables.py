@@ -3,6 +3,7 @@
 import html
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,15 @@ class Table:
 def number(value: float | None, digits: int = 2, missing: str = "-") -> str:
     """``value`` with ``digits`` decimals, or ``missing`` for None."""
     return missing if value is None else f"{value:.{digits}f}"
+
+
+def in_few_digits(value: Any) -> str:
+    """A number in about three digits, from 1000 on whole; yes or no; anything else as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, int | float):
+        return str(value)
+    is_whole = isinstance(value, int) or value.is_integer()
+    if is_whole or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"

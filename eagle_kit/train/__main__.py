@@ -19,6 +19,7 @@ from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.loading.shipped import config_files
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import RankLost, UserError
+from eagle_kit.core.gpus import PLANNED_GPU
 from eagle_kit.train.parallel.launch import check_launcher, check_local_rank, is_main
 
 GONE = ("Connection closed by peer", "Connection reset by peer", "[gloo/")
@@ -45,7 +46,7 @@ class TrainFlags(ConfigFlags):
     table.
     """
 
-    gpu: Annotated[str, Flag(metavar="KIND")] = "h100-80g"
+    gpu: Annotated[str, Flag(metavar="KIND")] = PLANNED_GPU
     """Kind of GPU of --plan."""
 
     init: Annotated[str | None, Flag(metavar="TARGET")] = None

@@ -16,13 +16,19 @@ FIRST_CYCLES = 4
 """Cycles of each kind that a batch size begins with, and cycles of a trial."""
 HOLD = 8
 """Cycles between two decisions."""
-PLAIN_BEFORE_TRIAL, DRAFTING_BEFORE_TRIAL = 96, 192
-"""Cycles of one kind after which the other is tried. A trial of drafting that accepts nothing and costs half
-as much again takes 2 % of the time."""
-NUM_TIMES, LEAST_TIMES = 9, 2
-"""Cycles of which the median time is taken, and the fewest that are believed."""
-FIRST_LENGTH, LENGTH_RATE = 1.5, 1 / 32
-"""Tokens of a drafted cycle that are expected at first, and the rate at which the average follows."""
+PLAIN_BEFORE_TRIAL = 96
+"""Plain cycles after which drafting is tried. A trial that accepts nothing and costs half as much again takes
+2 % of the time."""
+DRAFTING_BEFORE_TRIAL = 192
+"""Drafted cycles after which plain decoding is tried."""
+NUM_TIMES = 9
+"""Cycles of which the median time is taken."""
+LEAST_TIMES = 2
+"""Least number of times from which a median is taken."""
+FIRST_LENGTH = 1.5
+"""Tokens of a drafted cycle that are expected before one was observed."""
+LENGTH_RATE = 1 / 32
+"""Rate at which the average number of tokens of a drafted cycle follows."""
 TRIAL_RATE = 1 / 8
 """Rate at which the average follows in a trial of drafting. The average is from an earlier text by then, and
 the four cycles of a trial count for 41 % of the new one; at ``LENGTH_RATE`` they would count for 12 %."""

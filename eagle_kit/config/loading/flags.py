@@ -27,7 +27,7 @@ class Flag:
     """What a command line has of a field beyond the field itself.
 
     Attributes:
-        name: of the flag; default the field's, with dashes.
+        name: name of the flag; default the field's, with dashes.
         metavar: stands for the value in the help; default by the field's type.
         group: heading in the help.
         is_positional: the value is given without a flag.

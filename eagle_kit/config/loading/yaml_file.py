@@ -11,7 +11,7 @@ from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import read_text
 
 MAX_BYTES = 1 << 20
-"""Of a file."""
+"""Most bytes of a file."""
 BOOLEANS_OF_1_1 = ("yes", "no", "on", "off")
 """Words that are quoted when they are written, for readers of YAML 1.1."""
 
@@ -49,6 +49,7 @@ def parse_value(text: str) -> Any:
     """Read a scalar, list or mapping. Raises NotYAML."""
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+    wrong_scalar = (YAMLError, ValueError, KeyError, OverflowError)
     try:
         return _make_yaml().load(text)
     except MarkedYAMLError as error:
@@ -56,12 +57,7 @@ def parse_value(text: str) -> Any:
         raise NotYAML(error.problem or "it cannot be read", line) from None
     except RecursionError:
         raise NotYAML("it has too many levels") from None
-    except (
-        YAMLError,
-        ValueError,
-        KeyError,
-        OverflowError,
-    ) as error:  # a scalar that is not what its form says
+    except wrong_scalar as error:
         raise NotYAML(f"a value cannot be read ({first_line(error)})") from None
 
 
