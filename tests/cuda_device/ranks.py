@@ -17,34 +17,41 @@ from eagle_kit.kernels.collectives import Ranks
 
 
 @contextmanager
+def fake_group(rank: int, size: int) -> Iterator[None]:
+    """Within, this process is one of ``size`` in groups of torch's backend "fake", whatever is asked for."""
+    new_group = dist.new_group
+
+    def new_fake_group(backend: str, timeout: Any) -> Any:
+        return new_group(backend="fake", timeout=timeout)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        with mock.patch.object(dist, "new_group", new_fake_group):
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+@contextmanager
 def first_of(size: int) -> Iterator[None]:
     """Within, this process is the first of ``size`` that ``torchrun`` has started, and alone on its device.
 
     Left out are the comparison of the processes' devices, and the buffers in symmetric memory of the one-shot
     all-reduce (1 MiB), so that all sums go to the group.
     """
-    new_group = dist.new_group
-
-    def fake_group(backend: str, timeout: Any) -> Any:
-        return new_group(backend="fake", timeout=timeout)
-
     launched = {
         "RANK": "0",
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": str(size),
     }
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.dict(os.environ, launched))
-            stack.enter_context(mock.patch.object(dist, "new_group", fake_group))
-            stack.enter_context(mock.patch("eagle_kit.serve.ranks._check_apart", _not_compared))
-            stack.enter_context(mock.patch.object(Ranks, "_make_buffers", _no_buffers))
-            yield
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    with ExitStack() as stack:
+        stack.enter_context(fake_group(0, size))
+        stack.enter_context(mock.patch.dict(os.environ, launched))
+        stack.enter_context(mock.patch("eagle_kit.serve.ranks._check_apart", _not_compared))
+        stack.enter_context(mock.patch.object(Ranks, "_make_buffers", _no_buffers))
+        yield
 
 
 def _not_compared(ranks: Ranks, device: Any) -> None:

@@ -3,11 +3,9 @@ give as many bytes as their formula says. They reach nobody, by torch's process 
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny import tiny_head, tiny_target
 from tiny_cycle import BATCH, SAMPLING_PARAMS, cycle_engine, cycle_settings, sampling_batch
 from tiny_mixtures import untrained
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.kernels.collectives import Ranks
@@ -18,6 +16,7 @@ from eagle_kit.serve.graph import Graph
 from eagle_kit.serve.runner import CycleInputs
 from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from tests.cuda_device.host_tensors import OnDeviceOnly
+from tests.cuda_device.ranks import fake_group
 from tests.cuda_device.targets import LATENTS
 
 CUDA = torch.device("cuda", 0)
@@ -39,14 +38,9 @@ class Alone(Ranks):
 
 
 @pytest.fixture(params=range(SIZE))
-def ranks(request, monkeypatch):
-    new_group = dist.new_group
-    monkeypatch.setattr(
-        dist, "new_group", lambda backend, timeout: new_group(backend="fake", timeout=timeout)
-    )
-    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=SIZE)
-    yield Alone(request.param, SIZE, CUDA, timeout_s=1)
-    dist.destroy_process_group()
+def ranks(request):
+    with fake_group(request.param, SIZE):
+        yield Alone(request.param, SIZE, CUDA, timeout_s=1)
 
 
 def part_of(target, ranks, **options):

@@ -21,6 +21,15 @@ from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.request import Request
 from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
 
+SIZES = {
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "max_position_embeddings": 256,
+}
+"""Sizes of a Llama that all Triton kernels take."""
 MOST_GAP = 1e-4
 """Difference of two logits up to which either token may be taken for the most likely one."""
 MOST_LOGPROB_DIFFERENCE = 1e-4

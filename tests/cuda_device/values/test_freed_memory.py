@@ -11,17 +11,10 @@ from torch import nn
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.llm import LLM
 from eagle_kit.serve.runner import Runner
+from tests.cuda_device.values.models import SIZES
 
 PROMPTS = [[5, 6, 7], [1] * 20, [9, 8]]
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
-SIZES = {
-    "hidden_size": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "max_position_embeddings": 256,
-}
 
 
 class DerivedWeight:

@@ -12,18 +12,10 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.serve.graph import GraphCall, GraphRunner, HostCopy
 from eagle_kit.serve.llm import LLM
+from tests.cuda_device.values.models import SIZES
 from tests.serve.test_published_parts import HEADS
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20]]
-MODEL = {
-    "hidden_size": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-    "max_position_embeddings": 256,
-}
-"""Sizes that all Triton kernels take."""
 CUDA = torch.device("cuda", 0)
 GREEDY = SamplingParams(max_tokens=8, ignore_eos=True)
 
@@ -35,7 +27,7 @@ class Pair(NamedTuple):
 
 def make_models(make_head=lambda target: tiny_head(target, 50), vocab_size: int = 64, **changes):
     """A target of two layers and a head on the CPU."""
-    target = tiny_target(vocab_size, 2, **MODEL, **changes)
+    target = tiny_target(vocab_size, 2, **SIZES, **changes)
     return target, make_head(target).eval().requires_grad_(False)
 
 

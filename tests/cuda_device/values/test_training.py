@@ -15,17 +15,10 @@ from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.algorithm.target_features import capture_features
 from eagle_kit.train.optim.strategy import Replicated
 from tests.cuda_device.device import phase
+from tests.cuda_device.values.models import SIZES
 
 TTT_LENGTH = 3
 DRAFT_VOCAB_SIZE = 101
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 128,
-}
 MICRO_BATCHES = ([[0, 1], [2]], [[3], [4, 5]])
 """Packed rows of the forwards of each optimizer step."""
 LEARNING_RATE = 1e-3
@@ -101,7 +94,7 @@ class Trainer:
             ttt_length=TTT_LENGTH, precision=precision, loss=loss, gradient_checkpointing=checkpointing
         )
         dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-        self.target = tiny_target(**SIZES, std=STD).to(device, dtype).requires_grad_(False)
+        self.target = tiny_target(512, **SIZES, std=STD).to(device, dtype).requires_grad_(False)
         self.head = tiny_head(self.target, DRAFT_VOCAB_SIZE, std=STD).to(device).requires_grad_(True)
         objective = Objective.of(self.config.losses, self.config.lk_eta, self.head, self.target.head_weight)
         rows = self.target.head_weight[self.head.token_map]
