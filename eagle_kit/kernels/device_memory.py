@@ -72,6 +72,21 @@ def reserve_segment(device: torch.device, num_bytes: float) -> None:
         torch.empty(size, dtype=torch.uint8, device=device)
 
 
+@contextmanager
+def reserved_again(device: torch.device) -> Iterator[None]:
+    """Within, cached memory of a GPU may be given back to the driver; at the end as much is reserved again as
+    at the beginning, what is missing as one segment."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.memory_reserved(device)
+    yield
+
+    # Segments of what was done within have other sizes than those that are needed now.
+    torch.cuda.empty_cache()
+    reserve_segment(device, max(0, before - torch.cuda.memory_reserved(device)))
+
+
 def release_cached_memory() -> None:
     """Give the driver back the memory that torch keeps of freed tensors."""
     if torch.cuda.is_available():

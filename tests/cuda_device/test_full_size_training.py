@@ -67,6 +67,16 @@ def test_steps_of_a_recipe_take_what_is_planned(name, tmp_path, record_property)
 
 
 @pytest.mark.nightly
+def test_a_judgement_between_two_steps_takes_no_more_than_is_planned(tmp_path, record_property):
+    """Held-out prompts are decoded after each step, and the second step finds the memory of the first."""
+    settings = ("judge.every=1", "judge.prompts=4", "judge.max_tokens=32")
+    config = recipe("llama-3.1-8b-eagle3", tmp_path, *settings, count=8, held_out=4)
+    run(config, 80 * GB).check(record_property)
+    rows = (Path(config.output_dir) / "judge.jsonl").read_text().splitlines()
+    assert len(rows) == STEPS
+
+
+@pytest.mark.nightly
 def test_capture_and_training_from_a_store_take_what_is_planned(tmp_path, record_property):
     """The states of a 70B target are captured where it fits, and a head learns from them on 80 GB."""
     config = recipe("llama-3.3-70b-eagle3", tmp_path, "training.state_format=fp8")

@@ -8,6 +8,7 @@ from tiny import packed_row, tiny_head, tiny_target
 from tiny_row import TinyRow
 
 from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
+from eagle_kit.kernels.device_memory import reserve_segment, reserved_again
 from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
 from eagle_kit.train.algorithm.loss import Objective
@@ -134,3 +135,23 @@ def test_states_of_every_kind_of_target_are_captured_without_a_wait(name):
         best = vocab_argmax(out.hidden, target.head_weight)
     assert found.counts["synchronisations"] == 0, [str(call) for call in found.calls]
     assert out.aux.shape == (len(ids), 3 * target.config.hidden_size) and best.is_cuda
+
+
+@pytest.mark.parametrize("is_in_use", [False, True], ids=["free", "partly in use"])
+def test_what_a_judgement_gives_back_is_reserved_again(is_in_use):
+    """A segment of which a part is in use stays, and no second one is taken beside it."""
+    device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()
+    reserve_segment(device, 256 << 20)
+    moments = [torch.empty(32 << 20, dtype=torch.uint8, device=device)] if is_in_use else []
+    before = torch.cuda.memory_reserved()
+
+    with reserved_again(device):
+        torch.cuda.empty_cache()
+        for size in (96 << 20, 300 << 20):
+            torch.empty(size, dtype=torch.uint8, device=device)
+    assert torch.cuda.memory_reserved() == before
+    with phase() as found:
+        torch.empty(200 << 20, dtype=torch.uint8, device=device)
+    assert found.counts["device_allocations"] == 0
+    del moments

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_tokenizers import byte_level
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.serve.graph_memory import BYTES_OF_LAUNCH, graphs_of
@@ -27,7 +28,7 @@ drafts that a grammar is to judge."""
 
 
 class AnyToken:
-    """A grammar of all texts, which needs no tokenizer."""
+    """A grammar of all texts, since the tokens of replies are made up."""
 
     is_complete = False
     is_stuck = False
@@ -82,8 +83,8 @@ def serve(llm: LLM, kinds: tuple[dict[str, Any], ...]) -> int:
     ids=["usual", "all", "no drafts", "sampled drafts", "n-grams"],
 )
 def test_traffic_behind_a_warm_up_is_prepared_for(extent, kinds, options):
-    """The warm-up prepares for grammars where there is a tokenizer; here nobody calls it."""
-    llm, warmed = prepared(extent, tokenizer=object(), **options)
+    """The warm-up prepares for grammars where there is a tokenizer."""
+    llm, warmed = prepared(extent, tokenizer=byte_level(), **options)
     engine = llm.engine()
     planned = graphs_of(llm.target.config, llm.draft, llm.config, extent, chooses_shapes=False)
     assert warmed.counts["captures"] >= engine.num_graphs == planned.number > 0

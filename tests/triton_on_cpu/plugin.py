@@ -18,10 +18,11 @@ from tests.triton_on_cpu import host_backend
 
 host_backend.install(seed=18)
 OF_THE_INTERPRETER = {
+    "test_hardened.py": "tests the interpreter's own checks and races",
     "test_a_block_of_query_rows_loads_each_key_once": "counts loads of the interpreter",
     "test_a_gpu_without_e4m3_takes_its_bits": "breaks a function that a compiled kernel has inlined",
 }
-"""Tests that need kernels to be interpreted, and why."""
+"""Tests, and files of tests, that need kernels to be interpreted, and why."""
 _tests: Counter[str] = Counter()
 _failed_tests: Counter[str] = Counter()
 
@@ -29,7 +30,8 @@ _failed_tests: Counter[str] = Counter()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what only the interpreter shows."""
     for item in items:
-        reason = OF_THE_INTERPRETER.get(getattr(item, "originalname", item.name))
+        name = getattr(item, "originalname", item.name)
+        reason = OF_THE_INTERPRETER.get(name) or OF_THE_INTERPRETER.get(item.path.name)
         if reason is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
 

@@ -17,7 +17,7 @@ from eagle_kit.checkpoints.draft import resolve_draft, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.kernels.device_memory import out_of_memory, reserve_segment
+from eagle_kit.kernels.device_memory import out_of_memory, reserve_segment, reserved_again
 from eagle_kit.kinds.kind import Start
 from eagle_kit.kinds.support.files import read_metadata
 from eagle_kit.models.heads.draft_head import DraftHead
@@ -278,7 +278,9 @@ class Trainer:
         assert self.judge is not None
         started = time.perf_counter()
         whole, target = self.stepper.strategy.whole_head(), self.components.target
-        mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
+        # The engine sizes its pool by what is free, and gives back the segment of the steps for it.
+        with reserved_again(self.accelerator.device):
+            mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
         is_shared = self.components.cut is not None  # then all have decoded the same
         figures = Judgement.total([mine] if is_shared else gather_objects(self.accelerator, mine)).row()
         decoded = figures["accept_length"]
