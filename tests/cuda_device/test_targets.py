@@ -7,14 +7,45 @@ import pytest
 import torch
 from families import family_model
 from tiny import randomise, tiny_hybrid
-from tiny_mixtures import untrained, v3
 
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import Target
 from tests.cuda_device.device import LogKind, phase
 from tests.cuda_device.engines import SIZES, made_up_results
-from tests.cuda_device.targets import LATENT_SIZES
 from tests.cuda_device.test_warm_up import USUAL, WAITS, prepared, serve
+
+LATENTS = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 12,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 
 
 def gated_delta(folder: Path) -> Target:
@@ -24,8 +55,8 @@ def gated_delta(folder: Path) -> Target:
 
 def latents(folder: Path) -> Target:
     """A small DeepSeek-V3: latent attention, and experts behind the first layer."""
-    model = untrained(v3(vocab_size=512, **LATENT_SIZES))
-    return randomise(model, 3, 0.2).requires_grad_(False).to("cuda", torch.bfloat16)
+    model = LlamaModel(TargetConfig.from_dict(LATENTS))
+    return randomise(model, 3, 0.2).eval().requires_grad_(False).to("cuda", torch.bfloat16)
 
 
 def of_family(name: str) -> Callable[[Path], Target]:
@@ -42,7 +73,7 @@ def of_family(name: str) -> Callable[[Path], Target]:
     return load
 
 
-FROM_FOLDER = {
+TARGETS = {
     "gated delta": gated_delta,
     "gated delta and experts": of_family("qwen3_next"),
     "mamba beside attention": of_family("falcon_h1"),
@@ -53,9 +84,9 @@ FROM_FOLDER = {
 }
 
 
-@pytest.mark.parametrize("name", FROM_FOLDER)
+@pytest.mark.parametrize("name", TARGETS)
 def test_traffic_behind_a_warm_up_is_prepared_for(name, tmp_path):
-    target = FROM_FOLDER[name](tmp_path)
+    target = TARGETS[name](tmp_path)
     llm, warmed = prepared("usual", target=target)
     engine = llm.engine()
     num_graphs = engine.num_graphs
