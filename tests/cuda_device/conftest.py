@@ -1,8 +1,10 @@
 """Tests on the CUDA device in software: `make test-cuda-device`."""
 
+import gc
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cuda_device import device
 
@@ -23,3 +25,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device in software: make test-cuda-device"))
         elif needs_values != device.has_values():
             item.add_marker(pytest.mark.skip(reason="needs EAGLE_KIT_DEVICE_MODE=values, or none"))
+
+
+@pytest.fixture
+def memory_of_its_own() -> None:
+    """Free what torch keeps of earlier tests, for a test of limits and peaks of memory, which count it."""
+    if device.is_in_front():
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -65,7 +65,6 @@ def test_numbers_of_the_host_come_back_from_the_device():
     sent = torch.arange(5).pin_memory()
     there = sent.to("cuda", non_blocking=True)
     assert sent.is_pinned() and there.tolist() == [0, 1, 2, 3, 4]
-    assert torch.zeros(3, device="cuda").tolist() == [0.0] * 3
 
 
 # ---- Launches ----

@@ -20,6 +20,7 @@ from tests.cuda_device.published import publish, unread_weights
 from tests.cuda_device.ranks import first_of
 from tests.cuda_device.test_warm_up import USUAL, serve
 
+pytestmark = pytest.mark.usefixtures("memory_of_its_own")
 ROOM_TO_LOAD = 400 * GB
 """Memory of the device while a model is loaded: fp8 weights that loaders join on the host are on it here."""
 

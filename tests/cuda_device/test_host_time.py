@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from benchmarks import cli
 from benchmarks.case import Machine
 from benchmarks.engine import host
-from eagle_kit.cli import app
 from eagle_kit.core.sampling_params import SamplingParams
 from tests.cuda_device.device import phase
 from tests.cuda_device.engines import fixed_results
@@ -55,14 +55,14 @@ def test_operations_of_a_step_are_the_same_for_every_batch(shape, params, waitin
 
 def test_the_benchmark_of_the_host_runs(tmp_path, capsys):
     path = tmp_path / "h.json"
-    code = app.main(["bench", "engine", "--host", "--tiny", "--out", str(path), "--no-progress"])
+    code = cli.main(["engine", "--host", "--tiny", "--out", str(path), "--no-progress"])
     rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
     assert code == 0 and list(rows)[:2] == ["host: batch 1, none", "host: batch 8, none"]
     for row in rows.values():
         figures = row["figures"]
         assert 0 < figures["step us, least"] <= figures["median"] and figures["from the host"] == 1
     assert rows["host: batch 8, 3,1,4"]["figures"]["tokens a request"] == pytest.approx(2.5, abs=0.1)
-    assert app.main(["bench", "engine", "--host", "--model", "tiny"]) == 2
+    assert cli.main(["engine", "--host", "--model", "tiny"]) == 2
 
 
 @pytest.mark.nightly

@@ -22,6 +22,7 @@ from tests.cuda_device.full_size import GB
 from tests.cuda_device.published import publish, unread_weights
 from tests.cuda_device.recipes import recipe, unsaved
 
+pytestmark = pytest.mark.usefixtures("memory_of_its_own")
 WIDE = {"intermediate_size": 16384, "max_position_embeddings": 4096}
 """Sizes of a target whose prompts need 100 kB a token."""
 LONG = [5] * 1500
