@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import threading
 import time
@@ -221,7 +222,7 @@ def test_an_interrupt_ends_requests_that_wait(source):
                 self.bodies.append(body)
                 is_first = len(self.bodies) == 1
             if is_first:
-                signal.raise_signal(signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGINT)  # to the process, so that its main thread wakes
             return 429, {"error": {"message": "busy"}}, {"Retry-After": "100"}
 
     started = time.monotonic()
