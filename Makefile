@@ -62,13 +62,16 @@ WITH_VALUES = EAGLE_KIT_DEVICE_MODE=values $(ON_DEVICE)
 AS_CPP = OMP_NUM_THREADS=1 $(CUDA_VENV)/bin/python -m pytest -q -p tests.triton_on_cpu.plugin
 # A choice of tests, as by ARGS="-k ...", may leave none of a folder: pytest's exit code is then 5.
 OR_NONE = || [ $$? = 5 ]
-OF_MEMORY := tests/cuda_device/test_out_of_memory.py $(wildcard tests/cuda_device/test_full_size_*.py)
+FULL_SIZE := $(wildcard tests/cuda_device/test_full_size_*.py)
+OF_MEMORY := tests/cuda_device/test_out_of_memory.py $(FULL_SIZE)
 
 test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in software, in an environment of 5.5 GB; no GPU
 	@echo "== a CUDA device in software: calls, captures, launches, memory"
 	@$(ON_DEVICE) tests/cuda_device --ignore tests/cuda_device/values $(OF_MEMORY:%=--ignore %) $(ARGS) $(OR_NONE)
 	@echo "== the same: limits and peaks of memory, to which the graphs of other tests would add, in processes of their own"
-	@for file in $(OF_MEMORY); do $(ON_DEVICE) $$file $(ARGS) $(OR_NONE) || exit 1; done
+	@$(ON_DEVICE) tests/cuda_device/test_out_of_memory.py $(ARGS) $(OR_NONE)
+	@{ $(ON_DEVICE) --collect-only $(FULL_SIZE) $(ARGS) | grep '::' || true; } | \
+	  while IFS= read -r test; do $(ON_DEVICE) "$$test" < /dev/null; done
 	@echo "== the same, of capability 8.0: cycles"
 	@EAGLE_KIT_DEVICE_CAPABILITY=8.0 $(ON_DEVICE) tests/cuda_device/test_cycles.py $(ARGS) $(OR_NONE)
 	@echo "== the same with true values"
