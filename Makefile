@@ -140,7 +140,7 @@ $(CUDA_STAMP): pyproject.toml
 	  || { echo "error: A build of $(TORCH_CUDA_BUILD) for CUDA could not be installed." >&2; \
 	  echo "  -> Let pip reach an index that has it, or name another with TORCH_CUDA_BUILD=torch===VERSION." >&2; exit 2; }; \
 	echo "== eagle_kit[serve,train]: editable, with its dependencies (about 1.5 minutes)"; \
-	$$pip -e '.[serve,train]' 'pytest>=8.3'
+	$$pip -e '.[serve,train]' 'pytest>=8.3' pytest-timeout hypothesis
 	@touch $@
 
 $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
