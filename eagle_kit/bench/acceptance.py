@@ -22,6 +22,7 @@ def count(base_url: str, command: Sequence[str], out: Path | None = None) -> int
     Raises:
         UserError: there are no metrics, or no such command.
     """
+    # Count until the command or the user ends it.
     before = take_snapshot(base_url)
     started = time.monotonic()
     exit_code = 0
@@ -37,6 +38,7 @@ def count(base_url: str, command: Sequence[str], out: Path | None = None) -> int
     except OSError as error:
         raise UserError(f"{command[0]} cannot be run ({error.strerror}).", "Check the command.") from None
 
+    # Print before a file is written.
     figures = difference(before, take_snapshot(base_url))
     seconds = time.monotonic() - started
     print(f"{base_url}, {seconds:.0f} s")

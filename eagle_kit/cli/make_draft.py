@@ -503,9 +503,13 @@ class Making:
         from eagle_kit.models.loading.loader import read_target_config
         from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
+        # Sizes of the target.
         folder = resolve_target(self.options.target)
-        target, words = read_target_config(folder), len(load_tokenizer(folder))
+        target = read_target_config(folder)
+        words = len(load_tokenizer(folder))
         length = min(row_tokens, target.max_position_embeddings)
+
+        # At most four judgements, the last behind the last step.
         judgements = max(min(phase.steps // JUDGE_EVERY, 4), 1)
         every = math.ceil(phase.steps / judgements)
         return {

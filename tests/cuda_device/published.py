@@ -30,7 +30,9 @@ from tests.cuda_device.device import copies_up_to
 
 LARGEST_COPY = 1 << 20
 """Bytes of the largest copy that is made: token ids, masks and results of steps, and not weights."""
-FP8, FP32, BF16 = "F8_E4M3", "F32", "BF16"
+FP8 = "F8_E4M3"
+FP32 = "F32"
+BF16 = "BF16"
 
 
 class Tensor(NamedTuple):

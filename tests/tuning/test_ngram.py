@@ -8,7 +8,8 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.serve.llm import NGRAM_SHAPE
 from eagle_kit.tuning.ngram import NgramPolicy
 
-PLAIN_MS, DRAFTED_MS = 10.0, 15.0
+PLAIN_MS = 10.0
+DRAFTED_MS = 15.0
 
 
 def run(policy, cycles, accepted, size=2):

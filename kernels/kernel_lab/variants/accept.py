@@ -26,7 +26,8 @@ def variants() -> list[Variant]:
         **dict.fromkeys(integers, "i32"), **dict.fromkeys(longs, "*i64"), **dict.fromkeys(doubles, "*fp64"),
         "stats": "*fp32", "last": "*i32", "q": "*fp32", "values": "*fp32", "ids": "*i32",
     }  # fmt: skip
-    chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
+    chunk = chunk_size(128256)
+    chunks = triton.next_power_of_2(num_chunks(128256))
     row = {"CHUNK": chunk, "CPAD": chunks}
 
     def add(name, kernel, dense, constants, warps=chunk // 512, narrow=""):

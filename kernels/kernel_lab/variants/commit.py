@@ -15,7 +15,8 @@ def variants() -> list[Variant]:
         ("bf16 latent D576", 1152, False),
     ):
         constants = {"WORDS": row_bytes // 8, "HAS_V": has_v, "SIZE": BLOCK}
-        stores, counts = dict.fromkeys(("k", "v"), "*i64"), dict.fromkeys(("num_planes", "num_rows"), "i32")
+        stores = dict.fromkeys(("k", "v"), "*i64")
+        counts = dict.fromkeys(("num_planes", "num_rows"), "i32")
         inputs = dict.fromkeys(("page_table", "nodes", "first_position", "num_committed"), "*i64")
         strides = (
             "table_stride",

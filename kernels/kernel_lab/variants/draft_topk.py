@@ -22,7 +22,8 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         ("fp32", torch.float32, 16, 8192, 576, 4),
     ):
         options = _options(num_rows, vocab, size, dtype, facts)
-        warps, stages = options.pop("num_warps"), options.pop("num_stages")
+        warps = options.pop("num_warps")
+        stages = options.pop("num_stages")
         types = {"x": f"*{kind}", "weight": f"*{kind}", "keys": "*i64", "sums": "*fp32"}
         integers = ("num_rows", "vocab", "size", "tiles", "topk")
         found.append(

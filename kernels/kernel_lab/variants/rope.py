@@ -57,7 +57,8 @@ def _variant(
 def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: shapes of Llama 3 8B, SmolLM2, Qwen3 and of a partly rotated head;
     fp8 stores need a Hopper GPU."""
-    llama, qwen3 = (32, 8, 128), (32, 4, 128)
+    llama = (32, 8, 128)
+    qwen3 = (32, 4, 128)
     return [
         _variant(facts, "bf16", llama),
         _variant(facts, "bf16", llama, stored="bf16", returns=False),

@@ -40,7 +40,8 @@ def variants() -> list[Variant]:
             )
         )
 
-    chunk, chunks = chunk_size(128256), triton.next_power_of_2(num_chunks(128256))
+    chunk = chunk_size(128256)
+    chunks = triton.next_power_of_2(num_chunks(128256))
     lanes = "16 sums a lane leave a thread room for 4 lanes"
     filtered_row = {"DENSE": False, "CHUNK": chunk, "CPAD": chunks}
     add("best bf16", _best, {"CHUNK": chunk})

@@ -30,7 +30,9 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         ("bf16", fp8, 16, False, True, "grouped", "gated"),
         ("bf16", fp8, 64, False, True, "grouped", "gated"),
     ):
-        is_fp8, grouped, gated = stored != kind, "grouped" in special, "gated" in special
+        is_fp8 = stored != kind
+        grouped = "grouped" in special
+        gated = "gated" in special
         blocks = choose_blocks(rows, 1 if is_fp8 else 2, facts)
         finish = {"SCALED": is_fp8 and not grouped, "BIASED": not is_fp8, "GATED": gated}
         finish["PDL"] = facts.starts_early

@@ -17,7 +17,8 @@ from tests.cuda_device.values.models import KINDS, Models, compare, make_request
 
 NUM_EVENTS = 300
 MOST_WAITING = 10
-MOST_PROMPT, MOST_REPLY = 60, 30
+MOST_PROMPT = 60
+MOST_REPLY = 30
 SHARED = [[(3 * i * i + i) % VOCABULARY for i in range(length)] for length in (17, 32, 33)]
 """Beginnings that prompts share, around the end of a page."""
 POOL = {"max_batch_size": 4, "batch_sizes": (1, 2, 4), "kv_tokens": 144, "max_context": 96}
