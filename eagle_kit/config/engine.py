@@ -137,7 +137,7 @@ class EngineConfig(Options):
 
     mixed_prefill_tokens: int | None = Field(default=None, ge=1)
     """Share of prompts in a step that also decodes for others, in tokens that have none before them; default
-    12 on a CPU, 1024 on a GPU.
+    8 on a CPU, 1024 on a GPU.
     """
 
     prefill_backend: PrefillBackend = "auto"
@@ -280,7 +280,7 @@ class EngineConfig(Options):
                 prefill_tokens, self.decode_prefill_tokens or (1024 if on_gpu else prefill_tokens)
             ),
             "mixed_prefill_tokens": min(
-                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 12)
+                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 8)
             ),
             "lag": int(on_gpu) if self.lag is None else self.lag,
             "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),

@@ -51,6 +51,10 @@ MOST_TURN_TOKENS = 512
 """Tokens of a turn, whatever has to be computed again behind it."""
 TURN_CHUNKS = 4
 """Turn of a prompt, in parts as they are computed beside the replies of others."""
+DRAFTED_SHARE = 0.6
+"""Part of its share that a reply with much before it may use where the engine speculates. A share is the time
+of a plain cycle alone. With drafts a reply alone needs about this part of it for a token, and the cycles that
+many groups share may be plain."""
 
 
 class StateMoves(NamedTuple):
@@ -160,6 +164,8 @@ class Scheduler:
         if len(self._num_held) < 2 or all(request.group == decoding[0].group for request in decoding):
             return decoding
         share = 1.0 + self.weights_cost
+        if self.needs_last:
+            share *= DRAFTED_SHARE
         if 1.0 + self.reading_cost * self.config.max_context <= share / max(self._num_held.values()):
             for request in decoding:  # none can have so much
                 request.savings = 0.0
