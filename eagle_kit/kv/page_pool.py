@@ -1,42 +1,59 @@
-"""Page pool: private, shared and cached pages of the key-value stores.
+"""Page pool: which pages of the key-value stores are free, private to a request, or cached.
 
-A page is free, private to one request, or *cached*: a node of a radix tree whose edges are the tokens of one
-page. Requests with a common prefix hold the same nodes. Target and draft share page numbers, because a
-draft's entry lives at the slot of the token it embeds and so depends on the same tokens as the target's. The
-pool is bookkeeping on the host; the tensors belong to the stores.
+A cached page is a node of a radix tree, whose edges are the tokens of one page; requests with a common prefix
+hold the same nodes. The pool is bookkeeping on the host, the tensors belong to the stores. Target and draft
+share page numbers: a draft's entry lies at the slot of the token that it embeds, so it depends on the same
+tokens as the target's entry.
 
-A target with recurrent layers needs the state before the tokens that it goes on with, so a cached prefix is
-of use as far as its last page with a snapshot of the state. Requests leave one behind their prompts, where
-their prompt leaves that of another, and, while a prompt is computed, behind its last part. A snapshot that
-one request alone has gone on from, as the last turn of a conversation, is the first to be evicted when that
-has left its own.
+Recurrent layers cannot continue from keys and values alone: they need the recurrent state at that position.
+So a cached prefix is usable up to its last page with a snapshot of the state. A request saves snapshots
 
-Each cache salt has a tree of its own, whose root holds the salt. Pages of different salts are in different
-trees, whatever their tokens.
+* after its prompt,
+* where its prompt diverges from a cached one,
+* and, while a long prompt is computed, after the last computed chunk (a *passing* snapshot, which the next
+  one replaces).
+
+Snapshots are evicted in the order of their last use, with one exception: once a request has saved a later
+snapshot, the one it continued from is evicted first if no other request has used it (an earlier turn of the
+same conversation).
+
+Each cache salt has a radix tree of its own. Pages of different salts are never shared.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class RadixNode:
-    """Cached page, held by ``refs`` requests; with none it may be evicted. ``key``: its tokens, which follow
-    those of its ancestors; ``parent``: None once it was evicted. ``snapshot``: number of the state behind it,
-    None without one, in use by ``readers`` requests; ``num_begun`` have gone on from it."""
+    """Cached page.
+
+    Attributes:
+        parent: node of the page before; None once this page is evicted.
+        key: tokens of the page.
+        page: its number in the stores.
+        refs: requests that hold the page. It may be evicted at 0.
+        snapshot: index of the recurrent state after this page; None without one.
+        readers: requests that have yet to read the snapshot, which is not evicted meanwhile.
+        num_begun: requests that have continued from the snapshot.
+    """
 
     __slots__ = ("children", "key", "num_begun", "page", "parent", "readers", "refs", "snapshot")
 
     def __init__(self, parent: "RadixNode | None", key: tuple[int, ...], page: int) -> None:
-        self.parent, self.key, self.page = parent, key, page
+        self.parent = parent
+        self.key = key
+        self.page = page
         self.children: dict[tuple[int, ...], RadixNode] = {}
-        self.refs = self.readers = self.num_begun = 0
+        self.refs = 0
+        self.readers = 0
+        self.num_begun = 0
         self.snapshot: int | None = None
 
 
 class RadixRoot(RadixNode):
-    """Root of the pages of one cache salt, which exists as long as it has children. It is no page itself."""
+    """Root of the radix tree of one cache salt. It is not a page, and exists while it has children."""
 
     __slots__ = ("salt",)
 
@@ -46,7 +63,7 @@ class RadixRoot(RadixNode):
 
 
 class Snapshot(NamedTuple):
-    """State ``number`` behind a page; ``is_passing`` if it gives way to the next of its request."""
+    """Recurrent state with index ``number``; ``is_passing`` if the request's next snapshot replaces it."""
 
     number: int
     is_passing: bool
@@ -57,12 +74,12 @@ class PageAllocation:
     """Pages of one request in the order of its tokens: shared ``nodes``, then private ``pages``.
 
     Attributes:
-        snapshots: states behind private pages, by the number of pages before them.
-        passing: node, and number of its snapshot, which gives way to the request's next.
-        source: node whose snapshot the request begins with, until it has done so.
-        began: the same, afterwards too.
-        part: of the pool, that all pages are from.
-        salt: cache salt of the request, None without one.
+        snapshots: snapshots after private pages, by the number of pages up to there.
+        passing: node and index of the passing snapshot that was published last.
+        source: node whose snapshot the request continues from; None once it is read.
+        began: the same node, kept after it is read.
+        part: part of the pool that all pages belong to.
+        salt: cache salt of the request; None without one.
     """
 
     nodes: list[RadixNode] = field(default_factory=list)
@@ -83,7 +100,7 @@ class PageAllocation:
         return self.table_from(0)
 
     def table_from(self, first: int) -> list[int]:
-        """Page numbers but for the ``first``."""
+        """Page numbers without the first ``first`` ones."""
         num_shared = len(self.nodes)
         if first >= num_shared:
             return self.pages[first - num_shared :]
@@ -91,15 +108,15 @@ class PageAllocation:
 
 
 class PagePool:
-    """Allocator of the page numbers 0..num_pages-1 with a prefix cache of the pages of computed tokens.
+    """Allocator of the page numbers 0..num_pages-1, with a prefix cache.
 
-    Its parts are as many successive pages each, with a prefix cache of their own, for data-parallel
-    attention: a request has all its pages from one of them.
+    For data-parallel attention the pool has several parts of equal size, each with a prefix cache of its own.
+    All pages of a request come from one part.
 
     Args:
-        prefix_cache: keep pages after their requests have left, until their memory is needed.
-        snapshots: numbers of states for snapshots; None for targets without recurrent layers.
-        num_parts: a divisor of ``num_pages``.
+        prefix_cache: keep the pages of finished requests until their memory is needed.
+        snapshots: indices of the states that may hold snapshots; None for targets without recurrent layers.
+        num_parts: number of parts, a divisor of ``num_pages``.
     """
 
     def __init__(
@@ -111,38 +128,47 @@ class PagePool:
         snapshots: range | None = None,
         num_parts: int = 1,
     ) -> None:
-        assert num_pages % num_parts == 0, "parts are equal"
-        self.num_parts, self.pages_of_part = num_parts, num_pages // num_parts
-        self.num_pages, self.page_size, self.prefix_cache = num_pages, page_size, prefix_cache
+        assert num_pages % num_parts == 0, "all parts have the same size"
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.prefix_cache = prefix_cache
+        self.num_parts = num_parts
+        self.pages_of_part = num_pages // num_parts
+        self.num_evicted = 0
+
+        # Free pages of each part, the lowest number last, which is taken first.
+        size = self.pages_of_part
+        self._free = [list(range((i + 1) * size - 1, i * size - 1, -1)) for i in range(num_parts)]
+
+        # Radix trees of each part by cache salt, and their pages that nobody holds, least recently used
+        # first. A request holds all ancestors of a node and releases the deepest first, so the oldest unused
+        # node never has children.
+        self._roots: list[dict[str | None, RadixRoot]] = [{} for _ in range(num_parts)]
+        self._unused: list[OrderedDict[RadixNode, None]] = [OrderedDict() for _ in range(num_parts)]
+
+        # Snapshots of recurrent states, least recently used first.
         self.has_snapshots = snapshots is not None
         self._snapshots = snapshots or range(0)
         self._free_snapshots = list(self._snapshots)
-        self._with_snapshot: OrderedDict[RadixNode, None] = OrderedDict()  # the least recently used first
-        size = self.pages_of_part
-        self._free = [list(range((i + 1) * size - 1, i * size - 1, -1)) for i in range(num_parts)]
-        self._roots: list[dict[str | None, RadixRoot]] = [{} for _ in range(num_parts)]
-        # A request holds every ancestor of a node it holds and releases the deepest first, so the oldest
-        # unused node never has children.
-        self._unused: list[OrderedDict[RadixNode, None]] = [OrderedDict() for _ in range(num_parts)]
-        self.num_evicted = 0
+        self._with_snapshot: OrderedDict[RadixNode, None] = OrderedDict()
 
     @property
     def num_snapshots(self) -> int:
-        """Most snapshots at a time."""
+        """Largest number of snapshots at a time."""
         return len(self._snapshots)
 
     @property
     def can_reuse(self) -> bool:
-        """True if a request may go on from what another has computed."""
+        """True if a request may continue from the tokens of another one."""
         return self.prefix_cache and (not self.has_snapshots or self.num_snapshots > 0)
 
     @property
     def num_available(self) -> int:
-        """Pages that are free, or cached and not held."""
+        """Number of pages that are free, or cached and not held, in all parts."""
         return sum(map(self.num_available_in, range(self.num_parts)))
 
     def num_available_in(self, part: int) -> int:
-        """Those of a part."""
+        """Number of pages of ``part`` that are free, or cached and not held."""
         return len(self._free[part]) + len(self._unused[part])
 
     def pages_for(self, num_tokens: int) -> int:
@@ -158,21 +184,28 @@ class PagePool:
         part: int = 0,
         salt: str | None = None,
     ) -> list[RadixNode]:
-        """Find the longest cached prefix of ``tokens``, or of the first ``stop``, in a part of the pool,
-        whole pages only. Holds nothing.
+        """Find the longest cached prefix of ``tokens``, in whole pages. No page is held by it.
 
         Args:
-            known: what was found for the same tokens and salt before; only what has changed since is looked
-                at.
-            salt: only pages of requests with the same salt are found.
+            tokens: token ids of a request.
+            stop: number of tokens to look for; None for all.
+            known: result of an earlier call for the same tokens and salt, from which the search continues.
+            part: part of the pool to search.
+            salt: cache salt of the request.
         """
+        # Drop known pages that have been evicted since.
         nodes = list(known)
-        while nodes and nodes[-1].parent is None:  # evicted, and so is all that was behind it
+        while nodes and nodes[-1].parent is None:
             nodes.pop()
-        node = nodes[-1] if nodes else self._roots[part].get(salt)
+
+        # Descend from the last known page, or from the root.
+        node: RadixNode | None = self._roots[part].get(salt)
+        if nodes:
+            node = nodes[-1]
         if node is None:
             return nodes
-        stop = len(tokens) if stop is None else stop
+        if stop is None:
+            stop = len(tokens)
         for start in range(len(nodes) * self.page_size, stop - self.page_size + 1, self.page_size):
             child = node.children.get(tuple(tokens[start : start + self.page_size]))
             if child is None:
@@ -182,40 +215,55 @@ class PagePool:
         return nodes
 
     def reusable(self, nodes: Sequence[RadixNode]) -> list[RadixNode]:
-        """Those of cached pages that a request can go on from: up to the last one with a snapshot, where
-        states are needed."""
+        """Cut cached pages to those that a request can continue from: all, or for recurrent layers up to the
+        last page with a snapshot."""
         if not self.has_snapshots:
             return list(nodes)
-        count = next((i for i in range(len(nodes), 0, -1) if nodes[i - 1].snapshot is not None), 0)
-        return list(nodes[:count])
+        for count in range(len(nodes), 0, -1):
+            if nodes[count - 1].snapshot is not None:
+                return list(nodes[:count])
+        return []
 
     def begin(self, allocation: PageAllocation) -> None:
-        """Keep the snapshot behind the shared pages of a new request until :meth:`has_begun`."""
-        if self.has_snapshots and allocation.nodes:
-            node = allocation.source = allocation.began = allocation.nodes[-1]
-            node.readers += 1
-            node.num_begun += 1
-            self._with_snapshot.move_to_end(node)
+        """Protect the snapshot that a new request continues from, until :meth:`has_begun`."""
+        if not self.has_snapshots or not allocation.nodes:
+            return
+        node = allocation.nodes[-1]
+        allocation.source = node
+        allocation.began = node
+        node.readers += 1
+        node.num_begun += 1
+        self._with_snapshot.move_to_end(node)
 
     def has_begun(self, allocation: PageAllocation) -> None:
-        """The request has read its snapshot."""
+        """End the protection of the snapshot, which the request has read."""
         if allocation.source is not None:
             allocation.source.readers -= 1
             allocation.source = None
 
     def take_snapshot(self, allocation: PageAllocation, num_pages: int, *, is_passing: bool) -> int | None:
-        """Number of the state to save behind the first ``num_pages`` pages of a request, evicting the least
-        recently used snapshot; None where all are in use, or there is no cache. Of passing ones the request
-        keeps the last two, for results of the last one may be on their way."""
+        """Choose the index of the state to save after the first ``num_pages`` pages of a request.
+
+        The least recently used snapshot is evicted where none is free. A request keeps its last two passing
+        snapshots, because the step that wrote the last one may still be in flight.
+
+        Returns:
+            None where nothing is to be saved: there is a snapshot already, or no cache, or all are in use.
+        """
         if not self.can_reuse or num_pages <= len(allocation.nodes):
             return None
-        if (known := allocation.snapshots.get(num_pages)) is not None:
+        known = allocation.snapshots.get(num_pages)
+        if known is not None:
             is_passing = is_passing and known.is_passing
             allocation.snapshots[num_pages] = known._replace(is_passing=is_passing)
             return None
+
+        # Free the request's passing snapshots but the last one.
         passing = sorted(pages for pages, given in allocation.snapshots.items() if given.is_passing)
         for pages in passing[:-1]:
             self._free_snapshots.append(allocation.snapshots.pop(pages).number)
+
+        # Evict a snapshot of the cache where none is free.
         if not self._free_snapshots:
             node = next((each for each in self._with_snapshot if not each.readers), None)
             if node is None:
@@ -226,7 +274,7 @@ class PagePool:
         return number
 
     def num_resumable(self, allocation: PageAllocation, num_tokens: int) -> int:
-        """Of the first ``num_tokens`` of a request, those behind which it has a snapshot."""
+        """Number of tokens, at most ``num_tokens``, after which the request has a snapshot."""
         held = [pages for pages in allocation.snapshots if pages * self.page_size <= num_tokens]
         return max([len(self.reusable(allocation.nodes)), *held]) * self.page_size
 
@@ -237,10 +285,12 @@ class PagePool:
         del self._with_snapshot[node]
 
     def _attach(self, allocation: PageAllocation, node: RadixNode) -> None:
-        """Hand the request's snapshot behind its last node over to the node."""
+        """Move the snapshot after the request's last shared page to that page's ``node``."""
         given = allocation.snapshots.pop(len(allocation.nodes), None)
         if given is None:
             return
+
+        # The node takes the snapshot, unless it has one already.
         is_mine = node.snapshot is None
         if is_mine:
             node.snapshot = given.number
@@ -248,6 +298,8 @@ class PagePool:
             self._free_snapshots.append(given.number)
         self._with_snapshot[node] = None
         self._with_snapshot.move_to_end(node)
+
+        # Earlier snapshots of the request lose their use.
         if not given.is_passing:
             self._retire(allocation.began)
         before = allocation.passing
@@ -256,16 +308,21 @@ class PagePool:
             self._drop_snapshot(before[0])
 
     def _retire(self, began: RadixNode | None) -> None:
-        """Let a snapshot be the next to go that only the request has gone on from which has now left a later
-        one."""
+        """Evict the snapshot of ``began`` next if only one request has continued from it."""
         if began is not None and began in self._with_snapshot and began.num_begun == 1:
             self._with_snapshot.move_to_end(began, last=False)
 
     def allocate(
         self, nodes: Iterable[RadixNode], num_pages: int, part: int = 0, salt: str | None = None
     ) -> PageAllocation | None:
-        """Hold ``nodes``, which were found with the same ``salt``, and ``num_pages`` private pages of a part;
-        None, with no change, when too few are left."""
+        """Hold the cached ``nodes`` and ``num_pages`` private pages.
+
+        Args:
+            nodes: result of :meth:`match` with the same ``part`` and ``salt``.
+
+        Returns:
+            None, with no change, where too few pages are available.
+        """
         allocation = PageAllocation(part=part, salt=salt)
         for node in nodes:
             self._hold(node)
@@ -276,7 +333,7 @@ class PagePool:
         return allocation
 
     def extend(self, allocation: PageAllocation, num_pages: int) -> bool:
-        """Add private pages to ``allocation``, all or none; evicts cached pages, least recently used
+        """Add private pages to ``allocation``, all or none. Cached pages are evicted, least recently used
         first."""
         part = allocation.part
         if num_pages > self.num_available_in(part):
@@ -287,13 +344,12 @@ class PagePool:
         return True
 
     def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
-        """Cache the whole pages of ``tokens``, which the request has computed and continues to hold.
+        """Cache the whole pages of ``tokens``, which the request has computed and still holds.
 
-        Where the tree already has a page of the same tokens, that page is held and the request's own is
-        freed.
+        Where a page of the same tokens is cached already, the request holds that page and frees its own.
 
         Returns:
-            True when a page number of the allocation changed.
+            True if a page number of the allocation changed.
         """
         if not self.prefix_cache:
             return False
@@ -306,7 +362,8 @@ class PagePool:
             page = allocation.pages.pop(0)
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = RadixNode(node, key, page)
+                child = RadixNode(node, key, page)
+                node.children[key] = child
             else:
                 self._free[allocation.part].append(page)
                 changed = True
@@ -317,15 +374,16 @@ class PagePool:
         return changed
 
     def _root(self, allocation: PageAllocation) -> RadixRoot:
-        """Root of the pages that a request with the allocation's salt shares, made where there is none."""
+        """Find or make the root of the radix tree of the allocation's salt."""
         roots = self._roots[allocation.part]
         root = roots.get(allocation.salt)
         if root is None:
-            root = roots[allocation.salt] = RadixRoot(allocation.salt)
+            root = RadixRoot(allocation.salt)
+            roots[allocation.salt] = root
         return root
 
     def release(self, allocation: PageAllocation) -> None:
-        """Release every page of ``allocation``, which is empty afterwards."""
+        """Release all pages of ``allocation``, which is empty afterwards."""
         for node in reversed(allocation.nodes):
             node.refs -= 1
             if node.refs == 0:
@@ -333,8 +391,11 @@ class PagePool:
         self._free[allocation.part] += reversed(allocation.pages)
         self._free_snapshots += [each.number for each in allocation.snapshots.values()]
         self.has_begun(allocation)
-        allocation.nodes, allocation.pages = [], []
-        allocation.snapshots, allocation.passing, allocation.began = {}, None, None
+        allocation.nodes = []
+        allocation.pages = []
+        allocation.snapshots = {}
+        allocation.passing = None
+        allocation.began = None
 
     def clear(self) -> None:
         """Evict every cached page that is not held."""
@@ -361,37 +422,48 @@ class PagePool:
         self.num_evicted += 1
 
     def check(self, allocations: Iterable[PageAllocation]) -> None:
-        """Assert that free, cached and private pages are together all pages, each once, and so with
-        snapshots, and that the reference count of every node is the number of ``allocations`` that hold
-        it."""
-        cached: list[RadixNode] = []
+        """Assert that every page and snapshot has exactly one owner and that all counts are right.
+
+        Args:
+            allocations: of all requests that hold pages.
+        """
         allocations = list(allocations)
+
+        # Free, cached and private pages of a part are together all of its pages.
+        cached: list[RadixNode] = []
         for part, roots in enumerate(self._roots):
-            assert all(root.children for root in roots.values()), "a salt without pages is remembered"
-            stack = [node for root in roots.values() for node in root.children.values()]
-            mine = []
-            while stack:
-                node = stack.pop()
-                mine.append(node)
-                stack += node.children.values()
+            assert all(root.children for root in roots.values()), "a salt without pages has a root"
+            nodes = _descendants(roots.values())
             private = [page for each in allocations if each.part == part for page in each.pages]
-            everything = sorted(self._free[part] + private + [node.page for node in mine])
-            first, last = part * self.pages_of_part, (part + 1) * self.pages_of_part
-            assert everything == list(range(first, last)), "a page was lost or has two owners"
-            cached += mine
-        holders: dict[RadixNode, int] = {}
-        for allocation in allocations:
-            for node in allocation.nodes:
-                holders[node] = holders.get(node, 0) + 1
+            pages = sorted(self._free[part] + private + [node.page for node in nodes])
+            first = part * self.pages_of_part
+            last = first + self.pages_of_part
+            assert pages == list(range(first, last)), "a page was lost or has two owners"
+            cached += nodes
+
+        # Counts of every cached page.
+        holders = Counter(node for allocation in allocations for node in allocation.nodes)
+        readers = Counter(allocation.source for allocation in allocations if allocation.source is not None)
         for node in cached:
-            assert node.refs == holders.get(node, 0), "a cached page counts its holders wrongly"
             unused = self._unused[node.page // self.pages_of_part]
+            assert node.refs == holders[node], "a cached page has a wrong number of holders"
             assert (node.refs == 0) == (node in unused), "a cached page is in the wrong list"
             assert (node.snapshot is not None) == (node in self._with_snapshot), "a snapshot is in no list"
-            readers = sum(allocation.source is node for allocation in allocations)
-            assert node.readers == readers, "a snapshot counts its readers wrongly"
-        kept = [node.snapshot for node in cached if node.snapshot is not None]
-        kept += [each.number for allocation in allocations for each in allocation.snapshots.values()]
-        assert sorted(self._free_snapshots + kept) == list(self._snapshots), (
-            "a snapshot was lost or has two owners"
-        )
+            assert node.readers == readers[node], "a snapshot has a wrong number of readers"
+
+        # Free, cached and private snapshots are together all of them.
+        snapshots = [node.snapshot for node in cached if node.snapshot is not None]
+        snapshots += [each.number for allocation in allocations for each in allocation.snapshots.values()]
+        everything = sorted(self._free_snapshots + snapshots)
+        assert everything == list(self._snapshots), "a snapshot was lost or has two owners"
+
+
+def _descendants(nodes: Iterable[RadixNode]) -> list[RadixNode]:
+    """All nodes below ``nodes``."""
+    found: list[RadixNode] = []
+    stack = [child for node in nodes for child in node.children.values()]
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        stack += node.children.values()
+    return found
