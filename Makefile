@@ -107,6 +107,7 @@ lint: install ## ruff (checks and format), mypy, import layers
 	@echo "== ruff"; $(BIN)/ruff check .; $(BIN)/ruff format --check .
 	@echo "== mypy"; $(BIN)/mypy
 	@echo "== import-linter"; $(BIN)/lint-imports
+	@echo "== squeezed statements (reported, not forbidden)"; $(BIN)/python .ci/squeezed_statements.py $(BASE)
 
 install: $(STAMP) ## create .venv and install eagle_kit into it
 

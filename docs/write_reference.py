@@ -1,11 +1,13 @@
-"""Write the reference pages of this folder from the schemas and the command line: ``make reference``.
+"""Write the reference pages of this folder from the schemas, the command line and the modules: ``make reference``.
 
-The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``), and
-nowhere else. The pages are text of Markdown; a test holds them to what this program writes.
+The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``), what a module holds in its
+docstring, and nowhere else. The pages are text of Markdown; a test holds them to what this program writes.
 """
 
 import argparse
+import ast
 import os
+import re
 import sys
 import textwrap
 import types
@@ -28,6 +30,7 @@ from eagle_kit.config.training import TrainingConfig
 from eagle_kit.train.__main__ import build_parser as build_train_parser
 
 FOLDER = Path(__file__).with_name("reference")
+PACKAGE = Path(__file__).parents[1] / "eagle_kit"
 COLUMNS = 100
 """Width of help texts."""
 LINE = 118
@@ -68,6 +71,31 @@ def command_page() -> str:
         help_text = parser.format_help().replace(str(Path.home()), "~").rstrip()
         lines += ["", f"## `{name}`", "", "```", help_text, "```"]
     return "\n".join(lines) + "\n"
+
+
+def module_page() -> str:
+    """Every module of the package with the first sentence of its docstring, by folder."""
+    lines = ["# Modules", "", "Written by `make reference` from the docstrings of `eagle_kit`."]
+    for folder in [PACKAGE, *sorted(path for path in PACKAGE.rglob("*") if path.is_dir())]:
+        modules = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
+        package = folder / "__init__.py"
+        if not package.exists():
+            continue
+        name = folder.relative_to(PACKAGE.parent).as_posix()
+        lines += ["", f"## `{name}`", "", *_wrapped(_first_sentence(package))]
+        if modules:
+            lines.append("")
+        for path in modules:
+            lines += _wrapped(f"* `{path.name}`: {_first_sentence(path)}", indent="  ")
+    return "\n".join(_without_double_blanks(lines)) + "\n"
+
+
+def _first_sentence(path: Path) -> str:
+    """First sentence of a module's docstring, in Markdown; a first paragraph without a full stop is one."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(text.partition("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.:?])\s+(?=[A-Z])", paragraph)[0]
+    return re.sub(r":\w+:`[~.]*([^`]*)`", r"`\1`", sentence).replace("``", "`")
 
 
 def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
@@ -178,11 +206,12 @@ def _default(field: FieldInfo) -> str:
 
 
 def main() -> int:
-    """Write both pages."""
+    """Write the pages."""
     os.environ["COLUMNS"] = str(COLUMNS)
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "options.md").write_text(config_page(), encoding="utf-8")
     (FOLDER / "commands.md").write_text(command_page(), encoding="utf-8")
+    (FOLDER / "modules.md").write_text(module_page(), encoding="utf-8")
     return 0
 
 

@@ -32,6 +32,16 @@ def test_the_page_of_commands_is_up_to_date(writer: ModuleType, monkeypatch: pyt
     assert page == writer.command_page(), "run make reference"
 
 
+def test_the_page_of_modules_is_up_to_date(writer: ModuleType) -> None:
+    page = (DOCS / "reference" / "modules.md").read_text(encoding="utf-8")
+    assert page == writer.module_page(), "run make reference"
+
+
+def test_every_module_has_a_sentence(writer: ModuleType) -> None:
+    empty = [line for line in writer.module_page().splitlines() if line.endswith(".py`:")]
+    assert empty == []
+
+
 def test_every_key_has_a_text(writer: ModuleType) -> None:
     schemas = [*writer.FILES.values(), *writer.KEYWORDS.values()]
     for schema in schemas:

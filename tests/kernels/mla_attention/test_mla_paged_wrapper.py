@@ -1,14 +1,11 @@
 """MLA attention by plan and run: the arrays of EAGLE's phases, and what comes out against fp64."""
 
 import itertools
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import eagle_kit
 from eagle_kit.core.errors import UserError
 from eagle_kit.kernels.mla_attention.paged_wrapper import (
     BatchMLAPagedAttention,
@@ -259,17 +256,6 @@ def test_what_was_not_planned_is_refused():
             wrapper.run(*operands)
     with pytest.raises(UserError, match="65 nodes"):
         Case([65], [70]).plan(ancestors=torch.ones(65, dtype=torch.int64))
-
-
-def test_the_example_of_the_documentation_runs():
-    page = (Path(eagle_kit.__file__).parents[1] / "docs" / "mla.md").read_text(encoding="utf-8")
-    (code,) = (
-        block for block in re.findall(r"```python\n(.*?)```", page, re.S) if "BatchMLAPagedAttention" in block
-    )
-    names = {}
-    exec(code, names)
-    assert names["out"].shape == (8, 16, 512) and names["out"].isfinite().all()
-    assert names["arrays"].kv_len_arr.tolist() == [104, 40]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
