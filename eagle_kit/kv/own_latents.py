@@ -1,12 +1,12 @@
-"""Data-parallel attention: latents of the requests of one rank, where all ranks have the tokens of all.
+"""Latent store of one rank in data-parallel attention (MLA only).
 
-Every rank has the whole attention of a layer, computes it for its own requests' rows, and gathers those of
-the others (SGLang's ``--enable-dp-attention``). Pages are numbered over all ranks, each of which has a part
-of the pool (:class:`~eagle_kit.kv.page_pool.PagePool`), so that drafts, which are whole on every rank, have
-pages for all of them.
+Each request's latents live on one rank, which computes all heads of its attention (SGLang's
+``--enable-dp-attention``). Every rank gets the tokens of the whole batch: it attends for its own requests,
+and the ranks gather each other's outputs. Page numbers are global, and every rank stores one part of the pool
+(:class:`~eagle_kit.kv.page_pool.PagePool`); drafts are replicated and store all pages.
 
-Legend: B requests, N window nodes, P pages of a request, T tokens of a forward, R ranks, M most rows of a
-rank.
+Legend: B requests, N window nodes, P pages of a request, T tokens of a forward, R ranks, M most requests of a
+rank, m tokens of this rank.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from eagle_kit.models.config_parts import LatentSpec
 
 
 class OwnRequests(NamedTuple):
-    """A rank's rows of a batch.
+    """Requests of a batch that this rank attends for.
 
     Attributes:
-        rows: int64 ``[M]``, its requests, then any others up to the number of the rank that has most.
-        is_own: bool ``[M]``.
-        places: int64 ``[B]``, where each request of the batch is among the ``R M`` of all ranks.
+        rows: int64 ``[M]``, their rows of the batch, padded with row 0 to the number of the rank with most.
+        is_own: bool ``[M]``, False for padding.
+        places: int64 ``[B]``, index of each request of the batch in the gathered ``R M`` ones.
     """
 
     rows: torch.Tensor
@@ -41,13 +41,22 @@ class OwnRequests(NamedTuple):
 def own_requests(
     parts: Sequence[int], share: Share, most: int, size: int, device: torch.device
 ) -> OwnRequests:
-    """Rows of a batch whose first requests are of ``parts`` of the pool; behind them is padding up to
-    ``size``."""
+    """Assign the requests of a batch to ranks.
+
+    Args:
+        parts: part of the pool of each request, which is the number of its rank.
+        share: this rank.
+        most: M.
+        size: B, to which the batch is padded.
+        device: device of the result.
+    """
     rows: list[list[int]] = [[] for _ in range(share.size)]
     places = [0] * size
     for row, part in enumerate(parts):
         places[row] = part * most + len(rows[part])
         rows[part].append(row)
+
+    # One transfer to the device for all three tensors.
     mine = rows[share.rank]
     padding = [0] * (most - len(mine))
     numbers = to_device([*mine, *padding, *[1] * len(mine), *padding, *places], device)
@@ -56,20 +65,22 @@ def own_requests(
 
 
 class OwnLatents(PagedLatents):
-    """Store of the pages of one rank.
+    """Paged latents of this rank's part of the pool.
 
     Args:
-        layout: of the pool of all ranks together.
-        share: the rank.
+        layout: sizes of the pool of all ranks together.
+        share: this rank.
     """
 
     def __init__(self, spec: LatentSpec, layout: PoolLayout, share: Share, **options: Any) -> None:
-        pages, batch = layout.num_pages // share.size, -(-layout.max_batch_size // share.size)
+        pages = layout.num_pages // share.size
+        batch = -(-layout.max_batch_size // share.size)
         super().__init__(spec, replace(layout, num_pages=pages, max_batch_size=batch), **options)
-        self.share, self.first_page = share, share.rank * pages
+        self.share = share
+        self.first_page = share.rank * pages
 
-    def own_pages(self, page_table: torch.Tensor) -> torch.Tensor:
-        """Page table of the same shape by the numbers of this store; other pages are the dummy page."""
+    def local_pages(self, page_table: torch.Tensor) -> torch.Tensor:
+        """Convert global page numbers to those of this store; pages of other ranks become the dummy page."""
         local = page_table - self.first_page
         return torch.where((local >= 0) & (local < self.dummy_page), local, self.dummy_page)
 
@@ -81,18 +92,21 @@ class OwnLatents(PagedLatents):
         ancestors: torch.Tensor,
         num_columns: int,
     ) -> LatentAttend:
-        """Make the attention of the window nodes of its own requests, of arguments of the batch."""
-        rows, nodes = own.rows, torch.arange(ancestors.shape[1], device=self.device)
-        count = len(nodes)
+        """Like ``window_attend``, for the rank's own requests; the arguments are those of the whole batch."""
+        num_nodes = ancestors.shape[1]
         attend = super().window_attend(
-            self.own_pages(page_table[rows]),
-            prefix_lens[rows] * own.is_own,
-            ancestors[rows],
-            count,
+            self.local_pages(page_table[own.rows]),
+            prefix_lens[own.rows] * own.is_own,
+            ancestors[own.rows],
+            num_nodes,
             num_columns,
         )
-        mine, places = ((part[:, None] * count + nodes).flatten() for part in (rows, own.places))
-        return _OwnAttend(attend, OwnRows(mine, places, len(rows) * count))
+
+        # Rows of nodes from rows of requests.
+        nodes = torch.arange(num_nodes, device=self.device)
+        rows = (own.rows[:, None] * num_nodes + nodes).flatten()
+        places = (own.places[:, None] * num_nodes + nodes).flatten()
+        return _OwnAttend(attend, OwnRows(rows, places, len(own.rows) * num_nodes))
 
     def own_commit_window(
         self,
@@ -102,35 +116,42 @@ class OwnLatents(PagedLatents):
         first_position: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
-        """Commit nodes of its own requests, of arguments of the batch."""
-        rows = own.rows
-        table, counts = self.own_pages(page_table[rows]), num_committed[rows] * own.is_own
-        self.commit_window(table, nodes[rows], first_position[rows], counts)
+        """Like ``commit_window``, for the rank's own requests; the arguments are those of the whole batch."""
+        table = self.local_pages(page_table[own.rows])
+        counts = num_committed[own.rows] * own.is_own
+        self.commit_window(table, nodes[own.rows], first_position[own.rows], counts)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> LatentAttend:
-        """See :class:`~eagle_kit.kv.store.PagedStore`; of its own requests' prompts."""
-        mine, places, before = list[int](), list[tuple[int, int]](), 0
+        """See :class:`~eagle_kit.kv.store.PagedStore`; only the rank's own
+        requests are computed."""
+        own_segments = []
+        own_tokens: list[int] = []
+        owners: list[tuple[int, int]] = []
         counts = [0] * self.share.size
-        own = []
+        num_tokens = 0
         for segment in segments:
             size = segment.stop - segment.start
             if segment.part == self.share.rank:
-                own.append(segment._replace(page_table=self.own_pages(segment.page_table)))
-                mine += range(before, before + size)
-            places += [(segment.part, counts[segment.part] + i) for i in range(size)]
+                table = self.local_pages(segment.page_table)
+                own_segments.append(segment._replace(page_table=table))
+                own_tokens += range(num_tokens, num_tokens + size)
+            owners += [(segment.part, counts[segment.part] + i) for i in range(size)]
             counts[segment.part] += size
-            before += size
+            num_tokens += size
+
+        # Index of each token in what the ranks gather, which is padded to the rank with most tokens.
         most = max(counts)
-        where = to_device([part * most + i for part, i in places], self.device)
-        rows = OwnRows(to_device(mine, self.device), where, most)
-        return _OwnAttend(super().prefill_attend(own) if own else None, rows)
+        places = to_device([part * most + i for part, i in owners], self.device)
+        rows = OwnRows(to_device(own_tokens, self.device), places, most)
+        return _OwnAttend(super().prefill_attend(own_segments) if own_segments else None, rows)
 
 
 class _OwnAttend:
-    """Attention of some rows of a forward, which are its ``own_rows``; None where there are none."""
+    """Attention of this rank's rows of a forward, ``own_rows``; None where it has none."""
 
     def __init__(self, attend: LatentAttend | None, own_rows: OwnRows) -> None:
-        self._attend, self.own_rows = attend, own_rows
+        self._attend = attend
+        self.own_rows = own_rows
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         raise AssertionError("a store of latents was given keys and values")
