@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Name the statements of a change that do several things at once, as style asks not to write them.
 
-Two forms are found: assignments of unrelated values to a tuple (``a, b = x, y``), and literals that are unpacked
-into the arguments of a call (``f(*(p, q))``, ``f(**{"p": 1})``). A swap of names is not one of them.
+Two forms are found: assignments of unrelated values to a tuple (``a, b = x, y``), and literals that are
+unpacked into the arguments of a call (``f(*(p, q))``, ``f(**{"p": 1})``). A swap of names is not one of them.
 
-``python .ci/squeezed_statements.py [BASE]`` prints the places on lines that were added since BASE (a commit; default
-the one before HEAD), and how many such statements each folder has in all. It never fails a change: reading decides.
+``python .ci/squeezed_statements.py [BASE]`` prints the places on lines that were added since BASE (a commit;
+default the one before HEAD), and how many such statements each folder has in all. It never fails a change:
+reading decides.
 """
 
 import ast

@@ -1,7 +1,8 @@
-"""Write the reference pages of this folder from the schemas, the command line and the modules: ``make reference``.
+"""Write the reference pages of this folder from schemas, command line and modules: ``make reference``.
 
-The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``), what a module holds in its
-docstring, and nowhere else. The pages are text of Markdown; a test holds them to what this program writes.
+The text of an option stands under its field (``eagle_kit/config``, ``eagle_kit/cli``), what a module holds in
+its docstring, and nowhere else. The pages are text of Markdown; a test holds them to what this program
+writes.
 """
 
 import argparse

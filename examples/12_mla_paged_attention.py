@@ -1,7 +1,7 @@
 """Verify a tree of drafts with MLA attention over a paged cache, by the plan / run contract of FlashInfer.
 
-An engine of your own can call this operation in place of ``flashinfer.mla.BatchMLAPagedAttentionWrapper``, whose
-wrapper knows no trees. Two requests with 5 and 3 cached tokens verify a tree of four nodes each:
+An engine of your own can call this operation in place of ``flashinfer.mla.BatchMLAPagedAttentionWrapper``,
+which takes no trees. Two requests with 5 and 3 cached tokens verify a tree of four nodes each:
 
     node 0 is the last token, nodes 1 and 2 are two candidates for the next one, node 3 follows node 1.
 """

@@ -279,9 +279,7 @@ class EngineConfig(Options):
             "decode_prefill_tokens": min(
                 prefill_tokens, self.decode_prefill_tokens or (1024 if on_gpu else prefill_tokens)
             ),
-            "mixed_prefill_tokens": min(
-                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 8)
-            ),
+            "mixed_prefill_tokens": min(prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 8)),
             "lag": int(on_gpu) if self.lag is None else self.lag,
             "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),
             "graph_mode": self.graph_mode or ("cycle" if on_gpu or can_record else "off"),
