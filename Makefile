@@ -79,7 +79,7 @@ test-cuda-device: $(CUDA_STAMP) ## run engine and trainer on a CUDA device in so
 	@echo "== tests of a GPU's kernels on it, with their numbers"
 	@EAGLE_KIT_DEVICE_MEMORY_GB=8 $(WITH_VALUES) tests/gpu/test_*_kernels.py $(ARGS) $(OR_NONE)
 	@echo "== quick tests of kernels, compiled for the CPU"
-	@$(AS_CPP) tests/kernels --tier quick $(ARGS) $(OR_NONE)
+	@$(AS_CPP) tests/ops --tier quick $(ARGS) $(OR_NONE)
 
 test-cuda-device-smoke: $(CUDA_STAMP) ## run the tests of test-cuda-device that are marked smoke, as CI does
 	@echo "== a CUDA device in software: smoke tests"

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from benchmarks.ceilings import Ceilings, measure_ceilings
-from eagle_kit.kernels.timing import Timer, Timing
+from eagle_kit.ops.timing import Timer, Timing
 
 
 class Cost(NamedTuple):

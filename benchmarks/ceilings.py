@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from eagle_kit.kernels.timing import Timer
+from eagle_kit.ops.timing import Timer
 
 SHEET_BYTES_PER_S = {
     "NVIDIA A100-SXM4-40GB": 1.555e12,

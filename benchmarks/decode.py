@@ -13,7 +13,7 @@ from benchmarks.engine.load import decoding, loaded, random_prompts, window_form
 from benchmarks.peers import peer_rate, transformers_model, transformers_seconds
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.llm import LLM
 
 WINDOWS = (1, 2, 4, 5, 8, 16)
 SHAPES = ("3,1,4", "4,1,5", "5,4,16")

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 import torch
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.engine.memory.engine_memory import free_memory
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.memory import free_memory
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 TINY = TargetConfig.from_dict(
     {

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from benchmarks.case import wall_seconds
-from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import environment_of_others
+from eagle_kit.drafts.files.export import export_draft
 from eagle_kit.models.loading.source import resolve_target
 
 Prompts = Sequence[list[int]]

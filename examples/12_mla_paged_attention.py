@@ -8,8 +8,8 @@ which takes no trees. Two requests with 5 and 3 cached tokens verify a tree of f
 
 import torch
 
-from eagle_kit.kernels.mla_attention.paged_wrapper import BatchMLAPagedAttention, verify_arrays
-from eagle_kit.kernels.tree_build.masks import tree_mask
+from eagle_kit.ops.attention.mla.paged_wrapper import BatchMLAPagedAttention, verify_arrays
+from eagle_kit.ops.tree_build.masks import tree_mask
 
 PARENTS = [-1, 0, 0, 1]
 NUM_HEADS = 4

@@ -43,7 +43,7 @@ def main() -> int:
 def check() -> int:
     """Every operation against fp64, its Triton form too (interpreted where no GPU is), what the compiler
     makes of each configuration for GPUs that need not be there, and the launches of a cycle."""
-    from eagle_kit.kernels.backend import triton_available
+    from eagle_kit.ops.backend import triton_available
     from kernel_lab.selfcheck import TOLERANCE, Check, run_checks
 
     checks = run_checks()

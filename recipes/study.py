@@ -163,7 +163,7 @@ class StudyRun:
     @property
     def num_parameters(self) -> int:
         """Number of weights of the exported head."""
-        from eagle_kit.kinds.support.files import FolderTensors
+        from eagle_kit.drafts.files.draft_files import FolderTensors
 
         tensors = FolderTensors(self.head).values()
         return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
@@ -198,7 +198,7 @@ class StudyRun:
 
     def job(self) -> Job:
         """The training command, which goes on behind the last save; the head is exported at its end."""
-        from eagle_kit.checkpoints.export import export_draft
+        from eagle_kit.drafts.files.export import export_draft
 
         words = [str(self.config), *self.overrides, f"output_dir={json.dumps(str(self.folder))}", "--resume"]
         log = self.out / "logs" / f"{self.folder.name}.log"

@@ -9,7 +9,7 @@ import tiers
 import torch
 from local_hub import hub as hub  # a fixture
 
-from eagle_kit.kernels import cpp
+from eagle_kit.ops.cpu import cpp
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is decorated, so before any import
@@ -49,9 +49,9 @@ def measurements(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Engines of tests measure no cycles, and what they save stays out of the user's cache."""
     from synthetic_costs import remembered_fit, synthetic_timings
 
-    from eagle_kit.serve import timing
-    from eagle_kit.tuning import files
-    from eagle_kit.tuning.costs import CostTable
+    from eagle_kit.autotune import files
+    from eagle_kit.autotune.costs import CostTable
+    from eagle_kit.engine.calibrate import cycle_timing as timing
 
     place = tmp_path_factory.mktemp("tuning")
     files.folder = lambda: place
@@ -64,7 +64,7 @@ def measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines measure their cycles, for seconds of wall time."""
     from synthetic_costs import MEASURED
 
-    from eagle_kit.serve import timing
+    from eagle_kit.engine.calibrate import cycle_timing as timing
 
     monkeypatch.setattr(timing, "time_point", MEASURED)
 

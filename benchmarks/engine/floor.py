@@ -10,10 +10,10 @@ from torch import nn
 
 from benchmarks.case import Cost
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.eagle3.head import Eagle3Head
 from eagle_kit.models.count import layer_weights
-from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.targets.target import Target
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 
 def cycle_forwards(

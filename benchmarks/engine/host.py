@@ -29,10 +29,10 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.request import Request
+from eagle_kit.engine.text_stream import TextStream
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.request import Request
-from eagle_kit.serve.text_stream import TextStream
 
 VOCAB = 512
 SMALL = TargetConfig.from_dict(

@@ -11,19 +11,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.models import default_dtype, preset_named
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.backend import use
-from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.cycle import (
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.engine.cycle import (
     CycleSettings,
     accept_and_commit,
     draft_extend,
     propose,
     read_window,
 )
-from eagle_kit.serve.runner import CycleInputs, Runner
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from eagle_kit.engine.runner import CycleInputs, Runner
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.targets.llama import LlamaModel
+from eagle_kit.ops.backend import use
 from kernel_lab.launches import LaunchCounter
 
 MODEL = "llama-3.1-8b"

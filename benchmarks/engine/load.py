@@ -17,16 +17,16 @@ from benchmarks.case import Form, Machine
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.kernels.window_attention import ancestor_bits
+from eagle_kit.drafts.base.draft_model import DraftModel
+from eagle_kit.drafts.base.state import CycleState
+from eagle_kit.engine.cycle import CycleModels, CycleSettings, verify_and_commit
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.graphs.cuda_graph import CycleGraphs
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.cycle import CycleModels, CycleSettings, verify_and_commit
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import CycleGraphs
-from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.proposal import Deterministic, DraftOutput
-from eagle_kit.speculation.propose.draft_model import DraftModel
-from eagle_kit.speculation.state import CycleState
+from eagle_kit.ops.attention.window import ancestor_bits
+from eagle_kit.ops.tree_build import Tree
+from eagle_kit.verify.proposal import Deterministic, DraftOutput
 
 ROOM = 768
 """Tokens behind a context: 96 cycles of the deepest shape."""

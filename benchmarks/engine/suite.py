@@ -21,10 +21,10 @@ from benchmarks.plots import plot_cycles
 from benchmarks.runner import Benchmark, conduct, say
 from benchmarks.verdict import Rows, Verdict, at_most
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.engine.graphs.cuda_graph import GraphMode
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.graph import GraphMode
-from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 PLAIN = "none"
 STATED = 3

@@ -12,10 +12,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
-from eagle_kit.kernels.backend import Backend
-from eagle_kit.kernels.mla_attention import mla_window_attention
-from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
-from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.ops.attention.mla import mla_window_attention
+from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention
+from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.ops.backend import Backend
 
 SCRATCH = 64
 FP8 = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import (
+from eagle_kit.ops.accept import (
     accept_block,
     accept_most_likely,
     accept_rejection_chain,
@@ -17,15 +17,16 @@ from eagle_kit.kernels.accept import (
     accept_relaxed,
     accept_target_only,
 )
-from eagle_kit.kernels.backend import Backend
-from eagle_kit.kernels.best_first import best_first
-from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.draft_inputs import draft_inputs
-from eagle_kit.kernels.draft_topk import draft_topk
-from eagle_kit.kernels.experts import experts
-from eagle_kit.kernels.fp8 import quantize_fp8
-from eagle_kit.kernels.norm import add_rms_norm, rms_norm
-from eagle_kit.kernels.recurrence import (
+from eagle_kit.ops.attention.window import ancestor_bits
+from eagle_kit.ops.backend import Backend
+from eagle_kit.ops.best_first import best_first
+from eagle_kit.ops.commit import commit_path
+from eagle_kit.ops.draft_inputs import draft_inputs
+from eagle_kit.ops.draft_topk import draft_topk
+from eagle_kit.ops.experts import experts
+from eagle_kit.ops.fp8 import quantize_fp8
+from eagle_kit.ops.norm import add_rms_norm, rms_norm
+from eagle_kit.ops.recurrence import (
     Inputs,
     Text,
     TextPlan,
@@ -34,13 +35,12 @@ from eagle_kit.kernels.recurrence import (
     recurrent_texts,
     recurrent_window,
 )
-from eagle_kit.kernels.rope import Rotation, rope_store
-from eagle_kit.kernels.rows import gather_rows
-from eagle_kit.kernels.sampling import SamplingBatch, sample, target_distribution
-from eagle_kit.kernels.small_linear import small_linear
-from eagle_kit.kernels.swiglu import swiglu
-from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
-from eagle_kit.kernels.window_attention import ancestor_bits
+from eagle_kit.ops.rope import Rotation, rope_store
+from eagle_kit.ops.rows import gather_rows
+from eagle_kit.ops.sampling import SamplingBatch, sample, target_distribution
+from eagle_kit.ops.small_linear import small_linear
+from eagle_kit.ops.swiglu import swiglu
+from eagle_kit.ops.tree_build import chain_build, grow_beam, start_beam, tree_build
 
 TREE = SpecShape(5, 4, 8)
 WIDE = SpecShape(7, 8, 32)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.models import preset_named
-from eagle_kit.kernels.backend import Backend
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.ops.backend import Backend
 
 K = 1024
 

@@ -16,7 +16,7 @@ from benchmarks.plots import plot_roofline
 from benchmarks.runner import Benchmark, conduct, say
 from benchmarks.verdict import Rows, Verdict, at_least, at_most
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.backend import Backend, triton_available
+from eagle_kit.ops.backend import Backend, triton_available
 
 KERNELS: Cases = attention.CASES | decoding.CASES | training.CASES
 """Cases of every kernel with a Triton form."""

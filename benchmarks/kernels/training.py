@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
-from eagle_kit.kernels.backend import Backend
-from eagle_kit.kernels.packed_attention import packed_attention
-from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
-from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
+from eagle_kit.ops.attention.packed import packed_attention
+from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.backend import Backend
+from eagle_kit.ops.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 
 
 def ttt_cases(sizes: Sizes) -> list[KernelCase]:

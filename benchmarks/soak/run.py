@@ -22,8 +22,8 @@ from benchmarks.soak.clients import MIX, MODES, QUESTIONS, Case, Load, ordinary,
 from benchmarks.soak.wire import Server
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_bytes_atomically, write_json_atomically
+from eagle_kit.eval.counters import read_samples
 from eagle_kit.report.plots import Curve, Curves, draw, has_matplotlib, hue
-from eagle_kit.serve.counters import read_samples
 
 WATCH_S = 5.0
 TRIES = 3

@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.kernels.linear import linear
-from eagle_kit.kernels.ttt_attention import plan_rows
-from eagle_kit.models.heads.eagle3 import Eagle3Head
-from eagle_kit.train.algorithm.align import teacher_of, token_of
-from eagle_kit.train.algorithm.loss import TTTBatch
-from eagle_kit.train.algorithm.row_plan import RowPlan
-from eagle_kit.train.algorithm.target_features import TargetFeatures, positions_of, vocab_argmax
-from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
+from eagle_kit.drafts.eagle3.head import Eagle3Head
+from eagle_kit.objective.align import teacher_of, token_of
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.row_plan import RowPlan
+from eagle_kit.objective.target_features import TargetFeatures, positions_of, vocab_argmax
+from eagle_kit.objective.ttt import run_steps, ttt_forward_backward
+from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.linear import linear
 
 
 class DenseInputs(NamedTuple):

@@ -22,13 +22,13 @@ from benchmarks.models import preset_named
 from benchmarks.train.dense import DenseInputs, dense_way, every_row, kept_logits_way, our_way
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.kernels.timing import Timing
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.target import Target
-from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.target_features import capture_features
+from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.target_features import capture_features
+from eagle_kit.ops.cpu.memory import keep_large_blocks
+from eagle_kit.ops.timing import Timing
 
 
 @dataclass(frozen=True)

@@ -18,17 +18,17 @@ import torch
 from benchmarks.case import Case, Machine
 from benchmarks.train.ratios import RatioOptions, made_up_row, measure_ratios
 from benchmarks.verdict import Rows, Verdict, at_most
-from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.kernels.timing import Timer, matmul_rates
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.target import Target
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.row_plan import RowPlan, plan_row
+from eagle_kit.objective.target_features import TargetFeatures, capture_features
+from eagle_kit.objective.ttt import ttt_forward_backward
+from eagle_kit.ops.cpu.memory import keep_large_blocks
+from eagle_kit.ops.timing import Timer, matmul_rates
 from eagle_kit.report.environment import peak_memory_gb
-from eagle_kit.train.algorithm.loss import TTTBatch
-from eagle_kit.train.algorithm.row_plan import RowPlan, plan_row
-from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
-from eagle_kit.train.algorithm.ttt import ttt_forward_backward
 from eagle_kit.train.plan.costs import Workload, capture_flops, head_flops
 
 MOST = 0.5

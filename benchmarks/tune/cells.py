@@ -15,10 +15,10 @@ from benchmarks.case import Machine
 from benchmarks.peers import Seconds, peer_rate, transformers_model, transformers_seconds, vllm_engines
 from benchmarks.tune.prompts import part_of
 from benchmarks.tune.sizes import AUTO, PLAIN, TOKENS_OF_A_ROUND, WHOLE, Sizes
-from eagle_kit.bench.side_by_side import Decoded, decode_side_by_side
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.llm import LLM
-from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.engine.llm import LLM
+from eagle_kit.eval.side_by_side import Decoded, decode_side_by_side
 
 WARM_UP = 1
 """Rounds before those that count, at the first task of a batch size."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from eagle_kit.data.tasks.sets import load_tasks
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.llm import LLM
 
 NOISE, LANGUAGES, MIXED = "noise", "languages", "mixed"
 OWN_TASKS = NOISE, LANGUAGES, MIXED

@@ -22,9 +22,9 @@ from benchmarks.tune.judge import verdicts
 from benchmarks.tune.plot import plot
 from benchmarks.tune.prompts import MAX_CONTEXT, make_prompts
 from benchmarks.tune.sizes import AUTO, PLAIN, WHOLE, Sizes
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.errors import UserError
-from eagle_kit.serve.llm import LLM
-from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.engine.llm import LLM
 
 PEER_BATCHES = 1, 8
 

@@ -16,8 +16,8 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.report.wandb_run import require_wandb
 
 if TYPE_CHECKING:
-    from eagle_kit.checkpoints.named_target import NamedTarget
-    from eagle_kit.serve.api.startup import ServedModel
+    from eagle_kit.drafts.files.named_target import NamedTarget
+    from eagle_kit.server.api.startup import ServedModel
 
 DEFAULT_TARGET = "smollm2-135m-instruct"
 DECODING = {"shape": "--shape", "max_batch_size": "--batch-size"}
@@ -121,7 +121,7 @@ def chosen_target(given: str | None, drafts: Sequence[str | Path]) -> "NamedTarg
     Raises:
         UserError: the target is not there, or two drafts name different ones.
     """
-    from eagle_kit.checkpoints.named_target import target_of
+    from eagle_kit.drafts.files.named_target import target_of
 
     found = target_of(drafts, given, DEFAULT_TARGET)
     if given is None and drafts:
@@ -135,7 +135,7 @@ def chosen_model(draft_or_target: str, given: str | None) -> "ServedModel":
     Raises:
         UserError: the draft names a target that is not known here.
     """
-    from eagle_kit.serve.api.startup import find_model
+    from eagle_kit.server.api.startup import find_model
 
     model = find_model(draft_or_target, given, DEFAULT_TARGET)
     if given is None and model.draft is not None:

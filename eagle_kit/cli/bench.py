@@ -72,7 +72,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and write the figures."""
     if args.kind == "serve":
-        from eagle_kit.bench.acceptance import count
+        from eagle_kit.eval.server_acceptance import count
 
         outer = options_of(args, BenchOptions)
         if outer.model_fields_set - {"engine", "out"} or outer.engine.model_fields_set:
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
             SpecShape.parse(shape)
     _check_out(options.out)
 
-    from eagle_kit.bench.speed import SpeedOptions, measure
-    from eagle_kit.checkpoints.named_target import naming
+    from eagle_kit.drafts.files.named_target import naming
+    from eagle_kit.eval.speed import SpeedOptions, measure
 
     settings = SpeedOptions(
         tasks=options.tasks,

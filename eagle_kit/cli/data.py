@@ -30,7 +30,7 @@ from eagle_kit.core.errors import UserError, shown
 if TYPE_CHECKING:
     from eagle_kit.config.train import TemplateVariant, TrainConfig
     from eagle_kit.data.chat.dataset import PreparedData
-    from eagle_kit.train.replies.responder import Responder
+    from eagle_kit.datagen.regenerate.responder import Responder
 
 LEFT_OUT = "left out, and counted in the manifest"
 SERVER = "another engine, in place of --target and its engine's options"
@@ -428,8 +428,8 @@ def _regenerate(options: RegenerateFlags) -> int:
     from eagle_kit.data.chat.records import check_source
     from eagle_kit.data.tasks.excluded import user_messages
     from eagle_kit.data.tasks.sets import load_tasks
-    from eagle_kit.train.replies.dialogue import read_refusals
-    from eagle_kit.train.replies.regenerate import RegenerateOptions, check_out, regenerate
+    from eagle_kit.datagen.regenerate.dialogue import read_refusals
+    from eagle_kit.datagen.regenerate.regenerate import RegenerateOptions, check_out, regenerate
 
     # What is asked, which is checked before a model is loaded.
     regeneration = RegenerateOptions(
@@ -480,7 +480,7 @@ def _regenerate(options: RegenerateFlags) -> int:
 def _prompts(options: PromptsFlags) -> int:
     from eagle_kit.core.files import check_writable, write_text_atomically
     from eagle_kit.data.chat.records import SkipLog, read_conversations
-    from eagle_kit.train.replies.prompts import CATEGORIES, task_prompts
+    from eagle_kit.datagen.task_prompts import CATEGORIES, task_prompts
 
     if unknown := sorted(set(options.categories) - set(CATEGORIES)):
         raise UserError(
@@ -537,11 +537,11 @@ def _engine(options: RegenerateFlags) -> "tuple[Responder, str]":
     context = options.max_prompt_tokens + options.max_tokens
     config = options.engine.replace(max_context=context)
     check_shape(config, options.draft)
-    from eagle_kit.checkpoints.named_target import naming
+    from eagle_kit.datagen.regenerate.responder import EngineResponder
+    from eagle_kit.drafts.files.named_target import naming
+    from eagle_kit.engine.llm import LLM
     from eagle_kit.models.loading.loader import target_fingerprint
     from eagle_kit.models.loading.source import resolve_target
-    from eagle_kit.serve.llm import LLM
-    from eagle_kit.train.replies.responder import EngineResponder
 
     named = chosen_target(options.target, [options.draft] if options.draft else [])
     with naming(named):
@@ -555,7 +555,7 @@ def _engine(options: RegenerateFlags) -> "tuple[Responder, str]":
 
 def _server(options: RegenerateFlags) -> "tuple[Responder, str]":
     """A server, and what is known of its model: no more than its name."""
-    from eagle_kit.train.replies.server import ServerOptions, ServerResponder
+    from eagle_kit.datagen.regenerate.server import ServerOptions, ServerResponder
 
     key = os.environ.get(options.api_key_env) if options.api_key_env else None
     if options.api_key_env and not key:
@@ -581,7 +581,7 @@ def _texts(options: TextsFlags) -> int:
     if options.out.is_dir():
         raise UserError(f"{options.out} is a folder.", "Give a file with --out.")
     check_writable(options.out.parent, "Give another file with --out.")
-    from eagle_kit.train.states.capture import write_texts
+    from eagle_kit.datagen.hidden_states.capture import write_texts
 
     count, longest = write_texts(_data(config), options.out)
     print(f"{options.out}: {count} texts of at most {longest} tokens.")
@@ -591,7 +591,7 @@ def _texts(options: TextsFlags) -> int:
 def _import_states(options: ImportStatesFlags) -> int:
     config = _config(options)
     layers = tuple(_layer(each) for each in options.layers) if options.layers else None
-    from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
+    from eagle_kit.datagen.hidden_states.capture import CaptureOptions, OtherEngine, capture
 
     more: tuple[str, ...] = ("--from", str(options.folder), "--convention", options.convention)
     more += ("--layers", *options.layers) if options.layers else ()
@@ -623,7 +623,7 @@ def _capture(options: CaptureFlags) -> int:
 
     config = _config(options)
     check_launcher(os.environ, config.training)
-    from eagle_kit.train.states.capture import CaptureOptions, OtherEngine, capture
+    from eagle_kit.datagen.hidden_states.capture import CaptureOptions, OtherEngine, capture
 
     other = None
     if options.engine == "vllm":
@@ -645,8 +645,8 @@ def _capture(options: CaptureFlags) -> int:
 
 
 def _store(options: StoreFlags) -> int:
-    from eagle_kit.data.states.store import StateStore
-    from eagle_kit.train.states.capture import summary, verify
+    from eagle_kit.data.hidden_states.store import StateStore
+    from eagle_kit.datagen.hidden_states.capture import summary, verify
 
     store = StateStore(options.folder)
     print(summary(store), flush=True)

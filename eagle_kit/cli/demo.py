@@ -37,9 +37,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Fetch, train, export, evaluate; exit code 1 when a speculative answer differs from the plain one."""
-    from eagle_kit.checkpoints.export import export_draft
     from eagle_kit.config import load_config
     from eagle_kit.config.train import TrainConfig
+    from eagle_kit.drafts.files.export import export_draft
     from eagle_kit.eval.runner import run_eval
     from eagle_kit.models.loading.source import resolve_target
 

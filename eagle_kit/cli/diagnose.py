@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, DiagnoseOptions)
     engine = options.engine.replace(shape=options.shape)
     config = options.diagnosis.replace(engine=engine)
-    from eagle_kit.checkpoints.named_target import naming
+    from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.eval.diagnose.report import as_record, as_text
     from eagle_kit.eval.diagnose.run import diagnose
     from eagle_kit.eval.diagnose.server import Server

@@ -70,7 +70,7 @@ def _machine() -> Iterator[str]:
 
 def _matmul_rates() -> Iterator[str]:
     """fp32 rates of one large product: the faster library is used, and bounds training on this machine."""
-    from eagle_kit.kernels.timing import matmul_rates
+    from eagle_kit.ops.timing import matmul_rates
 
     rates = matmul_rates()
     shown = ", ".join(f"{name} {rate / 1e9:.0f} GFLOP/s" for name, rate in rates.items())
@@ -79,7 +79,7 @@ def _matmul_rates() -> Iterator[str]:
 
 def _decoding() -> Iterator[str]:
     """What decoding in fp32 on the CPU runs on."""
-    from eagle_kit.kernels import cpp
+    from eagle_kit.ops.cpu import cpp
 
     yield f"CPU, fp32: {'operations in C++' if cpp.problem() is None else 'operations of torch'}"
 
@@ -110,7 +110,7 @@ def _cache() -> Iterator[str]:
 
 
 def _missing() -> Iterator[str]:
-    from eagle_kit.kernels import cpp
+    from eagle_kit.ops.cpu import cpp
 
     found = package_versions(OPTIONAL)
     yield from (

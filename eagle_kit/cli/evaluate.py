@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure; exit code 1 when an answer with speculation differs from the plain one."""
     options = options_of(args, EvalOptions)
-    from eagle_kit.checkpoints.named_target import naming
+    from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.eval.runner import name_drafts, run_eval
     from eagle_kit.eval.tracking import log_evaluation
 

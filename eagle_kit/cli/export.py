@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     options = options_of(args, ExportOptions)
     import torch
 
-    from eagle_kit.checkpoints.export import Facts, export_draft
-    from eagle_kit.checkpoints.publish import Repository
+    from eagle_kit.drafts.files.export import Facts, export_draft
+    from eagle_kit.drafts.files.publish import Repository
 
     repository = None if options.push is None else Repository(options.push, options.private)
     export_draft(

@@ -63,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine.replace(seed=random.getrandbits(62))
     if config.algorithm.upper() in ("AUTO", "NONE"):  # others may find a draft in the target's folder
         check_shape(config, options.draft)
-    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.data.chat.template import has_chat_template
-    from eagle_kit.serve.llm import LLM
+    from eagle_kit.drafts.files.named_target import naming
+    from eagle_kit.engine.llm import LLM
 
     target = chosen_target(options.target, [options.draft] if options.draft else [])
     with naming(target):

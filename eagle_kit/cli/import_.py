@@ -40,8 +40,8 @@ def fitting_format(source: str, target: str) -> "Literal['sglang', 'vllm'] | Non
     Raises:
         UserError: a draft of speculators whose ids, which are inputs by its format, fit as outputs.
     """
+    from eagle_kit.drafts.files.draft_files import open_draft
     from eagle_kit.eval.diagnose.numbering import measure_numbering
-    from eagle_kit.kinds.support.files import open_draft
     from eagle_kit.models.loading.source import resolve_model
 
     folder = resolve_model(source, "draft")
@@ -64,7 +64,7 @@ def fitting_format(source: str, target: str) -> "Literal['sglang', 'vllm'] | Non
 def run(args: argparse.Namespace) -> int:
     """Import and say what was recognised."""
     options = options_of(args, ImportOptions)
-    from eagle_kit.checkpoints.export import Facts, import_draft
+    from eagle_kit.drafts.files.export import Facts, import_draft
 
     format = options.format
     if format is None and options.target is not None:

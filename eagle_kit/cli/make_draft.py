@@ -79,7 +79,7 @@ SAVING_S = 3600
 MODULES = {KIT: "eagle_kit.cli", TORCHRUN: "torch.distributed.run"}
 """Modules that run the programs of these names."""
 TASKS = 1 / 3
-"""Share of the replies' tokens that answers prompts of :mod:`eagle_kit.train.replies.prompts`."""
+"""Share of the replies' tokens that answers prompts of :mod:`eagle_kit.datagen.task_prompts`."""
 HELD_OUT = 16
 """Conversations whose prompts a training is judged on."""
 STATES_OF_DISK = 0.5
@@ -551,7 +551,7 @@ class Making:
 
     def _kept_tokens(self) -> float:
         """Tokens whose states there is room for: three captured ones and the last."""
-        from eagle_kit.data.states.format import bytes_per_token
+        from eagle_kit.data.hidden_states.format import bytes_per_token
         from eagle_kit.models.loading.loader import read_target_config
         from eagle_kit.models.loading.source import resolve_target
 

@@ -25,8 +25,8 @@ from eagle_kit.report.stages import say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from eagle_kit.serve.api.startup import ServedModel
-    from eagle_kit.serve.llm import LLM
+    from eagle_kit.engine.llm import LLM
+    from eagle_kit.server.api.startup import ServedModel
 
 SHAPE_DEFAULTS = SpecShape(5, 4, 8)
 """SGLang's for Llama-like models: they complete a shape that was given in part."""
@@ -149,14 +149,14 @@ def run(args: argparse.Namespace) -> int:
     if flags.plan:
         return plan(args, flags)
     config = engine_config(args)
-    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.data.chat.reply.choice import check_names
-    from eagle_kit.serve.api.app import check_packages, create_app
-    from eagle_kit.serve.api.hosts import is_loopback
-    from eagle_kit.serve.api.server import bind, run_forever
-    from eagle_kit.serve.api.startup import find_model, warnings_as_lines
-    from eagle_kit.serve.llm import LLM
-    from eagle_kit.serve.ranks import launched_rank
+    from eagle_kit.drafts.files.named_target import naming
+    from eagle_kit.engine.llm import LLM
+    from eagle_kit.engine.tensor_parallel.ranks import launched_rank
+    from eagle_kit.server.api.app import check_packages, create_app
+    from eagle_kit.server.api.hosts import is_loopback
+    from eagle_kit.server.api.server import bind, run_forever
+    from eagle_kit.server.api.startup import find_model, warnings_as_lines
 
     # Options of the server.
     check_packages()
@@ -227,7 +227,7 @@ def names_of(model: "ServedModel") -> tuple[str, ...]:
 def plan(args: argparse.Namespace, flags: ServeFlags) -> int:
     """Print the memory that the engine would need. Raises UserError."""
     from eagle_kit.cli.serve_plan import print_plan
-    from eagle_kit.serve.api.startup import find_model
+    from eagle_kit.server.api.startup import find_model
 
     # Ranks that are compared have the parallelism that was asked for, whatever their number.
     names = ("expert_parallel", "data_parallel_attention")
@@ -292,10 +292,10 @@ def check_algorithm(flags: ServeFlags, model: "ServedModel", token_map: Path | N
     Raises:
         UserError: an unknown algorithm, or one without the draft it needs.
     """
-    from eagle_kit.checkpoints.draft import drafts_in_target
-    from eagle_kit.kinds.registry import algorithms, kind_in_target
+    from eagle_kit.drafts.files.draft import drafts_in_target
+    from eagle_kit.drafts.registry import algorithms, kind_in_target
+    from eagle_kit.engine.options import draft_in_target
     from eagle_kit.models.loading.source import resolve_target
-    from eagle_kit.serve.options import draft_in_target
 
     name = flags.speculative_algorithm
     known = (*algorithms(), "NGRAM", "NONE")
@@ -364,7 +364,7 @@ def describe_template(llm: "LLM") -> str:
 
 def say_self_test(model: "ServedModel", llm: "LLM", dtype: str) -> None:
     """Run the self-test and print its findings."""
-    from eagle_kit.serve.api.startup import causes_of_low_acceptance, report, self_test
+    from eagle_kit.server.api.startup import causes_of_low_acceptance, report, self_test
 
     def causes() -> list[str]:
         if model.draft is not None:

@@ -10,7 +10,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import GPUS, RUNTIME_BYTES, find_gpu
 
 if TYPE_CHECKING:
-    from eagle_kit.serve.plan import Planner, RankPlan
+    from eagle_kit.engine.memory.rank_memory import Planner, RankPlan
 
 SIZES = (1, 2, 4, 8, 16)
 """Ranks that are compared where no number is given."""
@@ -44,8 +44,8 @@ def print_plan(
     Raises:
         UserError: an unknown GPU or target, or one that cannot be planned or shared at all.
     """
+    from eagle_kit.engine.memory.rank_memory import Planner
     from eagle_kit.models.loading.known_targets import target_architecture
-    from eagle_kit.serve.plan import Planner
 
     find_gpu(gpu)
     planner = Planner(target, draft, options)

@@ -14,8 +14,8 @@ from eagle_kit.core.errors import UserError
 
 if TYPE_CHECKING:
     from eagle_kit.data.tasks.sets import Task
-    from eagle_kit.serve.llm import LLM
-    from eagle_kit.serve.tune import Tuned
+    from eagle_kit.engine.calibrate.policies import Tuned
+    from eagle_kit.engine.llm import LLM
 
 FLAGS = {
     "max_batch_size": "--batch-size",
@@ -77,10 +77,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, keep and print what is chosen."""
     options = options_of(args, TuneFlags)
-    from eagle_kit.checkpoints.named_target import naming
     from eagle_kit.core.files import check_writable
     from eagle_kit.data.tasks.sets import load_tasks
-    from eagle_kit.serve.llm import LLM
+    from eagle_kit.drafts.files.named_target import naming
+    from eagle_kit.engine.llm import LLM
 
     if options.out is not None:
         check_writable(options.out.parent, "Give another file with --out.")
@@ -101,11 +101,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _tune(options: TuneFlags, llm: "LLM", triples: "list[tuple[Task, Task, int]]") -> int:
-    from eagle_kit.checkpoints.draft import resolve_draft
+    from eagle_kit.autotune.files import acceptance_path, costs_path, ship
     from eagle_kit.core.files import check_writable
+    from eagle_kit.drafts.files.draft import resolve_draft
     from eagle_kit.eval.tune import TuneOptions, tune
     from eagle_kit.eval.tune_check import held_out
-    from eagle_kit.tuning.files import acceptance_path, costs_path, ship
 
     folder = resolve_draft(options.draft, llm.target.config)
     if options.ship:
@@ -152,7 +152,7 @@ def _check(llm: "LLM", tuned: "Tuned", tasks: "list[Task]", options: TuneFlags) 
 
 def print_plan(llm: "LLM", tuned: "Tuned") -> None:
     """Print the fit and the choices for average text."""
-    from eagle_kit.serve.tune import policy_of
+    from eagle_kit.engine.calibrate.policies import policy_of
 
     engine = llm.engine("none")
     policy = policy_of(engine, tuned)

@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """Print every finding; exit code 2 when one of them is an error."""
     options = options_of(args, ValidateOptions)
     template = options.engine.chat_template
-    from eagle_kit.checkpoints.named_target import naming
-    from eagle_kit.checkpoints.validate import validate_draft
+    from eagle_kit.drafts.files.named_target import naming
+    from eagle_kit.drafts.files.validate import validate_draft
     from eagle_kit.models.loading.source import resolve_target
 
     named = chosen_target(options.target, [options.draft])
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 def print_numbering(draft: str, target: Path) -> None:
     """Print which numbering of layer ids fits the target, where the draft's files do not say it."""
-    from eagle_kit.checkpoints.draft import resolve_draft
+    from eagle_kit.drafts.files.draft import resolve_draft
     from eagle_kit.eval.diagnose.numbering import measure_numbering
     from eagle_kit.models.loading.loader import read_target_config
 
@@ -74,8 +74,8 @@ def print_numbering(draft: str, target: Path) -> None:
 def decodes_alike(draft: str, target: Path, num_tokens: int, chat_template: Path | None) -> bool:
     """Decode with the draft and plainly and print accept length and differences; False when greedy replies
     differ that must not."""
-    from eagle_kit.serve.api.startup import causes_of_low_acceptance, doubts, self_test, warnings_as_lines
-    from eagle_kit.serve.llm import LLM
+    from eagle_kit.engine.llm import LLM
+    from eagle_kit.server.api.startup import causes_of_low_acceptance, doubts, self_test, warnings_as_lines
 
     with warnings_as_lines(lambda line: None):  # of findings that are printed above
         llm = LLM(target, draft, chat_template=chat_template)

@@ -9,7 +9,7 @@ from eagle_kit.core.files import expand
 from eagle_kit.data.chat.dataset import PreparedData, load_prepared, prepare_dataset
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
-from eagle_kit.data.states.manifest import DATA, check_data_files, check_fields, field, need_manifest
+from eagle_kit.data.hidden_states.manifest import DATA, check_data_files, check_fields, field, need_manifest
 from eagle_kit.data.tasks.excluded import ExcludedSets
 
 

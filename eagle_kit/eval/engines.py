@@ -43,8 +43,8 @@ MakeEngines = Callable[[str, Sequence[str]], list[EvalEngine]]
 
 
 def resolve_drafts(target: str | Path, drafts: Mapping[str, str | Path]) -> dict[str, Path]:
-    """Folders of drafts, by the same names; see :func:`~eagle_kit.checkpoints.draft.resolve_draft`."""
-    from eagle_kit.checkpoints.draft import resolve_draft
+    """Folders of drafts, by the same names; see :func:`~eagle_kit.drafts.files.draft.resolve_draft`."""
+    from eagle_kit.drafts.files.draft import resolve_draft
     from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import resolve_target
 
@@ -61,11 +61,11 @@ def make_engines(
     Args:
         records: whether cycles on a CPU are recorded, see serve.cpu_graph.
     """
-    from eagle_kit.checkpoints.validate import validate_draft
-    from eagle_kit.kinds.support.findings import raise_on_errors
+    from eagle_kit.drafts.files.findings import raise_on_errors
+    from eagle_kit.drafts.files.validate import validate_draft
+    from eagle_kit.engine.llm import LLM
+    from eagle_kit.engine.options import choose_device
     from eagle_kit.models.loading.source import resolve_target
-    from eagle_kit.serve.llm import LLM
-    from eagle_kit.serve.options import choose_device
 
     folder: Path = resolve_target(target)
     if config.tensor_parallel > 1 and len(drafts) > 1:

@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 from eagle_kit.core.output import RequestOutput
-from eagle_kit.serve.token_names import TokenNames
+from eagle_kit.engine.token_names import TokenNames
 
 
 @dataclass(frozen=True)

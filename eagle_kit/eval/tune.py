@@ -10,19 +10,19 @@ from typing import Any, get_args
 
 import torch
 
-from eagle_kit.checkpoints.torch_file import save_torch_file
+from eagle_kit.autotune import files
+from eagle_kit.autotune.acceptance import Drafts, Recording
+from eagle_kit.autotune.costs import CostTable, Timing, join
+from eagle_kit.autotune.files import Costs, MeasuredAcceptance
+from eagle_kit.autotune.shapes import MOST_STEPS, candidate_shapes
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object, remove, replacing, sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.tasks.sets import Task
-from eagle_kit.report.environment import now
-from eagle_kit.report.stages import Stages
-from eagle_kit.serve.leading import Arrival, RecordDrafts
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.record import record_drafts
-from eagle_kit.serve.timing import Plan, Point, Visit, time_cycles
-from eagle_kit.serve.tune import (
+from eagle_kit.drafts.files.torch_file import save_torch_file
+from eagle_kit.engine.calibrate.cycle_timing import Plan, Point, Visit, time_cycles
+from eagle_kit.engine.calibrate.policies import (
     Tuned,
     can_tune,
     draft_key,
@@ -31,11 +31,11 @@ from eagle_kit.serve.tune import (
     runnable,
     whole_plan,
 )
-from eagle_kit.tuning import files
-from eagle_kit.tuning.acceptance import Drafts, Recording
-from eagle_kit.tuning.costs import CostTable, Timing, join
-from eagle_kit.tuning.files import Costs, MeasuredAcceptance
-from eagle_kit.tuning.shapes import MOST_STEPS, candidate_shapes
+from eagle_kit.engine.calibrate.record_drafts import record_drafts
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.tensor_parallel.leading import Arrival, RecordDrafts
+from eagle_kit.report.environment import now
+from eagle_kit.report.stages import Stages
 
 RECORDED = SpecShape(MOST_STEPS, 8, 64)
 PROMPTS_AT_A_TIME = 8
@@ -56,7 +56,7 @@ class TuneOptions:
     Attributes:
         tasks: prompts whose replies are recorded.
         max_tokens: most tokens of a reply.
-        plan: cycles to time; default those of :func:`~eagle_kit.serve.tune.whole_plan`.
+        plan: cycles to time; default those of :func:`~eagle_kit.engine.calibrate.policies.whole_plan`.
         num_passes: of the plan over its batch sizes and contexts; default the plan's.
         show_progress: draw a progress bar.
     """

@@ -5,14 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.tasks.sets import Task
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.timing import Plan, Point, time_cycles
-from eagle_kit.serve.tune import Tuned, runnable
-from eagle_kit.tuning.acceptance import AcceptanceTable
+from eagle_kit.engine.calibrate.cycle_timing import Plan, Point, time_cycles
+from eagle_kit.engine.calibrate.policies import Tuned, runnable
+from eagle_kit.engine.llm import LLM
 
 SHAPES = tuple(map(SpecShape.parse, ("1,3,4", "3,1,4", "6,1,7", "2,3,6", "4,2,8", "6,4,20")))
 BATCH_SIZES = 1, 3, 6

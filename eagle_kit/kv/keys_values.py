@@ -8,21 +8,21 @@ from typing import Any
 
 import torch
 
-from eagle_kit.kernels.backend import uses_cpp, uses_triton
-from eagle_kit.kernels.prefill_attention import (
+from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
+from eagle_kit.models.blocks.layers import Attend, KVSlots
+from eagle_kit.ops.attention.prefill import (
     PrefillPlan,
     PromptAttention,
     chunk_attention,
     own_attention,
 )
-from eagle_kit.kernels.rope import Rows, WindowRows, rows_tensor
-from eagle_kit.kernels.rope.reference import store
-from eagle_kit.kernels.summation import round_columns
-from eagle_kit.kernels.transfer import to_device
-from eagle_kit.kernels.variant import AttentionVariant
-from eagle_kit.kernels.window_attention import WindowPlan, packed_window_attention, window_attention
-from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
-from eagle_kit.models.blocks.layers import Attend, KVSlots
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.attention.window import WindowPlan, packed_window_attention, window_attention
+from eagle_kit.ops.backend import uses_cpp, uses_triton
+from eagle_kit.ops.cpu.summation import round_columns
+from eagle_kit.ops.rope import Rows, WindowRows, rows_tensor
+from eagle_kit.ops.rope.reference import store
+from eagle_kit.ops.transfer import to_device
 
 
 class PagedKV(PagedStore):

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from eagle_kit.kernels.backend import uses_triton
-from eagle_kit.kernels.mla_attention import mla_window_attention
-from eagle_kit.kernels.prefill_attention import PrefillPlan, chunk_attention, paged_prefill_attention
-from eagle_kit.kernels.rope import WindowRows
-from eagle_kit.kernels.rope.reference import store
-from eagle_kit.kernels.summation import round_columns
-from eagle_kit.kernels.transfer import to_device
-from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
 from eagle_kit.models.config_parts import LatentSpec
+from eagle_kit.ops.attention.mla import mla_window_attention
+from eagle_kit.ops.attention.prefill import PrefillPlan, chunk_attention, paged_prefill_attention
+from eagle_kit.ops.attention.window import WindowPlan
+from eagle_kit.ops.backend import uses_triton
+from eagle_kit.ops.cpu.summation import round_columns
+from eagle_kit.ops.rope import WindowRows
+from eagle_kit.ops.rope.reference import store
+from eagle_kit.ops.transfer import to_device
 
 PAGE, PACKED_TOKENS = 16, 8192
 """Slots of a page of expanded keys, and most tokens, cached ones included, of prompts that are expanded

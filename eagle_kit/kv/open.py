@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from eagle_kit.kernels.collectives import Share
-from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.distributed.collectives import Share
+from eagle_kit.kv.dp_latents import DataParallelLatents
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.latents import PagedLatents
-from eagle_kit.kv.own_latents import OwnLatents
 from eagle_kit.kv.store import PagedStore, PoolLayout
 from eagle_kit.models.config_parts import CacheSpec, LatentSpec
+from eagle_kit.ops.attention.variant import AttentionVariant
 
 
 def open_store(
@@ -25,7 +25,7 @@ def open_store(
     it is that of a rank of data-parallel attention."""
     if share is not None:
         assert isinstance(spec, LatentSpec)
-        return OwnLatents(spec, layout, share, **options)
+        return DataParallelLatents(spec, layout, share, **options)
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, layout, **options)
     sizes = spec.num_layers, spec.num_heads, spec.head_dim

@@ -1,7 +1,7 @@
 """States of recurrent layers: one for every request of a batch, and snapshots for the prefix cache.
 
 As in the paged stores, only committed tokens change a state: a window keeps what its nodes would write, and
-:meth:`StateWindow.commit` applies the accepted path (:mod:`eagle_kit.kernels.recurrence`).
+:meth:`StateWindow.commit` applies the accepted path (:mod:`eagle_kit.ops.recurrence`).
 
 Legend: S states, B requests, N window nodes, T prompt tokens, C channels, W width of a convolution.
 """
@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from eagle_kit.kernels.recurrence import (
+from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.blocks.recurrence import Hybrid
+from eagle_kit.models.config_parts import StateSpec
+from eagle_kit.ops.recurrence import (
     Inputs,
     Text,
     TextPlan,
@@ -23,9 +26,6 @@ from eagle_kit.kernels.recurrence import (
     recurrent_window,
     window_convolution,
 )
-from eagle_kit.models.blocks.layers import Attend
-from eagle_kit.models.blocks.recurrence import Hybrid
-from eagle_kit.models.config_parts import StateSpec
 
 
 class StatePool:

@@ -15,11 +15,11 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW
-from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.cpu_memory import zeros_when_used
-from eagle_kit.kernels.rope import WindowRows
-from eagle_kit.kernels.window_attention import WindowPlan
 from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.ops.attention.window import WindowPlan
+from eagle_kit.ops.commit import commit_path
+from eagle_kit.ops.cpu.memory import zeros_when_used
+from eagle_kit.ops.rope import WindowRows
 
 KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
 """Dtypes of stores by their names in ``EngineConfig``; None is the model's."""

@@ -5,7 +5,6 @@ from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.files import COPY_AGAIN
-from eagle_kit.kernels.variant import AttentionVariant, Limits
 from eagle_kit.models.config_parts import (
     MAX_LAYERS,
     MAX_POSITIONS,
@@ -31,6 +30,7 @@ from eagle_kit.models.config_parts import (
     wrong_value,
     yarn_magnitude,
 )
+from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 
 FAMILIES = {
     "LlamaForCausalLM": "llama",

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.collectives import Share
+from eagle_kit.distributed.collectives import Share
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.published import Part
 

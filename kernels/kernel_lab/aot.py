@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from eagle_kit.kernels.capability import RESERVED_BYTES, facts_of, multiprocessor
+from eagle_kit.ops.capability import RESERVED_BYTES, facts_of, multiprocessor
 from kernel_lab.ptx import hot_loops, waits_first
 from kernel_lab.ttgir import conversions
 from kernel_lab.variant import SHIPPED, Variant
@@ -227,9 +227,9 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 def kernel_modules() -> list[str]:
     """Names of the modules of the package with Triton kernels."""
-    import eagle_kit.kernels
+    import eagle_kit.ops
 
-    found = pkgutil.walk_packages(eagle_kit.kernels.__path__, "eagle_kit.kernels.")
+    found = pkgutil.walk_packages(eagle_kit.ops.__path__, "eagle_kit.ops.")
     return [module.name for module in found if module.name.endswith((".triton", ".triton_backward"))]
 
 

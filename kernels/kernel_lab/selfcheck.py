@@ -14,27 +14,24 @@ import torch
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels import cpp
-from eagle_kit.kernels.accept import (
-    Accepted,
-    accept_greedy,
-    accept_rejection_chain,
-    most_likely,
-    outcome,
-)
-from eagle_kit.kernels.backend import Backend, use
-from eagle_kit.kernels.best_first import best_first
-from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.draft_inputs import draft_inputs
-from eagle_kit.kernels.draft_loss import linear_draft_loss
-from eagle_kit.kernels.draft_topk import draft_topk, topk_of_logits
-from eagle_kit.kernels.experts import experts
-from eagle_kit.kernels.linear import linear, onednn, panels
-from eagle_kit.kernels.mla_attention import mla_window_attention
-from eagle_kit.kernels.norm import add_rms_norm, rms_norm
-from eagle_kit.kernels.packed_attention import packed_attention
-from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention, prefill_attention
-from eagle_kit.kernels.recurrence import (
+from eagle_kit.ops.accept import Accepted, accept_greedy, accept_rejection_chain, most_likely, outcome
+from eagle_kit.ops.attention.mla import mla_window_attention
+from eagle_kit.ops.attention.packed import packed_attention
+from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention, prefill_attention
+from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.variant import AttentionVariant, Limits
+from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.ops.backend import Backend, use
+from eagle_kit.ops.best_first import best_first
+from eagle_kit.ops.commit import commit_path
+from eagle_kit.ops.cpu import cpp
+from eagle_kit.ops.draft_inputs import draft_inputs
+from eagle_kit.ops.draft_loss import linear_draft_loss
+from eagle_kit.ops.draft_topk import draft_topk, topk_of_logits
+from eagle_kit.ops.experts import experts
+from eagle_kit.ops.linear import linear, onednn, panels
+from eagle_kit.ops.norm import add_rms_norm, rms_norm
+from eagle_kit.ops.recurrence import (
     Inputs,
     Text,
     TextPlan,
@@ -42,16 +39,13 @@ from eagle_kit.kernels.recurrence import (
     recurrent_texts,
     recurrent_window,
 )
-from eagle_kit.kernels.rope import Rotation, WindowRows, rope_store
-from eagle_kit.kernels.rows import append_rows, gather_rows, write_rows
-from eagle_kit.kernels.sampling import make_sampling_batch, sample, target_probs
-from eagle_kit.kernels.small_linear import small_linear, small_linear_swiglu
-from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
-from eagle_kit.kernels.swiglu import swiglu
-from eagle_kit.kernels.tree_build import tree_build
-from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
-from eagle_kit.kernels.variant import AttentionVariant, Limits
-from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.ops.rope import Rotation, WindowRows, rope_store
+from eagle_kit.ops.rows import append_rows, gather_rows, write_rows
+from eagle_kit.ops.sampling import make_sampling_batch, sample, target_probs
+from eagle_kit.ops.small_linear import small_linear, small_linear_swiglu
+from eagle_kit.ops.soft_cross_entropy import Teacher, linear_soft_cross_entropy
+from eagle_kit.ops.swiglu import swiglu
+from eagle_kit.ops.tree_build import tree_build
 from kernel_lab.aot import kernel_modules
 
 TOLERANCE = 2e-5

@@ -22,11 +22,11 @@ from benchmarks.peers import peer_rate, transformers_seconds
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.timing import Timer
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config_parts import MoEConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from eagle_kit.ops.timing import Timer
 
 CPU = torch.device("cpu")
 TINY, TINY_VOCAB = preset_named("tiny")

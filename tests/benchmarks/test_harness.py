@@ -14,7 +14,7 @@ from benchmarks.runner import Benchmark, conduct
 from benchmarks.table import format_row, heading
 from benchmarks.verdict import at_least, at_most
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.timing import Timer, Timing, matmul_rates
+from eagle_kit.ops.timing import Timer, Timing, matmul_rates
 
 CPU = torch.device("cpu")
 MACHINE = Machine(CPU, torch.float32, Timer(CPU, budget_s=0.0, least=4), Ceilings(1e3, 1e4, 1e-6), 3)
@@ -62,7 +62,7 @@ def test_runs_are_repeated_as_often_as_the_budget_allows(monkeypatch, budget_s, 
     def step():
         now[0] += 2.0
 
-    monkeypatch.setattr("eagle_kit.kernels.timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("eagle_kit.ops.timing.time.perf_counter", lambda: now[0])
     timed = Timer(CPU, budget_s=budget_s, least=2, most=25).time(step)
     assert timed == (2.0, 2.0, 2.0, repeats, "clock")
 
@@ -73,7 +73,7 @@ def test_runs_in_a_row_are_timed_from_one_to_the_next(monkeypatch):
     def step():
         now[0] += 2.0
 
-    monkeypatch.setattr("eagle_kit.kernels.timing.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("eagle_kit.ops.timing.time.perf_counter", lambda: now[0])
     assert Timer(CPU).time_in_a_row(step, repeats=3, warmup=1) == (2.0, 2.0, 2.0, 3, "clock, in a row")
 
 

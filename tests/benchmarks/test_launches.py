@@ -17,11 +17,11 @@ from benchmarks.engine.launches import (
     whole_cycle_launches,
 )
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import accept_most_likely
-from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.draft_topk import draft_topk
-from eagle_kit.kernels.norm import add_rms_norm
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.ops.accept import accept_most_likely
+from eagle_kit.ops.backend import use
+from eagle_kit.ops.draft_topk import draft_topk
+from eagle_kit.ops.norm import add_rms_norm
 from kernel_lab.launches import LaunchCounter
 
 pytest.importorskip("triton")

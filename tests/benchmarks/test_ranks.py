@@ -8,7 +8,7 @@ from tiny import tiny_head
 from tiny_run import make_target
 
 from benchmarks.cli import main
-from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.models.loading.loader import load_target
 
 

@@ -15,8 +15,8 @@ from benchmarks.soak import run
 from benchmarks.soak.clients import MIX, Load, Wait
 from benchmarks.soak.run import Alone, Sample, judge
 from benchmarks.soak.wire import Answer, Server
-from eagle_kit.serve.llm import LLM
-from tests.serve.api.serving import serving
+from eagle_kit.engine.llm import LLM
+from tests.server.api.serving import serving
 
 ALONE = {(0, "greedy"): Alone(0.1, 1.0, "four")}
 

@@ -11,8 +11,8 @@ from benchmarks.cli import main
 from benchmarks.peers import _vllm
 from benchmarks.tune.cells import judged
 from benchmarks.tune.sizes import AUTO
-from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.models.loading.loader import load_target
 
 

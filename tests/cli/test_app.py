@@ -19,7 +19,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kinds.registry import algorithms
+from eagle_kit.drafts.registry import algorithms
 
 HELPS = [[name] for name in app.COMMANDS] + [
     ["data", name] for name in ("preview", "prepare", "regenerate", "prompts", "vocab")

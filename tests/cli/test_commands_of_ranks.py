@@ -7,8 +7,8 @@ import pytest
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
+from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.models.loading.loader import load_target
 
 pytestmark = pytest.mark.nightly

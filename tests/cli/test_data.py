@@ -8,13 +8,13 @@ import pytest
 import yaml
 from tiny_run import make_config
 
-from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.cli.app import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.vocab_map import load_vocab_map
 from eagle_kit.data.packed_data import load_packed_data
+from eagle_kit.drafts.files.token_map import load_token_map
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import load_tokenizer
 

@@ -10,8 +10,6 @@ import torch
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.draft import save_draft
-from eagle_kit.checkpoints.export import Facts
 from eagle_kit.cli import app, diagnose, evaluate, generate, serve, tune
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.config.engine import EngineConfig, NgramConfig
@@ -22,6 +20,8 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.records import SkipLog
+from eagle_kit.drafts.files.draft import save_draft
+from eagle_kit.drafts.files.export import Facts
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.report.tables import Table
 
@@ -267,7 +267,7 @@ def test_every_flag_of_regenerate_reaches_it(monkeypatch, folders, tmp_path):
         none = {"left_out": {}, "shortened": {}, "num_found": 0, "num_written": 0}
         return SimpleNamespace(skipped=SkipLog(), stats=SpecStats(), **none)
 
-    monkeypatch.setattr("eagle_kit.train.replies.regenerate.regenerate", regenerate)
+    monkeypatch.setattr("eagle_kit.datagen.regenerate.regenerate.regenerate", regenerate)
 
     # All flags at once.
     (tmp_path / "patterns").write_text("Non\n")
@@ -305,7 +305,7 @@ def test_flags_of_a_server_that_answers_reach_it(monkeypatch, folders, tmp_path)
         made.append(options)
         raise UserError("No server is here.", "Start one.")
 
-    monkeypatch.setattr("eagle_kit.train.replies.server.ServerResponder", stop)
+    monkeypatch.setattr("eagle_kit.datagen.regenerate.server.ServerResponder", stop)
     monkeypatch.setenv("THE_KEY", "secret")
     words = ["--source", str(folders / "chats.jsonl"), "--out", str(tmp_path / "o.jsonl"), "--ids"]
     words += ["--base-url", "http://there", "--model", "m", "--concurrency", "3", "--retries", "2"]
@@ -361,7 +361,7 @@ def test_a_server_is_of_the_draft_and_target_that_were_given(
         served.append(app)
         return 0
 
-    monkeypatch.setattr("eagle_kit.serve.api.server.run_forever", note)
+    monkeypatch.setattr("eagle_kit.server.api.server.run_forever", note)
     monkeypatch.setenv("EAGLE_KIT_API_KEY", "of the environment")
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path))
     command = ["serve", *(str(folders / word) if word[0] != "-" else word for word in words)]
@@ -386,7 +386,7 @@ def test_every_flag_of_a_capture_reaches_it(monkeypatch, tmp_path):
         asked.append(options)
         return 0
 
-    monkeypatch.setattr("eagle_kit.train.states.capture.capture", note)
+    monkeypatch.setattr("eagle_kit.datagen.hidden_states.capture.capture", note)
     out = tmp_path / "out"
     config = str(CONFIG)
 
@@ -438,9 +438,9 @@ def test_every_flag_of_export_and_import_reaches_it(monkeypatch, tmp_path):
         asked.append((args, options))
         return SimpleNamespace(kind=SimpleNamespace(name="eagle3"), maker="somebody")
 
-    monkeypatch.setattr("eagle_kit.checkpoints.export.export_draft", note)
-    monkeypatch.setattr("eagle_kit.checkpoints.export.import_draft", note)
-    monkeypatch.setattr("eagle_kit.checkpoints.publish.Repository", lambda *given: Hub(asked, *given))
+    monkeypatch.setattr("eagle_kit.drafts.files.export.export_draft", note)
+    monkeypatch.setattr("eagle_kit.drafts.files.export.import_draft", note)
+    monkeypatch.setattr("eagle_kit.drafts.files.publish.Repository", lambda *given: Hub(asked, *given))
 
     # Each call notes what it asked for, and the upload what it sent.
     out = tmp_path / "out"

@@ -119,7 +119,7 @@ def test_validate_decodes_with_the_draft_and_plainly(target, tmp_path, capsys):
     import torch
     from tiny import tiny_head
 
-    from eagle_kit.checkpoints.draft import save_draft
+    from eagle_kit.drafts.files.draft import save_draft
     from eagle_kit.models.loading.loader import load_target
 
     assert app.main(["validate", str(target), "--target", str(target), "--decode", "8"]) == 0

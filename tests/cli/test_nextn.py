@@ -10,12 +10,12 @@ from tiny import tiny_dflash
 from tiny_mtp import save_target
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli import app
 from eagle_kit.cli.serve import check_algorithm
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.api.startup import find_model
+from eagle_kit.server.api.startup import find_model
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from tiny_run import make_target
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.template import prompt_token_ids
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.llm import LLM
 
 SERVE = [
     "serve",

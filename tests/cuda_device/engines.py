@@ -9,10 +9,10 @@ from unittest import mock
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.distributed.collectives import Ranks
+from eagle_kit.engine.graphs.cuda_graph import HostCopy, leaves
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.graph import HostCopy, leaves
-from eagle_kit.serve.llm import LLM
 
 SIZES = {
     "hidden_size": 128,

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from tests.cuda_device.device import counts
 
 GB = 10**9

@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from torch import nn
 
-from eagle_kit.kinds.mtp import MTP
+from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
+from eagle_kit.drafts.mtp.kind import MTP
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
 from eagle_kit.models.loading.fp8_layout import FP8Layout
 from eagle_kit.models.loading.known_targets import known_target, target_fp8_layout
 from eagle_kit.models.loading.loader import parse_target, stays_exact

@@ -13,7 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.distributed.collectives import Ranks
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def first_of(size: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(fake_group(0, size))
         stack.enter_context(mock.patch.dict(os.environ, launched))
-        stack.enter_context(mock.patch("eagle_kit.serve.ranks._check_apart", _not_compared))
+        stack.enter_context(mock.patch("eagle_kit.engine.tensor_parallel.ranks._check_apart", _not_compared))
         stack.enter_context(mock.patch.object(Ranks, "_make_buffers", _no_buffers))
         yield
 

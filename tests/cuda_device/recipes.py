@@ -91,8 +91,8 @@ def unsaved() -> Iterator[None]:
         stack.enter_context(unread_weights())
         stack.enter_context(mock.patch.object(Trainer, "_save", lambda self: None))
         stack.enter_context(mock.patch("eagle_kit.train.run.loop.save_draft", lambda *args, **options: None))
-        stack.enter_context(mock.patch("eagle_kit.data.states.format.torch.isfinite", finite))
-        stack.enter_context(mock.patch("eagle_kit.data.states.store.is_finite", lambda parts: True))
+        stack.enter_context(mock.patch("eagle_kit.data.hidden_states.format.torch.isfinite", finite))
+        stack.enter_context(mock.patch("eagle_kit.data.hidden_states.store.is_finite", lambda parts: True))
         yield
 
 

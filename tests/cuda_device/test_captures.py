@@ -5,9 +5,9 @@ import threading
 import pytest
 import torch
 
-from eagle_kit.kernels.timing import Timer
-from eagle_kit.kernels.transfer import to_device
-from eagle_kit.serve.graph import CaptureError, Graph, GraphCall, GraphRunner
+from eagle_kit.engine.graphs.cuda_graph import CaptureError, Graph, GraphCall, GraphRunner
+from eagle_kit.ops.timing import Timer
+from eagle_kit.ops.transfer import to_device
 from tests.cuda_device.device import phase
 
 pytestmark = pytest.mark.smoke

@@ -19,8 +19,8 @@ from tests.cuda_device import device
 device.start()
 from tests.cuda_device.engines import made_up_results, small_llm
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.runner import Runner
-from eagle_kit.serve.warm_up import warm_up
+from eagle_kit.engine.runner import Runner
+from eagle_kit.engine.graphs.warm_up import warm_up
 
 with torch.cuda.device(1):
     llm = small_llm("3,1,4")

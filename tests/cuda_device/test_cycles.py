@@ -9,9 +9,9 @@ from tiny import tiny_head, tiny_hybrid, tiny_target
 from tiny_cycle import BATCH, POLICIES, SAMPLING_PARAMS, cycle_engine, cycle_settings, sampling_batch
 from tiny_mixtures import MIXTURES, untrained
 
-from eagle_kit.serve.graph import CaptureError, Graph
-from eagle_kit.serve.runner import CycleInputs
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.engine.graphs.cuda_graph import CaptureError, Graph
+from eagle_kit.engine.runner import CycleInputs
 from tests.cuda_device.device import phase
 from tests.cuda_device.host_tensors import HostTensor, OnDeviceOnly
 from tests.cuda_device.targets import LATENTS

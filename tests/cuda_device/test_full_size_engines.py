@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.memory.engine_memory import MemoryPlan
 from eagle_kit.models.loading.known_targets import target_architecture
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.memory import MemoryPlan
 from tests.cuda_device.device import memory_of, phase
 from tests.cuda_device.engines import made_up_results
 from tests.cuda_device.full_size import GB, eagle3_head, measured

@@ -14,14 +14,14 @@ import pytest
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.gpus import RUNTIME_BYTES
+from eagle_kit.datagen.hidden_states import capture as captures
+from eagle_kit.datagen.hidden_states.capture import CaptureOptions, capture
 from eagle_kit.train.plan.costs import Costs, Layout
 from eagle_kit.train.plan.estimate import Estimate
 from eagle_kit.train.run import loop
 from eagle_kit.train.run.loop import Ending, RunOptions, train
 from eagle_kit.train.run.new_head import head_architecture
 from eagle_kit.train.run.setup import TrainingComponents
-from eagle_kit.train.states import capture as captures
-from eagle_kit.train.states.capture import CaptureOptions, capture
 from tests.cuda_device.device import memory_of
 from tests.cuda_device.engines import made_up_results
 from tests.cuda_device.full_size import GB, Measured, measured

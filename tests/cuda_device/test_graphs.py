@@ -6,9 +6,9 @@ from restless import Restless
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.batch_kind import USUAL_KINDS
-from eagle_kit.serve.graph_memory import graphs_of
-from eagle_kit.serve.warm_up import warm_up
+from eagle_kit.engine.graphs.batch_kind import USUAL_KINDS
+from eagle_kit.engine.graphs.warm_up import warm_up
+from eagle_kit.engine.memory.graph_memory import graphs_of
 from tests.cuda_device.device import phase
 from tests.cuda_device.engines import made_up_results, small_llm
 from tests.cuda_device.test_warm_up import USUAL, prepared, serve

@@ -17,20 +17,20 @@ from tiny_cycle import BATCH, SAMPLING_PARAMS, cycle_engine
 from benchmarks.engine.load import _random_tree, _verify, loaded
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.kernels.prefill_attention.libraries.flash_attn import FlashAttention2, FlashAttention3
-from eagle_kit.kernels.prefill_attention.libraries.flashinfer import FlashInfer
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.ngram.index import NgramIndex, to_tree
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.graphs.batch_kind import kind_of
+from eagle_kit.engine.request import Request
+from eagle_kit.engine.runner import CycleInputs
+from eagle_kit.engine.scheduler import Chunk
 from eagle_kit.kv import keys_values
-from eagle_kit.serve.batch_kind import kind_of
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.request import Request
-from eagle_kit.serve.runner import CycleInputs
-from eagle_kit.serve.scheduler import Chunk
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
-from eagle_kit.speculation.propose.ngram import NgramIndex, to_tree
+from eagle_kit.ops.attention.prefill.libraries.flash_attn import FlashAttention2, FlashAttention3
+from eagle_kit.ops.attention.prefill.libraries.flashinfer import FlashInfer
 from tests.cuda_device.device import LogKind, phase
 from tests.cuda_device.host_tensors import OnDeviceOnly
 from tests.cuda_device.targets import TARGETS
-from tests.kernels.prefill_attention.test_libraries import CHUNKS, NAMES, VARIANTS, prompts
+from tests.ops.attention.prefill.test_libraries import CHUNKS, NAMES, VARIANTS, prompts
 
 CUDA = torch.device("cuda", 0)
 PAGES = 8
@@ -139,7 +139,7 @@ def test_windows_of_n_grams_are_sent_without_a_wait():
 @torch.inference_mode()
 def test_reading_pending_draft_tokens_waits_for_nothing():
     runner = engine_of(tiny_target(), "3,2,6").runner
-    runner.slots.make_missed(runner.drafter.model)
+    runner.slots.make_pending(runner.drafter.model)
     everyone = requests("greedy")
     for request in everyone:
         request.num_missed = 3

@@ -13,8 +13,8 @@ from tiny_run import make_config, make_target
 from eagle_kit.config.server import ServerConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.api.app import create_app
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.llm import LLM
+from eagle_kit.server.api.app import create_app
 from tests.cuda_device import device
 from tests.cuda_device.device import ROOT, environment, memory_of
 from tests.cuda_device.engines import made_up_results, small_llm

@@ -8,13 +8,13 @@ from tiny_cycle import BATCH, SAMPLING_PARAMS, cycle_engine, cycle_settings, sam
 from tiny_mixtures import untrained
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.collectives import Ranks
-from eagle_kit.kv.own_latents import own_requests
+from eagle_kit.distributed.collectives import Ranks
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.engine.graphs.cuda_graph import Graph
+from eagle_kit.engine.runner import CycleInputs
+from eagle_kit.kv.dp_latents import shard_requests
 from eagle_kit.models.sharding import Sharding
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.graph import Graph
-from eagle_kit.serve.runner import CycleInputs
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 from tests.cuda_device.host_tensors import OnDeviceOnly
 from tests.cuda_device.ranks import fake_group
 from tests.cuda_device.targets import LATENTS
@@ -87,7 +87,7 @@ def capture_cycle(target, shape, sampling, parts=None) -> None:
     batch = sampling_batch(sampling, config.vocab_size, CUDA)
     own = None
     if parts is not None:
-        own = own_requests(parts, ranks.share, 2, BATCH, CUDA)
+        own = shard_requests(parts, ranks.share, 2, BATCH, CUDA)
     if batch is not None and batch.counts is not None:
         runner.slots.make_tables(config.vocab_size)
     settings = cycle_settings(engine, shape)

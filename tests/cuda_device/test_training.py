@@ -8,12 +8,12 @@ from tiny import packed_row, tiny_head, tiny_target
 from tiny_row import TinyRow
 
 from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
-from eagle_kit.kernels.device_memory import reserve_segment, reserved_again
-from eagle_kit.kernels.packed_attention import document_spans
-from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
-from eagle_kit.train.algorithm.loss import Objective
-from eagle_kit.train.algorithm.module import TTTModule
-from eagle_kit.train.algorithm.target_features import capture_features, positions_of, vocab_argmax
+from eagle_kit.objective.batch import make_micro_batch, row_weights
+from eagle_kit.objective.loss import Objective
+from eagle_kit.objective.target_features import capture_features, positions_of, vocab_argmax
+from eagle_kit.objective.ttt_module import TTTModule
+from eagle_kit.ops.attention.packed import document_spans
+from eagle_kit.ops.device_memory import reserve_segment, reserved_again
 from eagle_kit.train.optim.strategy import Replicated
 from tests.cuda_device.device import LogKind, Phase, phase
 from tests.cuda_device.engines import SIZES

@@ -7,9 +7,9 @@ import torch
 from tiny_tokenizers import byte_level
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.graph_memory import BYTES_OF_LAUNCH, graphs_of
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.warm_up import warm_up
+from eagle_kit.engine.graphs.warm_up import warm_up
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.memory.graph_memory import BYTES_OF_LAUNCH, graphs_of
 from tests.cuda_device.device import LogKind, Phase, phase
 from tests.cuda_device.engines import made_up_results, small_llm
 

@@ -8,16 +8,16 @@ import pytest
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.drafts.files.draft import save_draft
+from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.identity import compare_outputs
 from eagle_kit.eval.runner import run_eval
 from eagle_kit.eval.summary import find_row
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
 
 TASK = [
     {"id": "a", "category": "x", "turns": ["The cat sees the dog.", "And then?"]},

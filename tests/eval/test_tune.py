@@ -7,18 +7,18 @@ import pytest
 from tiny import tiny_head
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.draft import save_draft
+from eagle_kit.autotune import files
+from eagle_kit.autotune.acceptance import Acceptance, AcceptanceTable
 from eagle_kit.cli.app import main
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.tasks.sets import load_tasks
+from eagle_kit.drafts.files.draft import save_draft
+from eagle_kit.engine.llm import LLM
 from eagle_kit.eval import tune as measuring
 from eagle_kit.eval import tune_check
 from eagle_kit.eval.tune_check import SHAPES, tokens_a_cycle
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
-from eagle_kit.tuning import files
-from eagle_kit.tuning.acceptance import Acceptance, AcceptanceTable
 
 
 def test_replies_that_end_cut_their_last_cycle():
@@ -128,7 +128,7 @@ def test_what_was_recorded_covers_every_shape(folders):
     llm = LLM(
         str(folders / "target"), str(folders / "head"), max_batch_size=2, max_context=128, graph_mode="off"
     )
-    from eagle_kit.serve.timing import Plan, Point
+    from eagle_kit.engine.calibrate.cycle_timing import Plan, Point
 
     plan = Plan([Point(1, 16)], [SpecShape(2, 1, 3)], 1, 2)
     options = measuring.TuneOptions(load_tasks([str(folders / "chat.jsonl")]), 12, plan, show_progress=False)

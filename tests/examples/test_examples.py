@@ -12,8 +12,8 @@ import torch
 from tiny import randomise
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.draft import save_draft
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.models.loading.loader import read_target_config
 
 FOLDER = Path(__file__).parents[2] / "examples"

@@ -13,8 +13,8 @@ from uncaptured import UncapturedGraphs
 from eagle_kit.config.engine import GraphMode
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.runner import Runner
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.runner import Runner
 from tests.gpu.place import DEVICE, ON_GPU, pick
 
 PROMPTS = [[5, 6, 7], [9, 10, 1, 2, 3], [8], [3, 4, 3, 4, 3, 4], list(range(11)) * pick(40, 2)]

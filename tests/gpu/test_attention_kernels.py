@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from eagle_kit.kernels.mla_attention import mla_window_attention
-from eagle_kit.kernels.prefill_attention import PrefillPlan, paged_prefill_attention
-from eagle_kit.kernels.tree_build.masks import tree_mask
-from eagle_kit.kernels.variant import ALL_BUT_SIGN, AttentionVariant, Limits, count_bits
-from eagle_kit.kernels.window_attention import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.ops.attention.mla import mla_window_attention
+from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention
+from eagle_kit.ops.attention.variant import ALL_BUT_SIGN, AttentionVariant, Limits, count_bits
+from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
+from eagle_kit.ops.tree_build.masks import tree_mask
 from tests.gpu.near import assert_near
 from tests.gpu.place import DEVICE, DTYPES, FP8, HALVES, generator, pick, randn
 

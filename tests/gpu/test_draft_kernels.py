@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.accept import Accepted, outcome
-from eagle_kit.kernels.commit import commit_path
-from eagle_kit.kernels.draft_inputs import draft_inputs
-from eagle_kit.kernels.draft_topk import draft_topk
-from eagle_kit.kernels.rows import gather_rows, write_rows
-from eagle_kit.kernels.tree_build import chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.ops.accept import Accepted, outcome
+from eagle_kit.ops.commit import commit_path
+from eagle_kit.ops.draft_inputs import draft_inputs
+from eagle_kit.ops.draft_topk import draft_topk
+from eagle_kit.ops.rows import gather_rows, write_rows
+from eagle_kit.ops.tree_build import chain_build, grow_beam, start_beam, tree_build
 from tests.gpu.near import assert_near, assert_same_bits
 from tests.gpu.place import DEVICE, DTYPES, FP8, generator, pick, randn
 

@@ -8,13 +8,13 @@ import torch
 from restless import Restless
 from tiny import tiny_target
 
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
-from eagle_kit.kernels.backend import use
-from eagle_kit.serve.graph import CaptureError, Graph, write
-from eagle_kit.serve.warm_up import warm_up
-from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
-from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.drafts.base.draft_model import StandaloneDraftModel
+from eagle_kit.engine.graphs.cuda_graph import CaptureError, Graph, write
+from eagle_kit.engine.graphs.warm_up import warm_up
+from eagle_kit.ops.backend import use
 from tests.gpu.engines import PROMPTS, accept_length, make, random_models, replies, runner_of, stores, trained
 from tests.gpu.place import DEVICE, DTYPES, ON_GPU, memory, no_waiting, pick, synchronize
 

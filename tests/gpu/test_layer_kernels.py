@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.experts import experts, fp8_experts
-from eagle_kit.kernels.fp8 import FP8Weight, quantize_fp8
-from eagle_kit.kernels.linear.fp8 import fp8_linear
-from eagle_kit.kernels.norm import add_rms_norm, rms_norm
-from eagle_kit.kernels.rope import WindowRows, rope_store
-from eagle_kit.kernels.small_linear import small_linear, small_linear_swiglu
-from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.models.blocks.layers import Rope
+from eagle_kit.ops.experts import experts, fp8_experts
+from eagle_kit.ops.fp8 import FP8Weight, quantize_fp8
+from eagle_kit.ops.linear.fp8 import fp8_linear
+from eagle_kit.ops.norm import add_rms_norm, rms_norm
+from eagle_kit.ops.rope import WindowRows, rope_store
+from eagle_kit.ops.small_linear import small_linear, small_linear_swiglu
+from eagle_kit.ops.swiglu import swiglu
 from tests.gpu.near import NORM, assert_near
 from tests.gpu.place import DEVICE, DTYPES, FP8, HALVES, generator, pick, randn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.warm_up import warm_up
+from eagle_kit.engine.graphs.warm_up import warm_up
 from tests.gpu.engines import make, random_models
 from tests.gpu.place import DEVICE, ON_GPU, memory, pick, synchronize
 

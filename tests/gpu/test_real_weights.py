@@ -12,7 +12,7 @@ import torch
 from uncaptured import UncapturedGraphs
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.llm import LLM
 from tests.gpu.place import DEVICE, ON_GPU, pick
 from tests.gpu.test_identity import MARGIN, first_difference
 

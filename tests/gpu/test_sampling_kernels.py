@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kernels.accept import Accepted, accept_greedy, accept_most_likely
-from eagle_kit.kernels.sampling import (
+from eagle_kit.ops.accept import Accepted, accept_greedy, accept_most_likely
+from eagle_kit.ops.sampling import (
     make_sampling_batch,
     position_uniforms,
     probabilities,
@@ -15,9 +15,9 @@ from eagle_kit.kernels.sampling import (
     target_probs,
     window_uniforms,
 )
-from eagle_kit.kernels.tree_build import Tree
-from eagle_kit.speculation.proposal import Deterministic, DraftOutput, SampledChain, SampledTree
-from eagle_kit.speculation.verify.verifiers import (
+from eagle_kit.ops.tree_build import Tree
+from eagle_kit.verify.proposal import Deterministic, DraftOutput, SampledChain, SampledTree
+from eagle_kit.verify.verifiers import (
     BlockVerification,
     RejectionSampling,
     Relaxed,

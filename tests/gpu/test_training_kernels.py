@@ -5,9 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from eagle_kit.kernels.packed_attention import packed_attention
-from eagle_kit.kernels.soft_cross_entropy import Teacher, linear_soft_cross_entropy
-from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
+from eagle_kit.ops.attention.packed import packed_attention
+from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from tests.gpu.near import assert_near
 from tests.gpu.place import DEVICE, DTYPES, generator, pick, randn
 

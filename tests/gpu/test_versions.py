@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import eagle_kit
-from eagle_kit.kernels.backend import uses_triton
+from eagle_kit.ops.backend import uses_triton
 from tests.gpu.place import DEVICE, ON_GPU
 
 PACKAGES = ("torch", "triton")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle_kit.kernels.capability import facts_of
+from eagle_kit.ops.capability import facts_of
 from kernel_lab.aot import resident_programs
 from kernel_lab.variant import SHIPPED
 
@@ -19,7 +19,7 @@ import json, dataclasses, sys
 import triton, triton.language as tl
 from kernel_lab.aot import compile_variant
 from kernel_lab.variant import Variant
-from eagle_kit.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, prefetch
+from eagle_kit.ops.dependent_launch import gdc_launch_dependents, gdc_wait, prefetch
 
 @triton.jit
 def add(x, y, out, n, BLOCK: tl.constexpr):

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import eagle_kit.kernels
-from eagle_kit.kernels import cpp
-from eagle_kit.kernels.linear import onednn
-from eagle_kit.kernels.ttt_attention import cpu
+import eagle_kit.ops
+from eagle_kit.ops.attention.ttt import cpu
+from eagle_kit.ops.cpu import cpp
+from eagle_kit.ops.linear import onednn
 from kernel_lab import selfcheck
 
 
 def test_every_operation_is_checked_and_right():
     checks = selfcheck.run_checks()
-    folders = {path.parent.name for path in Path(eagle_kit.kernels.__file__).parent.glob("*/__init__.py")}
+    folders = {path.parent.name for path in Path(eagle_kit.ops.__file__).parent.glob("*/__init__.py")}
     assert {check.kernel for check in checks} == folders
     assert [check for check in checks if not check.ok] == []
 

@@ -10,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kernels import cpp
-from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.rope import reference as rope
-from eagle_kit.kernels.window_attention import chain_bits
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.options import check_fp8
 from eagle_kit.kv.keys_values import PagedKV, Segment
 from eagle_kit.kv.store import PoolLayout
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.options import check_fp8
+from eagle_kit.ops.attention.window import chain_bits
+from eagle_kit.ops.backend import use
+from eagle_kit.ops.cpu import cpp
+from eagle_kit.ops.rope import reference as rope
 
 FP8 = torch.float8_e4m3fn
 CHUNKS = ((1, 4, 1), (5, 30, 12), (9, 10, 9))

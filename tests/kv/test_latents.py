@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.backend import use
 from eagle_kit.kv import latents as room
 from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.blocks.mla import Queries
 from eagle_kit.models.config_parts import LatentSpec
+from eagle_kit.ops.backend import use
 
 LATENT, ROPE, NOPE, VALUE, HEADS = 12, 4, 8, 6, 3
 CHUNKS = ((0, 4, 0), (5, 30, 5), (9, 10, 9), (17, 40, 20))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.recurrence import Inputs, recurrent_window
 from eagle_kit.kv.states import StatePool
 from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
+from eagle_kit.ops.recurrence import Inputs, recurrent_window
 
 SPECS = {
     "delta rule": StateSpec(((34, 4),) * 2, (RecurrenceSpec(2, 4, 5, 6),) * 2),

@@ -7,12 +7,12 @@ import torch
 from hostile import with_one_other_value
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.dflash.head import DFlashConfig
+from eagle_kit.drafts.dspark.head import DSparkConfig
+from eagle_kit.drafts.eagle3.head import Eagle3Config
+from eagle_kit.drafts.p_eagle.head import PEagleConfig
 from eagle_kit.models.blocks.layers import rope_frequencies
 from eagle_kit.models.config import TargetConfig, read_rope
-from eagle_kit.models.heads.dflash import DFlashConfig
-from eagle_kit.models.heads.dspark import DSparkConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config
-from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
 

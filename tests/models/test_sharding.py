@@ -28,7 +28,7 @@ from transformers import (
 from transformers import Qwen3ForCausalLM as Qwen3
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.collectives import Share
+from eagle_kit.distributed.collectives import Share
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.arrangement import arrangement_of
 from eagle_kit.models.loading.loader import load_target, read_published, read_target_config

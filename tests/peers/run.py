@@ -23,12 +23,12 @@ from stages import ROOT, RUNS, PeerError, call, in_words, once, python_of, row, 
 from trained import REPORT as TRAINED
 from trained import write_trained
 
-from eagle_kit.checkpoints.export import export_draft
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.tasks.sets import load_task
+from eagle_kit.drafts.files.export import export_draft
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.loading.source import resolve_target
-from eagle_kit.serve.llm import LLM
 
 REPORT = ROOT / "docs" / "results" / "peers.md"
 TARGET = "smollm2-135m-instruct"

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file
 from stages import ROOT, RUNS, PeerError, call, in_words, once, python_of, row
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.drafts.files.draft import load_draft
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
 

@@ -10,11 +10,11 @@ from tiny import tiny_head, tiny_target, with_random_map
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.drafts.base.draft_model import StandaloneDraftModel
+from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
+from eagle_kit.drafts.eagle3.head import Eagle3Head
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.propose.draft_model import StandaloneDraftModel
 
 VOCAB = 131
 PROMPTS = [[(11 * i + 7 * j * j) % VOCAB for j in range(2 + 9 * i)] for i in range(3)]

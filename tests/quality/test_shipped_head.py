@@ -24,12 +24,12 @@ from pinned_quality import (
     TARGET,
 )
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.eval import EvalConfig
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.drafts.eagle3.head import Eagle3Head
+from eagle_kit.drafts.files.draft import load_draft
 from eagle_kit.eval.runner import run_eval
 from eagle_kit.eval.summary import find_row
-from eagle_kit.models.heads.eagle3 import Eagle3Head
 
 pytestmark = pytest.mark.real
 

@@ -19,7 +19,7 @@ from eagle_kit.config.drafts.shared_training import LOSSES
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.training import FeatureNoise
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.kinds.registry import training_kind
+from eagle_kit.drafts.registry import training_kind
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.train.__main__ import main as train
 from eagle_kit.train.plan.costs import head_flops, make_workload

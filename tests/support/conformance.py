@@ -23,22 +23,22 @@ from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kinds.eagle1 import EAGLE1
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.models.heads.eagle1 import Eagle1Head
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
+from eagle_kit.drafts.eagle1.head import Eagle1Head
+from eagle_kit.drafts.eagle1.kind import EAGLE1
+from eagle_kit.drafts.eagle1.static_tree import StaticDrafter
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
+from eagle_kit.engine.request import Request
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.cpu_graph import CpuGraphs
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
-from eagle_kit.speculation.propose.static import StaticDrafter
-from eagle_kit.train.algorithm.loss import TTTBatch
-from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.target_features import capture_features
-from eagle_kit.train.algorithm.ttt import ttt_forward_backward
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.target_features import capture_features
+from eagle_kit.objective.ttt import ttt_forward_backward
 
 VOCABULARY = 11
 MAX_TOKENS = 16

@@ -2,8 +2,8 @@
 
 import torch
 
-from eagle_kit.models.heads.chain import ChainRows
-from eagle_kit.models.heads.dflash import DFlashHead
+from eagle_kit.drafts.dflash.head import DFlashHead
+from eagle_kit.models.draft_chain import ChainRows
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(
     [
         "eagle_kit.cli.serve",
-        "eagle_kit.serve.llm",
-        "eagle_kit.serve.api.app",
+        "eagle_kit.engine.llm",
+        "eagle_kit.server.api.app",
         "eagle_kit.train.run.step",
         "eagle_kit.train.run.setup",
         "accelerate",

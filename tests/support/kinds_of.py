@@ -1,7 +1,7 @@
 """The name by which a draft folder is asked for when serving."""
 
-from eagle_kit.kinds.registry import find_kind
-from eagle_kit.kinds.support.files import open_draft
+from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.registry import find_kind
 
 
 def algorithm_of(folder) -> str:

@@ -4,10 +4,10 @@ import torch
 from restless import Restless
 from tiny_engine import make_engine, serve
 
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.request import Request
-from eagle_kit.tuning.policy import ShapePolicy
+from eagle_kit.engine.request import Request
 
 
 def pair_counts(models, count, **engine_options) -> torch.Tensor:

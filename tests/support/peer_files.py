@@ -1,6 +1,6 @@
 """Heads of other projects as files of full size: config and table of tensors, as their projects write them.
 
-A fixture (``tests/checkpoints/peers/heads/*.json``) has names, shapes and dtypes, and no weights. The file
+A fixture (``tests/drafts/peers/heads/*.json``) has names, shapes and dtypes, and no weights. The file
 that is made of it is sparse: it has its real size and no blocks on the disk, and what nobody reads is in no
 memory. Only maps of tokens are written, since readers check them; every other tensor is zeros.
 """

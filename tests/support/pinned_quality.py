@@ -25,9 +25,9 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.tasks.sets import load_task
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.engine.llm import LLM
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.llm import LLM
 
 TESTS = Path(__file__).parents[1]
 PINS = TESTS / "quality" / "shipped_head.json"

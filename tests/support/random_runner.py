@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import torch
 
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.cycle import Emitted
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import HostCopy
-from eagle_kit.serve.runner import Results
+from eagle_kit.engine.cycle import Emitted
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.graphs.cuda_graph import HostCopy
+from eagle_kit.engine.runner import Results
 
 STOP = 5
 """A token that a runner emits more seldom than others, for targets whose end token it is."""
@@ -93,8 +93,8 @@ class RandomRunner:
             written = [number for chunk in chunks for _, number in chunk.states.saves]
             assert len(set(written)) == len(written), "two prompts save one state"
         emitted = Emitted(tokens, counts, None, self._is_finite(counts))
-        epochs = [request.epoch for request in requests]
-        return [Results(list(requests), epochs, HostCopy(emitted), None, stops)]
+        generations = [request.generation for request in requests]
+        return [Results(list(requests), generations, HostCopy(emitted), None, stops)]
 
     def _move(self, chunk, before):
         request, start, _, (source, saves) = chunk
@@ -137,9 +137,12 @@ class RandomRunner:
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
         if self.states:
             self._decode_states(requests, tokens.tolist(), counts.tolist())
-        epochs = [request.epoch for request in requests]
+        generations = [request.generation for request in requests]
         return Results(
-            requests, epochs, HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))), num_drafts
+            requests,
+            generations,
+            HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))),
+            num_drafts,
         )
 
 

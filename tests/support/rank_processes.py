@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from eagle_kit.kernels.collectives import connect
+from eagle_kit.distributed.collectives import connect
 
 FORKED = multiprocessing.get_context("fork")
 """Ranks have the memory of the test's process, so ``work`` may be a closure. A lock that a thread of that

@@ -4,8 +4,8 @@ import sys
 
 import torch
 
-from eagle_kit.serve.cpu_graph import Recording
-from eagle_kit.serve.graph import Lengths
+from eagle_kit.engine.graphs.cpu_graph import Recording
+from eagle_kit.engine.graphs.cuda_graph import Lengths
 
 
 def record_without_compiler() -> None:

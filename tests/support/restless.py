@@ -2,9 +2,9 @@
 
 import random
 
+from eagle_kit.autotune.acceptance import AcceptanceTable
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.shape import NO_SPECULATION
-from eagle_kit.tuning.acceptance import AcceptanceTable
-from eagle_kit.tuning.policy import ShapePolicy
 
 
 class Restless(ShapePolicy):

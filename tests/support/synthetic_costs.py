@@ -6,9 +6,9 @@ What is replaced is the timing of cycles at one point. Plans, passes, fits and f
 from collections.abc import Sequence
 from functools import cache
 
+from eagle_kit.autotune.costs import CostTable, Timing
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
-from eagle_kit.serve import timing
-from eagle_kit.tuning.costs import CostTable, Timing
+from eagle_kit.engine.calibrate import cycle_timing as timing
 
 MEASURED = timing.time_point
 """The real measurement."""
@@ -29,14 +29,14 @@ def seconds_of(batch_size: int, shape: SpecShape, context: int) -> float:
 def synthetic_timings(
     engine: object, dictated: object, point: timing.Point, plan: timing.Plan
 ) -> list[Timing]:
-    """Return what :func:`eagle_kit.serve.timing.time_point` returns, without a cycle."""
+    """Return what :func:`eagle_kit.engine.calibrate.cycle_timing.time_point` returns, without a cycle."""
     batch_size, context = point
     shapes: Sequence[SpecShape] = (NO_SPECULATION, *plan.shapes)
     return [Timing(batch_size, shape, context, seconds_of(batch_size, shape, context)) for shape in shapes]
 
 
 def remembered_fit(timings: Sequence[Timing]) -> CostTable:
-    """Return what :meth:`eagle_kit.tuning.costs.CostTable.fit` returns, computed once a process."""
+    """Return what :meth:`eagle_kit.autotune.costs.CostTable.fit` returns, computed once a process."""
     return _fit_once(tuple(timings))
 
 

@@ -2,12 +2,12 @@
 
 import torch
 
+from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead
+from eagle_kit.drafts.dspark.head import DSparkConfig, DSparkHead
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.p_eagle.head import PEagleConfig, PEagleHead
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import DeltaConfig
-from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
-from eagle_kit.models.heads.dspark import DSparkConfig, DSparkHead
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
 from eagle_kit.models.targets.llama import LlamaModel
 
 

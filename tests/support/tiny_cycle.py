@@ -6,11 +6,11 @@ from tiny_engine import resolved
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.kernels.sampling import SamplingBatch, make_sampling_batch
-from eagle_kit.serve.cycle import CycleSettings
-from eagle_kit.serve.engine import Engine
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
-from eagle_kit.speculation.propose.static import StaticDrafter
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.eagle1.static_tree import StaticDrafter
+from eagle_kit.engine.cycle import CycleSettings
+from eagle_kit.engine.engine import Engine
+from eagle_kit.ops.sampling import SamplingBatch, make_sampling_batch
 
 BATCH, NUM_LOGPROBS = 3, 3
 SAMPLING_PARAMS = {

@@ -3,9 +3,9 @@
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.request import Request
 
 PROMPTS = [[(7 * i + j * j) % 11 for j in range(3 + 9 * i)] for i in range(5)]
 

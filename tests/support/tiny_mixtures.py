@@ -11,9 +11,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
+from eagle_kit.ops.attention.prefill import prefill_attention
 
 SIZES = {
     "vocab_size": 271,

@@ -110,7 +110,7 @@ def save_target(folder: Path, *, modules: int = 1, copies: bool = True, **change
 
 def load_modules(folder, dtype=torch.float32, target=None):
     """MTP modules of a folder of their own, or of a target's."""
-    from eagle_kit.kinds.mtp import MTP
-    from eagle_kit.kinds.support.files import open_draft
+    from eagle_kit.drafts.files.draft_files import open_draft
+    from eagle_kit.drafts.mtp.kind import MTP
 
     return MTP.read(open_draft(folder), target, dtype=dtype)

@@ -12,10 +12,10 @@ from tiny import tiny_head, tiny_target
 from torch.nn import functional as F
 
 from eagle_kit.eval.diagnose.row import Text
-from eagle_kit.train.algorithm.loss import TTTBatch
-from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.target_features import capture_features
-from eagle_kit.train.algorithm.ttt import ttt_forward
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.target_features import capture_features
+from eagle_kit.objective.ttt import ttt_forward
 
 shared_folder: Path | None = None
 """Where the processes of a test session keep what one of them has trained; None without any."""

@@ -12,13 +12,13 @@ import torch
 from eagle_kit.config.drafts.base import HeadConfig
 from eagle_kit.config.drafts.shared_training import LossTrainingConfig
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.kernels.linear import Linear
-from eagle_kit.kinds.kind import HeadKind
-from eagle_kit.kinds.support.config_json import layer_to_dict
+from eagle_kit.drafts.base.kind import HeadKind
+from eagle_kit.drafts.files.config_json import layer_to_dict
 from eagle_kit.models.blocks.layers import Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig, TiedArchitecture
 from eagle_kit.models.config_parts import read_size
-from eagle_kit.models.heads.draft_head import Block, TiedHead
+from eagle_kit.models.draft_head import Block, TiedHead
+from eagle_kit.ops.linear import Linear
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from eagle_kit.serve.cycle import Emitted
-from eagle_kit.serve.engine import Engine
-from eagle_kit.serve.graph import GraphCall, GraphRunner, map_tensors
-from eagle_kit.serve.runner import Results
+from eagle_kit.engine.cycle import Emitted
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.graphs.cuda_graph import GraphCall, GraphRunner, map_tensors
+from eagle_kit.engine.runner import Results
 
 
 class AnyText:
@@ -27,7 +27,7 @@ class AnyText:
 
 
 def any_bits(matches, tree, vocab_size) -> torch.Tensor:
-    """Stand-in for :func:`~eagle_kit.serve.grammar.masks.allowed_bits`, which reads the tree on the host."""
+    """Stand-in for :func:`~eagle_kit.engine.grammar.masks.allowed_bits`, which reads the tree on the host."""
     b, n = tree.tokens.shape
     return torch.full((b, n, 4 * -(-vocab_size // 32)), 255, dtype=torch.uint8)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from eagle_kit.config.engine import GraphMode
-from eagle_kit.serve.graph import GraphCall, GraphRunner, map_tensors, write
+from eagle_kit.engine.graphs.cuda_graph import GraphCall, GraphRunner, map_tensors, write
 
 
 class UncapturedGraph:

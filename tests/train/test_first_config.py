@@ -7,7 +7,7 @@ import pytest
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.train.__main__ import main as train
-from tests.checkpoints.test_validate import make_target
+from tests.drafts.test_validate import make_target
 
 
 def test_a_first_config_is_one_that_the_trainer_reads(

@@ -20,7 +20,7 @@ from tiny_mtp import save_target
 from tiny_run import make_config, make_conversations, make_target
 
 from eagle_kit.config.drafts import HEADS
-from eagle_kit.kinds.registry import head_kinds
+from eagle_kit.drafts.registry import head_kinds
 from eagle_kit.train.__main__ import main
 
 GOLDEN = Path(__file__).with_name("golden")

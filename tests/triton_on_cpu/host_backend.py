@@ -138,7 +138,7 @@ class _Launcher:
 
 def kernel_name(function: Any) -> str:
     """Module and name of a kernel; of the project's kernels without the folder of all of them."""
-    return f"{function.__module__.removeprefix('eagle_kit.kernels.')}.{function.__name__}"
+    return f"{function.__module__.removeprefix('eagle_kit.ops.')}.{function.__name__}"
 
 
 def storages(values: list[Any]) -> list[tuple[int, int]]:

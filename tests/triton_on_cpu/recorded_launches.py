@@ -1,7 +1,7 @@
 """Record what each Triton launch of the self-check leaves in its tensors, under the interpreter or as C++.
 
 ``python -m tests.triton_on_cpu.recorded_launches FILE OPERATION...``: the interpreter runs the kernels
-if TRITON_INTERPRET is 1. Operations are folders of eagle_kit/kernels; without any, all are checked.
+if TRITON_INTERPRET is 1. Operations are folders of eagle_kit/ops; without any, all are checked.
 """
 
 import os
@@ -29,7 +29,7 @@ def record(operations: list[str]) -> list[tuple[str, list[torch.Tensor]]]:
         return call
 
     KernelInterface.__getitem__ = recorded
-    from eagle_kit.kernels.backend import use
+    from eagle_kit.ops.backend import use
     from kernel_lab import selfcheck
 
     with use("triton"):

@@ -19,7 +19,7 @@ class LossTrainingConfig(TrainingConfig):
     as DFlash's authors train; ``kl``, the divergence (same gradient, 0 at best); ``reverse-kl``; ``tv``,
     total variation, 1 minus the acceptance rate; ``lk-alpha``, the rate's negative logarithm; ``lk-hybrid``,
     from ``kl`` to ``tv`` as the rate grows. Formulas and sources are in
-    ``eagle_kit/kernels/draft_loss/reference.py``. Or several with their weights, for example ``{ce: 0.1, tv:
+    ``eagle_kit/ops/draft_loss/reference.py``. Or several with their weights, for example ``{ce: 0.1, tv:
     1.8}`` (DSpark's).
     """
 
@@ -59,7 +59,7 @@ class DPaceTrainingConfig(TrainingConfig):
     dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
     """Weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810, there 0.5), in
     place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step takes from those
-    behind it. Null does not. See ``eagle_kit/train/algorithm/dpace.py``.
+    behind it. Null does not. See ``eagle_kit/objective/dpace.py``.
     """
 
     @model_validator(mode="after")

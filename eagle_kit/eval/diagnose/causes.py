@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from eagle_kit.drafts.files.findings import TARGET_WEIGHTS, Finding, amount_of_training
 from eagle_kit.eval.diagnose.context import ContextReading
 from eagle_kit.eval.diagnose.fit import LOW_SHARE, Fit
 from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatReading
 from eagle_kit.eval.diagnose.hypotheses import LEAST_RATIO
 from eagle_kit.eval.diagnose.trials import LIKELY, SURE, Trial
-from eagle_kit.kinds.support.findings import TARGET_WEIGHTS, Finding, amount_of_training
 
 LEAST_EXCESS, LEAST_EXCESS_SHARE = 0.05, 0.15
 """Confidence above the target's probability that a fitting head does not have, and the share of its

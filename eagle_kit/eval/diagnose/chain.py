@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.eval.diagnose.row import Row, States
-from eagle_kit.models.heads.chain import ChainRows
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_chain import ChainRows
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 
 LOGIT_ROWS = 256

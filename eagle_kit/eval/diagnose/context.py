@@ -18,7 +18,7 @@ from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.hypotheses import Hypothesis
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.eval.diagnose.trials import Trial, compare, read
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 
 BORDERS = (0, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)

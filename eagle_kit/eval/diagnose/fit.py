@@ -16,7 +16,7 @@ import torch
 from eagle_kit.eval.diagnose.chain import Reading, Source
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.row import log_probs
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 
 LOW_SHARE = 0.2
 """First drafts accepted, below which a head is taken for wrong or unlearned rather than modest: a chain then

@@ -16,7 +16,7 @@ from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.replay import Messages, Replies
 from eagle_kit.eval.diagnose.row import Text, compute_states, log_probs, pack
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 
 MOST_CHATS = 16

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from eagle_kit.drafts.registry import kind_of
 from eagle_kit.eval.diagnose.chain import SERVED, View
-from eagle_kit.kinds.registry import kind_of
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.draft_head import DraftHead, StepForm
+from eagle_kit.models.draft_head import DraftHead, StepForm
 
 LAYERS, SHIFT, MAP = "layer ids", "one-slot shift", "vocabulary map"
 EMBEDDING, STATE, DTYPE, ROPE = "embedding", "norm convention", "dtype", "RoPE"

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.kinds.kind import EMBEDDING
-from eagle_kit.kinds.registry import find_head_kind
-from eagle_kit.kinds.support.copies import is_copy
-from eagle_kit.kinds.support.files import DraftFiles
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.drafts.base.kind import EMBEDDING
+from eagle_kit.drafts.files.copies import is_copy
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.drafts.files.draft_files import DraftFiles
+from eagle_kit.drafts.registry import find_head_kind
+from eagle_kit.engine.llm import LLM
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.llm import LLM
 
 MOST_WEIGHTS = 4e9
 """Parameters of the largest target that is loaded once more, in fp32."""
@@ -62,13 +62,13 @@ class Models:
 
 
 def load_models(files: DraftFiles, places: tuple[Path, Path], config: EngineConfig) -> Models:
-    """Load target and draft. Raises UserError as :class:`~eagle_kit.serve.llm.LLM` does.
+    """Load target and draft. Raises UserError as :class:`~eagle_kit.engine.llm.LLM` does.
 
     Args:
         files: of the draft.
         places: folders of target and draft.
     """
-    from eagle_kit.serve.api.startup import warnings_as_lines
+    from eagle_kit.server.api.startup import warnings_as_lines
 
     kind = find_head_kind(files)
     with warnings_as_lines(lambda line: None):  # they are among the findings

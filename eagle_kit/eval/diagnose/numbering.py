@@ -10,17 +10,17 @@ from typing import NamedTuple
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.drafts.eagle3.fused_states import SHIFTS, FusedStatesKind, unstated_ids
+from eagle_kit.drafts.files.draft_files import DraftFiles, open_draft
+from eagle_kit.drafts.registry import find_kind
+from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose.chain import Source, View, read_chain
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
-from eagle_kit.kinds.fused_states import SHIFTS, FusedStatesKind, unstated_ids
-from eagle_kit.kinds.registry import find_kind
-from eagle_kit.kinds.support.files import DraftFiles, open_draft
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import read_target_config, weight_files
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.api.startup import short_prompts
-from eagle_kit.serve.llm import LLM
+from eagle_kit.server.api.startup import short_prompts
 
 NUM_TOKENS = 32
 """Tokens of each reply that is drafted."""

@@ -12,9 +12,9 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.tasks.sets import load_task
+from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose.row import Text
 from eagle_kit.report.stages import Stages
-from eagle_kit.serve.llm import LLM
 
 FEWEST_PROMPTS = 8
 FEWEST_TOKENS = 200

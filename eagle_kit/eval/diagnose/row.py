@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.kernels.linear import linear
-from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.models.targets.target import Target
+from eagle_kit.ops.attention.packed import document_spans
+from eagle_kit.ops.linear import linear
 
 LOGIT_ROWS = 128
 """Rows whose logits over the target's vocabulary exist at the same time."""

@@ -8,12 +8,15 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.checkpoints.draft import resolve_draft
-from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import has_chat_template, template_hash
+from eagle_kit.drafts.files.draft import resolve_draft
+from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.findings import Finding
+from eagle_kit.drafts.files.validate import validate_draft
+from eagle_kit.drafts.registry import find_head_kind
 from eagle_kit.eval.diagnose.causes import Cause, Measured, causes_in_files, name_causes
 from eagle_kit.eval.diagnose.chain import Reading, Source, read_chain
 from eagle_kit.eval.diagnose.compare import Comparison, compare_server, gap
@@ -26,9 +29,6 @@ from eagle_kit.eval.diagnose.replay import DRAFTED, PLAIN, Replay, Replies, deco
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.eval.diagnose.server import Server, ServerReading
 from eagle_kit.eval.diagnose.trials import LIKELY, STEPS, Trial, compare, decoded, read, try_all
-from eagle_kit.kinds.registry import find_head_kind
-from eagle_kit.kinds.support.files import open_draft
-from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.report.stages import Stages
@@ -80,7 +80,7 @@ def diagnose(
     """Find out why few tokens of a draft head are accepted.
 
     Args:
-        draft: see :func:`~eagle_kit.checkpoints.draft.resolve_draft`.
+        draft: see :func:`~eagle_kit.drafts.files.draft.resolve_draft`.
         server: is asked the same prompts, and whether it is there before anything is loaded.
         is_quiet: without progress bars.
 

@@ -11,7 +11,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.counters import DRAFTED, DRAFTS, Snapshot, difference, root_of, take_snapshot
+from eagle_kit.eval.counters import DRAFTED, DRAFTS, Snapshot, difference, root_of, take_snapshot
 
 REPLY_S, ASK_S = 600, 10
 """Seconds that a server may take for a reply, and for anything else."""

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.engine.load_draft import copy_head
 from eagle_kit.eval.diagnose.chain import Reading, Source, View, read_chain
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.fit import LOW_SHARE, Fit, measure_fit
 from eagle_kit.eval.diagnose.hypotheses import MAP, Hypothesis
 from eagle_kit.eval.diagnose.row import Row
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.serve.drafts import copy_head
+from eagle_kit.models.draft_head import DraftHead
 
 STEPS = 4
 """Depth of the chains that are judged."""

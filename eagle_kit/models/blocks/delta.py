@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.linear import Linear
-from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.models.blocks.layers import Attend, RMSNorm, sigmoid
 from eagle_kit.models.blocks.recurrence import recur_of
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import DeltaConfig
+from eagle_kit.ops.linear import Linear
+from eagle_kit.ops.recurrence import Inputs
 
 LENGTH_EPS = 1e-6
 """Added to the squares of the lengths that queries and keys are divided by."""

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from eagle_kit.kernels.backend import is_differentiated
-from eagle_kit.kernels.linear import Linear
-from eagle_kit.kernels.norm import add_rms_norm, rms_norm
-from eagle_kit.kernels.rope import Rotation, Rows, rope_store
-from eagle_kit.kernels.swiglu import swiglu
 from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.config_parts import yarn_magnitude
+from eagle_kit.ops.backend import is_differentiated
+from eagle_kit.ops.linear import Linear
+from eagle_kit.ops.norm import add_rms_norm, rms_norm
+from eagle_kit.ops.rope import Rotation, Rows, rope_store
+from eagle_kit.ops.swiglu import swiglu
 
 
 class Attend(Protocol):
@@ -46,7 +46,7 @@ def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
     return None if kv_slots is None else kv_slots(layer)
 
 
-class OwnRows(NamedTuple):
+class ShardRows(NamedTuple):
     """Rows of a forward that this rank attends for, where ranks attend for different ones.
 
     Attributes:
@@ -60,9 +60,9 @@ class OwnRows(NamedTuple):
     most: int
 
 
-def own_rows_of(attend: Attend) -> OwnRows | None:
+def shard_rows_of(attend: Attend) -> ShardRows | None:
     """Rows that ``attend`` computes; None where it computes all."""
-    return getattr(attend, "own_rows", None)
+    return getattr(attend, "shard_rows", None)
 
 
 class RMSNorm(nn.Module):

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.linear import Linear
-from eagle_kit.kernels.norm import rms_norm
-from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.models.blocks.delta import ShortConvolution, softplus
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.recurrence import recur_of
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import MambaConfig
+from eagle_kit.ops.linear import Linear
+from eagle_kit.ops.norm import rms_norm
+from eagle_kit.ops.recurrence import Inputs
 
 
 class GroupedNorm(nn.Module):

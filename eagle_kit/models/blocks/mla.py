@@ -14,12 +14,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
-from eagle_kit.kernels.rope import Rotation, rope_store
-from eagle_kit.kernels.summation import pad_rows
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig
 from eagle_kit.models.config_parts import MLAConfig
+from eagle_kit.ops.cpu.summation import pad_rows
+from eagle_kit.ops.linear import Linear, MergedLinear, pack_merged, takes_packed
+from eagle_kit.ops.rope import Rotation, rope_store
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms inside the layer, independent of the config's ``rms_norm_eps``."""
@@ -167,7 +167,7 @@ def make_attention(config: DecoderConfig, input_size: int) -> Attention | Latent
 def _multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x [T, H, A]`` times ``weight [H, A, B]`` head by head -> ``[T, H, B]``.
 
-    On a CPU, inputs of few rows are padded (:mod:`eagle_kit.kernels.summation`): a token's logits must not
+    On a CPU, inputs of few rows are padded (:mod:`eagle_kit.ops.cpu.summation`): a token's logits must not
     depend on the number of tokens in its window.
     """
     rows = x.transpose(0, 1)

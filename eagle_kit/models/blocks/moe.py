@@ -7,11 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.experts import PackedExperts, experts, fp8_experts, pack_experts
-from eagle_kit.kernels.fp8 import FP8Weight
-from eagle_kit.kernels.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.models.blocks.layers import MLP, sigmoid
 from eagle_kit.models.config_parts import MoEConfig
+from eagle_kit.ops.experts import PackedExperts, experts, fp8_experts, pack_experts
+from eagle_kit.ops.fp8 import FP8Weight
+from eagle_kit.ops.linear import Linear, MergedLinear, pack_merged, takes_packed
 
 LEAST_SUM = 1e-20
 """Added to the sum that weights are divided by, so that they stay finite when all scores underflow."""
@@ -92,7 +92,7 @@ class Experts(nn.Module):
 
 
 class FP8Experts(nn.Module):
-    """Routed experts that hold :class:`~eagle_kit.kernels.fp8.FP8Weight`, in place of :class:`Experts`; not
+    """Routed experts that hold :class:`~eagle_kit.ops.fp8.FP8Weight`, in place of :class:`Experts`; not
     trained.
 
     Attributes:

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from eagle_kit.kernels.recurrence import Inputs, Text, TextPlan, convolved_texts, recurrent_texts
 from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.ops.recurrence import Inputs, Text, TextPlan, convolved_texts, recurrent_texts
 
 
 class Recur(Protocol):
@@ -24,7 +24,7 @@ class Recur(Protocol):
         C]``."""
 
     def recur(self, number: int, inputs: Inputs, *, delta: bool) -> torch.Tensor:
-        """Outputs ``[T, H, V]`` of a recurrence, see :mod:`eagle_kit.kernels.recurrence`."""
+        """Outputs ``[T, H, V]`` of a recurrence, see :mod:`eagle_kit.ops.recurrence`."""
 
 
 class HybridAttend(Attend, Recur, Protocol):

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch.nn.functional import pad
 
-from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.recurrence import recur_of
+from eagle_kit.ops.recurrence import Inputs
 
 NAME = "eagle_kit"
 TUNING = "_query_scale"

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.recurrence import Inputs
-from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.bridge.attention import Forward, running
 from eagle_kit.models.bridge.config import decoder_of
 from eagle_kit.models.bridge.model import BridgedModel, as_published
 from eagle_kit.models.bridge.records import GATHERED, GROUPED
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.recurrence import Inputs
 
 TREE = (-1, 0, 0, 1, 2)
 """Parents of the nodes of the tree, the root's is the end of its text."""

@@ -10,8 +10,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from eagle_kit.core.errors import UserError, first_line
-from eagle_kit.kernels.linear import Linear
-from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.bridge.attention import NAME, register
 from eagle_kit.models.bridge.config import (
@@ -24,6 +22,8 @@ from eagle_kit.models.bridge.config import (
 from eagle_kit.models.bridge.gate import check
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.targets.target import LogitForm, Target, TargetOutput
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.linear import Linear
 
 MAX_HEAD_SIZE = 256
 LAYER = re.compile(r"(^|\.)(?:layers|h|blocks|decoder_layers)\.(\d+)\.")

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.linear import Linear
-from eagle_kit.kernels.variant import AttentionVariant
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.bridge.attention import NAME, TUNING, Attended, Forward, current, running
 from eagle_kit.models.bridge.config import BridgedConfig, decoder_of, layers_of, norm_of, pin_rope
 from eagle_kit.models.bridge.records import GATHERED, GROUPED, LayerRecord, probe, use_experts
 from eagle_kit.models.bridge.recurrence import take_over_recurrence
 from eagle_kit.models.targets.target import LogitForm, Target, TargetOutput
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.linear import Linear
 
 GATHERED_ROWS, GATHERED_BYTES = 64, 2**30
 """Rows, and bytes, up to which the weights of a token's experts are gathered: the same bits for any number of

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.recurrence import Inputs
-from eagle_kit.kernels.variant import NO_LIMITS, AttentionVariant, Limits
 from eagle_kit.models.bridge.attention import Call, Forward, running
 from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
+from eagle_kit.ops.attention.variant import NO_LIMITS, AttentionVariant, Limits
+from eagle_kit.ops.recurrence import Inputs
 
 PROBE_TOKENS = 3
 GATHERED, GROUPED = "batched_mm", "grouped_mm"

@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.recurrence import Inputs
 from eagle_kit.models.bridge.attention import Handler, current
+from eagle_kit.ops.recurrence import Inputs
 
 EPS = 1e-6
 """Added to the square of the length that queries and keys are divided by."""

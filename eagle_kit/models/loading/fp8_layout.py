@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.kernels.fp8 import E4M3, FP8Weight
+from eagle_kit.ops.fp8 import E4M3, FP8Weight
 
 UNUSED = (
     ".input_scale",

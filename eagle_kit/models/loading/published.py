@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.kernels.fp8 import FP8Weight
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.fp8_layout import FP8Layout
+from eagle_kit.ops.fp8 import FP8Weight
 
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

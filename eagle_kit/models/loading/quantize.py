@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.fp8 import FP8Weight, quantize_fp8, stack_fp8
-from eagle_kit.kernels.linear import FP8Linear, Linear
 from eagle_kit.models.blocks.moe import Experts, FP8Experts
 from eagle_kit.models.loading.fp8_layout import FP8Layout
 from eagle_kit.models.loading.published import Part, take, take_fp8
+from eagle_kit.ops.fp8 import FP8Weight, quantize_fp8, stack_fp8
+from eagle_kit.ops.linear import FP8Linear, Linear
 
 Quantization = Literal["auto", "fp8", "none"]
 """Of linear layers and routed experts: fp8 where the checkpoint has them so, fp8 everywhere, or wide."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.collectives import Ranks
+from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.loading.arrangement import arrangement_of

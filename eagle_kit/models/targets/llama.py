@@ -12,18 +12,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.backend import current_device
-from eagle_kit.kernels.collectives import Ranks
-from eagle_kit.kernels.linear import Linear
-from eagle_kit.kernels.rope import Rotation
-from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.models.blocks.delta import GatedDeltaNet
-from eagle_kit.models.blocks.layers import MLP, Attend, OwnRows, RMSNorm, Rope, own_rows_of
+from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope, ShardRows, shard_rows_of
 from eagle_kit.models.blocks.mamba import Mamba2
 from eagle_kit.models.blocks.mla import make_attention
 from eagle_kit.models.blocks.moe import MoE
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import LogitForm, Target, TargetOutput
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.backend import current_device
+from eagle_kit.ops.linear import Linear
+from eagle_kit.ops.rope import Rotation
 
 
 def make_mlp(config: TargetConfig, layer: int) -> nn.Module:
@@ -63,7 +63,7 @@ class DecoderLayer(nn.Module):
         the next norm adds because it reads both."""
         if self.is_recurrent:
             added = self.linear_attn(normed, self.number, attend)
-        elif (own := own_rows_of(attend)) is not None:
+        elif (own := shard_rows_of(attend)) is not None:
             added = self._gathered(normed, rotation, attend, own)
         else:
             added = self.self_attn(normed, rotation, self.number, attend)
@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
         return h, self._summed(self.mlp(normed))
 
     def _gathered(
-        self, normed: torch.Tensor, rotation: Rotation, attend: Attend, own: OwnRows
+        self, normed: torch.Tensor, rotation: Rotation, attend: Attend, own: ShardRows
     ) -> torch.Tensor:
         """Outputs ``[T, H]`` of attention, which every rank computes for its own rows, whose ``rotation``
         is given."""
@@ -138,7 +138,7 @@ class LlamaModel(Target):
     ) -> TargetOutput:
         """See :class:`Target`."""
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
-        own = own_rows_of(attend)
+        own = shard_rows_of(attend)
         rotation = self.rope.at(positions if own is None else positions[own.rows])
         h = self.embed(ids)
         if self.config.embedding_scale != 1.0:

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.kernels.collectives import Ranks
-from eagle_kit.kernels.linear import FP8Linear, Linear
-from eagle_kit.kernels.packed_attention import packed_attention
-from eagle_kit.kernels.prefill_attention import prefill_attention
-from eagle_kit.kernels.variant import AttentionVariant
+from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.moe import FP8Experts
 from eagle_kit.models.blocks.recurrence import Hybrid, TextRecur
 from eagle_kit.models.config import TargetConfig
+from eagle_kit.ops.attention.packed import packed_attention
+from eagle_kit.ops.attention.prefill import prefill_attention
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.linear import FP8Linear, Linear
 
 
 class TargetOutput(NamedTuple):

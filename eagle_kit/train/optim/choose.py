@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.train.algorithm.module import TTTModule
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.fsdp import FullySharded
 from eagle_kit.train.optim.strategy import Replicated, Strategy
 from eagle_kit.train.optim.zero import Zero

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 
 
 class Ema:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.module import TTTModule
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.optimizer import check_moments, make_optimizer, set_learning_rate
 from eagle_kit.train.optim.strategy import Strategy, copy_head
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from eagle_kit.config.train import TrainingConfig
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 
 LEARNING_RATE_RATIO = "learning_rate_ratio"
 """Key of a parameter group: its learning rate as a multiple of the schedule's; 1 where it is missing."""

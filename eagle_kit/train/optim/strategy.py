@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from eagle_kit.config.train import TrainingConfig
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.batch import MicroBatch
-from eagle_kit.train.algorithm.loss import TTTOutput
-from eagle_kit.train.algorithm.module import TTTModule
-from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.objective.batch import MicroBatch
+from eagle_kit.objective.loss import TTTOutput
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.optimizer import MuonAdamW, check_moments, make_optimizer, set_learning_rate
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import torch
 
 from eagle_kit.config.train import TrainingConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.module import TTTModule
-from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.optimizer import make_optimizer, set_learning_rate
 from eagle_kit.train.optim.strategy import Strategy, copy_head
 

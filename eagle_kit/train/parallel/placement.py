@@ -13,11 +13,11 @@ import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.collectives import Ranks
-from eagle_kit.kernels.linear import Linear
+from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.targets.target import Target
+from eagle_kit.ops.linear import Linear
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState

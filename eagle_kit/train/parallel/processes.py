@@ -12,9 +12,9 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import expand
 from eagle_kit.core.process import num_cores, warn_of_spinning
-from eagle_kit.data.states.manifest import read_manifest
-from eagle_kit.kernels.cpu_memory import keep_large_blocks
-from eagle_kit.kernels.heartbeat import Heartbeat, launched_store
+from eagle_kit.data.hidden_states.manifest import read_manifest
+from eagle_kit.distributed.heartbeat import Heartbeat, launched_store
+from eagle_kit.ops.cpu.memory import keep_large_blocks
 from eagle_kit.train.parallel.placement import PATIENCE
 from eagle_kit.train.run.trackers import tracker_options
 
@@ -49,7 +49,7 @@ def make_accelerator(config: TrainConfig) -> "Accelerator":
     try:
         accelerator: Accelerator = accelerate.Accelerator(
             cpu=_is_on_cpu(),
-            mixed_precision="no",  # see eagle_kit.train.algorithm.module.autocast
+            mixed_precision="no",  # see eagle_kit.objective.ttt_module.autocast
             log_with=list(tracker_options(config)) or None,
             project_config=accelerate.utils.ProjectConfiguration(
                 project_dir=config.output_dir, logging_dir=os.path.join(config.output_dir, "tensorboard")

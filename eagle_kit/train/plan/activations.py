@@ -9,9 +9,9 @@ size of the MLP, Vd draft vocabulary.
 
 from typing import NamedTuple
 
-from eagle_kit.kernels.soft_cross_entropy.reference import GROUP_ROWS
-from eagle_kit.kinds.registry import kind_of
+from eagle_kit.drafts.registry import kind_of
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture
+from eagle_kit.ops.soft_cross_entropy.reference import GROUP_ROWS
 
 FP32 = 4
 GPU_LOGIT_ROWS = 4096

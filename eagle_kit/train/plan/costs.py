@@ -14,13 +14,13 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import RUNTIME_BYTES
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.data.chat.dataset import PreparedData
-from eagle_kit.data.states.format import bytes_per_token
-from eagle_kit.kernels.collectives import Share
+from eagle_kit.data.hidden_states.format import bytes_per_token
+from eagle_kit.distributed.collectives import Share
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
 from eagle_kit.models.sharding import Sharding
-from eagle_kit.train.algorithm.loss import LOSS_BLOCK, LOSS_BLOCK_ON_GPU
+from eagle_kit.objective.loss import LOSS_BLOCK, LOSS_BLOCK_ON_GPU
 from eagle_kit.train.plan.activations import Numerics, training_bytes
 from eagle_kit.train.plan.sizes import HeadArchitecture, HeadSizes, attended, head_sizes, num_weights
 

@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
-from eagle_kit.kernels.linear import linear
-from eagle_kit.kinds.registry import training_kind
+from eagle_kit.drafts.registry import training_kind
+from eagle_kit.ops.linear import linear
 from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, capture_flops, head_flops
 from eagle_kit.train.run.progress import format_seconds
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from eagle_kit.kinds.registry import kind_of
+from eagle_kit.drafts.registry import kind_of
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel

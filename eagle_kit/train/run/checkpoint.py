@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from eagle_kit.checkpoints.draft import load_draft, save_draft
-from eagle_kit.checkpoints.torch_file import save_torch_file
 from eagle_kit.core.errors import UserError, first_line
 from eagle_kit.core.files import check_disk_space, replacing, writing_remedy
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.drafts.files.draft import load_draft, save_draft
+from eagle_kit.drafts.files.torch_file import save_torch_file
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.train.optim.ema import Ema
 from eagle_kit.train.optim.optimizer import optimizer_name
 

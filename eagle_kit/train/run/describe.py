@@ -11,7 +11,7 @@ import torch
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.files import nearest_folder
 from eagle_kit.data.chat.preview import preview
-from eagle_kit.kinds.support.files import WEIGHTS_KEY
+from eagle_kit.drafts.files.draft_files import WEIGHTS_KEY
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import weight_bytes
 from eagle_kit.models.loading.source import resolve_target

@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable, Iterable
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.states.prefetch import Prefetcher
-from eagle_kit.data.states.store import StateStore
-from eagle_kit.train.algorithm.batch import MicroBatch
-from eagle_kit.train.algorithm.target_features import TargetFeatures
-from eagle_kit.train.states.source import StateSource
+from eagle_kit.data.hidden_states.prefetch import Prefetcher
+from eagle_kit.data.hidden_states.store import StateStore
+from eagle_kit.objective.batch import MicroBatch
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.train.run.state_source import StateSource
 
 
 class FeatureSource:

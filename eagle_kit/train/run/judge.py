@@ -14,10 +14,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.kernels.linear import packed_parts
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.engine.llm import LLM
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.llm import LLM
+from eagle_kit.ops.linear import packed_parts
 from eagle_kit.train.run.simulate import match_table, walk
 
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from eagle_kit.checkpoints.draft import resolve_draft, save_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
-from eagle_kit.kernels.device_memory import out_of_memory, reserve_segment, reserved_again
-from eagle_kit.kinds.kind import Start
-from eagle_kit.kinds.support.files import read_metadata
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.drafts.base.kind import InitContext
+from eagle_kit.drafts.files.draft import resolve_draft, save_draft
+from eagle_kit.drafts.files.draft_files import read_metadata
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.ops.device_memory import out_of_memory, reserve_segment, reserved_again
 from eagle_kit.report.environment import peak_memory_gb
 from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.optim.strategy import on_device
@@ -352,7 +352,7 @@ class Trainer:
     def _new_head(self) -> DraftHead:
         config, found = self.config, self.components
         draft = head_architecture(config, found.target.config, found.tokenizer)
-        start = Start(found.target, found.folder, found.data.vocab_map, self.accelerator.device)
+        start = InitContext(found.target, found.folder, found.data.vocab_map, self.accelerator.device)
         return new_head(config, draft, start)
 
     def _check_states(self, found: Checkpoint, now: str) -> None:

@@ -5,16 +5,16 @@ from typing import Any
 
 import torch
 
-from eagle_kit.checkpoints.draft import resolve_draft
 from eagle_kit.config.drafts.base import HeadConfig
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import template_hash
-from eagle_kit.kinds.kind import Start
-from eagle_kit.kinds.registry import training_kind
+from eagle_kit.drafts.base.kind import InitContext
+from eagle_kit.drafts.files.draft import resolve_draft
+from eagle_kit.drafts.registry import training_kind
 from eagle_kit.models.config import HeadArchitecture, TargetConfig
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 
 
 def head_architecture(config: TrainConfig, target: TargetConfig, tokenizer: Any) -> HeadArchitecture:
@@ -51,7 +51,7 @@ def check_steps(config: TrainConfig, draft: HeadArchitecture) -> None:
         )
 
 
-def new_head(config: TrainConfig, draft: HeadArchitecture, start: Start) -> DraftHead:
+def new_head(config: TrainConfig, draft: HeadArchitecture, start: InitContext) -> DraftHead:
     """A head with seeded weights, in fp32 and bound to the target."""
     torch.manual_seed(config.seed)
     head: DraftHead = training_kind(config).new_head(_here(config.head, start.target.config), draft, start)

@@ -12,11 +12,11 @@ from eagle_kit.core.files import expand
 from eagle_kit.data.chat.dataset import PreparedData, cache_root
 from eagle_kit.data.chat.template import set_chat_template, template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
+from eagle_kit.data.hidden_states import manifest as state_manifest
+from eagle_kit.data.hidden_states.store import StateStore
 from eagle_kit.data.packed_data import load_packed_data
-from eagle_kit.data.states import manifest as state_manifest
-from eagle_kit.data.states.store import StateStore
-from eagle_kit.kinds.registry import training_kind
-from eagle_kit.kinds.support.beginning import check_vocab_size
+from eagle_kit.drafts.base.initial_weights import check_vocab_size
+from eagle_kit.drafts.registry import training_kind
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint

@@ -11,8 +11,8 @@ Legend: T tokens of prompt and continuation, R rows of the continuation, S draft
 import torch
 
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.models.heads.chain import ChainRows
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_chain import ChainRows
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 
 

@@ -13,15 +13,15 @@ import torch
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.data.states.store import StateStore
-from eagle_kit.kernels.cpu_memory import release_free_memory
-from eagle_kit.models.heads.draft_head import DraftHead
-from eagle_kit.train.algorithm.batch import MicroBatch, make_micro_batch, row_weights
-from eagle_kit.train.algorithm.loss import Objective, TTTOutput
-from eagle_kit.train.algorithm.module import TTTModule
-from eagle_kit.train.algorithm.noise import add_noise
-from eagle_kit.train.algorithm.row_drop import RowDrop
-from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.data.hidden_states.store import StateStore
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.objective.batch import MicroBatch, make_micro_batch, row_weights
+from eagle_kit.objective.loss import Objective, TTTOutput
+from eagle_kit.objective.noise import add_noise
+from eagle_kit.objective.row_drop import RowDrop
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.objective.ttt_module import TTTModule
+from eagle_kit.ops.cpu.memory import release_free_memory
 from eagle_kit.train.optim.choose import make_strategy
 from eagle_kit.train.optim.ema import Ema
 from eagle_kit.train.optim.schedule import Schedule, ttt_length_at
@@ -31,7 +31,7 @@ from eagle_kit.train.run.clock import StepClock
 from eagle_kit.train.run.feature_source import FeatureSource
 from eagle_kit.train.run.order import DataOrder, parts_of
 from eagle_kit.train.run.setup import TrainingComponents
-from eagle_kit.train.states.source import state_source
+from eagle_kit.train.run.state_source import state_source
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

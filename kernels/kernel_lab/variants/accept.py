@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_kit.kernels.accept.triton import (
+from eagle_kit.ops.accept.triton import (
     _block,
     _excess,
     _follow,
@@ -11,7 +11,7 @@ from eagle_kit.kernels.accept.triton import (
     _walk,
     _walk_warps,
 )
-from eagle_kit.kernels.sampling.triton import chunk_size, num_chunks
+from eagle_kit.ops.sampling.triton import chunk_size, num_chunks
 from kernel_lab.variant import Variant
 
 

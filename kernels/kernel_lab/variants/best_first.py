@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_kit.kernels.best_first.triton import _best_first, _block, _num_warps
+from eagle_kit.ops.best_first.triton import _best_first, _block, _num_warps
 from kernel_lab.variant import Variant
 
 

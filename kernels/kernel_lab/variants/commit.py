@@ -1,6 +1,6 @@
 """Configurations of the kernel that commits accepted paths."""
 
-from eagle_kit.kernels.commit.triton import BLOCK, NUM_WARPS, _commit_path
+from eagle_kit.ops.commit.triton import BLOCK, NUM_WARPS, _commit_path
 from kernel_lab.variant import Variant
 
 

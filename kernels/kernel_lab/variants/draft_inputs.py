@@ -2,8 +2,8 @@
 
 import triton
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.draft_inputs.triton import _draft_inputs, _num_warps
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.draft_inputs.triton import _draft_inputs, _num_warps
 from kernel_lab.variant import Variant
 
 

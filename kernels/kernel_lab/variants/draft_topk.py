@@ -3,8 +3,8 @@
 import torch
 import triton
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.draft_topk.triton import PROGRAMS, _merge, _merge_options, _options, _tiles
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.draft_topk.triton import PROGRAMS, _merge, _merge_options, _options, _tiles
 from kernel_lab.variant import Variant
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.experts.triton import (
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.experts.triton import (
     ALIGN_BLOCK,
     COMBINE_BLOCK,
     COMBINE_WARPS,

@@ -1,8 +1,8 @@
 """Configurations of attention over latents."""
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.mla_attention.sizes import MAX_SPLITS, choose_blocks
-from eagle_kit.kernels.mla_attention.triton import _attend, _merge
+from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks
+from eagle_kit.ops.attention.mla.triton import _attend, _merge
+from eagle_kit.ops.capability import DeviceFacts
 from kernel_lab.variant import SHIPPED, WITH_FP8, Variant
 
 _INTEGERS = (

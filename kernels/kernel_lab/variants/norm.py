@@ -2,8 +2,8 @@
 
 import triton
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.norm.triton import _num_warps, _rms_norm
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.norm.triton import _num_warps, _rms_norm
 from kernel_lab.variant import Variant
 
 

@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_kit.kernels.norm.triton_backward import _backward, _num_warps
+from eagle_kit.ops.norm.triton_backward import _backward, _num_warps
 from kernel_lab.variant import Variant
 
 

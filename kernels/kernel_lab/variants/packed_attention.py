@@ -1,6 +1,6 @@
 """Configurations of attention over packed texts: the forward of training's attention without own keys."""
 
-from eagle_kit.kernels.capability import DeviceFacts
+from eagle_kit.ops.capability import DeviceFacts
 from kernel_lab.variant import Variant
 from kernel_lab.variants import ttt_attention as flash
 

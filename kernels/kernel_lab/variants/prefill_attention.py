@@ -1,12 +1,12 @@
 """Configurations of attention of prefill."""
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.prefill_attention.triton import _prefill
-from eagle_kit.kernels.window_attention.sizes import (
+from eagle_kit.ops.attention.prefill.triton import _prefill
+from eagle_kit.ops.attention.window.sizes import (
     block_d,
     choose_blocks,
     values_per_element,
 )
+from eagle_kit.ops.capability import DeviceFacts
 from kernel_lab.variant import SHIPPED, WITH_FP8, Variant
 from kernel_lab.variants.window_attention import narrow_loads
 

@@ -1,7 +1,7 @@
 """Configurations of recurrent layers."""
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.recurrence.triton import (
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.recurrence.triton import (
     CHUNK,
     _commit,
     _nodes,

@@ -1,7 +1,7 @@
 """Configurations of rotary embeddings with norms and stores."""
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.rope.triton import _blocks, _num_warps, _rope_store
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.rope.triton import _blocks, _num_warps, _rope_store
 from kernel_lab.variant import SHIPPED, WITH_FP8, Variant
 
 

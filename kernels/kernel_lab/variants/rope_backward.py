@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_kit.kernels.rope.triton_backward import HEADS, _rotate
+from eagle_kit.ops.rope.triton_backward import HEADS, _rotate
 from kernel_lab.variant import Variant
 
 

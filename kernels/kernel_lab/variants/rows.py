@@ -1,6 +1,6 @@
 """Configurations of the kernel that copies rows of several tables."""
 
-from eagle_kit.kernels.rows.triton import BLOCK, NUM_WARPS, _copy_rows
+from eagle_kit.ops.rows.triton import BLOCK, NUM_WARPS, _copy_rows
 from kernel_lab.variant import Variant
 
 

@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_kit.kernels.sampling.triton import (
+from eagle_kit.ops.sampling.triton import (
     _best,
     _draw,
     _draw_distinct,

@@ -1,7 +1,7 @@
 """Configurations of linear layers over few rows."""
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.small_linear.triton import PROGRAMS, _add_up, _multiply, choose_blocks
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.small_linear.triton import PROGRAMS, _add_up, _multiply, choose_blocks
 from kernel_lab.variant import Variant
 
 

@@ -1,6 +1,6 @@
 """Configurations of the soft cross-entropy."""
 
-from eagle_kit.kernels.soft_cross_entropy.triton import BLOCK, NUM_WARPS, _soft_cross_entropy
+from eagle_kit.ops.soft_cross_entropy.triton import BLOCK, NUM_WARPS, _soft_cross_entropy
 from kernel_lab.variant import Variant
 
 

@@ -1,7 +1,7 @@
 """Configurations of SwiGLU, forward and backward."""
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.swiglu.triton import _blocks, _swiglu, _swiglu_backward
+from eagle_kit.ops.capability import DeviceFacts
+from eagle_kit.ops.swiglu.triton import _blocks, _swiglu, _swiglu_backward
 from kernel_lab.variant import Variant
 
 

@@ -2,7 +2,7 @@
 
 import triton
 
-from eagle_kit.kernels.tree_build.triton import (
+from eagle_kit.ops.tree_build.triton import (
     _beam_options,
     _chain_build,
     _grow_beam,

@@ -4,8 +4,7 @@ from typing import Any
 
 import triton
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.ttt_attention.triton import (
+from eagle_kit.ops.attention.ttt.triton import (
     _backward_kv,
     _backward_own,
     _backward_q,
@@ -13,6 +12,7 @@ from eagle_kit.kernels.ttt_attention.triton import (
     _forward,
     _own_rows,
 )
+from eagle_kit.ops.capability import DeviceFacts
 from kernel_lab.variant import Variant
 
 

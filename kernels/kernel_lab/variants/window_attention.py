@@ -1,8 +1,7 @@
 """Configurations of attention of windows."""
 
-from eagle_kit.kernels.capability import DeviceFacts
-from eagle_kit.kernels.window_attention.merge import merge
-from eagle_kit.kernels.window_attention.sizes import (
+from eagle_kit.ops.attention.window.merge import merge
+from eagle_kit.ops.attention.window.sizes import (
     MIN_KEYS,
     WindowBlocks,
     block_d,
@@ -10,7 +9,8 @@ from eagle_kit.kernels.window_attention.sizes import (
     merged_rows,
     values_per_element,
 )
-from eagle_kit.kernels.window_attention.triton import _window
+from eagle_kit.ops.attention.window.triton import _window
+from eagle_kit.ops.capability import DeviceFacts
 from kernel_lab.variant import SHIPPED, WITH_FP8, Variant
 
 

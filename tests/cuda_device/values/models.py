@@ -14,12 +14,12 @@ from tiny_engine import serve
 from tiny_mixtures import YARN, untrained, v3
 
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.load_draft import copy_head
+from eagle_kit.engine.request import Request
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.target import Target
-from eagle_kit.serve.drafts import copy_head
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.request import Request
-from eagle_kit.speculation.propose.draft_model import DraftModel, HeadDraftModel, StandaloneDraftModel
 
 SIZES = {
     "hidden_size": 64,

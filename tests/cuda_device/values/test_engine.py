@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 from conformance import MAX_TOKENS, PROMPTS, SHAPES
 
-from eagle_kit.serve.request import Request
+from eagle_kit.engine.request import Request
 from tests.cuda_device.device import phase
 from tests.cuda_device.values.models import KINDS, Models, compare, make_request, serve_all
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from conformance import MAX_TOKENS, PROMPTS
 
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.request import Request
-from eagle_kit.serve.warm_up import warm_up
+from eagle_kit.engine.graphs.warm_up import warm_up
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.request import Request
 from tests.cuda_device.device import phase
 from tests.cuda_device.values.models import KINDS, Models, make_request, on_device, serve_all
 

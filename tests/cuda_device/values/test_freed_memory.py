@@ -9,8 +9,8 @@ from tiny import tiny_head, tiny_target
 from torch import nn
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.runner import Runner
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.runner import Runner
 from tests.cuda_device.values.models import SIZES
 
 PROMPTS = [[5, 6, 7], [1] * 20, [9, 8]]

@@ -13,10 +13,10 @@ from tiny_run import make_target
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.structured_outputs import Grammar
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.load_draft import copy_head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer
-from eagle_kit.serve.drafts import copy_head
-from eagle_kit.serve.llm import LLM
 from tests.cuda_device.device import phase
 
 SCHEMA = {

@@ -10,10 +10,10 @@ from tiny import tiny_head, tiny_target
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.serve.graph import GraphCall, GraphRunner, HostCopy
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.graphs.cuda_graph import GraphCall, GraphRunner, HostCopy
+from eagle_kit.engine.llm import LLM
 from tests.cuda_device.values.models import SIZES
-from tests.serve.test_published_parts import HEADS
+from tests.engine.test_published_parts import HEADS
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13], [20]]
 CUDA = torch.device("cuda", 0)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from eagle_kit.kernels.backend import use
-from eagle_kit.kernels.draft_topk import draft_topk
-from eagle_kit.kernels.norm import add_rms_norm
+from eagle_kit.ops.backend import use
+from eagle_kit.ops.draft_topk import draft_topk
+from eagle_kit.ops.norm import add_rms_norm
 from kernel_lab import selfcheck
 from kernel_lab.aot import kernel_modules
 from tests.cuda_device.device import phase
@@ -54,7 +54,7 @@ def test_kernels_of_a_graph_compute_with_the_inputs_of_each_replay(dtype):
 
 
 def test_a_kernel_refuses_a_tensor_of_the_host():
-    from eagle_kit.kernels.norm.triton import rms_norm
+    from eagle_kit.ops.norm.triton import rms_norm
 
     x = torch.randn(3, 8, device="cuda")
     with pytest.raises(ValueError, match="cannot be accessed from Triton"):

@@ -5,10 +5,10 @@ import torch
 from tiny import tiny_head, tiny_target
 from tiny_row import LENGTH, TinyRow
 
-from eagle_kit.kernels.backend import use
-from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
-from eagle_kit.train.algorithm.loss import Objective, TTTBatch, ttt_loss
-from eagle_kit.train.algorithm.target_features import TargetFeatures
+from eagle_kit.objective.batch import make_micro_batch, row_weights
+from eagle_kit.objective.loss import Objective, TTTBatch, ttt_loss
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.ops.backend import use
 
 STEPS = 2
 

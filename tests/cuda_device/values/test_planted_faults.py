@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from eagle_kit.serve import graph
-from eagle_kit.serve.request import Request
-from eagle_kit.serve.runner import Runner
+from eagle_kit.engine.graphs import cuda_graph as graph
+from eagle_kit.engine.request import Request
+from eagle_kit.engine.runner import Runner
 from tests.cuda_device.values.models import Models, make_request, serve_all
 
 LENGTHS = (4, 12, 16, 6, 9)

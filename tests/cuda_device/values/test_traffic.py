@@ -10,8 +10,8 @@ import pytest
 from conformance import VOCABULARY
 
 from eagle_kit.core.shape import ShapeTable
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.request import Request
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.request import Request
 from tests.cuda_device.device import phase
 from tests.cuda_device.values.models import KINDS, Models, compare, make_request, serve_all
 

@@ -9,10 +9,10 @@ import torch
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
-from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
-from eagle_kit.train.algorithm.loss import Objective
-from eagle_kit.train.algorithm.module import TTTModule
-from eagle_kit.train.algorithm.target_features import capture_features
+from eagle_kit.objective.batch import make_micro_batch, row_weights
+from eagle_kit.objective.loss import Objective
+from eagle_kit.objective.target_features import capture_features
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.strategy import Replicated
 from tests.cuda_device.device import phase
 from tests.cuda_device.values.models import SIZES

@@ -13,8 +13,8 @@ from chat_templates import tokenizer_for
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
-from eagle_kit.serve.api.prompts import chat_prompt, chat_tools
-from eagle_kit.serve.api.protocol import ChatMessages
+from eagle_kit.server.api.prompts import chat_prompt, chat_tools
+from eagle_kit.server.api.protocol import ChatMessages
 
 FORMATS = ("chatml", "hermes", "llama3", "qwen3", "deepseek_r1", "harmony", "gemma")
 WITH_TOOLS = ("hermes", "llama3", "qwen3", "harmony")

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eagle_kit.checkpoints.token_map import load_token_map
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.vocab_map import (
     VocabMap,
@@ -14,6 +13,7 @@ from eagle_kit.data.chat.vocab_map import (
     load_vocab_map,
     vocab_map_of,
 )
+from eagle_kit.drafts.files.token_map import load_token_map
 
 
 def tokens(found: VocabMap) -> list[int]:

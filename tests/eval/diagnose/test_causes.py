@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from eagle_kit.drafts.files.findings import Finding
 from eagle_kit.eval.diagnose.causes import Measured, causes_in_files, name_causes
 from eagle_kit.eval.diagnose.context import ContextReading
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
@@ -9,7 +10,6 @@ from eagle_kit.eval.diagnose.fit import Fit
 from eagle_kit.eval.diagnose.formats import WITH_TOOL, FormatReading
 from eagle_kit.eval.diagnose.hypotheses import Hypothesis
 from eagle_kit.eval.diagnose.trials import Trial
-from eagle_kit.kinds.support.findings import Finding
 
 
 def sure(mean: float, error: float = 0.01) -> Estimate:

@@ -10,11 +10,11 @@ from tiny_mtp import load_modules, save_target
 from tiny_rule import learned_head, learned_target
 
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.eval.diagnose.chain import Source, View, read_chain
 from eagle_kit.eval.diagnose.row import Text, compute_states, log_probs, pack
 from eagle_kit.eval.diagnose.trials import decoded
-from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 
 

@@ -14,20 +14,20 @@ from tiny import tiny_head
 from tiny_rule import VOCABULARY, learned_head, learned_target, texts
 from tiny_run import TEMPLATE, make_target
 
-from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli import app
 from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.files.draft import save_draft
+from eagle_kit.drafts.files.findings import Finding
+from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose import run as module
 from eagle_kit.eval.diagnose.causes import Cause
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.report import as_record, as_text
 from eagle_kit.eval.diagnose.run import Diagnosis, diagnose, diagnose_models
 from eagle_kit.eval.diagnose.server import Server
-from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
-from tests.serve.api.serving import serving
+from tests.server.api.serving import serving
 
 NUM_TEXTS = 16
 """Replies of a head that has learned a rule: enough to tell its misreading from chance."""

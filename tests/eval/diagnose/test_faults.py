@@ -10,6 +10,7 @@ from tiny import tiny_dflash, tiny_dspark, tiny_head, tiny_target
 from tiny_rule import learned_head, learned_target, texts
 
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.engine.load_draft import copy_head
 from eagle_kit.eval.diagnose.causes import Cause, Measured, name_causes
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.context import read_context
@@ -21,7 +22,6 @@ from eagle_kit.eval.diagnose.run import Basis, likely_misreading
 from eagle_kit.eval.diagnose.server import ServerReading
 from eagle_kit.eval.diagnose.trials import STEPS, decoded, read, try_all
 from eagle_kit.models.blocks.layers import RMSNorm
-from eagle_kit.serve.drafts import copy_head
 
 
 def diagnosed(head, target=None, late: int = 0) -> list[Cause]:

@@ -8,8 +8,8 @@ from tiny import tiny_head
 from tiny_rule import learned_head, learned_target, texts
 from tiny_run import make_target
 
-from eagle_kit.checkpoints.draft import save_draft
 from eagle_kit.cli.app import main
+from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.eval.diagnose.numbering import compare_numberings, measure_numbering, readings_of
 from eagle_kit.models.loading.loader import load_target
 

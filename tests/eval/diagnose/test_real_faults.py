@@ -13,8 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.diagnose import DiagnoseConfig
+from eagle_kit.drafts.eagle3.head import Eagle3Head
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.drafts.files.findings import Finding
+from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose.causes import name_causes
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.hypotheses import hypotheses
@@ -23,12 +26,9 @@ from eagle_kit.eval.diagnose.replay import decode_replies
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.run import Basis, diagnose, make_basis, measure
 from eagle_kit.eval.diagnose.trials import STEPS, decoded
-from eagle_kit.kinds.support.findings import Finding
 from eagle_kit.models.blocks.layers import RMSNorm, Rope
-from eagle_kit.models.heads.eagle3 import Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.report.stages import Stages
-from eagle_kit.serve.llm import LLM
 
 pytestmark = [pytest.mark.nightly, pytest.mark.real]
 TARGET, HEAD = "smollm2-135m-instruct", Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-eagle3"

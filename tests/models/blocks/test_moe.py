@@ -8,10 +8,10 @@ import torch
 from tiny_mixtures import MIXTURES, randomised, run
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from eagle_kit.kernels.experts import experts, pack_experts, reference
 from eagle_kit.models.blocks.moe import Gate, MoE
 from eagle_kit.models.config_parts import MoEConfig
 from eagle_kit.models.loading.loader import load_target
+from eagle_kit.ops.experts import experts, pack_experts, reference
 
 T, E, K, H, INNER = 23, 7, 3, 32, 24
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kernels.variant import NO_LIMITS
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.options import without_graphs
 from eagle_kit.models.blocks.recurrence import TextRecur
 from eagle_kit.models.bridge.attention import Attended
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
@@ -23,9 +24,8 @@ from eagle_kit.models.bridge.records import Probe
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.models.targets.target import LogitForm
-from eagle_kit.serve.llm import LLM
-from eagle_kit.serve.options import without_graphs
-from eagle_kit.train.algorithm.teacher import draft_vocab_mass, draft_vocab_probs
+from eagle_kit.objective.teacher import draft_vocab_mass, draft_vocab_probs
+from eagle_kit.ops.attention.variant import NO_LIMITS
 
 
 def save(model, folder, **changes):

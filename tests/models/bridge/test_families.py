@@ -8,10 +8,10 @@ from families import FAMILIES, family_config, family_model
 from tiny import tiny_head
 
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.bridge.gate import own_forward
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
 
 QUICK = ("gemma2", "gpt_oss", "llama4_text", "qwen3_next", "falcon_h1")
 """Run in every tier: between them they have every variant of attention."""

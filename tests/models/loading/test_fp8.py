@@ -11,11 +11,11 @@ from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kernels.fp8 import E4M3, MAX, quantize_fp8
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.loading.fp8_layout import FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.loader import load_target, read_raw_config
 from eagle_kit.models.loading.share import load_share
-from eagle_kit.serve.llm import LLM
+from eagle_kit.ops.fp8 import E4M3, MAX, quantize_fp8
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CONVENTIONS = {

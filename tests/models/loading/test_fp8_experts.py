@@ -14,12 +14,12 @@ from tiny_engine import decode, resolved
 from tiny_mixtures import MIXTURES, randomised, run, v3
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kernels.fp8 import E4M3, MAX, quantize_fp8
-from eagle_kit.kernels.linear import FP8Linear
+from eagle_kit.engine.memory.engine_memory import plan_memory
 from eagle_kit.models.blocks.moe import Experts, FP8Experts
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
-from eagle_kit.serve.memory import plan_memory
+from eagle_kit.ops.fp8 import E4M3, MAX, quantize_fp8
+from eagle_kit.ops.linear import FP8Linear
 
 OF_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 32]}
 LAYOUTS = {

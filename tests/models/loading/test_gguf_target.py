@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.support.findings import target_name
+from eagle_kit.drafts.files.findings import target_name
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 from tests.support.tiny_run import TEMPLATE

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds.support.files import open_draft
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.files.draft_files import open_draft
 from eagle_kit.models.loading.loader import load_target, read_target_config, target_fingerprint
 
 SIZES = {

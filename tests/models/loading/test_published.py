@@ -9,9 +9,9 @@ from tiny import randomise
 from tiny_mixtures import DEEPSEEK, MIXTURES, randomised, v3
 
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.count import layer_weights
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
 

@@ -5,7 +5,7 @@ import torch
 from tiny_mixtures import DEEPSEEK, randomised, run
 
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.train.algorithm.target_features import capture_features
+from eagle_kit.objective.target_features import capture_features
 
 
 @pytest.mark.parametrize("name", DEEPSEEK)

@@ -7,17 +7,17 @@ import torch
 from families import family_config, family_model
 from tiny import tiny_head
 
-from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kernels.linear import FP8Linear, Linear
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.files.validate import validate_draft
+from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.load_draft import load_draft_model
 from eagle_kit.models.bridge.model import BridgedModel
 from eagle_kit.models.count import layer_weights
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.drafts import load_draft_model
-from eagle_kit.serve.llm import LLM
-from eagle_kit.speculation.propose.draft_model import HeadDraftModel
+from eagle_kit.ops.linear import FP8Linear, Linear
 
 FALCON = "mamba", "time", "ssm", "mlp_m", "key_m", "lm_head_m"
 """How keys of Falcon-H1's configs begin."""

@@ -6,9 +6,9 @@ from tiny import tiny_target
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eagle_kit.kernels.backend import use
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PoolLayout
+from eagle_kit.ops.backend import use
 
 LAYER = ["mm", "rope_store", "window_attention", "mm", "add_rms_norm", "mm", "swiglu", "mm", "add_rms_norm"]
 NO_LAUNCH = {"empty", "empty_like", "new_empty", "_unsafe_view", "device"}

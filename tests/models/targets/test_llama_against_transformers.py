@@ -13,9 +13,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from eagle_kit.kernels.prefill_attention import prefill_attention
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.targets.llama import LlamaModel, TargetOutput
+from eagle_kit.ops.attention.prefill import prefill_attention
 
 SIZES = {
     "vocab_size": 271,

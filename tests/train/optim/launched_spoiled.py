@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.__main__ import main
-from eagle_kit.train.algorithm.module import TTTModule
 from eagle_kit.train.run import step as run_step
 from eagle_kit.train.run.checkpoint import TrainState
 

@@ -18,13 +18,13 @@ from eagle_kit.config.drafts.blocks import DSparkHeadConfig
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.config.training import FeatureNoise, TrainingConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.kinds import registry
+from eagle_kit.drafts import registry
+from eagle_kit.drafts.dspark.head import DSparkHead
+from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.dspark import DSparkHead
-from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
-from eagle_kit.train.algorithm.batch import MicroBatch
-from eagle_kit.train.algorithm.module import TTTModule
-from eagle_kit.train.algorithm.noise import add_noise
+from eagle_kit.objective.batch import MicroBatch
+from eagle_kit.objective.noise import add_noise
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.choose import make_strategy
 from eagle_kit.train.optim.ema import Ema
 from eagle_kit.train.optim.optimizer import MuonAdamW, make_optimizer, set_learning_rate

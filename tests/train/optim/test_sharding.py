@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from eagle_kit.checkpoints.draft import load_draft
+from eagle_kit.drafts.files.draft import load_draft
 
 REPOSITORY = Path(__file__).parents[3]
 STRATEGIES = ("fsdp2", "multi-gpu", "zero2", "zero3")

@@ -14,12 +14,12 @@ from tiny_run import make_target
 from transformers import AutoModelForCausalLM
 
 from eagle_kit.config.train import JudgeConfig
-from eagle_kit.kernels.packed_attention import document_spans
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.train.algorithm.target_features import TargetFeatures, capture_features
+from eagle_kit.objective.target_features import TargetFeatures, capture_features
+from eagle_kit.ops.attention.packed import document_spans
 from eagle_kit.train.parallel.placement import between_whole_ends, load_cut
 from eagle_kit.train.run.judge import Judge
-from eagle_kit.train.states.source import state_source
+from eagle_kit.train.run.state_source import state_source
 
 LAYERS = (1, 2, 3)
 LENGTHS = ((37, 1, 20), (11, 50), (64,), (5, 5, 5, 5))

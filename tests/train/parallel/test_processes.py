@@ -13,7 +13,7 @@ from accelerate.state import AcceleratorState
 
 from eagle_kit.config.train import DataConfig, TrainConfig
 from eagle_kit.core.process import num_cores
-from eagle_kit.kernels.heartbeat import LEFT, launched_store
+from eagle_kit.distributed.heartbeat import LEFT, launched_store
 from eagle_kit.train.parallel.processes import make_process_state, watching
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from eagle_kit.cli import main
-from eagle_kit.data.states.store import StateStore
+from eagle_kit.data.hidden_states.store import StateStore
 
 TRAINING = {"sequences_per_step": 4, "epochs": 20, "save_every": 2, "precision": "float32"}
 

@@ -11,17 +11,17 @@ from tiny import randomise, tiny_target
 from tiny_mixtures import v3
 
 from eagle_kit.config.training import RowSampling
-from eagle_kit.kernels.backend import triton_available, use
+from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
+from eagle_kit.drafts.p_eagle.head import PEagleConfig, PEagleHead
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.dflash import DFlashConfig, DFlashHead
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
-from eagle_kit.models.heads.p_eagle import PEagleConfig, PEagleHead
-from eagle_kit.train.algorithm.loss import LOSS_BLOCK, TTTBatch
-from eagle_kit.train.algorithm.row_drop import RowDrop
-from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.target_features import TargetFeatures
-from eagle_kit.train.algorithm.ttt import run_steps, ttt_forward_backward
+from eagle_kit.objective.loss import LOSS_BLOCK, TTTBatch
+from eagle_kit.objective.row_drop import RowDrop
+from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.objective.ttt import run_steps, ttt_forward_backward
+from eagle_kit.ops.backend import triton_available, use
 from eagle_kit.train.plan.activations import Numerics, saved_bytes, training_bytes
 
 LLAMA = {"hidden_size": 160, "num_heads": 5, "num_kv_heads": 1, "head_dim": 30, "intermediate_size": 448}

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from eagle_kit.config.train import DataConfig, TrainConfig
+from eagle_kit.drafts.dflash.head import DFlashConfig
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.p_eagle.head import PEagleConfig
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.dflash import DFlashConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.models.heads.p_eagle import PEagleConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.plan.costs import (
     Costs,

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle_kit.config.train import DataConfig, JudgeConfig, TrainConfig
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.draft_head import DraftHead
+from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target, read_target_config
 from eagle_kit.train.parallel.placement import between_whole_ends, load_cut
 from eagle_kit.train.plan.costs import Costs, Layout

@@ -9,12 +9,12 @@ from typing import Literal
 import pytest
 import torch
 
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
-from eagle_kit.train.algorithm.loss import TTTBatch
-from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.target_features import TargetFeatures
-from eagle_kit.train.algorithm.ttt import ttt_forward
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.objective.ttt import ttt_forward
 
 LONG = """
 import json, sys
@@ -22,7 +22,8 @@ import torch
 torch.set_num_threads(1)
 sys.path.insert(0, "tests/train/plan")
 from test_memory import make_head, one_step, rows_of
-from eagle_kit.kernels.ttt_attention import cpu, reference
+from eagle_kit.ops.attention.ttt import cpu
+from eagle_kit.ops.attention.ttt import reference
 from eagle_kit.report.environment import peak_memory_gb
 
 if sys.argv[1] == "scores":  # what must not happen: one softmax over all keys, with its scores kept
@@ -150,7 +151,7 @@ def test_checkpointed_steps_keep_less() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_attention_keeps_no_scores_in_any_form(backend: Literal["cpu", "reference"]) -> None:
     """Twice the row, twice the bytes: with scores or masks it would be four times."""
-    from eagle_kit.kernels.ttt_attention import plan_rows, ttt_attention
+    from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
 
     def kept(length: int) -> int:
         seen: dict[int, int] = {}

@@ -12,7 +12,7 @@ from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import GPUS, find_gpu
-from eagle_kit.kinds.registry import kind_of
+from eagle_kit.drafts.registry import kind_of
 from eagle_kit.models.bridge.config import BridgedConfig
 from eagle_kit.models.loading.known_targets import KNOWN_TARGETS
 from eagle_kit.models.targets.llama import LlamaModel

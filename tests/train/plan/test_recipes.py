@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
+from eagle_kit.drafts.files.draft import load_draft
 
 STUDIES = Path(__file__).parents[3] / "recipes" / "studies"
 

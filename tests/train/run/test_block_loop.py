@@ -7,15 +7,15 @@ import torch
 from tiny import tiny_target
 from tiny_run import make_config
 
-from eagle_kit.checkpoints.draft import load_draft
-from eagle_kit.checkpoints.export import export_draft
-from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.kinds.registry import training_kind
-from eagle_kit.models.heads.dspark import DSparkHead
+from eagle_kit.drafts.dspark.head import DSparkHead
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.drafts.files.export import export_draft
+from eagle_kit.drafts.files.validate import validate_draft
+from eagle_kit.drafts.registry import training_kind
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
 from eagle_kit.train.__main__ import main as train
 
 HEAD = "head={kind: dflash, num_layers: 2, block_size: 4}"

@@ -9,12 +9,12 @@ from kinds_of import algorithm_of
 from safetensors.torch import load_file
 from tiny_mtp import save_target
 
-from eagle_kit.checkpoints.draft import load_draft
-from eagle_kit.checkpoints.export import export_draft
-from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.drafts.files.export import export_draft
+from eagle_kit.drafts.files.validate import validate_draft
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
 from eagle_kit.train.run.simulate import match_table
 
 HEADS = {
@@ -164,9 +164,9 @@ def test_the_match_table_of_several_modules_is_what_serving_drafts(tmp_path):
     from tiny_engine import resolved
 
     from eagle_kit.core.shape import SpecShape
-    from eagle_kit.serve.drafts import load_draft_model
-    from eagle_kit.serve.engine import Engine
-    from eagle_kit.serve.request import Request
+    from eagle_kit.engine.engine import Engine
+    from eagle_kit.engine.load_draft import load_draft_model
+    from eagle_kit.engine.request import Request
 
     save_target(tmp_path / "t", modules=3, vocab_size=11)
     target = load_target(tmp_path / "t")
@@ -215,11 +215,11 @@ def test_modules_that_a_curriculum_has_not_come_to_have_gradients_of_zeros(deeps
     """Other processes wait for the gradient of every weight."""
     from eagle_kit.config.train import TrainingConfig
     from eagle_kit.data.chat.dataset import load_prepared
-    from eagle_kit.models.heads.mtp import MTPConfig, MTPHead
+    from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
     from eagle_kit.models.loading.source import load_tokenizer
-    from eagle_kit.train.algorithm.batch import make_micro_batch, row_weights
-    from eagle_kit.train.algorithm.module import TTTModule
-    from eagle_kit.train.algorithm.target_features import capture_features
+    from eagle_kit.objective.batch import make_micro_batch, row_weights
+    from eagle_kit.objective.target_features import capture_features
+    from eagle_kit.objective.ttt_module import TTTModule
 
     run = deepseek_run()
     assert run("--max-steps", "1") == 0

@@ -10,16 +10,16 @@ from kinds_of import algorithm_of
 from published_eagle1 import PublishedEagle1
 from safetensors.torch import load_file
 
-from eagle_kit.checkpoints.draft import load_draft
-from eagle_kit.checkpoints.export import export_draft
-from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.cli import main
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.models.heads.eagle1 import Eagle1Config, Eagle1Head
+from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.drafts.files.export import export_draft
+from eagle_kit.drafts.files.validate import validate_draft
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
 from eagle_kit.train.plan.sizes import head_sizes
 
 NOISE = {"kind": "uniform", "amount": 0.1, "per_tokens": 512}
@@ -115,7 +115,7 @@ def test_the_saved_head_is_the_published_definition(eagle1_run, tmp_path):
     head = load_draft(folder, target=target)
     assert isinstance(head, Eagle1Head) and head.training and all(p.requires_grad for p in head.parameters())
     hidden, ids = torch.randn(11, 64, generator=torch.Generator().manual_seed(0)), torch.arange(40, 51)
-    from eagle_kit.kernels.prefill_attention import prefill_attention
+    from eagle_kit.ops.attention.prefill import prefill_attention
 
     embeds = target.embed(ids)
     ours = head(hidden, embeds, torch.arange(11), lambda layer, q, k, v: prefill_attention(q, k, v, 0.25))

@@ -9,9 +9,9 @@ import pytest
 import torch
 import yaml
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.train.algorithm.module import TTTModule
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.objective.ttt_module import TTTModule
 from eagle_kit.train.optim.strategy import Strategy
 from eagle_kit.train.parallel.processes import with_precision
 

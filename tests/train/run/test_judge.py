@@ -12,9 +12,9 @@ from tiny_run import PackedRows, packed_row_of
 from eagle_kit.config.train import DataConfig, JudgeConfig, TrainConfig, TrainingConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.models.heads.eagle3 import Eagle3Head
+from eagle_kit.drafts.eagle3.head import Eagle3Head
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.targets.llama import LlamaModel
-from eagle_kit.serve.llm import LLM
 from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.parallel.processes import make_accelerator
 from eagle_kit.train.run.checkpoint import TrainState

@@ -11,11 +11,11 @@ import pytest
 import torch
 import yaml
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.config.train import JudgeConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.llm import LLM
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.engine.llm import LLM
 from eagle_kit.train.run.judge import choose_prompts
 
 

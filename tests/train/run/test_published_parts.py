@@ -9,12 +9,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from eagle_kit.checkpoints.draft import load_draft
-from eagle_kit.checkpoints.export import export_draft, import_draft
-from eagle_kit.checkpoints.validate import validate_draft
 from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.drafts.files.export import export_draft, import_draft
+from eagle_kit.drafts.files.validate import validate_draft
+from eagle_kit.engine.llm import LLM
 from eagle_kit.models.loading.loader import load_target
-from eagle_kit.serve.llm import LLM
 
 EAGLE3 = {"draft_vocab_size": 250, "intermediate_size": 80, "aux_layer_ids": [1, 2, 3]}
 HEADS = {
@@ -97,7 +97,7 @@ def test_a_narrower_head_of_another_trainer_is_trained_on(run_of, tmp_path):
     """Its embedding is its own: it is trained, and comes out with the head."""
     from tiny import tiny_head
 
-    from eagle_kit.checkpoints.draft import save_draft
+    from eagle_kit.drafts.files.draft import save_draft
 
     run = run_of({"start_from": str(tmp_path / "narrow")}, training={"save_every": 4})
     target = str(run.output.parent / "target")

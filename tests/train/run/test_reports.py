@@ -18,11 +18,11 @@ import torch
 from accelerate.state import AcceleratorState
 from tiny_run import make_config
 
-from eagle_kit.checkpoints.draft import load_draft
 from eagle_kit.cli import app
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.stats import SpecStats
+from eagle_kit.drafts.files.draft import load_draft
 from eagle_kit.report.plots import has_matplotlib
 from eagle_kit.train.__main__ import main
 from eagle_kit.train.run import clock, progress

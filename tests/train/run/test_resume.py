@@ -17,7 +17,7 @@ import torch
 import yaml
 from nodes import run_nodes, train_on_forked_nodes
 
-from eagle_kit.checkpoints.draft import load_draft
+from eagle_kit.drafts.files.draft import load_draft
 from eagle_kit.train.run.checkpoint import load_checkpoint
 
 REPOSITORY = Path(__file__).parents[3]

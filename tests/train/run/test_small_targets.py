@@ -9,7 +9,7 @@ import yaml
 
 from eagle_kit.cli import main
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.serve.llm import LLM
+from eagle_kit.engine.llm import LLM
 from recipes.cli import main as make_recipe
 
 ANIMALS = ("cat", "dog", "hen", "fox", "owl", "bee")

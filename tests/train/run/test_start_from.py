@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_run import make_config, make_conversations
 
-from eagle_kit.checkpoints.draft import load_draft
-from eagle_kit.checkpoints.export import export_draft
+from eagle_kit.drafts.files.draft import load_draft
+from eagle_kit.drafts.files.export import export_draft
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.__main__ import main
 
@@ -101,8 +101,8 @@ def test_what_does_not_fit_is_refused(trained, tmp_path, capsys, head, said):
 
 def test_a_head_that_can_say_more_than_the_tokenizer_has_is_a_beginning(trained, tmp_path, capsys):
     """A target's vocabulary is often padded: a head over all of it names rows that no token has."""
-    from eagle_kit.checkpoints.draft import save_draft
-    from eagle_kit.models.heads.eagle3 import Eagle3Config, Eagle3Head
+    from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+    from eagle_kit.drafts.files.draft import save_draft
     from eagle_kit.models.loading.loader import read_target_config
 
     target = read_target_config(trained / "target")

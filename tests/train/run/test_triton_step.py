@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny import tiny_head, tiny_target
 
-from eagle_kit.kernels.backend import use
-from eagle_kit.train.algorithm.loss import TTTBatch
-from eagle_kit.train.algorithm.row_plan import plan_row
-from eagle_kit.train.algorithm.target_features import capture_features
-from eagle_kit.train.algorithm.ttt import ttt_forward_backward
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.target_features import capture_features
+from eagle_kit.objective.ttt import ttt_forward_backward
+from eagle_kit.ops.backend import use
 
 STEPS, LENGTH = 3, 33
 CALLS = {  # a layer of the target, a step of training-time test, its backward, a block of rows
@@ -24,9 +24,9 @@ CALLS = {  # a layer of the target, a step of training-time test, its backward, 
 @pytest.fixture
 def calls(triton_device, monkeypatch):
     """How often each of the trainer's Triton forms has been called; packed attention calls TTT attention."""
-    from eagle_kit.kernels.packed_attention import triton as packed
-    from eagle_kit.kernels.soft_cross_entropy import triton as loss
-    from eagle_kit.kernels.ttt_attention import triton as ttt
+    from eagle_kit.ops.attention.packed import triton as packed
+    from eagle_kit.ops.attention.ttt import triton as ttt
+    from eagle_kit.ops.soft_cross_entropy import triton as loss
 
     counts = {}
 

@@ -16,8 +16,8 @@ from eagle_kit.data.chat.forms import to_conversation
 from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.data.chat.reply.parts import Call, ReplyParts, read_reply
 from eagle_kit.data.chat.rows import tokenize_chat
+from eagle_kit.engine.text_stream import TextStream
 from eagle_kit.models.loading.source import load_tokenizer
-from eagle_kit.serve.text_stream import TextStream
 
 FORMS = {
     "chatml": "reasoning none, tool calls none",

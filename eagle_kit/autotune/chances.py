@@ -1,0 +1,93 @@
+"""Chances of acceptance as log-odds, which easier and harder text shifts.
+
+Legend: M shapes, C classes of confidence, S steps of the deepest shape, G values of ease.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from eagle_kit.autotune.acceptance import AcceptanceTable
+from eagle_kit.core.shape import SpecShape
+
+LEAST, MOST = 0.02, 0.98
+"""Bounds of a chance: text that was never seen may be different."""
+UNKNOWN = 0.05
+"""Chance of a depth that was never reached."""
+LEAST_EASE, MOST_EASE = -6.0, 6.0
+EASES = np.linspace(LEAST_EASE, MOST_EASE, 49)
+EASE_SPACING = float(EASES[1] - EASES[0])
+VARIANCE, CHANGE = 1.0, 0.01
+"""Variance of the ease of texts beside what they have in common, and what is added to that of a request's
+with every cycle: texts change."""
+
+
+def conditional_log_odds(acceptance: AcceptanceTable, shapes: Sequence[SpecShape]) -> np.ndarray:
+    """Log-odds ``[M, C, S]`` that each depth is accepted once the one before it was; -inf beyond a shape's
+    steps."""
+    deepest = max(shape.steps for shape in shapes)
+    odds = np.full((len(shapes), len(acceptance.edges) + 1, deepest), -np.inf)
+    for i, shape in enumerate(shapes):
+        if not shape.steps:
+            continue
+        reach = acceptance.reach[shape]
+        before = np.concatenate([np.ones((len(reach), 1)), reach[:, :-1]], 1)
+        chance = np.divide(reach, before, out=np.full(reach.shape, UNKNOWN), where=before > 0)
+        chance = chance.clip(LEAST, MOST)
+        odds[i, :, : shape.steps] = np.log(chance / (1 - chance))
+    return odds
+
+
+def reach_of(odds: np.ndarray, eases: np.ndarray) -> np.ndarray:
+    """Chance ``[G, M, C, S]`` that each depth is accepted with all before it, of text of every ease."""
+    reach: np.ndarray = sigmoid(odds[None] + eases[:, None, None, None]).cumprod(3)
+    return reach
+
+
+def expected_lengths(odds: np.ndarray, eases: np.ndarray) -> np.ndarray:
+    """Tokens per verify ``[G, M, C]`` of text of every ease ``[G]``."""
+    lengths: np.ndarray = 1.0 + reach_of(odds, eases).sum(3)
+    return lengths
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    """Chance of log-odds ``x``."""
+    with np.errstate(over="ignore"):
+        chance: np.ndarray = 1.0 / (1.0 + np.exp(-x))
+    return chance
+
+
+def chance_of(odds: float) -> float:
+    """Chance of log-odds."""
+    return 1.0 / (1.0 + math.exp(-max(odds, -700.0)))
+
+
+def place_of(value: float) -> int:
+    """Place among ``EASES`` of the one nearest to a value within their bounds."""
+    return int((value - LEAST_EASE) / EASE_SPACING + 0.5)
+
+
+def learn_offset(
+    value: float, variance: float, odds: Sequence[float], num_accepted: int
+) -> tuple[float, float, float]:
+    """A number that is added to the log-odds of each depth, its variance, and the information of a cycle
+    about it, behind a cycle that accepted so many."""
+    surprise, information = float(num_accepted), 0.0
+    for each in odds[: num_accepted + 1]:
+        chance = chance_of(each + value)
+        surprise -= chance
+        information += chance * (1.0 - chance)
+    left = variance / (1.0 + variance * information)
+    value = min(max(value + left * surprise, LEAST_EASE), MOST_EASE)
+    return value, min(left + CHANGE, VARIANCE), information
+
+
+def log_odds_of(survival: Sequence[float]) -> list[float]:
+    """Log-odds of each depth where all before it are accepted, from probabilities of all up to it; none where
+    one is not a number."""
+    if not all(0.0 <= each <= 1.0 for each in survival):
+        return []
+    pairs = zip(survival, (1.0, *survival), strict=False)
+    chances = [min(max(each / max(before, 1e-6), 1e-4), 1.0 - 1e-4) for each, before in pairs]
+    return [math.log(chance / (1.0 - chance)) for chance in chances]

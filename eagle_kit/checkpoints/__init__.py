@@ -1,1 +1,0 @@
-"""Draft checkpoints in Hugging Face shape: save, load, validate, export."""

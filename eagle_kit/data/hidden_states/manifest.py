@@ -1,0 +1,203 @@
+"""Manifest of a store of captured states: their origin, and the fields that must agree. Torch-free.
+
+::
+
+    manifest.json          this
+    data/                  the packed rows, as the data cache keeps them
+    states-*.safetensors   shards, see shards.py
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
+
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.core.files import check_name, read_object
+
+VERSION = 1
+NAME = "manifest.json"
+DATA = "data"
+DATA_FILES = (
+    "ids.npy",
+    "reply.npy",
+    "ends.npy",
+    "counts.npy",
+    "groups.npy",
+    "rows.json",
+    "summary.json",
+    "skipped.txt",
+)
+
+IDENTITY = (
+    "version",
+    "target.weights",
+    "tokenizer",
+    "template",
+    "layer_ids",
+    "layer_ids_are",
+    "last_hidden_state",
+    "precision",
+    "format",
+    "data.fingerprint",
+)
+"""Fields that decide the bytes of the states; names, folders and dates do not."""
+NO_FIELD = "nothing"
+MOST_ROWS = 10**7
+"""Rows of the largest store, so that a damaged manifest does not take memory for more."""
+AGAIN = "Copy it again, or capture again."
+Count = Annotated[int, Field(ge=0)]
+TypeName = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32"]
+
+
+class DataFile(BaseModel):
+    """Size and checksum of a file of the packed rows."""
+
+    bytes: Count
+    sha256: str
+
+
+class StoredData(BaseModel):
+    """The packed rows; their settings are compared where they are used."""
+
+    source: Any
+    max_length: int
+    supervised_tokens: Count
+    rows: Annotated[int, Field(ge=0, le=MOST_ROWS)]
+    files: dict[str, DataFile]
+
+
+class Origin(BaseModel):
+    """The target."""
+
+    name: str
+    revision: str | None
+    weights: str
+
+
+class ShardRecord(BaseModel):
+    """A shard, as :meth:`eagle_kit.data.hidden_states.shards.Shard.record` has it."""
+
+    path: str
+    rows: list[Count]
+    tokens: Count
+    bytes: Count
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """Fields of a manifest on the disk whose values are used, and not only compared."""
+
+    target: Origin
+    layer_ids: list[int]
+    layer_ids_are: str
+    last_hidden_state: str
+    precision: str
+    format: str
+    hidden_size: Annotated[int, Field(ge=1)]
+    data: StoredData
+    tensors: dict[str, TypeName]
+    made: dict[str, Any] = {}
+    shards: list[ShardRecord] | None = None
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """The manifest in ``folder``; None when there is none. Raises UserError when it cannot be read."""
+    path = folder / NAME
+    if not path.exists():
+        return None
+    manifest = read_object(path, AGAIN)
+    try:
+        Manifest.model_validate(manifest, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{path} is not the manifest of a store: {shown(where)}: {first['msg']}.", AGAIN
+        ) from None
+    for shard in manifest.get("shards") or []:
+        check_name(shard["path"], path)
+    return manifest
+
+
+def need_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a store that must be there. Raises UserError."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(
+            f"{folder} is not a store of captured states: it has no {NAME}.",
+            f"Make one with eagle-kit data capture CONFIG --out {folder}.",
+        )
+    return manifest
+
+
+def field(manifest: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted field; :data:`NO_FIELD` without one."""
+    value: Any = manifest
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return NO_FIELD
+        value = value[part]
+    return value
+
+
+def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of :data:`IDENTITY` by name."""
+    return {name: field(manifest, name) for name in IDENTITY}
+
+
+def key(manifest: Mapping[str, Any]) -> str:
+    """A folder name that is another one for another identity."""
+    return hashlib.sha256(json.dumps(identity(manifest), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def check_fields(
+    folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str, now: str = "here"
+) -> None:
+    """Raise UserError, with both values, for the first field that is not as ``wanted``.
+
+    Args:
+        wanted: values by dotted field name.
+        now: owner of the wanted values, for the message.
+    """
+    for name, value in wanted.items():
+        found, asked = (json.loads(json.dumps(one)) for one in (field(manifest, name), value))
+        if found != asked:
+            raise UserError(
+                f"The store {folder} has {name} {_shown(found)}, but {now} it is {_shown(asked)}.", remedy
+            )
+
+
+def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of the packed rows' files in ``folder``."""
+    return {
+        name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)}
+        for name in DATA_FILES
+        if (folder / name).exists()
+    }
+
+
+def check_data_files(folder: Path, manifest: Mapping[str, Any], *, whole: bool) -> None:
+    """Raise UserError when a file of the packed rows is missing or of another size; or, for ``whole``, of
+    other bytes."""
+    for name, about in manifest["data"]["files"].items():
+        check_name(name, folder / NAME)
+        path = folder / DATA / name
+        size = path.stat().st_size if path.exists() else None
+        if size != about["bytes"] or (whole and hash_file(path) != about["sha256"]):
+            problem = "is missing" if size is None else "is not what was captured"
+            raise UserError(f"{path} {problem}.", "Copy the store again.")
+
+
+def hash_file(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

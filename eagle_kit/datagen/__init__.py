@@ -1,0 +1,1 @@
+"""Training data made by the target: regenerated responses and captured hidden states."""

@@ -1,0 +1,310 @@
+"""Replies of a server that speaks OpenAI's protocol: vLLM, SGLang, TensorRT-LLM, a public API, or ours.
+
+The official client sends the requests, and sends them again where they failed for a passing reason.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.core.errors import UserError, first_line, shown
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.chat.messages import ChatPrompt, Message, Unusable, on_the_wire, read_calls
+from eagle_kit.datagen.regenerate.responder import Reply
+
+if TYPE_CHECKING:
+    import openai
+
+REFUSALS = {400, 413, 422}
+"""Statuses of a prompt that will not be answered, too long or not allowed."""
+MOST_REFUSALS = 8
+"""Refusals without any reply after which the settings are at fault, not the prompts."""
+PASSING = {408, 409, 429}
+"""Statuses below 500 after which the client sends a request again; from 500 on it always does."""
+EXTRAS = ("top_k", "min_p", "repetition_penalty")
+"""Settings that OpenAI's own API does not know. They are sent even where they are neutral, since a server
+would take its model's ``generation_config.json`` for them."""
+START_IT = "Start it, or give its address with --base-url, such as http://127.0.0.1:8000/v1."
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """A server and how to ask it.
+
+    Attributes:
+        base_url: its address, with or without ``/v1``.
+        model: name there; None takes the only one that it has.
+        concurrency: requests under way.
+        retries: of a request that failed for a passing reason.
+        timeout: seconds without an answer after which a request has failed.
+        api_key: sent as a bearer token; None sends none.
+        with_ids: ask for token ids.
+    """
+
+    base_url: str
+    model: str | None = None
+    concurrency: int = 16
+    retries: int = 6
+    timeout: float = 600.0
+    api_key: str | None = None
+    with_ids: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise UserError(
+                f"--base-url is {shown(self.base_url)}.", "Give an address such as http://HOST:8000/v1."
+            )
+        if self.concurrency < 1 or self.retries < 0:
+            raise UserError(
+                f"The concurrency is {self.concurrency} and the retries are {self.retries}.",
+                "Give at least 1 and 0.",
+            )
+
+    @property
+    def root(self) -> str:
+        """Address of the API."""
+        base = self.base_url.rstrip("/")
+        return base if base.endswith("/v1") else f"{base}/v1"
+
+    def client(self) -> "openai.AsyncOpenAI":
+        """The client, for one event loop. It reads no proxies of the environment and follows no redirections.
+        Raises UserError where the package is missing."""
+        try:
+            import openai
+        except ImportError:
+            raise UserError(
+                "Replies of a server need the package openai.", "Install it: pip install 'eagle_kit[train]'."
+            ) from None
+
+        http = openai.DefaultAsyncHttpxClient(timeout=self.timeout, trust_env=False, follow_redirects=False)
+        return openai.AsyncOpenAI(
+            base_url=self.root,
+            api_key=self.api_key or "none",
+            max_retries=self.retries,
+            timeout=self.timeout,
+            http_client=http,
+        )
+
+    def headers(self) -> Any:
+        """Headers of a request: without a key none is sent, not even an empty one."""
+        import openai
+
+        return {} if self.api_key else {"Authorization": openai.Omit()}
+
+
+class ServerResponder:
+    """A server as a source of replies.
+
+    Raises:
+        UserError: no server there, or none or several models where none was named.
+    """
+
+    max_prompt_tokens: int | None = None
+    repeats = False
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._options = options
+        self.batch_size = options.concurrency
+        self._knows_extras = True
+        self._num_replies = 0
+        self._num_refusals = 0
+        self.model = options.model or asyncio.run(self._only_model())
+
+    async def _only_model(self) -> str:
+        async with self._options.client() as client:
+            answer = await self._send(client.models.list(extra_headers=self._options.headers()))
+        names = [str(each.id) for each in getattr(answer, "data", None) or []]
+        if len(names) != 1:
+            listed = f": {', '.join(names[:8])}" if names else ""
+            raise UserError(
+                f"The server at {self._options.root} has {len(names)} models{listed}.",
+                "Name one with --model.",
+            )
+        return names[0]
+
+    def num_tokens(self, prompt: ChatPrompt) -> int | None:
+        """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`; not known here."""
+        return None
+
+    def answer(
+        self,
+        prompts: Sequence[ChatPrompt],
+        params: Sequence[SamplingParams],
+        take: Callable[[int, Reply], None],
+    ) -> None:
+        """See :class:`~eagle_kit.datagen.regenerate.responder.Responder`.
+
+        Raises:
+            UserError: the server refuses a request, or has failed too often in a row. What was answered by
+                then has been taken.
+            Exception: of ``take``. Nothing is taken after it.
+        """
+        asyncio.run(self._answer_all(prompts, params, take))
+
+    async def _answer_all(
+        self,
+        prompts: Sequence[ChatPrompt],
+        params: Sequence[SamplingParams],
+        take: Callable[[int, Reply], None],
+    ) -> None:
+        """Answer all prompts, ``concurrency`` together. After a failure of a request no other is begun, and
+        those under way are waited for. After an error of ``take`` nothing is waited for or taken."""
+        gate = asyncio.Semaphore(self._options.concurrency)
+        failures: list[Exception] = []
+        is_taking = True
+
+        async def answer_one(number: int) -> None:
+            nonlocal is_taking
+            async with gate:
+                if failures or not is_taking:
+                    return
+                try:
+                    reply = await self._answer(client, prompts[number], params[number])
+                except Exception as error:
+                    failures.append(error)
+                    return
+
+                # Other requests may be answered before the error of ``take`` has left ``gather``.
+                if not is_taking:
+                    return
+                try:
+                    take(number, reply)
+                except BaseException:
+                    is_taking = False
+                    raise
+
+        async with self._options.client() as client:
+            await asyncio.gather(*map(answer_one, range(len(prompts))))
+        if failures:
+            raise failures[0]
+
+    async def _answer(
+        self, client: "openai.AsyncOpenAI", prompt: ChatPrompt, params: SamplingParams
+    ) -> Reply:
+        settings: dict[str, Any] = {
+            "model": self.model,
+            "messages": on_the_wire(_without_old_reasoning(prompt.messages)),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "seed": params.seed,
+            "top_p": params.top_p,
+        }
+        if prompt.tools:
+            settings["tools"] = list(prompt.tools)
+        if params.stop:
+            settings["stop"] = list(params.stop)
+
+        # What is not of OpenAI's API.
+        more: dict[str, Any] = {}
+        if prompt.chat_template_kwargs:
+            more["chat_template_kwargs"] = dict(prompt.chat_template_kwargs)
+        if self._options.with_ids:
+            more["return_token_ids"] = True
+        extras = {
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "repetition_penalty": params.repetition_penalty,
+        }
+        create = partial(client.chat.completions.create, **settings, extra_headers=self._options.headers())
+        has_extras = self._knows_extras
+        try:
+            try:
+                sent = {**more, **extras} if has_extras else more
+                answer = await self._send(create(extra_body=sent))
+            except _Refused as refused:
+                if not has_extras or not any(name in str(refused) for name in EXTRAS):
+                    raise
+                self._knows_extras = False
+                answer = await self._send(create(extra_body=more))
+        except _Refused as refused:
+            return self._refused(str(refused))
+        self._num_replies += 1
+        is_object = hasattr(answer, "to_dict")  # what is no JSON stays a text
+        body = answer.to_dict(warnings=False) if is_object else answer
+        return read_reply(body, self._options.root, self._options.with_ids)
+
+    def _refused(self, message: str) -> Reply:
+        """A reply that says why there is none. Raises UserError when nothing has been answered so far."""
+        self._num_refusals += 1
+        if not self._num_replies and self._num_refusals >= MOST_REFUSALS:
+            raise UserError(
+                f"The server at {self._options.root} refuses every request: {message}.",
+                "Correct the settings of the replies, or the server's.",
+            )
+        return Reply("", "refused", 0, refused=f"the server refuses it: {message}")
+
+    async def _send(self, request: Any) -> Any:
+        """The answer of a request. Raises UserError, or _Refused for what is in the request."""
+        import openai
+
+        root = self._options.root
+        tries = f"asked {self._options.retries + 1} times in a row"
+        try:
+            return await request
+        except openai.APIStatusError as error:
+            status = error.status_code
+            if status in REFUSALS:
+                raise _Refused(_message(error.body)) from None
+            cause = f"The server at {root} answers {status}: {_message(error.body)}"
+            if status not in PASSING and status < 500:
+                raise UserError(f"{cause}.", "Correct the request's settings, or the server's.") from None
+            raise UserError(f"{cause}, {tries}.", START_IT) from None
+        except openai.APIConnectionError as error:
+            reason = first_line(error.__cause__ or error)
+            raise UserError(f"The server at {root} does not answer ({reason}), {tries}.", START_IT) from None
+        except (openai.OpenAIError, ValueError) as error:  # a body that is no JSON, say
+            raise UserError(
+                f"The server at {root} answers with something else than JSON ({first_line(error)}).", START_IT
+            ) from None
+
+
+class _Refused(Exception):
+    """A server refuses a request for what is in it."""
+
+
+def _without_old_reasoning(messages: Sequence[Message]) -> list[Message]:
+    """Messages without what was thought before the last human turn, which servers do not take or drop;
+    between calls of tools it is sent back."""
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    return [
+        {key: value for key, value in message.items() if key != "reasoning_content" or i > last}
+        for i, message in enumerate(messages)
+    ]
+
+
+def _message(body: Any) -> str:
+    """Message of an error's body, one line of it."""
+    found = body.get("message", body) if isinstance(body, dict) else body
+    line = " ".join(str(found).split())
+    return line[:200] or "nothing"
+
+
+def read_reply(answer: Any, where: str, with_ids: bool) -> Reply:
+    """Read the body of a chat completion.
+
+    Raises:
+        UserError: it is none, or has no token ids though they are wanted.
+    """
+    try:
+        choice = answer["choices"][0]
+        message = choice["message"]
+        text, reason = message.get("content") or "", str(choice.get("finish_reason") or "unknown")
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        calls = read_calls(message["tool_calls"]) if message.get("tool_calls") else None
+        usage = answer.get("usage") or {}
+    except (KeyError, IndexError, TypeError, AttributeError, Unusable) as error:
+        raise UserError(
+            f"The server at {where} answers with something that is no chat completion.", START_IT
+        ) from error
+    ids = None
+    if with_ids:
+        prompt, reply = answer.get("prompt_token_ids"), choice.get("token_ids")
+        if not isinstance(prompt, list) or not isinstance(reply, list):
+            raise UserError(
+                f"The server at {where} does not return token ids.", "Leave --ids out, or use one that does."
+            )
+        ids = [*prompt, *reply]
+    counts = [int(usage.get(name) or 0) for name in ("completion_tokens", "prompt_tokens")]
+    return Reply(text, reason, counts[0], ids, reasoning or None, calls, num_prompt_tokens=counts[1])

@@ -1,0 +1,1 @@
+"""Collectives of tensor parallelism, and the heartbeat of its processes."""

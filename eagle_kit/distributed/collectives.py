@@ -1,0 +1,361 @@
+"""Collectives of processes that share a model by tensor parallelism, and messages of the first of them.
+
+Tensors go over ``gloo`` on a CPU. On GPUs, sums of few bytes in bf16 and fp32 are torch's one-shot all-reduce
+over symmetric memory where all ranks have it, everything else is NCCL's. On a CPU each collective is one
+custom op, so that recorded cycles contain it (:mod:`~eagle_kit.ops.cpu.guards`).
+
+Legend: R ranks.
+"""
+
+import contextlib
+import itertools
+import logging
+import pickle
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from eagle_kit.core.errors import RankLost, in_seconds
+from eagle_kit.ops.cpu.guards import library
+
+FOREVER = timedelta(days=365)
+START_TIMEOUT = timedelta(minutes=30)
+"""Time to come, and to load what ranks load: some may read slower."""
+SPIN_S = 200e-6
+"""Seconds for which an event of the device is looked at without sleep, which is longer than a short wait."""
+POLL_S = 20e-6
+"""Seconds to sleep between two looks from then on; the system adds its own, on Linux some 50 microseconds."""
+CLOSE_S = 5.0
+"""Seconds to leave a group with a lost rank: work on a GPU may wait for it for ever."""
+INLINE_BYTES = 1024
+"""Size of the buffer that begins a message: short ones are sent in it."""
+ONE_SHOT_BYTES = 256 * 1024
+"""Largest sum by the one-shot all-reduce, which reads everything of every rank: larger ones go to NCCL."""
+ONE_SHOT_DTYPES = torch.bfloat16, torch.float32
+"""Those that it exists for."""
+
+OWN_ERRORS = torch.AcceleratorError, torch.OutOfMemoryError
+"""Errors of a rank's own device, which say nothing of others."""
+
+_numbers = itertools.count()
+_ranks: "WeakValueDictionary[int, Ranks]" = WeakValueDictionary()
+
+
+class Share(NamedTuple):
+    """The part of rank ``rank`` of ``size``."""
+
+    rank: int
+    size: int
+
+    def of(self, count: int) -> range:
+        """Its numbers of ``count`` things: contiguous, nearly equal parts."""
+        return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
+
+
+class Ranks:
+    """This process among those that share a model. All of them make the same calls in the same order.
+
+    Args:
+        rank, size: number of this process, and how many there are.
+        device: of the tensors.
+        timeout_s: seconds after which a process that does not answer is given up.
+
+    Attributes:
+        volume: bytes that this rank has given to collectives, by kind (``sum``, ``stack``, ``first``); only
+            calls from Python count, not replays of CUDA graphs.
+        lost: why the group is of no use any more; None while it is.
+    """
+
+    def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+        self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
+        self.volume: Counter[str] = Counter()
+        self.lost: str | None = None
+        timeout = timedelta(seconds=timeout_s)
+        self._data = dist.new_group(backend="nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        # The first process may have nothing to say for days.
+        self._control = dist.new_group(backend="gloo", timeout=FOREVER if rank else timeout)
+        self._slow = dist.new_group(backend="gloo", timeout=START_TIMEOUT)
+        self._one_shot_buffers = self._make_buffers() if device.type == "cuda" else {}
+        self.number = next(_numbers)
+        _ranks[self.number] = self
+
+    @property
+    def is_first(self) -> bool:
+        """True for the process that takes requests and whose choices all follow."""
+        return self.rank == 0
+
+    @property
+    def share(self) -> Share:
+        """Its part of what is cut."""
+        return Share(self.rank, self.size)
+
+    # Of tensors
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of every rank's ``x``, which may hold the sum afterwards."""
+        return self._on_device("all_sum", x)
+
+    def stack(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``x``, ``[R, *x.shape]``."""
+        return self._on_device("all_stack", x)
+
+    def first(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` of the first rank."""
+        return self._on_device("of_first", x)
+
+    def join(self, x: torch.Tensor, count: int, dim: int = -1) -> torch.Tensor:
+        """Every rank's part ``x`` of ``count`` along ``dim``, one after another; rows (``dim`` 0) without
+        another copy where all have equally many."""
+        dim %= x.ndim
+        widths = [len(Share(rank, self.size).of(count)) for rank in range(self.size)]
+        if dim == 0 and min(widths) == max(widths):
+            return self.stack(x).flatten(0, 1)
+        padding = [0, 0] * (x.ndim - 1 - dim) + [0, max(widths) - x.shape[dim]]
+        parts = self.stack(torch.nn.functional.pad(x, padding)).unbind(0)
+        return torch.cat([part.narrow(dim, 0, width) for part, width in zip(parts, widths, strict=True)], dim)
+
+    def _on_device(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            result: torch.Tensor = getattr(torch.ops.eagle_kit_cpu, name)(x, self.number)
+            return result
+        return COLLECTIVES[name](self, x)
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        if x.nbytes <= ONE_SHOT_BYTES and x.dtype in self._one_shot_buffers:
+            return self._one_shot(x)
+        # On a GPU a sum of a prompt is hundreds of megabytes, so it is made in place.
+        total = x.contiguous() if x.is_cuda else x.clone(memory_format=torch.contiguous_format)
+        self._run("sum", x, lambda: dist.all_reduce(total, group=self._data))
+        return total
+
+    def _one_shot(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over symmetric memory."""
+        mine = self._one_shot_buffers[x.dtype][: x.numel()]
+        mine.copy_(x.reshape(-1))
+        self.volume["sum"] += x.nbytes
+        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._data.group_name)
+        return total.view(x.shape)
+
+    def _make_buffers(self) -> dict[torch.dtype, torch.Tensor]:
+        """Make the buffers of the one-shot all-reduce on all ranks; none where one of them cannot have it: an
+        older torch, or GPUs that cannot read each other's memory."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        buffers: dict[torch.dtype, torch.Tensor] = {}
+
+        def allocate() -> None:
+            for dtype in ONE_SHOT_DTYPES:
+                count = ONE_SHOT_BYTES // dtype.itemsize
+                buffers[dtype] = symmetric.empty(count, dtype=dtype, device=self.device)
+
+        def meet() -> None:
+            for buffer in buffers.values():
+                symmetric.rendezvous(buffer, self._data.group_name)
+
+        if not all(self.all(hasattr(torch.ops.symm_mem, "one_shot_all_reduce"))):
+            return {}
+        return buffers if self._can_all(allocate) and self._can_all(meet) else {}
+
+    def _can_all(self, work: Callable[[], None]) -> bool:
+        """Whether every rank can do ``work``."""
+        try:
+            work()
+        except RuntimeError as error:
+            logging.getLogger(__name__).info("No one-shot all-reduce: %s", error)
+            return all(self.all(False))
+        return all(self.all(True))
+
+    def _stack(self, x: torch.Tensor) -> torch.Tensor:
+        all_of_them = x.new_empty(self.size, *x.shape)
+        parts = list(all_of_them.unbind(0))
+        self._run("stack", x, lambda: dist.all_gather(parts, x.contiguous(), group=self._data))
+        return all_of_them
+
+    def _first(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.clone(memory_format=torch.contiguous_format)
+        self._run("first", x, lambda: dist.broadcast(given, 0, group=self._data))
+        return given
+
+    def _run(self, kind: str, x: torch.Tensor, collective: Callable[[], Any]) -> None:
+        self.volume[kind] += x.nbytes
+        with self._watched():
+            collective()
+
+    def wait_for(self, event: "torch.cuda.Event") -> None:
+        """Wait for work on the device, which may wait for a rank that never comes.
+
+        Raises:
+            RankLost: it was not done in time, or a rank is lost.
+        """
+        start = time.monotonic()
+        while not event.query():
+            waited = time.monotonic() - start
+            if waited > self.timeout_s:
+                self.lose(_silent(self.timeout_s))
+            if self.lost is not None:
+                raise RankLost(self.lost)
+            if waited >= SPIN_S:
+                time.sleep(POLL_S)
+
+    # Of the host
+
+    def tell(self, message: Any) -> None:
+        """Send a message, which is pickled, from the first rank to all others, which :meth:`hear` it."""
+        assert self.is_first
+        self._say(message)
+
+    def hear(self) -> Any:
+        """Wait for the next message of the first rank, for as long as it takes."""
+        assert not self.is_first
+        return self._say(None)
+
+    def agree(self, value: Any) -> Any:
+        """``value`` of the first rank, which is pickled."""
+        return self._say(value)
+
+    def all(self, value: Any) -> list[Any]:
+        """``value`` of every rank, which is pickled; ranks may take long to come here."""
+        found: list[Any] = [None] * self.size
+        with self._watched(START_TIMEOUT.total_seconds()):
+            dist.all_gather_object(found, value, group=self._slow)
+        return found
+
+    def together(self, work: Callable[[], Any]) -> Any:
+        """Result of ``work``, which every rank does; where one fails, all raise its error."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:  # it is raised below
+            error = raised
+        failed = next((each for each in self.all(_portable(error)) if each is not None), None)
+        if (first := error or failed) is not None:
+            raise first
+        return result
+
+    def _say(self, message: Any) -> Any:
+        buffer = torch.zeros(INLINE_BYTES, dtype=torch.uint8)
+        body = b""
+        if self.is_first:
+            body = pickle.dumps(message)
+            head = len(body).to_bytes(8, "little") + body[: INLINE_BYTES - 8]
+            buffer[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        with self._watched():
+            dist.broadcast(buffer, 0, group=self._control)
+        head = buffer.numpy().tobytes()
+        count = int.from_bytes(head[:8], "little")
+        told = head[8 : 8 + count]
+        if count > INLINE_BYTES - 8:
+            rest = torch.frombuffer(bytearray(body or bytes(count)), dtype=torch.uint8)
+            with self._watched():
+                dist.broadcast(rest, 0, group=self._control)
+            told = rest.numpy().tobytes()
+        return message if self.is_first else pickle.loads(told)
+
+    @contextmanager
+    def _watched(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Turn errors of a collective into one of people's words, but for those of this rank's own device.
+
+        Args:
+            timeout_s: of the collective; default that of the ranks.
+        """
+        if self.lost is not None:
+            raise RankLost(self.lost)
+        try:
+            yield
+        except OWN_ERRORS:
+            raise
+        except (RuntimeError, ValueError) as error:
+            text = str(error).lower()
+            if "timed out" in text or "timeout" in text:
+                self.lose(_silent(timeout_s or self.timeout_s))
+            else:
+                self.lose("A rank has ended.")
+            raise RankLost(self.lost) from error
+
+    def lose(self, why: str) -> None:
+        """Mark the group as lost: every call from now on says why, also one that waits for the device. The
+        first reason stays. Any thread may call it."""
+        self.lost = self.lost or why
+
+    def give_up(self, why: str) -> None:
+        """Leave the others, who find out when they wait for a message; every call from now on says why."""
+        self.lost = why
+        with contextlib.suppress(Exception):  # of a group that is broken already
+            dist.destroy_process_group(self._control)
+
+    def close(self) -> None:
+        """Leave the group; where others wait for this rank, they find out."""
+        is_whole = self.lost is None
+        self.lose("The group was closed.")
+        for name in ("_data", "_control", "_slow"):  # connections end with the last that knows of them
+            vars(self).pop(name, None)
+        if is_whole:
+            _destroy()
+            return
+        leaving = threading.Thread(target=_destroy, daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_S)
+
+
+def _destroy() -> None:
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def _silent(timeout_s: float) -> str:
+    return f"A rank has not answered for {in_seconds(timeout_s)}."
+
+
+def _portable(error: Exception | None) -> Exception | None:
+    """The error, or one of its words where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever its class does not like
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def connect(
+    rank: int,
+    size: int,
+    device: torch.device,
+    timeout_s: float,
+    address: str | None = None,
+    meeting: timedelta = START_TIMEOUT,
+) -> Ranks:
+    """Join the other processes.
+
+    Args:
+        rank, size, device, timeout_s: of :class:`Ranks`.
+        address: such as ``tcp://127.0.0.1:29500``; default that of the environment that ``torchrun`` gives.
+        meeting: time until all are there.
+    """
+    if not dist.is_initialized():
+        dist.init_process_group(
+            "gloo",
+            init_method=address or "env://",
+            rank=rank,
+            world_size=size,
+            timeout=meeting,
+        )
+    return Ranks(rank, size, device, timeout_s)
+
+
+COLLECTIVES = {"all_sum": Ranks._sum, "all_stack": Ranks._stack, "of_first": Ranks._first}
+
+
+def _op(collective: Callable[[Ranks, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda x, number: collective(_ranks[number], x)
+
+
+for _name, _collective in COLLECTIVES.items():
+    library.define(f"{_name}(Tensor x, int ranks) -> Tensor")
+    library.impl(_name, _op(_collective), "CPU")

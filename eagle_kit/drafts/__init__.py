@@ -1,0 +1,1 @@
+"""Drafting algorithms: one folder each, over ``base``, and a registry."""

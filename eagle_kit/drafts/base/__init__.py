@@ -1,0 +1,1 @@
+"""Protocols of kinds, draft models and drafters, and what several algorithms share."""

@@ -1,0 +1,386 @@
+"""Autoregressive drafting: chains (K = 1) and dynamic trees (EAGLE-2, arXiv 2406.16858; K > 1), and
+draft-extend. EAGLE-3, EAGLE-1 and whole small models differ only in their `DraftModel`.
+
+Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, M numbers of the target's states,
+Vd draft vocabulary.
+
+A draft's key-value entry lives at the slot of the token it embeds. Entries in the pool are made from target
+states (or, in a whole model, from committed tokens) only; those of drafted nodes live in the scratch, for one
+cycle.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape, auto_shape
+from eagle_kit.drafts.base.draft_model import DraftModel, StepRows
+from eagle_kit.drafts.base.state import CycleState
+from eagle_kit.kv.open import open_store
+from eagle_kit.kv.store import PoolLayout, Segment
+from eagle_kit.models.draft_head import StepOutput
+from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.ops.accept import Accepted
+from eagle_kit.ops.attention.window import chain_bits
+from eagle_kit.ops.backend import uses_triton
+from eagle_kit.ops.draft_topk import MAX_TOPK, draft_topk, topk_of_logits
+from eagle_kit.ops.sampling import SamplingBatch
+from eagle_kit.ops.transfer import to_device
+from eagle_kit.ops.tree_build import Candidates, Tree, chain_build, grow_beam, start_beam, tree_build
+from eagle_kit.verify.proposal import Deterministic, DraftOutput
+from eagle_kit.verify.verifiers import Relaxed, TargetOnly
+
+
+class DraftState(NamedTuple):
+    """Result of draft-extend: the candidates of depth 1 as target ids ``tokens`` int64 ``[B, K]``, their
+    log-probabilities ``scores`` fp32 ``[B, K]``, and the ``features [B, F]`` that they were made from."""
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    features: torch.Tensor
+
+
+class CandidateSpec(NamedTuple):
+    """Candidates that a draft state keeps: ``topk`` of each of ``steps`` depths, of one where the draft is
+    grown when it is proposed; ``reads_confidence`` whether its confidence is read."""
+
+    steps: int
+    topk: int
+    reads_confidence: bool = False
+
+
+class PendingTokens(NamedTuple):
+    """Tokens that the target has decoded and the draft has not read: the target's ``states [B, L, M]`` that
+    predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
+
+    states: torch.Tensor
+    tokens: torch.Tensor
+    counts: torch.Tensor
+
+
+class Drafter:
+    """Draft model with its key-value store. Mutates only the store.
+
+    Args:
+        vocab_size: V of the target.
+        layout: of the pool, shared with the target's store.
+    """
+
+    supports_deferred_draft = True
+    """Whether tokens of plain cycles can be read later, all at once."""
+    has_any_shape = True
+    """Whether the shape can change from cycle to cycle, to any that :meth:`check_shape` allows."""
+    has_spec_by_size = False
+    """Whether a batch size keeps the candidates of its own shapes only, and :meth:`widened` the rest."""
+    lookback = 0
+    """Prompt tokens before those that the stores lack that must be computed again."""
+    verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
+    """Verifiers that are sound for these proposals, the default first."""
+
+    def __init__(self, model: DraftModel, vocab_size: int, layout: PoolLayout) -> None:
+        self.model, self.vocab_size = model, vocab_size
+        self.kv = open_store(
+            model.cache,
+            layout,
+            model.variants,
+            first_slot=model.first_slot,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._make_constants(layout)
+
+    def _make_constants(self, layout: PoolLayout) -> None:
+        """Make what every cycle needs: numbers from 0 on, and the ancestor bits of a chain."""
+        device = self.model.device
+        self.numbers = torch.arange(max(layout.window + 1, layout.max_batch_size), device=device)
+        self.chain_bits = chain_bits(MAX_WINDOW, device)
+
+    @classmethod
+    def most_steps(cls, model: DraftModel) -> int:
+        """Steps of the longest draft."""
+        return MAX_WINDOW - 1
+
+    @classmethod
+    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: CandidateSpec) -> int:
+        """Bytes of logits, in all their copies, that draft-extend holds at the same time for a batch."""
+        own = 0 if model.dtype.itemsize == 4 else model.dtype.itemsize  # beside those in fp32
+        return batch_size * model.draft_vocab_size * (own + 4)
+
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """Raise UserError when ``model`` cannot be drafted with in ``shape``."""
+        if shape.topk > model.draft_vocab_size:
+            raise UserError(
+                f"The shape {shape} asks for more candidates than the draft's {model.draft_vocab_size} "
+                "tokens.",
+                "Lower topk.",
+            )
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """Shape where none is asked for; ``model_type`` of the target."""
+        return auto_shape(model_type, drafts_are_expensive=model.is_whole_model)
+
+    @classmethod
+    def kept(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
+        """Candidates that a draft state must keep to be proposed from in any of ``shapes``.
+
+        Args:
+            reads_confidence: :meth:`confidence` is asked for; a single candidate is not weighed.
+        """
+        topk = max(1 + reads_confidence, *(shape.topk for shape in shapes))
+        return CandidateSpec(1, topk, reads_confidence)
+
+    def widened(
+        self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """Return a draft state ``made`` with as many candidates as the ones in ``slots``."""
+        return made
+
+    def num_appended(self, kept: CandidateSpec) -> int:
+        """Rows that draft-extend has behind the emitted ones."""
+        return 0
+
+    def most_missed(self, kept: CandidateSpec) -> int:
+        """Tokens that :meth:`extend` reads at once at most, a power of two: what a window has room for."""
+        return 1 << ((MAX_WINDOW - self.num_appended(kept)).bit_length() - 1)
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """Ids of the target layers whose inputs the draft reads."""
+        return self.model.capture
+
+    def empty_state(self, count: int, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        """Make the draft state of ``count`` requests that have not been prefilled."""
+        device = self.model.device
+        return DraftState(
+            torch.zeros(count, kept.topk, dtype=torch.int64, device=device),
+            torch.zeros(count, kept.topk, device=device),
+            torch.zeros(count, self.model.feature_size, dtype=self.model.dtype, device=device),
+        )
+
+    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """Probability of the first token to be proposed behind a draft state, fp32 ``[B]``, or of each depth
+        to be accepted with all before it, ``[B, D]``, of heads that tell it; None where one candidate is
+        kept, which is not weighed. It depends on the text alone, not on tokens that will be drawn."""
+        assert isinstance(state, DraftState)
+        return state.scores[:, 0].exp() if state.scores.shape[1] > 1 else None
+
+    def propose(
+        self,
+        state: CycleState,
+        shape: SpecShape,
+        num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> DraftOutput:
+        """Grow a draft behind the roots and keep its best nodes.
+
+        Args:
+            num_columns: bound on the columns of a window, the pool's included.
+            sampling: of the requests; this drafter proposes the same for all.
+        """
+        if shape.topk == 1:
+            tree = self._grow_chain(state, shape, num_columns)
+        else:
+            tree = tree_build(state.roots, *self.grow_candidates(state, shape, num_columns), shape)
+        return DraftOutput(tree, Deterministic())
+
+    def grow_candidates(self, state: CycleState, shape: SpecShape, num_columns: int) -> Candidates:
+        """Grow a tree behind the roots, K nodes a step -> all of its candidates."""
+        draft, seq_lens = state.draft, state.seq_lens
+        assert isinstance(draft, DraftState)
+        b, topk = len(seq_lens), shape.topk
+        beam, candidates = start_beam(draft.tokens[:, :topk], draft.scores[:, :topk], shape)
+        features, prefix_lens, first = draft.features, seq_lens + 1, self.model.first_slot
+        positions = seq_lens[:, None] + self.numbers[1 - first : shape.steps - first, None, None].expand(
+            -1, b, topk
+        )
+        for step in range(1, shape.steps):
+            attend = self.kv.window_attend(
+                state.page_table, prefix_lens, beam.ancestors, step * topk, num_columns
+            )
+            rows = StepRows(features, beam.tokens.reshape(-1), positions[step - 1].view(-1), beam.rows)
+            out = self.model.step(rows, attend)
+            beam = grow_beam(beam, candidates, *self._candidates(out.read, topk), step)
+            features = self._fed_back(out)
+        return candidates
+
+    def _grow_chain(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
+        """Take the best token of every step; a chain ranks nothing."""
+        draft, seq_lens = state.draft, state.seq_lens
+        assert isinstance(draft, DraftState)
+        tokens, features = draft.tokens[:, :1], draft.features
+        drafted = [tokens]
+        prefix_lens, positions = seq_lens + 1, self._positions(seq_lens, shape.steps)
+        for step in range(1, shape.steps):
+            bits = self.chain_bits[step - 1 : step].expand(tokens.shape[0], 1)
+            attend = self.kv.window_attend(state.page_table, prefix_lens, bits, step, num_columns)
+            out = self.model.step(StepRows(features, tokens[:, 0], positions[step]), attend)
+            features = self._fed_back(out)
+            tokens, _ = self._candidates(out.read, 1)
+            drafted.append(tokens)
+        return chain_build(state.roots, torch.cat(drafted, 1))
+
+    def _positions(self, seq_lens: torch.Tensor, steps: int) -> dict[int, torch.Tensor]:
+        """Positions int64 ``[B]`` of the token of each step of a chain from 1 on, made at once."""
+        if steps == 1:
+            return {}
+        first = self.model.first_slot
+        positions = seq_lens + self.numbers[1 - first : steps - first, None]
+        return dict(enumerate(positions.unbind(), start=1))
+
+    def draft_extend(
+        self,
+        state: CycleState,
+        out: TargetOutput,
+        accepted: Accepted,
+        num_committed: torch.Tensor,
+        kept: CandidateSpec,
+        num_columns: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the draft over the emitted tokens and the target states that predicted them, and store its
+        entries.
+
+        Args:
+            state: at the start of the cycle.
+            out: the target's output over the window, ``[B * N]`` rows.
+            accepted: the path and the emitted tokens ``[B, S + 1]``.
+            num_committed: int64 ``[B]``, emitted tokens that are stored: all, or 0 for padding.
+            kept: candidates to return.
+
+        Returns:
+            The draft state of the next cycle.
+        """
+        states = self.model.states(out, self._path_rows(out, accepted))
+        missed = PendingTokens(states.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
+        return self.extend(state, missed, accepted.num_accepted, kept, num_columns)
+
+    def _path_rows(self, out: TargetOutput, accepted: Accepted) -> torch.Tensor:
+        """Rows int64 ``[B * (S + 1)]`` of ``out`` that hold the accepted path."""
+        b = len(accepted.path)
+        first = self.numbers[:b, None]
+        return torch.add(accepted.path, first, alpha=out.hidden.shape[0] // b).view(-1)
+
+    def extend(
+        self,
+        state: CycleState,
+        missed: "PendingTokens",
+        last: torch.Tensor,
+        kept: CandidateSpec,
+        num_columns: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the draft over tokens behind ``state``, and store its entries.
+
+        Args:
+            last: int64 ``[B]``, the token to return the draft state of.
+        """
+        b, length = missed.tokens.shape
+        wanted = torch.add(last, self.numbers[:b], alpha=length)
+        return self._state(self._read(state, missed, wanted, num_columns), kept)
+
+    def store(self, state: CycleState, missed: "PendingTokens", num_columns: int) -> None:
+        """Store the entries of up to a window's tokens behind ``state``; the draft state behind them is not
+        made."""
+        self._read(state, missed, self.numbers[:1], num_columns)  # not every layer takes no row
+
+    def _read(
+        self, state: CycleState, missed: "PendingTokens", wanted: torch.Tensor, num_columns: int
+    ) -> StepOutput:
+        """Run the draft over tokens behind ``state`` and store its entries -> its output at the rows
+        ``wanted``."""
+        page_table, seq_lens = state.page_table, state.seq_lens
+        states, tokens, num_committed = missed
+        b, length = tokens.shape
+        prefix_lens, skipped = seq_lens + 1, 1 - self.model.first_slot
+        bits = self.chain_bits[:length].expand(b, length)
+        attend = self.kv.window_attend(page_table, prefix_lens, bits, length, num_columns)
+        positions = (seq_lens[:, None] + self.numbers[skipped : skipped + length]).view(-1)
+        features = self.model.features(states.flatten(0, 1))
+        out = self.model.step(StepRows(features, tokens.reshape(-1), positions), attend, wanted=wanted)
+        self.kv.commit_window(page_table, self.numbers[:length].expand(b, length), prefix_lens, num_committed)
+        return out
+
+    def prefill(
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+        kept: CandidateSpec,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the draft over prompt rows of one or several requests, and store its entries.
+
+        Args:
+            out: the target's output at the T rows.
+            ids: int64 ``[T]``, their tokens.
+            next_ids: int64 ``[T]``, the token after each.
+            segments: requests of the rows, as the target computed them.
+            last: int64 ``[n]``, rows to return the draft state of; for none the result means nothing.
+        """
+        return self._state(self._read_prompt(out, ids, next_ids, segments, last), kept)
+
+    def _read_prompt(
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+    ) -> StepOutput:
+        """Run the draft over prompt rows and store its entries -> its output at the rows ``last``; arguments
+        as of :meth:`prefill`."""
+        features = self.model.features(self.model.states(out))
+        rows, tokens, positions, mine = [], [], [], []
+        arange = partial(torch.arange, device=features.device)
+        at, first_slot = 0, self.model.first_slot
+        for table, start, stop, *_ in segments:
+            count = stop - start
+            # A model whose entries begin at slot 0 enters the first token as well; it has no row of its own.
+            head = 1 if start == first_slot == 0 else 0
+            first = start + 1 - head
+            rows += [arange(at, at + head), arange(at, at + count)]
+            tokens += [ids[at : at + head], next_ids[at : at + count]]
+            positions.append(arange(first - first_slot, stop + 1 - first_slot))
+            mine.append(Segment(table, first, stop + 1, first))
+            at += count
+        attend = self.kv.prefill_attend(mine)
+        given = StepRows(features, torch.cat(tokens), torch.cat(positions), torch.cat(rows))
+        # Where no prompt ends, a row that nobody reads: not every layer takes none.
+        wanted = _row_of(mine, segments, last) if len(last) else self.numbers[:1]
+        return self.model.step(given, attend, wanted=wanted)
+
+    def _state(self, out: StepOutput, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        tokens, scores = self._candidates(out.read, kept.topk)
+        return DraftState(tokens, scores, self._fed_back(out))
+
+    def _fed_back(self, out: StepOutput) -> torch.Tensor:
+        """Features of the next step; a whole model has none."""
+        return out.fed_back[:, : self.model.feature_size]
+
+    def _candidates(self, read: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Best tokens of ``read [T, H]``, as target ids, and their log-probabilities, ``[T, K]`` each.
+
+        A chain ranks nothing, so with K = 1 the log-probabilities are left at 0.
+        """
+        if uses_triton(read) and topk <= MAX_TOPK:
+            states, weight, token_map = self.model.readout(read)
+            return draft_topk(states, weight, topk, normalized=topk > 1, token_map=token_map)
+        ids, scores = topk_of_logits(self.model.logits(read), topk, normalized=topk > 1)
+        return self.model.to_target(ids), scores
+
+
+def _row_of(mine: Sequence[Segment], theirs: Sequence[Segment], last: torch.Tensor) -> torch.Tensor:
+    """Map rows ``last`` of the target to rows of the draft, which may have one more per request."""
+    extra, shift, bounds = 0, [], []
+    at = 0
+    for own, segment in zip(mine, theirs, strict=True):
+        extra += (own.stop - own.start) - (segment.stop - segment.start)
+        at += segment.stop - segment.start
+        shift.append(extra)
+        bounds.append(at)
+    segment_of = torch.searchsorted(to_device(bounds, last.device), last, right=True)
+    return last + to_device(shift, last.device)[segment_of]

@@ -1,0 +1,169 @@
+"""Drafters whose candidates of all depths are made during draft-extend, so that a chain or a tree of them is
+ready when a cycle proposes.
+
+Legend: B requests, D depths, K candidates of each, S steps of a shape, P 1 or K, H hidden.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import pad
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.drafts.base.draft_model import DraftModel
+from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter
+from eagle_kit.drafts.base.state import CycleState
+from eagle_kit.drafts.dspark.roll_out import DraftLogits, roll_out
+from eagle_kit.kv.store import Segment
+from eagle_kit.models.blocks.markov import MarkovHead
+from eagle_kit.ops.best_first import best_first
+from eagle_kit.ops.sampling import SamplingBatch
+from eagle_kit.ops.transfer import to_device
+from eagle_kit.ops.tree_build import chain_build
+from eagle_kit.verify.proposal import Deterministic, DraftOutput
+
+
+class Candidates(NamedTuple):
+    """Result of draft-extend: the candidates of all depths, best first.
+
+    Attributes:
+        tokens: int64 ``[B, D, K]``.
+        scores: their log-probabilities given each candidate of the depth before, fp32 ``[B, D, P, K]``, 0
+            where K is 1: a chain ranks nothing. P is 1 where depths are drafted independently.
+        survival: fp32 ``[B, D]``, the probability by the head's confidences that the chain of the best is
+            accepted up to each depth; ``[B, 0]`` where that is not read, and of heads that do not tell it.
+    """
+
+    tokens: torch.Tensor
+    scores: torch.Tensor
+    survival: torch.Tensor
+
+
+class ReadyDrafter(Drafter):
+    """A drafter whose states are, or begin with, :class:`Candidates`."""
+
+    has_spec_by_size = True
+    unlikely: tuple[float, ...] = (0, float("-inf"), 0)
+    """What stands for candidates that were not kept, in each part of the state: a token and its score."""
+
+    @classmethod
+    def most_steps(cls, model: DraftModel) -> int:
+        """See :class:`Drafter`."""
+        assert model.head is not None
+        return min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
+
+    @classmethod
+    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: CandidateSpec) -> int:
+        """See :class:`Drafter`: those of all depths, and, where they are rolled out, of a depth behind K
+        candidates, the correction, the sum, and what the depth before has left."""
+        of_depths = kept.steps * super().logits_bytes(model, batch_size, kept)
+        head = model.head
+        if head is None or (head.markov is None and not (kept.reads_confidence and head.predicts_confidence)):
+            return of_depths
+        return of_depths + 3 * kept.topk * super().logits_bytes(model, batch_size, kept)
+
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super().check_shape(model, shape)
+        most = cls.most_steps(model)
+        if shape.steps > most:
+            raise UserError(
+                f"The shape {shape} was given for a draft of all steps in one pass, at most {most}.",
+                f"Use fewer steps, such as {SpecShape(most, 1, most + 1)}.",
+            )
+
+    @classmethod
+    def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
+        """See :class:`Drafter`: as deep as may be."""
+        steps = cls.most_steps(model)
+        return SpecShape(steps, 1, steps + 1)
+
+    @classmethod
+    def kept(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
+        """See :class:`Drafter`."""
+        kept = super().kept(shapes, reads_confidence=reads_confidence)
+        return kept._replace(steps=max(1, *(shape.steps for shape in shapes)))
+
+    def widened(
+        self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
+    ) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`; those that are missing are last in every tree, and verified where its window
+        has room: the draft of the cycle behind that of a larger batch is thinner."""
+        parts = []
+        for part, slot, value in zip(made, slots, self.unlikely, strict=True):
+            missing = [b - a for a, b in zip(part.shape[1:], slot.shape[1:], strict=True)]
+            sides = [side for more in reversed(missing) for side in (0, more)]
+            parts.append(pad(part, sides, value=value) if any(missing) else part)
+        return type(made)(*parts)
+
+    def empty_state(self, count: int, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`."""
+        return self.empty_candidates(count, kept)
+
+    def empty_candidates(self, count: int, kept: CandidateSpec) -> Candidates:
+        """Candidates of ``count`` requests that have not been prefilled."""
+        (steps, topk, _), device = kept, self.model.device
+        tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
+        scores = torch.zeros(count, steps, self.num_given(kept), topk, device=device)
+        return Candidates(tokens, scores, torch.zeros(count, self.num_told(kept), device=device))
+
+    def num_told(self, kept: CandidateSpec) -> int:
+        """Depths whose confidence the head predicts, where that is read."""
+        head = self.model.head
+        return kept.steps if kept.reads_confidence and head is not None and head.predicts_confidence else 0
+
+    @property
+    def markov(self) -> MarkovHead | None:
+        """Correction of the draft's logits."""
+        return None if self.model.head is None else self.model.head.markov
+
+    def num_given(self, kept: CandidateSpec) -> int:
+        """P of the candidates."""
+        return kept.topk if self.markov is not None or self.num_told(kept) else 1
+
+    def drafted(
+        self, read: torch.Tensor, kept: CandidateSpec, roots: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        """The draft state that D rows a request, ``read [B * D, H]``, give behind the tokens ``roots`` int64
+        ``[B]``."""
+        if self.markov is not None or self.num_told(kept):
+            logits = DraftLogits(self.model, read.unflatten(0, (-1, kept.steps)))
+            return Candidates(*roll_out(logits, roots, kept.topk, reads_confidence=kept.reads_confidence))
+        tokens, scores = self._candidates(read, kept.topk)
+        tokens, scores = tokens.view(-1, kept.steps, kept.topk), scores.view(-1, kept.steps, 1, kept.topk)
+        return Candidates(tokens, scores, scores.new_zeros(len(tokens), 0))
+
+    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """See :class:`Drafter`; of all depths where the head predicts its confidences."""
+        if isinstance(state, Candidates) and state.survival.shape[1]:
+            return state.survival
+        return state[1][:, 0, 0, 0].exp() if state[1].shape[3] > 1 else None
+
+    def propose(
+        self,
+        state: CycleState,
+        shape: SpecShape,
+        num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> DraftOutput:
+        """Return the chain of the best candidates, or the tree of the most likely paths through them;
+        ``shape`` must be no deeper or wider than what the state keeps."""
+        assert state.draft is not None
+        tokens, (steps, topk, _) = state.draft[0], shape
+        assert steps <= tokens.shape[1] and topk <= tokens.shape[2]
+        if topk == 1:
+            tree = chain_build(state.roots, tokens[:, :steps, 0])
+        else:
+            scores = state.draft[1][:, :steps, :topk, :topk]
+            tree = best_first(state.roots, tokens[:, :steps, :topk], scores, shape)
+        return DraftOutput(tree, Deterministic())
+
+
+def segments_of(segments: Sequence[Segment], rows: torch.Tensor) -> torch.Tensor:
+    """Numbers of the segments that hold the packed ``rows``, int64 ``[n]`` -> int64 ``[n]``."""
+    ends = list(accumulate(segment.stop - segment.start for segment in segments))
+    return torch.searchsorted(to_device(ends, rows.device), rows, right=True)

@@ -1,0 +1,112 @@
+"""Sampled drafts: a chain of tokens from the draft's own distribution q, which the verifier needs.
+
+The first token of a deterministic top-1 chain is accepted with probability p(argmax q), that of a sampled one
+with sum min(p, q): the higher the temperature, the more the second is worth.
+
+Legend: B requests, S steps, V / Vd target / draft vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.draft_model import DraftModel, StepRows
+from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter
+from eagle_kit.drafts.base.state import CycleState
+from eagle_kit.models.draft_head import StepOutput
+from eagle_kit.ops.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, target_probs, window_uniforms
+from eagle_kit.ops.tree_build import chain_build
+from eagle_kit.verify.proposal import Deterministic, DraftOutput, SampledChain
+from eagle_kit.verify.verifiers import BlockVerification, RejectionSampling
+
+
+class SampledDraftState(NamedTuple):
+    """Result of draft-extend: ``logits [B, Vd]`` of depth 1 and the ``features [B, F]`` they were made
+    from."""
+
+    logits: torch.Tensor
+    features: torch.Tensor
+
+
+class SampledDrafter(Drafter):
+    """Chains sampled from the draft at each request's temperature and filters; greedy requests get the most
+    likely tokens."""
+
+    verifiers: tuple[type, ...] = (BlockVerification, RejectionSampling)
+
+    @classmethod
+    def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
+        """See :class:`Drafter`."""
+        super().check_shape(model, shape)
+        check_chain(shape)
+
+    def empty_state(self, count: int, kept: CandidateSpec) -> SampledDraftState:
+        """See :class:`Drafter`."""
+        model = self.model
+        logits = torch.zeros(count, model.draft_vocab_size, device=model.device)
+        features = torch.zeros(count, model.feature_size, dtype=model.dtype, device=model.device)
+        return SampledDraftState(logits, features)
+
+    def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
+        """See :class:`Drafter`."""
+        assert isinstance(state, SampledDraftState)
+        return state.logits.softmax(-1).amax(-1)
+
+    def propose(
+        self,
+        state: CycleState,
+        shape: SpecShape,
+        num_columns: int,
+        sampling: SamplingBatch | None = None,
+    ) -> DraftOutput:
+        """Sample a chain behind the roots; greedy for all of them without ``sampling``."""
+        assert isinstance(state.draft, SampledDraftState) and shape.topk == 1
+        logits, features = state.draft
+        roots, seq_lens = state.roots, state.seq_lens
+        uniforms = None
+        if sampling is not None:
+            uniforms = window_uniforms(sampling.seeds, seq_lens, shape.steps, DRAFT_UNIFORMS)
+        drafted: list[torch.Tensor] = []
+        distributions: list[torch.Tensor] = []
+        prefix_lens, positions = seq_lens + 1, self._positions(seq_lens, shape.steps)
+        for step in range(shape.steps):
+            if step:
+                bits = self.chain_bits[step - 1 : step].expand(roots.shape[0], 1)
+                attend = self.kv.window_attend(state.page_table, prefix_lens, bits, step, num_columns)
+                out = self.model.step(StepRows(features, drafted[-1], positions[step]), attend)
+                logits, features = self.model.logits(out.read).float(), self._fed_back(out)
+            if sampling is None or uniforms is None:
+                drafted.append(self.model.to_target(logits.argmax(-1)))
+                continue
+            distributions.append(draft_distribution(self, logits, sampling))
+            drafted.append(sample(distributions[-1], uniforms[:, step]))
+        tree = chain_build(roots, torch.stack(drafted, 1))
+        return DraftOutput(
+            tree, SampledChain(torch.stack(distributions, 1)) if distributions else Deterministic()
+        )
+
+    def _state(self, out: StepOutput, kept: CandidateSpec) -> SampledDraftState:
+        return SampledDraftState(self.model.logits(out.read).float(), self._fed_back(out))
+
+
+def draft_distribution(drafter: Drafter, logits: torch.Tensor, sampling: SamplingBatch) -> torch.Tensor:
+    """Draft distribution over the target's vocabulary, fp32 ``[B, V]``, with the request's own filters, of
+    ``logits [B, Vd]``.
+
+    Penalties and bias are left to the target: q may be any distribution, and theirs change along the path.
+    """
+    everything = logits.new_full((logits.shape[0], drafter.vocab_size), float("-inf"))
+    ids = drafter.model.to_target(torch.arange(logits.shape[1], device=logits.device))
+    everything[:, ids] = logits
+    return target_probs(everything[:, None], sampling)[:, 0]
+
+
+def check_chain(shape: SpecShape) -> None:
+    """Raise UserError for a tree, which sampled drafts are not."""
+    if shape.topk > 1:
+        raise UserError(
+            f"The shape {shape} is a tree, and drafts are to be sampled.",
+            f"Use a chain such as {shape.steps},1,{shape.steps + 1}, or do not sample drafts.",
+        )

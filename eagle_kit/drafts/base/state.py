@@ -1,0 +1,32 @@
+"""State of a batch between two cycles."""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.kv.dp_latents import ShardRequests
+
+
+class CycleState(NamedTuple):
+    """Per-request state at the start of a cycle.
+
+    Attributes:
+        page_table: int64 ``[B, P]``.
+        seq_lens: int64 ``[B]``, tokens in the pool.
+        roots: int64 ``[B]``, the last emitted token, at position ``seq_lens``; the target's pool has no entry
+            of it yet.
+        active: bool ``[B]``, False for padding, whose state does not change.
+        draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
+        slots: int64 ``[B]``, the states of recurrent layers (``kv/states.py``); None where there are none.
+        own: the requests that this rank attends for, of data-parallel attention.
+        num_drafts: int64 ``[B]``, nodes behind the root to verify, where windows are packed.
+    """
+
+    page_table: torch.Tensor
+    seq_lens: torch.Tensor
+    roots: torch.Tensor
+    active: torch.Tensor
+    draft: tuple[torch.Tensor, ...] | None
+    slots: torch.Tensor | None = None
+    own: ShardRequests | None = None
+    num_drafts: torch.Tensor | None = None

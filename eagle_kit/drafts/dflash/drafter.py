@@ -1,0 +1,138 @@
+"""Drafting a block in one pass over the target's states as keys (DFlash, arXiv 2602.06036, and DSpark, whose
+logits are then corrected one depth after the other), during draft-extend.
+
+Legend: B requests, M emitted rows of a window, D depths, K candidates of each, N rows of a block, H hidden.
+
+The entry of a token is made of its state alone, and nobody queries with it. So draft-extend writes entries of
+the accepted rows, root first, which are the tokens that the target commits, and the block behind them in the
+scratch: the new root, whose state is not known, and masks. Its rows attend to all entries before the new
+root and to each other. Only entries of accepted rows are committed. The chain to propose is then ready.
+"""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens
+from eagle_kit.drafts.base.ready import ReadyDrafter, segments_of
+from eagle_kit.drafts.base.state import CycleState
+from eagle_kit.drafts.dflash.head import DFlashHead
+from eagle_kit.kv.keys_values import PagedKV
+from eagle_kit.kv.store import PoolLayout, Segment
+from eagle_kit.models.blocks.layers import KVSlots
+from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.ops.transfer import to_device
+
+
+class BlockDrafter(ReadyDrafter):
+    """A head that drafts blocks, of as many rows as the depths need, whatever the block of its training."""
+
+    model: HeadDraftModel
+    kv: PagedKV
+
+    def __init__(self, model: HeadDraftModel, vocab_size: int, layout: PoolLayout) -> None:
+        super().__init__(model, vocab_size, layout)
+        self.head = cast(DFlashHead, model.head)  # as its step form says
+        self.first = self.head.config.first_drafted
+
+    def num_appended(self, kept: CandidateSpec) -> int:
+        """See :class:`Drafter`."""
+        return kept.steps + self.first
+
+    def extend(
+        self,
+        state: CycleState,
+        missed: PendingTokens,
+        last: torch.Tensor,
+        kept: CandidateSpec,
+        num_columns: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`."""
+        states, tokens, num_committed = missed
+        context = self.model.features(states.flatten(0, 1)).unflatten(0, tokens.shape)
+        roots = tokens.gather(1, last[:, None])[:, 0]
+        drafted = self._block(context, roots, state.page_table, state.seq_lens, last + 1, kept, num_columns)
+        nodes = self.numbers[: tokens.shape[1]].expand(tokens.shape)
+        self.kv.commit_window(state.page_table, nodes, state.seq_lens, num_committed)
+        return drafted
+
+    def store(self, state: CycleState, missed: PendingTokens, num_columns: int) -> None:
+        """See :class:`Drafter`; no block is drafted."""
+        states, tokens, num_committed = missed
+        positions = state.seq_lens[:, None] + self.numbers[: tokens.shape[1]]
+        is_there = positions < (state.seq_lens + num_committed)[:, None]
+        rows = torch.where(is_there, self.kv.slots(state.page_table, positions), self.kv.trash_row)
+        self._enter(self.model.features(states.flatten(0, 1)), positions.view(-1), rows.view(-1))
+
+    def _enter(self, context: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
+        """Write the entries of ``context [T, H]`` at ``positions`` int64 ``[T]`` into ``rows`` of the
+        store."""
+        self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
+
+    def prefill(
+        self,
+        out: TargetOutput,
+        ids: torch.Tensor,
+        next_ids: torch.Tensor,
+        segments: Sequence[Segment],
+        last: torch.Tensor,
+        kept: CandidateSpec,
+    ) -> tuple[torch.Tensor, ...]:
+        """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
+        context = self.model.features(self.model.states(out))
+        rows, _ = self.kv.prompt_rows(segments)
+        starts = [torch.arange(segment.start, segment.stop) for segment in segments]
+        positions = to_device(torch.cat(starts), context.device)
+        self._enter(context, positions, rows)
+        if not len(last):
+            return self.empty_state(0, kept)
+        stops, which = [segment.stop for segment in segments], segments_of(segments, last)
+        size = kept.steps + self.first
+        return self._block(
+            context.new_empty(len(which), 0, context.shape[1]),
+            next_ids[last],
+            torch.stack([segment.page_table for segment in segments])[which],
+            to_device(stops, last.device)[which],
+            torch.zeros_like(which),
+            kept,
+            max(stops) + size,
+        )
+
+    def _block(
+        self,
+        context: torch.Tensor,
+        roots: torch.Tensor,
+        page_table: torch.Tensor,
+        seq_lens: torch.Tensor,
+        counts: torch.Tensor,
+        kept: CandidateSpec,
+        num_columns: int,
+    ) -> tuple[torch.Tensor, ...]:
+        """Write entries of context rows and run a block behind them, in the scratch.
+
+        Args:
+            context: ``[B, M, H]``, M may be 0; the rows of slots ``seq_lens [B]`` and on, of which the first
+                ``counts [B]`` are valid.
+            roots: int64 ``[B]``, the token behind them.
+        """
+        b, length, _ = context.shape
+        size = kept.steps + self.first
+        inputs = self.head.block_inputs(roots, self.model.target.embed_tokens.weight, size)
+        offsets = torch.cat(
+            (self.numbers[:length].expand(b, length), counts[:, None] + self.numbers[:size]), 1
+        )
+        positions = (seq_lens[:, None] + offsets).view(-1)
+        valid = (1 << counts[:, None]) - 1
+        # Bit j is row j. A block's rows see the valid ones, and each other or those up to themselves.
+        causal, over = self.head.config.causal, length + size
+        ways = {}
+        for is_causal in set(causal):
+            own = self.chain_bits[:size] if is_causal else self.chain_bits[size - 1]
+            bits = (valid | (own << length)).expand(b, size)
+            ways[is_causal] = self.kv.entering_attend(page_table, seq_lens, bits, over, num_columns)
+        attends = [ways[is_causal] for is_causal in causal]
+        out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
+        read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
+        return self.drafted(read, kept, roots)

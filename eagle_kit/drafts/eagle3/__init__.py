@@ -1,0 +1,1 @@
+"""EAGLE-3 (arXiv 2503.01840), with a Llama layer or latent attention."""

@@ -1,0 +1,612 @@
+"""Heads that read fused states of the target, as EAGLE-3's: the published layout, and what is checked.
+
+Published heads keep q, k, v and gate, up apart; ours are fused. Layer ids are stored as "input of layer i",
+the numbering of EAGLE, SGLang and vLLM, with the convention beside them: the other one ("output of layer i")
+names the same tensors with other numbers, and mixing them fails silently.
+"""
+
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
+from eagle_kit.config.drafts.fused_states import FusedStatesHeadConfig
+from eagle_kit.core.errors import UserError, shown
+from eagle_kit.drafts.base.initial_weights import check_old_head, check_vocab_size, start_output
+from eagle_kit.drafts.base.kind import EMBEDDING, OUTPUT, HeadKind, InitContext, Weights, our_names, soften
+from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
+from eagle_kit.drafts.files import findings
+from eagle_kit.drafts.files.config_json import OWN_EMBEDDING, layer_to_dict, read_layer
+from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, open_draft, without_keys
+from eagle_kit.drafts.files.findings import OWN_TARGET, Finding
+from eagle_kit.drafts.files.structure import (
+    canonical_name,
+    canonical_names,
+    count_layers,
+    fuses_states,
+    num_layers,
+)
+from eagle_kit.drafts.files.vocab import complete_map, map_fingerprint
+from eagle_kit.models.config import TargetConfig
+from eagle_kit.models.config_parts import (
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    read_architecture,
+    read_flag,
+    read_mla,
+    read_size,
+    read_table,
+    wrong_value,
+)
+from eagle_kit.models.targets.target import Target
+
+LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LATENT_LAYER = ("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM")
+QWEN_LAYER = ("Eagle3Qwen3ForCausalLM",)
+"""vLLM's class for a layer that norms queries and keys, as Qwen3's do."""
+ARCHITECTURES = (*LLAMA_LAYER, *LATENT_LAYER, *QWEN_LAYER)
+LAYER_TYPES = {"llama": LLAMA_LAYER[0], "qwen3": QWEN_LAYER[0]}
+"""``model_type`` of a decoder layer in speculators' configs -> architecture in a flat config."""
+LAYERS = "num_hidden_layers"
+OUTPUT_WEIGHT, OUTPUT_BIAS = ".self_attn.o_proj.weight", ".self_attn.o_proj.bias"
+LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
+SHIFTS = {"input": 0, "output": 1}
+"""Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""
+NORM_BEFORE_FC = "norm_before_fc"
+FLAGS = ("fc_norm", "norm_output", "norm_before_residual", NORM_BEFORE_FC)
+ATTENTION = "midlayer.self_attn."
+
+
+Config = TypeVar("Config", bound=Eagle3Config)
+Head = TypeVar("Head", bound=Eagle3Head)
+Settings = TypeVar("Settings", bound=FusedStatesHeadConfig)
+
+
+class FusedStatesKind(HeadKind[Config, Head, Settings]):
+    """Kinds whose heads read three captured states as EAGLE-3's do, with a draft vocabulary of their own.
+
+    Attributes:
+        speculators_model_type: the kind's name in configs of the speculators project.
+        has_many_layers: a head may have more than one decoder layer.
+    """
+
+    speculators_model_type: ClassVar[str]
+    has_many_layers: ClassVar[bool] = False
+    may_own_embedding = True
+
+    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; ``target`` gives the usual layer ids to a config
+        that names none, as the first EAGLE-3 heads' do."""
+        return self.config_class(**self.read_fields(files, target))
+
+    def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
+        """Fields of the architecture, by name; arguments and errors as of :meth:`read_config`."""
+        where, config = files.where, flatten_config(files.config, files.where, self.speculators_model_type)
+        refuse_other_parts(config, where)
+        names = canonical_names(files)
+        architecture = read_architecture(config, where)
+        if architecture not in ARCHITECTURES and not fuses_states(files):
+            raise UserError(
+                f"The draft in {where} has the architecture {architecture}, not EAGLE-3.",
+                f"Use one of {', '.join(ARCHITECTURES)}.",
+            )
+
+        # The decoder layer: which parts it has is told by its tensors, and by the config without them.
+        is_latent = architecture in LATENT_LAYER
+        norms_heads = architecture in QWEN_LAYER
+        if names:
+            is_latent = f"{ATTENTION}kv_a_proj_with_mqa.weight" in names
+            norms_heads = f"{ATTENTION}q_norm.weight" in names
+        mla = read_mla(config, where) if is_latent else None
+        layers = self.num_layers(files, config, target)
+        sizes = read_layer(config, where, mla, layers)
+        slides = sliding_layers(config, layers, where)
+        has_bias = f"{ATTENTION}q_proj.bias" in names or read_flag(config, "attention_bias", where)
+
+        # The states of the target, and the tokens that it proposes.
+        width = _fc_width(files, names)
+        ids = _layer_ids(config, where, target, width)
+        target_size = _target_hidden_size(config, width, ids, sizes["hidden_size"], where)
+        return {
+            **sizes,
+            "target_hidden_size": target_size,
+            "draft_vocab_size": _draft_vocab_size(config, files, names, sizes["vocab_size"]),
+            "max_position_embeddings": read_size(
+                config, "max_position_embeddings", where, 2048, most=MAX_POSITIONS
+            ),
+            "aux_layer_ids": ids,
+            "fc_norm": _has_norm(config, names, "fc_norm", "fc_norm.0.weight", where)
+            or read_flag(config, "use_aux_norm", where),
+            "norm_before_fc": _has_norm(config, names, NORM_BEFORE_FC, "input_norm.weight", where),
+            "norm_output": read_flag(config, "norm_output", where),
+            "norm_before_residual": read_flag(config, "norm_before_residual", where),
+            "attention_bias": has_bias,
+            "qk_norm": norms_heads,
+            "mla": mla,
+            "sliding_window": _sliding_window(config, bool(slides), where),
+            "own_embedding": self._owns_embedding(files, names, sizes["hidden_size"], target_size),
+            **files.about,
+        }
+
+    @staticmethod
+    def _owns_embedding(files: DraftFiles, names: dict[str, str], size: int, target_size: int) -> bool:
+        """Whether it is known without the target's embedding that a head has its own."""
+        is_other = EMBEDDING in names and size != target_size
+        return is_other or read_flag(files.own, OWN_EMBEDDING, files.where)
+
+    def num_layers(self, files: DraftFiles, config: dict[str, Any], target: TargetConfig | None) -> int:
+        """Decoder layers of a head: those that have tensors, or as its flat ``config`` says where these
+        cannot be read or fewer than it says are there. Raises UserError for more than the kind has."""
+        stated = read_size(config, LAYERS, files.where, 1, most=MAX_LAYERS)
+        if self.has_many_layers:
+            return num_layers(files, stated, (None if target is None else target.num_layers,))
+        found = count_layers(files) or stated
+        if found != 1:
+            raise UserError(
+                f"The draft in {files.where} has {found} decoder layers, and an {self.title} here has one.",
+                "Use a head of one layer.",
+            )
+        return found
+
+    def write_config(self, config: Config) -> dict[str, Any]:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
+        return {
+            "architectures": [_architecture(config)],
+            "model_type": _model_type(config),
+            LAYERS: 1,
+            "target_hidden_size": config.target_hidden_size,
+            **layer_to_dict(config, config.rms_norm_eps),
+            "attention_bias": config.attention_bias,
+            "draft_vocab_size": config.draft_vocab_size,
+            **{flag: getattr(config, flag) for flag in FLAGS if flag != NORM_BEFORE_FC},
+            **({NORM_BEFORE_FC: True} if config.norm_before_fc else {}),
+            **_window_to_dict(config),
+            "eagle_config": {
+                **({LAYER_IDS: list(config.aux_layer_ids)} if config.aux_layer_ids else {}),
+                CONVENTION: "input",
+                "use_aux_hidden_state": bool(config.aux_layer_ids),
+            },
+        }
+
+    def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; with the hot-token map and its fingerprint."""
+        files = super().write(head, dtype)
+        files.config[OWN] |= {"vocab_map": map_fingerprint(head.d2t)}
+        return DraftFiles(files.config, {**files.tensors, "d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()})
+
+    def names(self, files: DraftFiles) -> dict[str, str]:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
+        return our_names(((canonical_name(name), name) for name in files.tensors), files.where)
+
+    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`.
+
+        A bias behind ``o_proj`` that is all zeros is left out: vLLM and speculators have one wherever queries
+        have one. ``lm_head.weight`` may be absent when the draft vocabulary is the target's: the
+        output layer is then the embedding where ``tie_word_embeddings`` says so, and else the target's.
+        """
+        found = super().take(files, config, target)
+        tensors = found.tensors
+        for name in [name for name in tensors if name.endswith(OUTPUT_BIAS)]:
+            if bool(tensors.pop(name).any()):
+                raise UserError(
+                    f"The draft in {files.where} has a bias behind its attention ({name}), which our "
+                    f"{self.title} has not.",
+                    "Serve it with the engine it was made for.",
+                )
+        d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, files.where)
+        fingerprint = files.own.get("vocab_map")
+        if fingerprint is not None and fingerprint != map_fingerprint(d2t):
+            raise UserError(
+                f"The vocabulary map of the draft in {files.where} is not the one it was saved with.",
+                "Use config.json and model.safetensors of one checkpoint.",
+            )
+        lacks_output = config.draft_vocab_size == config.vocab_size and OUTPUT not in tensors
+        is_tied = read_flag(files.config, "tie_word_embeddings", files.where)
+        return found._replace(
+            buffers={"d2t": d2t, "t2d": t2d},
+            borrows_output=lacks_output and not is_tied,
+            ties_output=lacks_output and is_tied,
+        )
+
+    def check(self, files: DraftFiles, config: Config, target: TargetConfig) -> list[Finding]:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the captured layers too."""
+        raw = flatten_config(files.config, files.where, self.speculators_model_type)
+        return [
+            *super().check(files, config, target),
+            *_check_embedding(files, config, target),
+            _check_layers(raw, config, target),
+        ]
+
+    def old_config(self, settings: Settings, target: TargetConfig) -> Config:
+        """The architecture of the head that ``start_from`` names. Raises UserError for one of another target
+        or kind, and for one that names layers without saying whether their inputs or outputs are meant, and
+        does not look as if inputs were."""
+        folder = str(settings.start_from)
+        files = open_draft(folder)
+        found = self.read_config(files, target)
+        is_foreign = OWN not in files.config and "speculators_model_type" not in files.config
+        if is_foreign and numbering(files) != "input":
+            raise UserError(
+                f"The head of head.start_from, {folder}, numbers the layers it reads as other projects do.",
+                f"Give the folder that eagle-kit import {folder} --out DIR writes.",
+            )
+        kind = f"{self.name}-mla" if found.mla is not None else self.name
+        sizes = (
+            ("kind", kind, settings.kind),
+            ("target_hidden_size", found.target_hidden_size, target.hidden_size),
+            ("vocab_size", found.vocab_size, target.vocab_size),
+        )
+        check_old_head(folder, sizes)
+        return found
+
+    def old_head(self, settings: Settings, config: Config, start: InitContext) -> Head:
+        """The head that ``start_from`` names, of the architecture ``config``. Its embedding is its own where
+        it is not the target's, and is trained then."""
+        assert settings.start_from is not None
+        old = self.read(open_draft(settings.start_from), start.target, device=start.device)
+        old.config = replace(config, own_embedding=old.config.own_embedding)
+        return old
+
+    def joint_layers(self, head: Head) -> list[str]:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
+        config = head.config
+        names = ["qkv_proj"]
+        if config.mla is not None:
+            first = "q_proj" if config.mla.q_lora_rank is None else "q_a_proj"
+            names = [first, "kv_a_proj_with_mqa"]
+        return [f"midlayer.self_attn.{name}" for name in names]
+
+    def saved_states(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; on a CPU both projections of latent attention
+        keep a copy of their input ``[2 H]`` in half precision."""
+        before, behind = super().saved_states(config, width, is_gpu=is_gpu)
+        return before + (2 * width if config.mla and width < 4 and not is_gpu else 0), behind
+
+
+def sliding_layers(config: dict[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
+    """Layers with a sliding window, where a config says that they have one: a Llama's ``sliding_window``
+    alone says nothing. Raises UserError for fewer kinds than layers."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or not kinds:
+        return tuple(range(num_layers)) if read_flag(config, "use_sliding_window", where) else ()
+    if len(kinds) < num_layers:
+        raise wrong_value("layer_types", kinds, where, f"{num_layers} kinds of layers")
+    return tuple(i for i in range(num_layers) if kinds[i] == "sliding_attention")
+
+
+def _sliding_window(config: dict[str, Any], slides: bool, where: str) -> int | None:
+    """Window of the layers that have one; None where none does."""
+    if not slides:
+        return None
+    if config.get("kv_lora_rank"):
+        raise UserError(
+            f"The draft in {where} has latent attention with a sliding window, which is not supported.",
+            "Use a head without one.",
+        )
+    return read_size(config, "sliding_window", where, most=MAX_POSITIONS)
+
+
+def _architecture(config: Eagle3Config) -> str:
+    if config.mla is not None:
+        return LATENT_LAYER[0]
+    return QWEN_LAYER[0] if config.qk_norm else LLAMA_LAYER[0]
+
+
+def _model_type(config: Eagle3Config) -> str:
+    if config.mla is not None:
+        return "deepseek_v3"
+    return "qwen3" if config.qk_norm else "llama"
+
+
+def _window_to_dict(config: Eagle3Config) -> dict[str, Any]:
+    if config.sliding_window is None:
+        return {}
+    windows = [variant.limits.window or None for variant in config.variants]
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return {"sliding_window": config.sliding_window, "use_sliding_window": True, "layer_types": kinds}
+
+
+def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> dict[str, Any]:
+    """A ``config.json`` of the speculators project in the flat form; any other as it is, with layer ids of
+    its top level in ``eagle_config``.
+
+    Args:
+        kind: its ``speculators_model_type``.
+
+    Raises:
+        UserError: another kind, a decoder layer that is neither Llama's nor Qwen3's, a key left out that
+            speculators and vLLM fill in differently, or layer ids that contradict each other.
+    """
+    algorithm = config.get("speculators_model_type")
+    if algorithm is None:
+        return _lifted_ids(config, where)
+    if algorithm != kind:
+        raise UserError(
+            f"The draft in {where} is a speculators model of the kind {shown(algorithm)}, which we have no "
+            "head for.",
+            f"Use one of the kind {kind}.",
+        )
+    layer = read_table(config, "transformer_layer_config", where)
+    model_type = layer.get("model_type")
+    if not isinstance(model_type, str) or model_type not in LAYER_TYPES:
+        raise UserError(
+            f"The draft in {where} has a decoder layer of the kind {shown(model_type)}, which "
+            "eagle-kit has not.",
+            "Train it again with --draft-arch llama or qwen3.",
+        )
+    if "norm_before_residual" not in config:
+        raise UserError(
+            f"The config.json in {where} does not say norm_before_residual, which speculators then takes for "
+            "false and vLLM for true.",
+            "Write the one that the head was trained with into it.",
+        )
+    _check_rope_of_speculators(layer, where)
+    extra = read_table(read_table(config, OWN, where), "extra", where)
+    flags = (*FLAGS, "target_hidden_size", "mask_token_id")
+    ids = config.get(LAYER_IDS)
+    return {
+        **extra,
+        **layer,
+        **{key: config[key] for key in flags if key in config},
+        "architectures": [LAYER_TYPES[model_type]],
+        "draft_vocab_size": config.get("draft_vocab_size"),
+        "eagle_config": _numbered_by_inputs(ids),
+        **{key: config[key] for key in ("dtype", "torch_dtype", "eagle_kit") if key in config},
+    }
+
+
+def _check_rope_of_speculators(layer: dict[str, Any], where: str) -> None:
+    """Raise UserError for a layer that attends to everything and has another rotation for sliding windows,
+    which is the one that speculators' trainer uses."""
+    rope = read_table(layer, "rope_parameters", where)
+    trained = rope.get("sliding_attention")
+    named = rope.get("full_attention")
+    kinds = layer.get("layer_types") or ["full_attention"]
+    if "full_attention" in kinds and trained is not None and trained != named:
+        raise UserError(
+            f"The draft in {where} has a layer of full attention, and speculators trains it with the "
+            f"rotation of sliding windows, {shown(trained)}, where its config names {shown(named)}.",
+            "Write the rotation that it was trained with as the only one into rope_parameters.",
+        )
+
+
+def _lifted_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
+    """A flat config with its layer ids in ``eagle_config``, if it has them at the top level, where vLLM reads
+    them first. Raises UserError where both places name other layers."""
+    ids = config.get(LAYER_IDS)
+    if ids is None:
+        return config
+    eagle = read_table(config, "eagle_config", where)
+    nested = eagle.get(LAYER_IDS)
+    stated = eagle.get(CONVENTION)
+    if nested and _is_list_of_layers(nested) and _is_list_of_layers(ids):
+        shifts = [SHIFTS[stated]] if stated in SHIFTS else list(SHIFTS.values())
+        if not any([layer + shift for layer in nested] == ids for shift in shifts):
+            raise UserError(
+                f"The config.json in {where} names the layers {shown(ids)} at its top level and "
+                f"{shown(nested)} in eagle_config.",
+                f"Leave the {LAYER_IDS} that the head was trained with, and remove the others.",
+            )
+    return {**without_keys(config, (LAYER_IDS,)), "eagle_config": {**eagle, **_numbered_by_inputs(ids)}}
+
+
+def _numbered_by_inputs(ids: object) -> dict[str, Any]:
+    """``eagle_config`` of ids whose place says that they are inputs of layers; ids that look like the usual
+    ones in the other numbering are left without a stated convention, so that checks name it."""
+    if ids is None:
+        return {}
+    is_doubtful = _is_list_of_layers(ids) and is_usual(ids, SHIFTS["output"])  # type: ignore[arg-type]
+    return {LAYER_IDS: ids, CONVENTION: None if is_doubtful else "input"}
+
+
+def _is_list_of_layers(ids: object) -> bool:
+    return isinstance(ids, list) and len(ids) <= MAX_LAYERS and all(type(layer) is int for layer in ids)
+
+
+def refuse_other_parts(config: dict[str, Any], where: str) -> None:
+    """Raise UserError for a head that reads its target's final states through no ``fc`` and names captured
+    layers as well."""
+    eagle = read_table(config, "eagle_config", where)
+    if eagle.get("use_aux_hidden_state") is False and eagle.get(LAYER_IDS):
+        raise UserError(
+            f"The draft in {where} names the layers {shown(eagle[LAYER_IDS])} and says that it reads none "
+            "(use_aux_hidden_state is false).",
+            "Remove the one of both that it was not trained with.",
+        )
+
+
+def _has_norm(config: dict[str, Any], names: dict[str, str], flag: str, tensor: str, where: str) -> bool:
+    """Whether a head has a norm in front of ``fc``: its tensor says so, unless its config says no.
+
+    Raises:
+        UserError: the tensor is there, and the config says that it is not used.
+    """
+    eagle = read_table(config, "eagle_config", where)
+    stated = config.get(flag, eagle.get(flag))
+    if stated is not None and type(stated) is not bool:
+        raise wrong_value(flag, stated, where, "true or false")
+    if tensor in names and stated is False:
+        raise UserError(
+            f"The draft in {where} has the tensor {names[tensor]}, and its config says {flag} false.",
+            f"Set {flag} to true, or remove the tensor if the head was trained without it.",
+        )
+    return bool(stated) or tensor in names
+
+
+def _fc_width(files: DraftFiles, names: dict[str, str]) -> int | None:
+    """Values that ``fc`` reads; None where it cannot be known."""
+    shape = files.shape_of(names["fc.weight"]) if "fc.weight" in names else None
+    return shape[1] if shape is not None and len(shape) == 2 else None
+
+
+def _target_hidden_size(
+    config: dict[str, Any], width: int | None, ids: tuple[int, ...], hidden_size: int, where: str
+) -> int:
+    """Width of the target's states: as the config says, or as ``fc``, which reads ``width`` values, says."""
+    default = hidden_size
+    if ids and width is not None and width % len(ids) == 0:
+        default = width // len(ids)
+    return read_size(config, "target_hidden_size", where, default)
+
+
+def _draft_vocab_size(
+    config: dict[str, Any], files: DraftFiles, names: dict[str, str], vocab_size: int
+) -> int:
+    """Tokens that a head proposes: as its config says, or as its map or output layer has them."""
+    for name in ("d2t", OUTPUT):
+        shape = files.shape_of(names[name]) if name in names else None
+        if shape:
+            vocab_size = shape[0]
+            break
+    return read_size(config, "draft_vocab_size", files.where, vocab_size)
+
+
+def _layer_ids(
+    config: dict[str, Any], where: str, target: TargetConfig | None, width: int | None
+) -> tuple[int, ...]:
+    """The captured layers in the "input of layer i" numbering, whichever one they are stored in; none for a
+    head that reads the target's final states."""
+    if read_table(config, "eagle_config", where).get("use_aux_hidden_state") is False:
+        return ()
+    ids, convention = layer_numbers(config, where)
+    if ids is None and target is not None:
+        usual = target.default_aux_layer_ids
+        count, rest = divmod(width or len(usual) * target.hidden_size, target.hidden_size)
+        if count != len(usual) and not rest:
+            raise UserError(
+                f"The fc of the draft in {where} reads {count} states of the target, and its config does not "
+                "say of which layers.",
+                f"Add eagle_config.{LAYER_IDS} to its config.json.",
+            )
+        return usual
+    if ids is None:
+        raise UserError(
+            f"The draft in {where} does not say which target layers it reads.",
+            f"Load it together with its target, or add eagle_config.{LAYER_IDS} to its config.json.",
+        )
+    if not ids:
+        raise wrong_ids(ids, where)
+    return tuple(layer + SHIFTS[convention or "input"] for layer in ids)
+
+
+def layer_numbers(config: dict[str, Any], where: str) -> tuple[list[int] | None, str | None]:
+    """Layer ids as they are stored, and their convention; None for what is not there. Raises UserError."""
+    eagle = read_table(config, "eagle_config", where)
+    ids, convention = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
+    if ids is not None and not (_is_list_of_layers(ids) and all(abs(layer) <= MAX_LAYERS for layer in ids)):
+        raise wrong_ids(ids, where)
+    if convention not in (None, *SHIFTS):
+        raise UserError(
+            f"The draft in {where} numbers its layers by the unknown convention {shown(convention)}.",
+            f'Set {CONVENTION} to "input" or "output".',
+        )
+    return ids, convention
+
+
+def unstated_ids(files: DraftFiles, kind: FusedStatesKind[Any, Any, Any]) -> list[int] | None:
+    """Layer ids as a head of ``kind`` stores them, where neither its config nor their place says whether
+    inputs or outputs are meant; else None. Raises UserError."""
+    flat = flatten_config(files.config, files.where, kind.speculators_model_type)
+    eagle = read_table(flat, "eagle_config", files.where)
+    ids, convention = layer_numbers({"eagle_config": eagle}, files.where)
+    return ids if convention is None else None
+
+
+def wrong_ids(ids: object, where: str) -> UserError:
+    """Error for what is no list of layer ids."""
+    return UserError(
+        f"The draft in {where} has the layer ids {shown(ids)}.",
+        f"Make {LAYER_IDS} a list such as [2, 15, 27].",
+    )
+
+
+def is_usual(ids: list[int], shift: int = 0) -> bool:
+    """True when ``ids + shift`` are 2, L//2, L-3 for some number of layers L."""
+    ids = [layer + shift for layer in ids]
+    return len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2
+
+
+def numbering(files: DraftFiles) -> str | None:
+    """Convention of the layer ids of a head: stated, or told by their place or by the usual ids; None when
+    nothing tells."""
+    if LAYER_IDS in files.config:  # where vLLM and speculators have inputs
+        return "input"
+    ids, convention = layer_numbers(files.config, files.where)
+    if convention is not None or not ids:
+        return convention or "input"
+    return next((name for name, shift in SHIFTS.items() if is_usual(ids, shift)), None)
+
+
+def _check_layers(raw: dict[str, Any], draft: Eagle3Config, target: TargetConfig) -> Finding:
+    """Find ids out of range, and the usual ones in the other numbering, which fails silently."""
+    eagle = raw.get("eagle_config") or {}
+    ids, count, usual = list(draft.aux_layer_ids), target.num_layers, list(target.default_aux_layer_ids)
+    if not ids:
+        return Finding("ok", "layer ids", "none: the draft reads the target's final states.")
+    if not all(0 <= layer <= count for layer in ids):
+        cause = f"the draft reads the inputs of layers {ids}, the target has {count} layers."
+        return Finding("error", "layer ids", cause, OWN_TARGET)
+    if eagle.get(LAYER_IDS) is None:
+        cause = (
+            f"the draft does not say which layers it reads, so the usual inputs of layers {usual} are taken."
+        )
+        return Finding("warning", "layer ids", cause, f"Add eagle_config.{LAYER_IDS} to its config.json.")
+    if eagle.get(CONVENTION) is None and ids != usual and [layer + 1 for layer in ids] == usual:
+        cause = (
+            f"the draft reads the inputs of layers {ids}, which look like the usual {usual} in the numbering "
+            "'output of layer i' that SpecForge and ModelOpt write."
+        )
+        remedy = (
+            f'If the accept length is about 1.0, add "{CONVENTION}": "output" to its eagle_config, or import '
+            "it with --format sglang."
+        )
+        return Finding("warning", "layer ids", cause, remedy)
+    return Finding("ok", "layer ids", f"inputs of layers {ids} of {count}.")
+
+
+def _check_embedding(files: DraftFiles, draft: Eagle3Config, target: TargetConfig) -> list[Finding]:
+    """Find a head of another width than the target's that brings no embedding, or reads final states."""
+    if not draft.aux_layer_ids and draft.hidden_size != target.hidden_size:
+        return findings.check_sizes({"final states": (draft.hidden_size, target.hidden_size)})
+    if EMBEDDING in canonical_names(files) and draft.hidden_size != target.hidden_size:
+        return [Finding("ok", "embedding size", f"{draft.hidden_size}, of an embedding of its own.")]
+    return findings.check_sizes({"embedding size": (draft.hidden_size, target.hidden_size)})
+
+
+def read_states(config: Eagle3Config) -> str:
+    """What a head reads of its target, in words."""
+    if not config.aux_layer_ids:
+        return "the target's final states"
+    return f"the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}"
+
+
+def chosen_fields(settings: FusedStatesHeadConfig, target: TargetConfig) -> dict[str, Any]:
+    """Fields of a new head's architecture that a training config chooses. Raises UserError for what the
+    target has not."""
+    check_vocab_size(settings.num_draft_tokens, target)
+    flags = ("fc_norm", "norm_before_residual", NORM_BEFORE_FC, "own_embedding")
+    fields: dict[str, Any] = {flag: getattr(settings, flag) for flag in flags}
+    if settings.intermediate_size is not None:
+        fields["intermediate_size"] = settings.intermediate_size
+    if (ids := settings.aux_layer_ids) is not None:
+        if not all(0 <= layer <= target.num_layers for layer in ids):
+            raise UserError(
+                f"head.aux_layer_ids is {list(ids)}, but the target has layers 0 to {target.num_layers - 1}.",
+                f"Name inputs of layers, for example {list(target.default_aux_layer_ids)}.",
+            )
+        fields["aux_layer_ids"] = ids
+    return fields
+
+
+def start_new_head(head: Head, settings: CapturedStatesHeadConfig, start: InitContext) -> Head:
+    """Give a new head its vocabulary and the target's output rows, in fp32."""
+    head.to(device=start.device, dtype=torch.float32)
+    if head.embed_tokens is not None:
+        with torch.no_grad():
+            head.embed_tokens.weight.copy_(start.target.embed_tokens.weight)
+    start_output(head, settings, start)
+    if settings.lm_head_init == "target":
+        soften(head.norm, start.target)
+    return head

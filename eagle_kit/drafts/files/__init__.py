@@ -1,0 +1,1 @@
+"""Draft folders: opened, checked against a target, converted, exported, described and uploaded."""

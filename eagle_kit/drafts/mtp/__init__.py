@@ -1,0 +1,1 @@
+"""MTP modules of DeepSeek-V3 (arXiv 2412.19437)."""

@@ -1,0 +1,1 @@
+"""N-gram drafting, without a model."""

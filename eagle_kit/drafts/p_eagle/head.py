@@ -1,0 +1,148 @@
+"""P-EAGLE draft head (arXiv 2602.01469): EAGLE-3 with several layers, which drafts all steps in one pass.
+
+Legend: T packed tokens, H hidden, Ht target's hidden.
+
+Step 0 of a row reads what EAGLE-3 reads. At every later step a *mask* stands in for both inputs: a learned
+embedding, and a learned state in place of the captured ones, which passes through ``fc``. The first layer
+joins embedding and feature, as EAGLE-3's does; the others are Llama layers, or with norms of queries and keys
+Qwen3 layers.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from eagle_kit.drafts.eagle3.head import AfterAttention, Eagle3Config, Eagle3Head
+from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm
+from eagle_kit.models.blocks.mla import LatentAttention, make_attention
+from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.draft_chain import ChainRows, RowAttention
+from eagle_kit.models.draft_head import StepForm, StepOutput
+from eagle_kit.ops.attention.variant import AttentionVariant, Limits
+
+
+@dataclass(frozen=True)
+class PEagleConfig(Eagle3Config):
+    """Architecture of a P-EAGLE head.
+
+    Attributes:
+        num_layers: decoder layers, the first included.
+        mask_token_id: token whose row holds the mask's embedding in layouts that have a whole embedding.
+        sliding_layers: layers with the sliding window.
+    """
+
+    num_layers: int = 4
+    mask_token_id: int = 0
+    sliding_layers: tuple[int, ...] = ()
+
+    @property
+    def cache(self) -> CacheSpec:
+        """Entry of a token in the cache of all layers."""
+        return self.layer.cache_of(self.num_layers)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Sliding window of each layer, None for none."""
+        slides = set(self.sliding_layers)
+        return [self.sliding_window if i in slides else None for i in range(self.num_layers)]
+
+    @property
+    def variants(self) -> list[AttentionVariant]:
+        """How each layer attends."""
+        scale = self.layer.attention_scale
+        return [AttentionVariant(scale, Limits(window=window or 0)) for window in self.windows]
+
+
+class PlainLayer(AfterAttention):
+    """Llama layer over the states of the layer before."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.self_attn = make_attention(config, size)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.mlp = MLP(size, config.intermediate_size)
+
+
+class PEagleHead(Eagle3Head):
+    """P-EAGLE head."""
+
+    config: PEagleConfig
+    step_form = StepForm.MASKED
+
+    def __init__(self, config: PEagleConfig) -> None:
+        super().__init__(config)
+        plain = {str(i): PlainLayer(config) for i in range(1, config.num_layers)}
+        self.layers = nn.ModuleDict(plain)  # published names count the first layer, midlayer, as 0
+        fused = len(config.aux_layer_ids) * config.target_hidden_size
+        self.mask_hidden = nn.Parameter(torch.randn(1, 1, fused))
+        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+
+    @property
+    def stack(self) -> list[AfterAttention]:
+        """All decoder layers, in order."""
+        return [self.midlayer, *self.plain]
+
+    @property
+    def plain(self) -> list[PlainLayer]:
+        """The layers behind the first."""
+        return list(self.layers.values())  # type: ignore[arg-type]
+
+    @property
+    def attentions(self) -> list[Attention | LatentAttention]:
+        """See :class:`~eagle_kit.models.draft_head.DraftHead`."""
+        return [layer.self_attn for layer in self.stack]
+
+    def mask_feature(self) -> torch.Tensor:
+        """Feature of a mask, ``[1, H]``."""
+        return self.fuse(self.mask_hidden[0])
+
+    def mask_inputs(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first layer's input of attention of a mask, ``[1, 2H]``, and its residual ``[1, H]``."""
+        return self.midlayer.inputs(self.mask_feature(), self.mask_embedding[None])
+
+    def next_inputs(
+        self, layer: int, residual: torch.Tensor, attended: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """End ``layer``, of the :attr:`stack`, from what its attention gave -> what the next one's attention
+        reads, and its residual, ``[T, H]`` each; behind the last layer, what the output layer reads."""
+        h, added = self.stack[layer].parts(residual, attended)
+        norms = [*(plain.input_layernorm for plain in self.plain), self.norm]
+        return norms[layer].add(added, h)
+
+    def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
+        """See :class:`~eagle_kit.models.draft_head.DraftHead`: step 0 at all rows, and masks behind
+        those that draft."""
+        rows, positions = given.rows, given.positions
+        masks = [part.expand(len(rows), -1) for part in self.mask_inputs()]
+        inputs = self.midlayer.inputs(given.features, given.embeds(given.everywhere, 0))
+        states = [inputs, *[(masks[0], masks[1])] * (steps - 1)]
+        rotations = [self.rope.at(positions)]
+        rotations += [self.rope.at(positions[rows] + step) for step in range(1, steps)]
+        for i, layer in enumerate(self.stack):
+            attention = RowAttention(self.config.variants[i], given)
+            attends = [attention.first, *[attention.later] * (steps - 1)]
+            states = [
+                self.next_inputs(i, residual, layer.self_attn.attended(x, rotation, 0, attend))
+                for (x, residual), rotation, attend in zip(states, rotations, attends, strict=True)
+            ]
+        return [states[0][1][rows], *(fed_back for _, fed_back in states[1:])]
+
+    def step(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        attend: Attend,
+        block: int = 0,
+        wanted: torch.Tensor | None = None,
+    ) -> StepOutput:
+        """See :class:`~eagle_kit.models.draft_head.DraftHead`: all layers over rows of any step."""
+        (x, residual), rotation = inputs, self.rope.at(positions)
+        for i, layer in enumerate(self.stack):
+            attended = layer.self_attn.attended(x, rotation, i, attend)
+            if wanted is not None and i + 1 == self.config.num_layers:
+                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+            x, residual = self.next_inputs(i, residual, attended)
+        return StepOutput(residual, x)

@@ -1,0 +1,1 @@
+"""A whole small model as the draft."""

@@ -1,0 +1,1 @@
+"""Measurements of an engine for the choice of speculation shapes."""

@@ -1,0 +1,307 @@
+"""Decode cycle: propose -> verify -> accept -> commit -> draft-extend.
+
+A pure function of fixed shapes from device tensors to device tensors: it reads nothing on the host (on a CPU
+only lengths, by guards), so the same code runs eagerly on a CPU and can be captured whole as one CUDA graph.
+Its only side effects are the writes into the key-value stores. Ordinary decoding is a window of one node.
+
+Legend: B requests, N window nodes, S steps, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.distributed.collectives import Ranks
+from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PendingTokens
+from eagle_kit.drafts.base.state import CycleState
+from eagle_kit.engine.packed import Packing
+from eagle_kit.engine.tensor_parallel.agreement import agree_most_likely, agree_path, agree_tree
+from eagle_kit.kv.dp_latents import DataParallelLatents, ShardRequests
+from eagle_kit.kv.states import StatePool, StateWindow
+from eagle_kit.kv.store import PagedStore
+from eagle_kit.models.blocks.layers import Attend
+from eagle_kit.models.targets.target import Target, TargetOutput
+from eagle_kit.ops.accept import Accepted, Outcome, accept_greedy, outcome
+from eagle_kit.ops.backend import uses_triton
+from eagle_kit.ops.sampling import SamplingBatch, counts_after, token_logprobs
+from eagle_kit.ops.tree_build import Tree
+from eagle_kit.verify.decide import decide
+from eagle_kit.verify.proposal import Deterministic, DraftOutput
+from eagle_kit.verify.verifiers import TargetOnly, Verifier
+
+
+class CycleModels(NamedTuple):
+    """The ``target``, the store ``kv`` of its tokens, the ``drafter`` (None in ordinary decoding), and the
+    ``states`` of recurrent layers (None without any)."""
+
+    target: Target
+    kv: PagedStore
+    drafter: Drafter | None = None
+    states: StatePool | None = None
+
+
+class CycleSettings(NamedTuple):
+    """Constants of a cycle, known to the host before it runs; a graph is captured for each value.
+
+    Attributes:
+        shape: draft and window; without a draft it must be a window of one.
+        num_columns: bound on ``seq_lens + tokens``, and on ``seq_lens + steps + 2`` with the rows that
+            draft-extend appends.
+        num_logprobs: alternatives to report for every emitted token; None reports nothing.
+        verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
+        kept: candidates that the draft keeps for the next cycle, whatever its shape.
+        reads_confidence: emit the draft's confidence.
+        num_rows: rows of the target's forward, into which the nodes to verify are packed; None is one for
+            every node.
+    """
+
+    shape: SpecShape
+    num_columns: int
+    num_logprobs: int | None = None
+    verifier: Verifier = TargetOnly()
+    kept: CandidateSpec | None = None
+    reads_confidence: bool = False
+    num_rows: int | None = None
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities of the emitted tokens under the target: ``chosen`` fp32 ``[B, S + 1]``; the most
+    likely ``ids`` int64 and their ``values`` fp32 ``[B, S + 1, top]``."""
+
+    chosen: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+class Emitted(NamedTuple):
+    """Tokens of a cycle: ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]`` are new;
+    ``logprobs`` when asked for; ``is_finite`` bool ``[B]``, False where the target's logits on the accepted
+    path are not finite, so that the tokens mean nothing; ``confidence`` of :meth:`Drafter.confidence` fp32
+    ``[B]`` or ``[B, D]``, in the tokens that the draft proposes next, where that is asked for and it has read
+    the emitted ones."""
+
+    tokens: torch.Tensor
+    num_emitted: torch.Tensor
+    logprobs: Logprobs | None
+    is_finite: torch.Tensor
+    confidence: torch.Tensor | None = None
+
+
+class CycleOutput(NamedTuple):
+    """The ``state`` of the next cycle, the ``emitted`` tokens, ``counts`` of ``SamplingBatch`` after them,
+    and what the draft ``missed`` of them: a cycle that drafts nothing leaves that for later."""
+
+    state: CycleState
+    emitted: Emitted
+    counts: torch.Tensor | None
+    missed: PendingTokens | None = None
+
+
+class WindowRead(NamedTuple):
+    """The target's ``out`` over the nodes of a window, ``[B * N]`` rows, the attention ``attend`` of whole
+    windows, and the ``logits [T, V]``, of tensor parallelism this rank's part of them, of all ``B * N`` nodes
+    or of those of a ``packing``."""
+
+    out: TargetOutput
+    attend: Attend
+    logits: torch.Tensor
+    packing: Packing | None = None
+
+    def of_nodes(self, rows: torch.Tensor, batch_size: int) -> torch.Tensor:
+        """``[B, N, ...]`` of the ``rows [T, ...]`` of the logits."""
+        whole = rows if self.packing is None else rows[self.packing.places]
+        return whole.unflatten(0, (batch_size, -1))
+
+
+class Verified(NamedTuple):
+    """Result of verification: the target's ``out`` over the window, the ``accepted`` path and its
+    ``outcome``, and ``emitted`` and ``counts`` as in :class:`CycleOutput`."""
+
+    out: TargetOutput
+    accepted: Accepted
+    outcome: Outcome
+    emitted: Emitted
+    counts: torch.Tensor | None
+
+
+def cycle(
+    models: CycleModels, state: CycleState, settings: CycleSettings, sampling: SamplingBatch | None = None
+) -> CycleOutput:
+    """Decode once for every request of the batch; ``sampling`` None is greedy for all of them."""
+    window = propose(models.drafter, state, settings, sampling, models.target.ranks)
+    return finish_cycle(models, state, window, settings, sampling)
+
+
+def propose(
+    drafter: Drafter | None,
+    state: CycleState,
+    settings: CycleSettings,
+    sampling: SamplingBatch | None,
+    ranks: Ranks | None = None,
+) -> DraftOutput:
+    """Make the window to verify, that of the first of ``ranks``; without a draft model it is the root
+    alone."""
+    if drafter is None or state.draft is None or not settings.shape.steps:
+        return DraftOutput(root_only(state.roots), Deterministic())
+    window = drafter.propose(state, settings.shape, settings.num_columns, sampling)
+    return window._replace(tree=agree_tree(window.tree, ranks))
+
+
+def finish_cycle(
+    models: CycleModels,
+    state: CycleState,
+    window: DraftOutput,
+    settings: CycleSettings,
+    sampling: SamplingBatch | None = None,
+    allowed: torch.Tensor | None = None,
+) -> CycleOutput:
+    """Run the part of a cycle that follows the proposal.
+
+    Args:
+        allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
+    """
+    verified = verify_and_commit(models, state, window, settings, sampling, allowed)
+    drafter, missed = models.drafter, None
+    if drafter is not None and defers_draft(drafter, settings):
+        states = drafter.model.states(verified.out)
+        missed = PendingTokens(states[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
+        drafter = None
+    next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted
+    if settings.reads_confidence and drafter is not None and next_state.draft is not None:
+        emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
+    return CycleOutput(next_state, emitted, verified.counts, missed)
+
+
+def defers_draft(drafter: Drafter, settings: CycleSettings) -> bool:
+    """Return True if a cycle neither reads nor makes the draft's state, and leaves its tokens for later."""
+    return drafter.supports_deferred_draft and not settings.shape.steps
+
+
+def verify_and_commit(
+    models: CycleModels,
+    state: CycleState,
+    window: DraftOutput,
+    settings: CycleSettings,
+    sampling: SamplingBatch | None = None,
+    allowed: torch.Tensor | None = None,
+) -> Verified:
+    """Run the target over the window, accept a path, and commit it to the pool."""
+    packing = None
+    if settings.num_rows is not None and state.num_drafts is not None:
+        packing = Packing.of(state.num_drafts, window.tree.tokens.shape[1], settings.num_rows)
+        window = packing.cut(window)
+    read = read_window(models, state, window.tree, settings, packing)
+    return accept_and_commit(models, state, window, read, settings, sampling, allowed)
+
+
+def read_window(
+    models: CycleModels,
+    state: CycleState,
+    tree: Tree,
+    settings: CycleSettings,
+    packing: Packing | None = None,
+) -> WindowRead:
+    """Run the target over the window's nodes, or those of a packing."""
+    out, attend = _forward(models, tree, state, settings.num_columns, packing)
+    logits = models.target.own_logits(out.hidden)
+    return WindowRead(out if packing is None else packing.whole(out), attend, logits, packing)
+
+
+def accept_and_commit(
+    models: CycleModels,
+    state: CycleState,
+    window: DraftOutput,
+    read: WindowRead,
+    settings: CycleSettings,
+    sampling: SamplingBatch | None = None,
+    allowed: torch.Tensor | None = None,
+) -> Verified:
+    """Accept a path of the window that the target has read, and commit it to the pool."""
+    out, attend, logits, _ = read
+    steps, seq_lens, ranks, size = settings.shape.steps, state.seq_lens, models.target.ranks, len(state.roots)
+    is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
+    if is_greedy and (ranks is not None or not uses_triton(logits)):
+        best = agree_most_likely(models.target, logits)
+        predicted = read.of_nodes(best.tokens, size)
+        accepted = accept_greedy(predicted, window.tree.tokens, window.tree.parents, steps)
+        logits = read.of_nodes(best.values.float(), size)
+    else:
+        logits = models.target.whole_logits(read.of_nodes(logits, size))
+        accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
+    accepted = agree_path(accepted, ranks)
+    after = outcome(logits, accepted, state.active, seq_lens)
+    num_emitted = after.num_emitted
+    given = state.page_table, accepted.path, seq_lens, num_emitted
+    if isinstance(models.kv, DataParallelLatents):
+        models.kv.shard_commit_window(_own(state), *given)
+    else:
+        models.kv.commit_window(*given)
+    if isinstance(attend, StateWindow):
+        attend.commit(accepted.path, num_emitted)
+    counts = None
+    if sampling is not None and sampling.counts is not None:
+        counts = counts_after(sampling.counts, accepted.tokens, num_emitted)
+    logprobs = None
+    if settings.num_logprobs is not None:
+        logprobs = _logprobs(logits, accepted, settings.num_logprobs)
+    emitted = Emitted(accepted.tokens, num_emitted, logprobs, after.is_finite)
+    return Verified(out, accepted, after, emitted, counts)
+
+
+def draft_extend(
+    drafter: Drafter | None, state: CycleState, verified: Verified, settings: CycleSettings
+) -> CycleState:
+    """Run the draft over the emitted tokens -> the state of the next cycle."""
+    accepted, num_emitted = verified.accepted, verified.emitted.num_emitted
+    draft = state.draft
+    if drafter is not None and draft is not None:
+        kept = settings.kept or drafter.kept([settings.shape])
+        draft = drafter.draft_extend(state, verified.out, accepted, num_emitted, kept, settings.num_columns)
+    after = verified.outcome
+    return state._replace(seq_lens=after.seq_lens, roots=after.roots, draft=draft)
+
+
+def _forward(
+    models: CycleModels, tree: Tree, state: CycleState, num_columns: int, packing: Packing | None
+) -> tuple[TargetOutput, Attend]:
+    """Run the target over the window's nodes, ``[B * N]`` rows or those of a packing -> its output, with the
+    states that the draft captures, and its attention of whole windows."""
+    n = tree.tokens.shape[1]
+    given = state.page_table, state.seq_lens, tree.ancestors
+    attend: Attend
+    if isinstance(models.kv, DataParallelLatents):
+        attend = models.kv.shard_window_attend(_own(state), *given, num_columns)
+    else:
+        attend = models.kv.window_attend(*given, n, num_columns)
+    if models.states is not None:
+        assert state.slots is not None, "recurrent layers need the slots of their states"
+        attend = models.states.window(attend, state.slots, tree.ancestors)
+    # A window of one node is its root, at depth 0.
+    positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)
+    capture = models.drafter.capture if models.drafter is not None else ()
+    tokens = tree.tokens.view(-1)
+    if packing is None:
+        return models.target(tokens, positions, attend, capture), attend
+    assert models.states is None, "recurrent layers have a layout of their own"
+    rows = packing.rows
+    return models.target(tokens[rows], positions[rows], packing.attend(attend), capture), attend
+
+
+def _own(state: CycleState) -> ShardRequests:
+    assert state.own is not None, "data-parallel attention needs the rows of this rank"
+    return state.own
+
+
+def root_only(roots: torch.Tensor) -> Tree:
+    """Make the window of ordinary decoding."""
+    zero = torch.zeros_like(roots)[:, None]
+    return Tree(roots[:, None], zero, zero, zero + 1)
+
+
+def _logprobs(logits: torch.Tensor, accepted: Accepted, top: int) -> Logprobs:
+    b, _, v = logits.shape
+    rows = logits.gather(1, accepted.path[:, :, None].expand(-1, -1, v))
+    chosen, ids, values = token_logprobs(rows.reshape(-1, v), accepted.tokens.reshape(-1), top)
+    length = accepted.path.shape[1]
+    return Logprobs(chosen.view(b, length), ids.view(b, length, top), values.view(b, length, top))

@@ -1,0 +1,594 @@
+"""Engine: requests in, replies out. A step schedules, sends prompts and a cycle to the device, and takes in
+the results of ``lag`` steps before, so that the host works while the device does.
+
+With a lag of 1 the end of a request is seen one cycle late, and the tokens of that cycle are dropped. Lag 0
+is the same code without the delay.
+"""
+
+import logging
+import random
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from eagle_kit.autotune.policy import Choice, ShapePolicy
+from eagle_kit.config.engine import ResolvedConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.output import NOT_FINITE, FinishReason
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.core.structured_outputs import Grammar
+from eagle_kit.drafts.base.draft_model import DraftModel
+from eagle_kit.drafts.ngram.index import NgramIndex
+from eagle_kit.engine.grammar.bad_words import MatchWithoutBadWords
+from eagle_kit.engine.grammar.protocols import Grammars, Match
+from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
+from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
+from eagle_kit.engine.request import Request, Uncounted
+from eagle_kit.engine.runner import Results, Runner
+from eagle_kit.engine.scheduler import Chunk, Scheduler
+from eagle_kit.kv.page_pool import PagePool
+from eagle_kit.models.targets.target import Target
+from eagle_kit.ops.backend import current_device
+from eagle_kit.verify.verifiers import make_verifier
+
+READING_COST = 64
+"""Multiplications in the time that a number of the key-value pool is read: 75 measured on a CPU
+(SmolLM2-135M, one thread), about as many follow from the data sheets of GPUs."""
+WEIGHTS_COST = {"cpu": 12, "cuda": 256}
+"""Tokens computed in the time that the weights are read: measured as above; from data sheets."""
+
+
+@dataclass
+class EngineTotals:
+    """Counters since the engine was made; they only grow."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_finished: Counter[str] = field(default_factory=Counter)
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    spec: SpecStats = field(default_factory=SpecStats)
+    shapes: Counter[SpecShape] = field(default_factory=Counter)
+
+
+class Engine:
+    """Serve requests with a target and perhaps a draft. One thread makes all calls.
+
+    It starts with ordinary decoding; :meth:`use_shape` changes that while nothing is being served.
+
+    Args:
+        config: resolved, with a size of the pool. The algorithm ``NGRAM`` takes no ``draft``.
+        make_grammars: called when a request brings the first grammar; None refuses grammars.
+
+    Raises:
+        UserError: options that do not fit the draft.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DraftModel | None,
+        config: ResolvedConfig,
+        make_grammars: Callable[[], Grammars] | None = None,
+    ) -> None:
+        self.target, self.draft, self.config = target, draft, config
+        self._make_grammars = make_grammars
+        self._grammars: Grammars | None = None
+        self._grammars_lock = threading.Lock()
+        self.ngram = NgramIndex(config.ngram) if config.algorithm == "NGRAM" else None
+        assert draft is None or self.ngram is None, "one drafter at a time"
+        self._num_indexed: dict[Request, int] = {}
+        self.page_pool = PagePool(
+            config.num_pages,
+            config.page_size,
+            prefix_cache=config.prefix_cache,
+            snapshots=None if target.config.states is None else config.snapshots,
+            num_parts=config.num_parts,
+        )
+        self.runner = Runner(target, draft, config, _graphs(target, config))
+        verifier = make_verifier(config)
+        if verifier is not None and not isinstance(verifier, self.runner.verifiers):
+            fit = " or ".join(kind.__name__ for kind in self.runner.verifiers)
+            raise UserError(f"{type(verifier).__name__} does not fit these drafts.", f"Use {fit}.")
+        self.totals = EngineTotals()
+        self._seeds = random.Random(config.seed)
+        self._pending: deque[Results] = deque()
+        self._news: dict[Request, None] = {}
+        self._counted: list[tuple[int, int | None, int]] = []
+        self._clock, self._is_timing = time.perf_counter(), False
+        self.graphs_in_use: Hashable = None
+        self._graphs: dict[Hashable, CycleGraphs] = {}
+        self.use_shape(NO_SPECULATION)
+
+    @property
+    def has_work(self) -> bool:
+        """True if :meth:`step` has something to do."""
+        return bool(self.scheduler.running or self.num_waiting or self._pending)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch, those whose prompt is being computed included."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return self.scheduler.num_waiting
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the pages that running requests hold, 0 to 1."""
+        return 1.0 - self.page_pool.num_available / self.page_pool.num_pages
+
+    @property
+    def num_graphs(self) -> int:
+        """Captured or recorded cycles at hand."""
+        return self.runner.graphs.num_graphs
+
+    @property
+    def num_grammars(self) -> int:
+        """Compiled grammars at hand."""
+        return 0 if self._grammars is None else self._grammars.num_compiled
+
+    def use_shape(self, shapes: ShapeTable | SpecShape | ShapePolicy) -> None:
+        """Speculate with ``shapes`` from the next request on, or with what a policy chooses cycle by cycle.
+
+        Raises:
+            UserError: there is no draft for one, or the draft cannot fill it.
+        """
+        assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
+        if not isinstance(shapes, ShapePolicy):
+            shapes = ShapeTable.parse(shapes)
+        for shape in shapes.shapes:
+            self._check_shape(shape)
+        did_speculate = bool(self.runner.steps)
+        reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
+        by_size = {size: shapes.menu(size) for size in self.config.batch_sizes}
+        self.runner.use_shape(shapes.shapes, reads_confidence=reads_confidence, by_size=by_size)
+        if bool(self.runner.steps) != did_speculate:
+            self.page_pool.clear()  # pages written without a draft have no entries of it
+        self.shapes = shapes
+        drafter = self.runner.models.drafter
+        room, speculates = self.config.room(self.runner.steps), drafter is not None
+        model, size = self.target.config, sum(weight.numel() for weight in self.target.parameters())
+        costs = {
+            "attention_cost": 2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
+            "reading_cost": READING_COST * self.runner.kv.numbers_per_token / size,
+            "weights_cost": WEIGHTS_COST[self.runner.device.type],
+        }
+        if self.target.ranks is not None:  # their parts may differ, and what they schedule must not
+            costs = self.target.ranks.agree(costs)
+        self.scheduler = Scheduler(
+            self.page_pool,
+            self.config,
+            room=room,
+            needs_last=speculates,
+            lookback=0 if drafter is None else drafter.lookback,
+            **costs,
+        )
+
+    def use_graphs(self, name: Hashable) -> None:
+        """Run cycles from graphs that are kept apart under ``name``, made anew at first, or with ``"off"``
+        without any; None goes back to the usual ones and drops all others."""
+        if self.graphs_in_use is None:
+            self._graphs = {None: self.runner.graphs}
+        if name not in self._graphs:
+            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].anew()
+        self.runner.graphs, self.graphs_in_use = self._graphs[name], name
+        if name is None:
+            self._graphs = {}
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache."""
+        self.page_pool.clear()
+
+    def _check_shape(self, shape: SpecShape) -> None:
+        if shape.steps and self.draft is None and self.ngram is None:
+            raise UserError(
+                f"The shape {shape} speculates, but there is no draft.", "Give a draft, or the shape none."
+            )
+        if self.draft is not None and self.runner.drafter is not None:
+            self.runner.drafter.check_shape(self.draft, shape)
+
+    def check_tokens(self, prompt_ids: Sequence[int]) -> None:
+        """Raise UserError for a prompt that can never be served in any shape."""
+        config, top = self.config, self.target.config.vocab_size
+        if not prompt_ids:
+            raise UserError("The prompt is empty.", "Give at least one token.")
+        if len(prompt_ids) >= config.max_context:
+            raise UserError(
+                f"The prompt has {len(prompt_ids)} tokens, but the context holds {config.max_context} "
+                "with the reply.",
+                "Shorten the prompt, or raise max_context if the model allows it.",
+            )
+        if not 0 <= min(prompt_ids) <= max(prompt_ids) < top:
+            raise UserError(
+                f"The prompt has a token id outside 0..{top - 1}.", "Tokenise it with the target's tokenizer."
+            )
+
+    def check_prompt(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        """Raise UserError for a prompt that can never be served in the present shapes."""
+        self.check_tokens(prompt_ids)
+        config = self.config
+        tokens = min(len(prompt_ids) + max_tokens, config.max_context)
+        if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.own_pages:
+            of_rank = "" if config.num_parts == 1 else f", {config.own_pages * config.page_size} of each rank"
+            raise UserError(
+                f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
+                f"key-value pool of {config.num_pages * config.page_size} tokens{of_rank}.",
+                "Lower max_tokens, or give the pool more tokens.",
+            )
+
+    def check_request(self, request: Request) -> None:
+        """Compile a request's grammar. Raise UserError for a request that can never be served."""
+        self.check_prompt(request.prompt_ids, request.params.max_tokens)
+        top = self.target.config.vocab_size
+        if not all(0 <= token < top for token in request.params.logit_bias):
+            raise UserError(f"logit_bias names a token outside 0..{top - 1}.", "Use the target's token ids.")
+        if not all(0 <= token < top for token in request.params.allowed_token_ids or ()):
+            raise UserError(
+                f"allowed_token_ids names a token outside 0..{top - 1}.", "Use the target's token ids."
+            )
+        self.prepare(request)
+
+    def add_request(self, request: Request) -> None:
+        """Put a request into the queue. Raise UserError for one that can never be served."""
+        self.check_request(request)
+        seed = request.params.seed
+        request.seed = self._seeds.getrandbits(62) if seed is None else seed
+        eos = () if request.params.ignore_eos else self.target.config.eos_token_ids
+        request.ends = frozenset((*request.params.stop_token_ids, *eos))
+        room = self.config.max_context - len(request.prompt_ids)
+        request.most_tokens = min(request.params.max_tokens, room)
+        self.scheduler.add(request)
+
+    def prepare(self, request: Request) -> None:
+        """Compile a request's grammar, which may take seconds, and read its forbidden words, unless that has
+        been done. Any thread may call it while another one steps the engine.
+
+        Raises:
+            UserError: the grammar cannot be compiled, or words are forbidden without their tokens.
+        """
+        params = request.params
+        if request.match is not None:
+            return
+        if params.bad_words and request.bad_word_ids is None:
+            raise UserError("bad_words need a tokenizer, and the model has none.", "Leave them out.")
+        constraint = params.constraint
+        match = None if constraint is None else self._start(constraint, params.cache_salt)
+        if request.bad_word_ids:
+            vocab_size = self.target.config.vocab_size
+            match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
+        request.match = match
+
+    def prepare_grammars(self) -> None:
+        """Make the compiler of grammars and compile a first one, so that no request waits for it. Raises
+        UserError where the tokenizer cannot be used."""
+        self._start(Grammar("json_object"), None)
+
+    def _start(self, grammar: Grammar, cache_salt: str | None) -> Match:
+        """Compile a grammar -> a match that has read nothing."""
+        if self._make_grammars is None:
+            raise UserError("A grammar needs a tokenizer, and the model has none.", "Leave the grammar out.")
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = self._make_grammars()
+        return self._grammars.start(grammar, cache_salt)
+
+    def abort(self, request: Request) -> None:
+        """End a request now, waiting or running; its tokens so far stay."""
+        if request.finish_reason is None:
+            self.end(request, "abort")
+
+    def end(self, request: Request, reason: FinishReason) -> None:
+        """End a request that has not ended, between steps."""
+        self._finish(request, reason)
+
+    def stop(self, request: Request) -> None:
+        """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text, or
+        cannot be made; others go on."""
+        if request.has_stops and request.finish_reason is None:
+            self._note_read(request)
+            assert request.stream is not None
+            if request.stream.stopped or request.stream.failure:
+                self.end(request, "stop")
+
+    def drain(self) -> None:
+        """Drop pending results and unread news of aborted requests."""
+        assert not (self.scheduler.running or self.num_waiting), "requests are being served"
+        self._collect_until(0)
+        self._news.clear()
+
+    def step(self) -> list[Request]:
+        """Schedule, compute, and take in results -> requests that have new tokens or have ended. Any thread
+        may be the one that makes the calls, and have another CUDA device as its current one."""
+        with torch.inference_mode(), current_device(self.runner.device):
+            return self._step()
+
+    def _step(self) -> list[Request]:
+        if not self._pending:
+            self._clock = time.perf_counter()
+        plan = self.scheduler.plan()
+        self._is_timing = self._is_timing and not plan.chunks
+        self.totals.num_preemptions += len(plan.preempted)
+        launched, decoding, chunks = len(self._pending), plan.decoding, plan.chunks
+        if self._uses_ngram or any(request.match for request in decoding):
+            # Grammars and n-grams need every token on the host. Taking them in may end requests.
+            self._collect_until(0)
+            decoding = [request for request in decoding if request.finish_reason is None]
+            chunks = [chunk for chunk in chunks if chunk.request.finish_reason is None]
+            launched = 0
+        self.runner.set_pages([*decoding, *(chunk.request for chunk in chunks)])
+        if decoding:
+            if self._uses_ngram:
+                self._index(decoding)
+            shape, wanted = self._shape(decoding)
+            self._pending.append(self.runner.decode(decoding, shape, self.ngram, wanted))
+        if chunks:  # behind the cycle, whose results do not wait for prompts
+            self._prefill(chunks)
+        self._collect_until(len(self._pending) - launched if self.config.lag else 0)
+        self.totals.num_steps += 1
+        self._is_timing = not plan.chunks
+        news, self._news = list(self._news), {}
+        return news
+
+    def _shape(self, decoding: Sequence[Request]) -> tuple[SpecShape, list[int] | None]:
+        """Choose the shape of the next cycle, and the drafts of each request to verify, None for all."""
+        if isinstance(self.shapes, ShapeTable):
+            return self.shapes.at(self.runner.padded(len(decoding))), None
+        eases = []
+        for request in decoding:
+            request.ease = request.ease or self.shapes.new_request()
+            request.ease.num_missed = request.num_missed
+            eases.append(request.ease)
+        chosen = self.shapes.choose(eases, _mean_context(decoding)), self.shapes.num_drafts
+        if self.target.ranks is not None:  # choices depend on time
+            chosen = self.target.ranks.agree(chosen)
+        return chosen
+
+    def shapes_at(self, batch_size: int) -> list[SpecShape]:
+        """List the shapes that batches of a size may have."""
+        if isinstance(self.shapes, ShapeTable):
+            return [self.shapes.at(batch_size)]
+        return self.shapes.menu(batch_size)
+
+    def choices(self) -> list[Choice]:
+        """What the policy chooses for text like that of the last requests, by batch size; empty where shapes
+        are given."""
+        if isinstance(self.shapes, ShapeTable):
+            return []
+        sizes = [size for size in self.config.batch_sizes if size & (size - 1) == 0]
+        return self.shapes.plan(sizes)
+
+    def reasons(self) -> list[str]:
+        """Say why shapes are chosen as they are; empty where they are given."""
+        if isinstance(self.shapes, ShapeTable):
+            return []
+        return [*map(str, self.choices()), self.shapes.origin]
+
+    @property
+    def takes_grammars(self) -> bool:
+        """True if there is a compiler of grammars, or can be."""
+        return self._make_grammars is not None
+
+    def prefill(self, requests: Sequence[Request]) -> None:
+        """Compute replies of one token, without a cycle."""
+        with torch.inference_mode(), current_device(self.runner.device):
+            for request in requests:
+                self.add_request(request)
+            while any(request.finish_reason is None for request in requests):
+                self._prefill(self.scheduler.plan().chunks)
+                self._collect_until(0)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        for request, *_ in chunks:
+            if request.admitted_at == 0.0:
+                request.admitted_at = time.perf_counter()
+                self.totals.num_prompt_tokens += len(request.prompt_ids)
+                self.totals.num_cached_prompt_tokens += request.num_cached_tokens
+        self._pending += self.runner.prefill(chunks)
+        for request, _, stop, _ in chunks:
+            request.num_computed = stop
+
+    @property
+    def _uses_ngram(self) -> bool:
+        return self.ngram is not None and self.runner.steps > 0
+
+    def _index(self, requests: Sequence[Request]) -> None:
+        """Append the new tokens of ``requests`` to the n-gram log, their prompts first."""
+        assert self.ngram is not None
+        for request in requests:
+            known = self._num_indexed.get(request, 0)
+            new = request.tokens(known, request.num_tokens)
+            self.ngram.insert(request.number, new, request.params.cache_salt)
+            self._num_indexed[request] = request.num_tokens
+
+    def _collect_until(self, count: int) -> None:
+        """Take in the oldest results until ``count`` are pending."""
+        while len(self._pending) > count:
+            self._collect(self._pending.popleft())
+
+    def _collect(self, results: Results) -> None:
+        """Wait for results and append them to the requests that are still in the batch."""
+        emitted, shape, num_drafts = results.copy.wait(self.target.ranks), results.shape, results.num_drafts
+        now = time.perf_counter()
+        confidence = None if emitted.confidence is None else emitted.confidence.tolist()
+        is_cycle, policy = num_drafts is not None, None
+        if is_cycle:
+            self._note_cycle(results, now)
+            policy = self.shapes if isinstance(self.shapes, ShapePolicy) else None
+        tokens, counts = emitted.tokens.tolist(), emitted.num_emitted.tolist()
+        finite = emitted.is_finite.tolist()
+        logprobs = None if emitted.logprobs is None else [part.tolist() for part in emitted.logprobs]
+        for i, (request, generation) in enumerate(zip(results.requests, results.generations, strict=True)):
+            if request.generation != generation:
+                continue
+            if not finite[i]:
+                logging.getLogger(__name__).error("Request %d ends: %s", request.number, NOT_FINITE)
+                self._finish(request, "error")
+                continue
+            if not is_cycle:
+                request.num_verified = results.num_computed[i]
+                if not request.is_prefilling and self._publish(request):
+                    request.num_pages_written = -1
+            if not (count := counts[i]):
+                continue
+            start = len(request.token_ids)
+            reason = self._take(request, tokens[i][:count], now)
+            kept = len(request.token_ids) - start
+            if logprobs is not None and (top := request.params.logprobs) is not None:
+                chosen, ids, values = (part[i] for part in logprobs)
+                for j in range(kept):
+                    request.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
+            if policy is not None and (ease := request.ease) is not None and num_drafts is not None:
+                if shape.steps or ease.is_young:
+                    policy.observe(ease, shape, count - 1, num_drafts[i])
+                if confidence is not None or ease.confidence is not None:
+                    policy.see(ease, None if confidence is None else confidence[i])
+            drafted = None if num_drafts is None else num_drafts[i]
+            has_stops = request.stream is not None and request.stream.has_stops
+            if has_stops:
+                request.uncounted.append(Uncounted(start, kept, count, shape, drafted))
+                self._note_read(request)
+            else:
+                self._count(request, kept, count, shape, drafted)
+            self._news[request] = None
+            if reason is not None:
+                self._finish(request, reason)
+            elif has_stops and not self.config.lag and self.target.ranks is None:
+                # Nothing runs meanwhile, and a cycle in vain would cost more than to read here. (Other ranks
+                # make no text; they are told before the next step.)
+                request.read()
+                self.stop(request)
+        self._sum_up()
+
+    def _note_read(self, request: Request) -> None:
+        """Count the tokens of a reply in which no stop text can be any more."""
+        assert request.stream is not None
+        num_read, uncounted = request.stream.num_read, request.uncounted
+        while uncounted and uncounted[0].start + uncounted[0].kept <= num_read:
+            self._count(request, *uncounted.popleft()[1:])
+
+    def _count(
+        self, request: Request, kept: int, num_emitted: int, shape: SpecShape, num_drafts: int | None
+    ) -> None:
+        """Count ``kept`` tokens that have become a part of a reply, of a cycle's ``num_emitted``; without
+        ``num_drafts`` it was no cycle."""
+        num_drafts_kept = None
+        if num_drafts is not None and num_drafts == 0:
+            # A plain cycle is no verify, also where others of the batch had drafts.
+            request.shapes[NO_SPECULATION] += 1
+        elif num_drafts is not None:
+            request.shapes[shape] += 1
+            num_drafts_kept = min(kept, num_emitted - 1)
+            request.stats.observe(kept, num_drafts_kept)
+        self._counted.append((kept, num_drafts_kept, num_drafts or 0))
+
+    def _sum_up(self) -> None:
+        """Add what was counted to the totals, equal counts at once."""
+        totals = self.totals
+        for (kept, num_drafts_kept, num_drafts), times in Counter(self._counted).items():
+            totals.num_generated_tokens += kept * times
+            totals.num_drafts += (num_drafts > 0) * times
+            totals.num_draft_tokens += num_drafts * times
+            if num_drafts_kept is not None:
+                totals.spec.observe(kept, num_drafts_kept, times)
+        self._counted.clear()
+
+    def _note_cycle(self, results: Results, now: float) -> None:
+        """Count a cycle by its shape, and tell the policy what it took where nothing else was done."""
+        self.totals.shapes[results.shape] += 1
+        if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_steady_state:
+            context = _mean_context(results.requests)
+            took = now - self._clock
+            self.shapes.observe_time(len(results.requests), results.shape, context, took, results.num_rows)
+        self._clock = now
+
+    def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
+        """Append new tokens up to the first that ends the reply -> why it does; None where it goes on."""
+        held, reason, is_shown = request.token_ids, None, True
+        if len(held) + len(tokens) >= request.most_tokens or not request.ends.isdisjoint(tokens):
+            tokens, reason, is_shown = self._cut(request, tokens)
+        if request.match is not None:
+            until_end = request.match.advance(tokens)
+            if request.match.is_complete or request.match.is_stuck:
+                is_shown = is_shown or until_end < len(tokens)
+                tokens, reason = tokens[:until_end], "stop" if request.match.is_complete else "abort"
+        held += tokens
+        request.num_shown = len(held) - (not is_shown)
+        request.num_computed = request.num_verified = request.num_to_compute
+        request.last_token_at = now
+        request.first_token_at = request.first_token_at or now
+        return reason
+
+    def _cut(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
+        """Tokens up to the first that ends the reply, why it does, and whether that one is a part of the
+        text."""
+        for i, token in enumerate(tokens, 1):
+            if token in request.ends:
+                return tokens[:i], "stop", False
+            if len(request.token_ids) + i >= request.params.max_tokens:
+                return tokens[:i], "length", True
+            if request.num_tokens + i >= self.config.max_context:
+                return tokens[:i], "context", True
+        return tokens, None, True
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request, where a stop text ends it if there is one in its reply."""
+        self._news[request] = None
+        if request.slot >= 0:
+            self._publish(request)
+        self.scheduler.remove(request)
+        if request.has_stops:
+            reason = self._take_back(request, reason)
+        if request in self._num_indexed and self.ngram is not None:
+            self._index([request])
+            del self._num_indexed[request]
+            self.ngram.forget(request.number)
+        if request.ease is not None and isinstance(self.shapes, ShapePolicy):
+            self.shapes.leave(request.ease)
+        request.finish_reason = reason
+        self.totals.num_finished[reason] += 1
+
+    def _take_back(self, request: Request, reason: FinishReason) -> FinishReason:
+        """Take back what a reply has behind a stop text, and count the rest -> why it has ended."""
+        stream = request.stream
+        assert stream is not None
+        stream.read(request.token_ids, request.num_shown)
+        if (kept := stream.num_kept) is not None:
+            del request.token_ids[kept:]
+            request.logprobs.cut(kept)
+            reason, request.num_shown = "stop", kept
+        elif stream.failure:
+            reason = "error"
+        for made in request.uncounted:
+            if (rest := min(made.kept, len(request.token_ids) - made.start)) > 0:
+                self._count(request, rest, *made[2:])
+        request.uncounted.clear()
+        self._sum_up()
+        return reason
+
+    def _publish(self, request: Request) -> bool:
+        """Cache the pages of a request that are known to hold finite numbers -> whether its pages changed."""
+        return self.page_pool.publish(request.allocation, request.tokens(0, request.num_readable))
+
+    def check(self) -> None:
+        """Assert that no page is lost, owned twice, or counted wrongly."""
+        self.page_pool.check(request.allocation for request in self.scheduler.running)
+
+
+def _mean_context(requests: Sequence[Request]) -> int:
+    return sum(request.num_tokens for request in requests) // len(requests)
+
+
+def _graphs(target: Target, config: ResolvedConfig) -> CycleGraphs:
+    on_cpu = target.embed_tokens.weight.device.type == "cpu"
+    return CpuGraphs() if on_cpu and config.graph_mode == "cycle" else GraphRunner(config.graph_mode)

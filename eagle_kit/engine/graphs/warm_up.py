@@ -1,0 +1,274 @@
+"""Preparation of an engine for all that requests may ask of it, before the first one comes.
+
+On a GPU graphs are captured for every batch size, shape and kind of batch, forms of linear layers are
+measured, and prompts of representative lengths are computed, so that no request waits while kernels are
+compiled, captured or timed. A CPU compiles no kernels, and records its cycles as they come. The compiler of
+grammars, which takes seconds to read a large vocabulary, is made on both.
+"""
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle_kit.config.server import WarmUpExtent
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.engine.engine import Engine, EngineTotals
+from eagle_kit.engine.graphs.batch_kind import GRAMMAR_KINDS, LOGPROBS_KINDS, USUAL_KINDS, BatchKind, kinds
+from eagle_kit.engine.request import Request
+from eagle_kit.ops.backend import current_device, triton_available
+
+PARAMS = (
+    SamplingParams(max_tokens=1, ignore_eos=True, seed=0),
+    SamplingParams(max_tokens=1, ignore_eos=True, seed=0, temperature=1.0),
+    SamplingParams(max_tokens=1, ignore_eos=True, seed=0, temperature=1.0, top_p=0.9),
+    SamplingParams(
+        max_tokens=1, ignore_eos=True, seed=0, temperature=1.0, repetition_penalty=1.1, logprobs=1
+    ),
+)
+"""Of first tokens, one for each level of sampling; with a seed, so that none of the engine's is drawn."""
+
+
+class Work(NamedTuple):
+    """Things of a kind that were prepared, and the seconds that they took."""
+
+    what: str
+    number: int
+    seconds: float
+
+
+class Prepared(NamedTuple):
+    """What a warm-up did, and what it left out with the price of that, for people."""
+
+    works: tuple[Work, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            f"warm-up    {number:6d} {what:<44s} {seconds:7.1f} s" for what, number, seconds in self.works
+        ]
+        return "\n".join([*rows, *(f"warm-up    not prepared: {line}" for line in self.left_out)])
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured."""
+        return sum(work.number for work in self.works if work.what.startswith("graphs"))
+
+
+class _Cycle(NamedTuple):
+    """A batch size, that of each part of the pool, a shape and a kind of batch."""
+
+    size: int
+    own_size: int
+    shape: SpecShape
+    kind: BatchKind
+
+
+def warm_up(
+    engine: Engine,
+    extent: WarmUpExtent = "all",
+    on_step: Callable[[int, int], None] = lambda number, total: None,
+) -> Prepared:
+    """Prepare an idle engine in its present shapes. Its counters and its prefix cache are empty afterwards.
+
+    Args:
+        extent: what for.
+        on_step: called with the number of steps done and their total.
+    """
+    works = list(_grammars(engine, extent))
+    runner = engine.runner
+    if runner.device.type != "cuda" and not runner.graphs.has_fixed_shapes:
+        return Prepared(tuple(works))
+
+    with torch.inference_mode(), current_device(runner.device), _compilations() as compiled:
+        # Cycles of every kind, whose graphs are captured.
+        cycles = list(_cycles(engine, extent))
+        prompts = [] if extent == "none" else list(representative_prompts(engine))
+        total = len(cycles) + len(prompts)
+        seconds: dict[str, tuple[int, float]] = {}
+        num_graphs = engine.num_graphs
+        for number, each in enumerate(cycles, 1):
+            begun = time.perf_counter()
+            runner.run_idle(*each, engine.ngram)
+            name = _name(each.kind)
+            captured = engine.num_graphs - num_graphs
+            num_graphs = engine.num_graphs
+            before = seconds.get(name, (0, 0.0))
+            seconds[name] = before[0] + captured, before[1] + time.perf_counter() - begun
+            on_step(number, total)
+        works += [Work(f"graphs of {name}", *done) for name, done in seconds.items()]
+
+        # Forwards in which a draft reads pending tokens.
+        begun = time.perf_counter()
+        forwards = 0
+        if extent != "none":
+            forwards = runner.catch_up_idle()
+        if forwards:
+            works.append(Work("forwards of drafts that catch up", forwards, time.perf_counter() - begun))
+
+        # Prompts of several lengths, for which prefill backends are measured.
+        begun = time.perf_counter()
+        for number, requests in enumerate(prompts, len(cycles) + 1):
+            with runner.prefill_backends.measuring():
+                engine.prefill(requests)
+            on_step(number, total)
+
+        # Leave no trace of the preparation.
+        engine.drain()
+        engine.page_pool.clear()
+        engine.totals = EngineTotals()
+        if prompts:
+            works.append(Work("prefills", len(prompts), time.perf_counter() - begun))
+
+        # Name what was measured and compiled meanwhile.
+        forms = runner.linear_forms
+        if forms.table:
+            works.append(Work("linear sizes timed (within the above)", len(forms.table), forms.seconds))
+        backends = runner.prefill_backends
+        if backends.table:
+            works.append(
+                Work("prefill sizes timed (within the above)", len(backends.table), backends.seconds)
+            )
+        if compiled.count:
+            works.append(Work("kernels compiled (within the above)", compiled.count, compiled.seconds))
+    return Prepared(tuple(works), tuple(_left_out(engine, extent, works)))
+
+
+def _grammars(engine: Engine, extent: WarmUpExtent) -> Iterator[Work]:
+    """Make the compiler of grammars, where requests may bring some."""
+    if extent != "all" or not can_have_grammars(engine):
+        return
+    begun = time.perf_counter()
+    try:
+        engine.prepare_grammars()
+    except UserError as error:  # of the tokenizer, which says so to the requests that bring grammars
+        logging.getLogger(__name__).warning("%s %s", error.cause, error.remedy)
+        return
+    yield Work("compiler of grammars", 1, time.perf_counter() - begun)
+
+
+def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:
+    """Iterate over the cycles to be run, the largest batches first, whose memory the others reuse."""
+    if extent == "none":
+        return
+    wanted = list(kinds(extent, can_have_grammars=can_have_grammars(engine)))
+    if engine.target.ranks is not None:
+        wanted = engine.target.ranks.agree(wanted)
+    for size in sorted(engine.config.batch_sizes, reverse=True):
+        for own_size in reversed(engine.config.own_sizes(size)):
+            for shape in engine.shapes_at(size):
+                yield from (_Cycle(size, own_size, shape, kind) for kind in wanted)
+
+
+def can_have_grammars(engine: Engine) -> bool:
+    """Return True if requests may bring grammars."""
+    return engine.takes_grammars and find_spec("llguidance") is not None
+
+
+def representative_prompts(engine: Engine) -> Iterator[list[Request]]:
+    """Iterate over lists of requests that are computed together: lengths and numbers of prompts for every
+    size of a tile, which are powers of two, a full step and more, a cached prefix, and all kinds of first
+    tokens. The longest prompts come first, so that the others find room in the memory that these reserved."""
+    config, rng = engine.config, random.Random(0)
+    most = min(config.max_context - 2, (config.own_pages - 2) * config.page_size - config.room(63))
+    if most < 1:  # no room for a prompt
+        return
+    step = min(config.prefill_tokens, most)
+    names = iter(range(-1, -(1 << 30), -1))  # of requests, none of a caller's
+    top = engine.target.config.vocab_size
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(top) for _ in range(count)]
+
+    def together(prompts: Sequence[list[int]], params: SamplingParams = PARAMS[0]) -> list[Request]:
+        first = next(names)
+        made = [Request(first, prompts[0], params, group=first)]
+        for prompt in prompts[1:]:
+            number = next(names)
+            made.append(Request(number, prompt, params, group=number))
+        return made
+
+    lengths = {*_powers(step), step, min(step + 1, most), most}
+    for length in sorted(lengths, reverse=True):
+        yield together([tokens(length)])
+    known = tokens(step)
+    yield together([known])
+    yield together([[*known[: max(0, most - 1)], *tokens(1)]])  # behind it, as far as it fits
+    counts = {*_powers(config.max_batch_size), config.max_batch_size}
+    for count in sorted(counts, reverse=True):
+        yield together([tokens(min(3, most)) for _ in range(count)])
+    for params in PARAMS[1:]:
+        yield together([tokens(min(3, most))], params)
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to ``most``."""
+    return [1 << i for i in range(most.bit_length())]
+
+
+def _name(kind: BatchKind) -> str:
+    level = ("greedy", "drawn", "filtered", "penalties, biases")[kind.level]
+    if kind in USUAL_KINDS:
+        return f"batches: {level}"
+    return f"batches: {level}, {'grammar' if kind.has_grammar else 'logprobs'}"
+
+
+def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> Iterator[str]:
+    """What a request may need that was not prepared, and what it will pay."""
+    graphs = [work for work in works if work.what.startswith("graphs")]
+    count, seconds = sum(work.number for work in graphs), sum(work.seconds for work in graphs)
+    price = f"about {seconds / count:.1f} s each" if count else "some tenths of a second each"
+    later = f"captured when first needed, {price}, while all requests wait"
+    if not engine.runner.graphs.has_fixed_shapes:
+        yield "graphs, which are off: every cycle runs from Python, and may compile kernels for new lengths"
+    elif extent == "none":
+        yield f"anything: graphs are {later}, and kernels compiled"
+    elif extent == "usual":
+        yield f"batches with logprobs or grammars ({len(LOGPROBS_KINDS) + len(GRAMMAR_KINDS)} kinds): {later}"
+    backends = engine.runner.prefill_backends
+    if extent == "none" and backends.libraries and backends.given is None:
+        yield f"times of prefill backends: {backends.own} computes all prompts"
+    if not can_have_grammars(engine):
+        yield "grammars: without llguidance or a tokenizer such requests are refused"
+
+
+class _Compiled:
+    """Kernels that Triton compiled, and the time between the beginning and the end of each."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._begun = time.perf_counter()
+
+    def begin(self, **_: Any) -> None:
+        """Note that a kernel is looked for; the answer None lets Triton compile it."""
+        self._begun = time.perf_counter()
+
+    def end(self, **_: Any) -> None:
+        """Count a kernel."""
+        self.count += 1
+        self.seconds += time.perf_counter() - self._begun
+
+
+@contextmanager
+def _compilations() -> Iterator[_Compiled]:
+    """Count what Triton compiles within."""
+    counted = _Compiled()
+    if not triton_available():
+        yield counted
+        return
+    from triton import knobs
+
+    runtime = knobs.runtime
+    before = runtime.jit_cache_hook, runtime.jit_post_compile_hook
+    runtime.jit_cache_hook, runtime.jit_post_compile_hook = counted.begin, counted.end
+    try:
+        yield counted
+    finally:
+        runtime.jit_cache_hook, runtime.jit_post_compile_hook = before

@@ -1,0 +1,918 @@
+"""``LLM``: a target, perhaps a draft, and what can be asked of them in Python."""
+
+import copy
+import itertools
+import warnings
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from eagle_kit.autotune.ngram import NgramPolicy
+from eagle_kit.autotune.policy import ShapePolicy
+from eagle_kit.autotune.shapes import MOST_STEPS
+from eagle_kit.config.engine import EngineConfig, ResolvedConfig
+from eagle_kit.config.server import WarmUpExtent
+from eagle_kit.core.errors import RankLost, UserError
+from eagle_kit.core.output import ReplyDelta, RequestOutput, TokenLogprobs
+from eagle_kit.core.process import warn_of_spinning
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.data.chat.template import has_chat_template, prompt_token_ids, set_chat_template
+from eagle_kit.drafts.base.draft_model import DraftModel
+from eagle_kit.drafts.choose_drafter import drafter_class
+from eagle_kit.drafts.files.draft import resolve_draft
+from eagle_kit.engine.calibrate.policies import can_tune, chooses_ngram, tuned_policy
+from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.forwards import TextStates, check_layers, check_text, text_logprobs, text_states
+from eagle_kit.engine.grammar.bad_words import bad_word_ids
+from eagle_kit.engine.grammar.compiler import GrammarCompiler
+from eagle_kit.engine.grammar.protocols import Grammars
+from eagle_kit.engine.graphs import cpu_graph
+from eagle_kit.engine.graphs.warm_up import Prepared, warm_up
+from eagle_kit.engine.load_draft import load_draft_model
+from eagle_kit.engine.memory.engine_memory import NEED_LESS, MemoryPlan, plan_memory
+from eagle_kit.engine.options import (
+    check_fp8,
+    devices_of,
+    draft_in_target,
+    dtype_of,
+    fit_context,
+    is_ngram,
+    without_graphs,
+)
+from eagle_kit.engine.prompt_forms import Conversation, is_token_ids, read_chats, read_texts
+from eagle_kit.engine.request import Request
+from eagle_kit.engine.tensor_parallel.agreement import AgreedGrammars
+from eagle_kit.engine.tensor_parallel.leading import Ask, LeadingEngine, Leave, Message
+from eagle_kit.engine.tensor_parallel.ranks import Group, Start, follow, join_ranks
+from eagle_kit.engine.text_stream import TextContext, TextStream, text_context
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.models.loading.loaded import loaded_target
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.models.loading.share import load_share
+from eagle_kit.models.targets.target import Target
+from eagle_kit.ops.backend import current_device
+from eagle_kit.ops.cpu.memory import keep_large_blocks
+from eagle_kit.ops.device_memory import out_of_memory, reserve_segment
+from eagle_kit.ops.linear import pack_weights
+
+NGRAM_SHAPE = SpecShape(8, 4, 12)
+TOO_LARGE = "Use a GPU with more free memory, quantization=fp8, or several GPUs with tensor_parallel."
+"""Remedy where a GPU has too little memory for the weights."""
+FEWER_TOKENS = "Give fewer tokens, or use a GPU with more free memory."
+"""Remedy where a GPU has too little memory for a forward without a cache."""
+
+
+class LLM:
+    """Target language model, decoded plainly or with a draft; greedy text is the same either way.
+
+    ``generate`` continues texts and ``chat`` answers conversations, both in one batch; ``stream`` and
+    ``stream_chat`` are the same piece by piece. ``acceptance`` measures the draft, ``hidden_states`` runs the
+    target over texts, ``set_draft`` takes another draft. One thread makes all calls.
+
+    Args:
+        target: a Hugging Face folder, a hub id, a name that ``resolve_target`` knows, a loaded causal
+            language model of transformers, whose weights are shared, or a
+            :class:`~eagle_kit.models.targets.target.Target`, which is used as it is. Of one that processes
+            share all make the same calls.
+        draft: a draft's folder, hub id or known name, a head (which is copied), any other draft model,
+            ``"NGRAM"`` for drafts out of earlier text, or None for ordinary decoding.
+        config: options of the engine.
+        tokenizer: for text prompts, in place of the one in the target's folder; a loaded model has none
+            of its own. Only the first rank has one.
+        start: of a rank that another has started (:mod:`eagle_kit.engine.tensor_parallel.ranks`).
+        options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.
+
+    Attributes:
+        config: the options with everything filled in that the target, the draft and the device decide.
+        target: the target.
+        tokenizer: its tokenizer, with the chat template of the options where they name one; None without any.
+        draft, head: the draft model in use, and its head where it has one.
+        group: the processes that share the target (``tensor_parallel``); None where this one has all of it.
+            Under ``torchrun`` the program goes on in the first of them only.
+        memory_plan: of the engine, once it has been made.
+
+    Raises:
+        UserError: a wrong option, a target that cannot be loaded, a draft that does not fit it, or too little
+            memory of a GPU. Methods raise it for too little memory as well.
+    """
+
+    def __init__(
+        self,
+        target: str | Path | Target | nn.Module,
+        draft: "str | Path | DraftHead | DraftModel | None" = None,
+        config: EngineConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        start: Start | None = None,
+        **options: Any,
+    ) -> None:
+        self._options = (config or EngineConfig()).replace(**options)
+        keep_large_blocks()
+        self.tokenizer = tokenizer
+        self._target_name: str | Path | None = None
+        self.group: Group | None = None
+        self._engine: Engine | None = None
+        self._policy: ShapePolicy | ShapeTable | None = None
+        self._draft_folder: Path | None = None
+        self._numbers = itertools.count()
+        # The replies of one HTTP request have the same words, which are tokenised once.
+        self._bad_word_ids = lru_cache(maxsize=16)(bad_word_ids)
+        self.memory_plan: MemoryPlan | None = None
+        self.draft: DraftModel | None = None
+        self.head: DraftHead | None = None
+        if isinstance(target, nn.Module):
+            target = loaded_target(target)
+            self._check_loaded(target)
+        else:
+            from eagle_kit.models.loading.source import resolve_target
+
+            target = self._target_name = resolve_target(str(target))
+            if self._options.tensor_parallel > 1:
+                self.group = join_ranks(target, draft, self._options, start)
+        try:
+            with out_of_memory("loading the models", TOO_LARGE), self._whole():
+                self._open(target)
+                self._set_draft(draft, self._options.algorithm, self._options.token_map)
+        except BaseException:
+            if self.group is not None:  # in which nobody listens yet
+                self.group.close()
+            raise
+        if self.group is not None and not self.group.ranks.is_first:
+            self._follow(self.group, is_launched=start is None)
+
+    def _check_loaded(self, target: Target) -> None:
+        """Raise UserError for options that a loaded model cannot follow."""
+        if self._options.tensor_parallel > 1:
+            raise UserError(
+                "Tensor parallelism reads parts of a target from files, and a loaded model was given.",
+                "Give the target as a folder or name.",
+            )
+        if self._options.quantization == "fp8" and not target.fp8_layers:
+            raise UserError(
+                "The quantization fp8 was asked for, and the target is a loaded model without it.",
+                "Give the target as a folder or name, or load it with load_target(quantization='fp8').",
+            )
+
+    def _open(self, target: Target | Path) -> None:
+        """Take a loaded target, or load one; the first rank, which makes the text, also its tokenizer."""
+        if isinstance(target, Target):
+            self.target = target
+        else:
+            self.target = self._load(target)
+            if self.tokenizer is None and (self.group is None or self.group.ranks.is_first):
+                from eagle_kit.models.loading.source import load_tokenizer
+
+                self.tokenizer = load_tokenizer(target)
+        self._set_chat_template()
+        device = self.target.embed_tokens.weight.device
+        if device.type == "cpu":
+            warn_of_spinning(torch.get_num_threads())
+        pack_weights(self.target)
+        if self._options.kv_dtype == "fp8_e4m3":
+            check_fp8(device)
+
+    def _set_chat_template(self) -> None:
+        """Take the chat template of the options, where they name one; a tokenizer that was given is not
+        changed."""
+        path = self._options.chat_template
+        if path is None:
+            return
+        if self.tokenizer is not None:
+            self.tokenizer = copy.copy(self.tokenizer)
+            set_chat_template(self.tokenizer, path)
+        elif self.group is None:
+            raise UserError(
+                "A chat template was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
+            )
+
+    def _whole(self) -> AbstractContextManager[None]:
+        """Context manager: what is done within is done by all ranks, or the group is lost
+        (:meth:`~eagle_kit.engine.tensor_parallel.ranks.Group.whole`)."""
+        return nullcontext() if self.group is None else self.group.whole()
+
+    def _load(self, folder: Path) -> Target:
+        """Load the target, or this rank's part of it."""
+        options = self._options
+        if self.group is not None:
+            device, ranks = self.group.ranks.device, self.group.ranks
+            dtype = dtype_of(options.dtype, device.type)
+            target: Target = ranks.together(
+                lambda: load_share(
+                    folder,
+                    ranks,
+                    dtype,
+                    device,
+                    quantization=options.quantization,
+                    expert_parallel=options.expert_parallel,
+                    attends_whole=options.data_parallel_attention,
+                )
+            )
+            return target
+        place = str(devices_of(options.device, 1)[0])
+        if place.startswith("cuda:"):
+            torch.cuda.set_device(place)  # for calls of the models themselves; the engine has its own
+        dtype = dtype_of(options.dtype, place)
+        return load_target(folder, dtype=dtype, device=place, quantization=options.quantization)
+
+    def _follow(self, group: Group, *, is_launched: bool) -> None:
+        """Do what the first rank says until it leaves; a process of ``torchrun`` ends then."""
+        try:
+            follow(self, group)
+        finally:
+            self.close()
+        if is_launched:
+            raise SystemExit(0)
+
+    def _leading(self, method: str, *args: Any) -> AbstractContextManager[None]:
+        """Context manager: the other ranks, if there are any, call ``method`` as this one does within."""
+        return self.telling(Ask(method, args))
+
+    @contextmanager
+    def telling(self, message: Message) -> Iterator[None]:
+        """Context manager: the other ranks, if there are any, do what ``message`` says and this one does
+        within."""
+        engine = self._engine
+        if self.group is None or not self.group.ranks.is_first:
+            yield
+        elif isinstance(engine, LeadingEngine):
+            with engine.telling(message):
+                yield
+        else:
+            with self._whole():
+                self.group.ranks.tell([message])
+                yield
+
+    def warm_up(
+        self, extent: WarmUpExtent = "all", on_step: Callable[[int, int], None] = lambda number, total: None
+    ) -> Prepared:
+        """Prepare the idle engine in its present shapes
+        (:func:`~eagle_kit.engine.graphs.warm_up.warm_up`)."""
+        self.engine()
+        with out_of_memory("preparing the engine", NEED_LESS), self._leading("_warm_up", extent):
+            return self._warm_up(extent, on_step)
+
+    def _warm_up(
+        self, extent: WarmUpExtent, on_step: Callable[[int, int], None] = lambda number, total: None
+    ) -> Prepared:
+        assert self._engine is not None
+        return warm_up(self._engine, extent, on_step)
+
+    def on_lost(self, call: Callable[[RankLost], None]) -> None:
+        """Call ``call``, in another thread, when another rank ends too soon that this one has started, or is
+        not heard from any more that ``torchrun`` has."""
+        watch = None if self.group is None else self.group.workers or self.group.missed
+        if watch is not None:
+            watch.on_end(lambda sentence: call(RankLost(sentence)))
+
+    def close(self) -> None:
+        """End the other ranks, if there are any; the model is of no use afterwards."""
+        group, self.group = self.group, None
+        if group is not None:
+            group.close([Leave()])
+
+    def set_draft(
+        self,
+        draft: "str | Path | DraftHead | DraftModel | None",
+        *,
+        algorithm: str = "auto",
+        token_map: str | Path | None = None,
+    ) -> None:
+        """Use another draft from now on: a folder, hub id or name, a head, a draft model, ``"NGRAM"``, or
+        None. Raise UserError when it does not fit the target."""
+        if self.group is not None and isinstance(draft, DraftModel):
+            raise UserError(
+                "With tensor parallelism every rank loads the draft, and a loaded model was given.",
+                "Give it as a folder, a name or a head.",
+            )
+        with (
+            out_of_memory("loading the draft", TOO_LARGE),
+            self._leading("_set_draft", draft, algorithm, token_map),
+        ):
+            self._set_draft(draft, algorithm, token_map)
+
+    def _set_draft(
+        self,
+        draft: "str | Path | DraftHead | DraftModel | None",
+        algorithm: str,
+        token_map: str | Path | None,
+    ) -> None:
+        """:meth:`set_draft` of this rank."""
+        algorithm = algorithm.upper() if algorithm != "auto" else algorithm
+        if is_ngram(draft) and algorithm in ("auto", "NGRAM"):
+            draft = None
+            algorithm = "NGRAM"
+        if (bundled := draft_in_target(draft, algorithm, self._target_name)) is not None:
+            draft = bundled
+        self._engine = self._policy = self._draft_folder = None
+        self.head, self.draft = None, None
+        if isinstance(draft, str | Path):
+            find = partial(resolve_draft, draft, self.target.config)  # by a hub, which may fail one rank
+            draft = self._draft_folder = find() if self.group is None else self.group.ranks.together(find)
+        if draft is not None:
+            self.draft = self._load_draft(draft, algorithm, token_map)
+            self.head = self.draft.head
+        self._options = self._options.replace(algorithm=algorithm, token_map=token_map)
+        self.config = self._resolved()
+
+    def _load_draft(
+        self, draft: "str | Path | DraftHead | DraftModel", algorithm: str, token_map: str | Path | None
+    ) -> DraftModel:
+        """Load a draft, all of it on every rank, and whole ends of the target for it."""
+        target = self.target.with_whole_ends()
+
+        def load() -> DraftModel:
+            name = self._target_name
+            return load_draft_model(
+                draft,
+                target,
+                target_name=name,
+                algorithm=algorithm,
+                token_map=token_map,
+                chat_template=self._options.chat_template,
+            )
+
+        if self.group is None:
+            return load()
+        found: DraftModel = self.group.ranks.together(load)
+        target.lm_head = self.target.lm_head  # the whole one stays with drafts that have none of their own
+        if not found.is_whole_model:
+            self.target.take_embedding(target.embed_tokens)
+        return found
+
+    def _resolved(self) -> ResolvedConfig:
+        """Fill in what the target, the draft and the device decide. Raise UserError where they do not fit."""
+        options, model = self._options, self.target.config
+        if self.draft is not None:
+            kind = drafter_class(self.draft, options)
+            for shape in options.shape.shapes if options.shape is not None else ():
+                kind.check_shape(self.draft, shape)
+        if options.state_snapshots is not None and model.states is None:
+            raise UserError(
+                f"state_snapshots is {options.state_snapshots}, but the target has no recurrent layers.",
+                "Leave it out.",
+            )
+        on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
+        if on_gpu:
+            options = without_graphs(options, self.target)
+        return options.replace(shape=options.shape or self._default_shape()).resolve(
+            on_gpu=on_gpu,
+            max_positions=model.max_position_embeddings,
+            can_record=cpu_graph.available() and not options.data_parallel_attention,
+        )
+
+    def _default_shape(self) -> SpecShape:
+        if self.draft is None:
+            return NGRAM_SHAPE if self._options.algorithm == "NGRAM" else NO_SPECULATION
+        kind = drafter_class(self.draft, self._options)
+        return kind.default_shape(self.draft, self.target.config.model_type)
+
+    @property
+    def default_shape(self) -> SpecShape:
+        """Shape of a single request when :meth:`generate` names none and none is chosen by measurements."""
+        return self.config.shape.at(1)
+
+    @property
+    def chooses_shapes(self) -> bool:
+        """True if :meth:`generate` chooses shapes by measurements when it is given none. With a draft or
+        n-grams, the engine's memory is allocated on first use; nothing is measured."""
+        if self._options.shape is not None:
+            return False
+        if self.draft is None and self.config.algorithm != "NGRAM":
+            return False
+        engine = self._allocated()
+        return chooses_ngram(engine) or (self.draft is not None and can_tune(engine))
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most requests decoded together."""
+        return self.config.max_batch_size
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of prompt and reply."""
+        return self.config.max_context
+
+    def engine(self, shape: str | SpecShape | ShapeTable | None = None) -> Engine:
+        """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use.
+        ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
+        engine = self._allocated()
+        wanted: ShapeTable | ShapePolicy
+        if shape == "auto" or (shape is None and self._options.shape is None):
+            with out_of_memory("measuring shapes", NEED_LESS):
+                wanted = self._auto(engine, is_asked=shape == "auto")
+        else:
+            wanted = self.config.shape if shape is None else ShapeTable.parse(shape)
+        if engine.shapes != wanted:
+            engine.use_shape(wanted)
+        return engine
+
+    def _allocated(self) -> Engine:
+        """Return the engine in its present shapes; its memory is allocated on first use."""
+        if self._engine is None:
+            with out_of_memory("allocating the engine", NEED_LESS), self._leading("_make_engine"):
+                self._make_engine()
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def current_engine(self) -> Engine | None:
+        """The engine, None before it was first used."""
+        return self._engine
+
+    def _make_engine(self) -> None:
+        """Allocate the engine's memory."""
+        group, chooses = self.group, self._options.shape is None and self.draft is not None
+        plan = partial(plan_memory, self.target, self.draft, self.config, chooses_shapes=chooses)
+        if (ranks := self.target.ranks) is None:
+            self.memory_plan = plan()
+        else:
+            mine: MemoryPlan = ranks.together(plan)
+            self.memory_plan = mine.smallest(ranks.all(mine))
+        steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
+        self.config = fit_context(self.config.replace(**self.memory_plan.sizes), steps)
+        parts = self.target, self.draft, self.config, self._grammars()
+        if group is not None and group.ranks.is_first:
+            self._engine = LeadingEngine(*parts, group=group)
+        else:
+            self._engine = Engine(*parts)
+        reserve_segment(self.target.embed_tokens.weight.device, self.memory_plan.prefill)
+
+    def _grammars(self) -> Callable[[], Grammars] | None:
+        """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
+        compile nothing."""
+        model, ranks = self.target.config, None if self.group is None else self.group.ranks
+        own = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
+        can_compile = self.tokenizer is not None
+        if ranks is None:
+            return own if can_compile else None
+        can_compile = ranks.agree(can_compile)
+        return (lambda: AgreedGrammars(ranks, own() if ranks.is_first else None)) if can_compile else None
+
+    def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
+        """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with
+        a warning where it ``is_asked`` for."""
+        if chooses_ngram(engine):
+            if self._policy is None:
+                self._policy = NgramPolicy(self._default_shape(), engine.config.batch_sizes)
+            return self._policy
+        if engine.draft is None or not can_tune(engine):
+            default = self._default_shape()
+            if is_asked and engine.draft is not None:
+                warnings.warn(
+                    f"The shape of this draft cannot change between cycles, so {default} is used in place of "
+                    "auto. Give a shape to use another.",
+                    stacklevel=4,
+                )
+            return ShapeTable.parse(default)
+        if self._policy is None:
+            try:
+                self._policy = tuned_policy(engine, self._draft_folder)
+            except UserError as error:
+                warnings.warn(f"{error.cause} The default shape is used. {error.remedy}", stacklevel=4)
+                self._policy = ShapeTable.parse(self._default_shape())
+        return self._policy
+
+    def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        """Tokenise a text as it stands, behind the special tokens that the tokenizer puts before every text;
+        token ids are returned as they are."""
+        if not isinstance(prompt, str):
+            return list(prompt)
+        ids: list[int] = self._tokenizer_for_text()(prompt, verbose=False)["input_ids"]
+        return ids
+
+    def tokenize_chat(self, conversation: Conversation) -> list[int]:
+        """Tokenise a user turn (str), messages, or messages with tools and further arguments, by the chat
+        template and with the beginning of the assistant's turn; token ids are returned as they are.
+
+        Raises:
+            UserError: there is no chat template, or it refuses the messages.
+        """
+        if isinstance(conversation, list) and is_token_ids(conversation):
+            return [int(token) for token in conversation]  # type: ignore[arg-type]
+        tokenizer = self._tokenizer_for_text()
+        if isinstance(conversation, str):
+            if not conversation.strip():
+                raise UserError("The prompt is empty.", "Give some text.")
+            conversation = [{"role": "user", "content": conversation}]
+        return prompt_token_ids(tokenizer, conversation)  # type: ignore[arg-type]
+
+    def tokenize_task(self, prompt: Conversation) -> list[int]:
+        """Tokenise a task that has to be asked of any model: as :meth:`tokenize_chat`, but a single user turn
+        is a text to continue where there is no chat template."""
+        if isinstance(prompt, str) and not has_chat_template(self._tokenizer_for_text()):
+            return self.tokenize(prompt)
+        return self.tokenize_chat(prompt)
+
+    def _tokenizer_for_text(self) -> Any:
+        """The tokenizer. Raises UserError where there is none."""
+        if self.tokenizer is None:
+            raise UserError(
+                "A text prompt was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
+            )
+        return self.tokenizer
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        progress: bool = False,
+        on_finish: Callable[[int, RequestOutput], None] | None = None,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """Continue one text or several, as they stand; :meth:`chat` answers messages.
+
+        Args:
+            prompts: a text or its token ids (a list, an array or a tensor), or a list of these.
+            sampling_params: the same for all, or those of each prompt; default greedy, 256 tokens.
+            shape: speculation shape of this call, several by batch size, or auto.
+            progress: show a progress bar.
+            on_finish: called with (index of the prompt, output) when all replies to a prompt have finished.
+            fields: of :class:`~eagle_kit.core.sampling_params.SamplingParams`, in place of those of
+                ``sampling_params``.
+
+        Returns:
+            An output for every prompt, in their order, also for a single one. A reply that met logits that
+            are not finite, or whose text could not be made, has the finish reason ``"error"`` and what was
+            before; the log says so.
+
+        Raises:
+            UserError: an empty or too long prompt, before any work; or too little memory of the GPU. All
+                requests have ended then, and the engine is as before.
+        """
+        asked = self._read_texts(prompts, sampling_params, fields)
+        return self._decode(asked, shape, progress, on_finish)
+
+    def chat(
+        self,
+        conversations: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        progress: bool = False,
+        on_finish: Callable[[int, RequestOutput], None] | None = None,
+        **fields: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, rendered by the chat template.
+
+        Args:
+            conversations: messages (dicts with role and content), a user turn (str), a
+                :class:`~eagle_kit.data.chat.messages.ChatPrompt`, the token ids of a rendered conversation,
+                or a list of these.
+            sampling_params, shape, progress, on_finish, fields: see :meth:`generate`.
+
+        Returns:
+            As :meth:`generate`.
+
+        Raises:
+            UserError: there is no chat template, or it refuses the messages; and as :meth:`generate`.
+        """
+        asked = self._read_chats(conversations, sampling_params, fields)
+        return self._decode(asked, shape, progress, on_finish)
+
+    def stream(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        **fields: Any,
+    ) -> Generator[ReplyDelta, None, None]:
+        """Continue one text or several, and iterate over the additions to their replies as they come.
+
+        The model serves nothing else until the iterator has ended; closing it, or leaving a loop over it,
+        ends the replies.
+
+        Args:
+            prompts, sampling_params, shape, fields: see :meth:`generate`.
+
+        Raises:
+            UserError: as :meth:`generate`, or ``prompt_logprobs`` are asked for.
+        """
+        return self._stream(self._read_texts(prompts, sampling_params, fields), shape)
+
+    def stream_chat(
+        self,
+        conversations: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        **fields: Any,
+    ) -> Generator[ReplyDelta, None, None]:
+        """Answer one conversation or several, and iterate over the additions to the answers as they come; the
+        arguments are those of :meth:`chat`, the rest is as in :meth:`stream`."""
+        return self._stream(self._read_chats(conversations, sampling_params, fields), shape)
+
+    def acceptance(
+        self,
+        conversations: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        shape: str | SpecShape | ShapeTable | None = None,
+        **fields: Any,
+    ) -> SpecStats:
+        """Measure how much of what the draft proposes is accepted in answers to conversations of yours.
+
+        Args:
+            conversations, sampling_params, fields: see :meth:`chat`.
+            shape: speculation shape; default the draft's, :attr:`default_shape`, in every cycle.
+
+        Returns:
+            The sum over all replies, with ``accept_length``.
+
+        Raises:
+            UserError: there is no draft; and as :meth:`chat`.
+        """
+        if self.draft is None and self.config.algorithm != "NGRAM":
+            raise UserError("There is no draft whose acceptance could be measured.", "Give one to LLM.")
+        used = self.default_shape if shape is None else shape
+        total = SpecStats()
+        for output in self.chat(conversations, sampling_params, shape=used, **fields):
+            for reply in output.outputs:
+                total.add(reply.stats)
+        return total
+
+    def hidden_states(self, texts: Any, layers: Sequence[int] = ()) -> list[TextStates]:
+        """Compute the target's hidden states of one text or several, in a forward of each without a cache.
+
+        Args:
+            texts: as the prompts of :meth:`generate`.
+            layers: whose inputs to return besides the states behind the final norm; the number of layers for
+                the last one's output.
+
+        Returns:
+            The states of every text, in their order, also of a single one.
+
+        Raises:
+            UserError: an empty or too long text, a layer that the target does not have, or too little memory
+                of the GPU.
+        """
+        layers = check_layers(self.target, layers)
+        prompts = [self.tokenize(text) for text in read_texts(texts)]
+        _check_each(prompts, lambda ids: check_text(self.target, ids))
+        found = []
+        for ids in prompts:
+            with (
+                out_of_memory("computing hidden states", FEWER_TOKENS),
+                self._leading("_text_states", ids, layers),
+            ):
+                found.append(self._text_states(ids, layers))
+        return found
+
+    def _text_states(self, ids: list[int], layers: tuple[int, ...]) -> TextStates:
+        """:meth:`hidden_states` of one text on this rank."""
+        return text_states(self.target, ids, layers)
+
+    def _text_logprobs(self, ids: list[int], top: int) -> list[TokenLogprobs | None]:
+        """Log-probabilities of the tokens of a prompt on this rank."""
+        return text_logprobs(self.target, ids, top)
+
+    def _read_texts(self, prompts: Any, sampling_params: Any, fields: dict[str, Any]) -> list[list[Request]]:
+        """Requests of the replies to each text."""
+        texts = read_texts(prompts)
+        params = _params_of_each(len(texts), sampling_params, fields)
+        ids_of_each = [self.tokenize(text) for text in texts]
+        _check_each(ids_of_each, self._allocated().check_tokens)
+
+        # A reply is decoded behind the end of its prompt, whose last tokens may begin a character.
+        asked = []
+        for text, ids, given in zip(texts, ids_of_each, params, strict=True):
+            context = TextContext()
+            if self.tokenizer is not None:
+                context = text_context(self.tokenizer, ids, is_text=isinstance(text, str))
+            asked.append(self._replies(ids, given, context))
+        return asked
+
+    def _read_chats(self, chats: Any, sampling_params: Any, fields: dict[str, Any]) -> list[list[Request]]:
+        """Requests of the replies to each conversation."""
+        conversations = read_chats(chats)
+        params = _params_of_each(len(conversations), sampling_params, fields)
+        ids_of_each = [self.tokenize_chat(conversation) for conversation in conversations]
+        _check_each(ids_of_each, self._allocated().check_tokens)
+        asked = []
+        for ids, given in zip(ids_of_each, params, strict=True):
+            asked.append(self._replies(ids, given, TextContext()))
+        return asked
+
+    def _replies(self, ids: list[int], params: SamplingParams, context: TextContext) -> list[Request]:
+        """Requests of the ``n`` replies to a prompt."""
+        return [self.make_request(ids, params.of_reply(i), context=context) for i in range(params.n)]
+
+    def _check_call(
+        self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
+    ) -> list[Request]:
+        """Check the replies to every prompt of a call, and return them all."""
+        requests = [request for replies in asked for request in replies]
+        for request in requests:
+            request.group = requests[0].number
+
+        # The shapes decide whether a reply fits the pool.
+        engine = self._idle_engine(shape)
+        _check_each([replies[0] for replies in asked], engine.check_request)
+        return requests
+
+    def _idle_engine(self, shape: str | SpecShape | ShapeTable | None) -> Engine:
+        """The engine, set to a shape. Raises UserError where it serves another call."""
+        if self._allocated().has_work:
+            raise UserError(
+                "The model still serves another call.", "Read its stream to the end first, or close it."
+            )
+        return self.engine(shape)
+
+    def _serve(
+        self, requests: Sequence[Request], shape: str | SpecShape | ShapeTable | None
+    ) -> Generator[Request, None, None]:
+        """Serve requests of a call -> each of them whenever it has new tokens; the last news is its end."""
+        engine = self._idle_engine(shape)
+        live = set(requests)
+        try:
+            for request in requests:
+                engine.add_request(request)
+            while engine.has_work:
+                with out_of_memory("computing replies", NEED_LESS):
+                    news = engine.step()
+                for request in news:
+                    if request.has_stops:
+                        request.read()
+                        engine.stop(request)
+                    if request not in live:
+                        continue  # at a lag, a step tells of an end by a stop text once more
+                    if request.finish_reason is not None:
+                        live.remove(request)
+                    yield request
+        finally:
+            for request in requests:
+                engine.abort(request)
+            engine.drain()
+
+    def _decode(
+        self,
+        asked: list[list[Request]],
+        shape: str | SpecShape | ShapeTable | None,
+        progress: bool,
+        on_finish: Callable[[int, RequestOutput], None] | None,
+    ) -> list[RequestOutput]:
+        """Serve the requests of every prompt to their ends."""
+        requests = self._check_call(asked, shape)
+        prompt_logprobs = [self._prompt_logprobs(replies[0]) for replies in asked]
+
+        # Of each request its prompt, and of each prompt the replies that have not finished.
+        prompt_of = {request: at for at, replies in enumerate(asked) for request in replies}
+        num_open = [len(replies) for replies in asked]
+        bar = _progress_bar(len(requests)) if progress else None
+        try:
+            with closing(self._serve(requests, shape)) as news:
+                for request in news:
+                    if request.finish_reason is None:
+                        continue
+                    at = prompt_of[request]
+                    num_open[at] -= 1
+                    if bar is not None:
+                        bar.update()
+                    if on_finish is not None and num_open[at] == 0:
+                        on_finish(at, _output(asked[at], prompt_logprobs[at]))
+        finally:
+            if bar is not None:
+                bar.close()
+        return [_output(*each) for each in zip(asked, prompt_logprobs, strict=True)]
+
+    def _prompt_logprobs(self, request: Request) -> list[TokenLogprobs | None] | None:
+        """Log-probabilities of the tokens of a prompt; None where they are not asked for."""
+        top = request.params.prompt_logprobs
+        if top is None:
+            return None
+        with (
+            out_of_memory("computing log-probabilities of a prompt", FEWER_TOKENS),
+            self._leading("_text_logprobs", request.prompt_ids, top),
+        ):
+            return self._text_logprobs(request.prompt_ids, top)
+
+    def _stream(
+        self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
+    ) -> Generator[ReplyDelta, None, None]:
+        """Check the requests of every prompt, and iterate over what is added to their replies."""
+        if any(replies[0].params.prompt_logprobs is not None for replies in asked):
+            raise UserError("A stream has no log-probabilities of the prompt.", "Use generate or chat.")
+        requests = self._check_call(asked, shape)
+        return self._deltas(requests, asked, shape)
+
+    def _deltas(
+        self,
+        requests: list[Request],
+        asked: list[list[Request]],
+        shape: str | SpecShape | ShapeTable | None,
+    ) -> Generator[ReplyDelta, None, None]:
+        """Serve requests, and iterate over what is added to their replies."""
+        place = {}
+        for at, replies in enumerate(asked):
+            for number, request in enumerate(replies):
+                place[request] = at, number
+        num_chars = dict.fromkeys(requests, 0)
+        num_tokens = dict.fromkeys(requests, 0)
+        with closing(self._serve(requests, shape)) as news:
+            for request in news:
+                text = request.read()
+                token_ids = list(request.token_ids)
+                yield ReplyDelta(
+                    *place[request],
+                    text=text[num_chars[request] :],
+                    token_ids=token_ids[num_tokens[request] :],
+                    finish_reason=request.reason,
+                )
+                num_chars[request] = len(text)
+                num_tokens[request] = len(token_ids)
+
+    def make_request(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+        shown_tokens: frozenset[int] = frozenset(),
+        context: TextContext = TextContext(),  # noqa: B008
+    ) -> Request:
+        """Make a request for the engine: tokenised, and numbered in the order of the calls; special tokens of
+        ``shown_tokens`` are part of its text, which continues the ``context``."""
+        stream = None
+        if self.tokenizer is not None:
+            stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens, context=context)
+        elif params.stop:
+            raise UserError(
+                "A stop text was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
+            )
+        request = Request(next(self._numbers), self.tokenize(prompt), params, priority, stream)
+        if params.bad_words and self.tokenizer is not None:
+            vocab_size = self.target.config.vocab_size
+            words = tuple(params.bad_words)
+            request.bad_word_ids = self._bad_word_ids(self.tokenizer, words, vocab_size)
+        return request
+
+    def logits(self, ids: list[int]) -> torch.Tensor:
+        """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
+        cache."""
+        with out_of_memory("computing logits", FEWER_TOKENS), self._leading("_logits", ids):
+            return self._logits(ids)
+
+    @torch.inference_mode()
+    def _logits(self, ids: list[int]) -> torch.Tensor:
+        device = self.target.embed_tokens.weight.device
+        tokens = torch.tensor(ids, device=device)
+        with current_device(device):
+            out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
+            return self.target.logits(out.hidden)
+
+
+_Checked = TypeVar("_Checked")
+
+
+def _check_each(prompts: Sequence[_Checked], check: Callable[[_Checked], None]) -> None:
+    """Call ``check`` with every prompt. Its UserError is raised with the number of the prompt."""
+    for i, prompt in enumerate(prompts):
+        try:
+            check(prompt)
+        except UserError as error:
+            which = f"Prompt {i} of {len(prompts)}: " if len(prompts) > 1 else ""
+            raise UserError(which + error.cause, error.remedy) from None
+
+
+def _params_of_each(
+    count: int, given: SamplingParams | Sequence[SamplingParams] | None, fields: dict[str, Any]
+) -> list[SamplingParams]:
+    """Sampling parameters of ``count`` prompts: those given, or the default, with ``fields`` replaced.
+
+    Raises:
+        UserError: another number of parameters than of prompts, or a value out of range.
+    """
+    if given is None:
+        given = SamplingParams()
+    if isinstance(given, SamplingParams):
+        return [replace(given, **fields)] * count
+    if len(given) != count:
+        raise UserError(
+            f"{count} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
+        )
+    return [replace(params, **fields) for params in given]
+
+
+def _output(replies: Sequence[Request], prompt_logprobs: list[TokenLogprobs | None] | None) -> RequestOutput:
+    """Output of a prompt: its first reply, with the others."""
+    outputs = [request.output() for request in replies]
+    for index, output in enumerate(outputs):
+        output.index = index
+        output.prompt_logprobs = prompt_logprobs
+    outputs[0].others = outputs[1:]
+    return outputs[0]
+
+
+def _progress_bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="reply", dynamic_ncols=True)

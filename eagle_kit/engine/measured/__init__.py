@@ -1,0 +1,1 @@
+"""Choices between implementations by measured times."""

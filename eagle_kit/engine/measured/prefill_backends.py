@@ -1,0 +1,204 @@
+"""Choice of the attention of a target's prompts: ours, a library that was named, or the fastest by
+measurements.
+
+A warm-up measures, at the first call of each number of rows and kind of layer, with the arguments of that
+call. A choice is kept as long as the engine lives; sizes that never came up in a warm-up take ours. Drafts
+always take ours: the first slots of most of their stores are unused, and they have a layer or two.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from eagle_kit.config.engine import PrefillBackend
+from eagle_kit.core.errors import UserError
+from eagle_kit.engine.measured.choice import MeasuredChoices
+from eagle_kit.kv.keys_values import PagedKV
+from eagle_kit.kv.store import PagedStore
+from eagle_kit.ops.attention.prefill import PrefillPlan, PromptAttention, own_attention
+from eagle_kit.ops.attention.prefill.libraries import (
+    LIBRARIES,
+    PrefillLibrary,
+    StoreFacts,
+    is_installed,
+    open_library,
+)
+from eagle_kit.ops.attention.prefill.libraries.flashinfer import PLAN_BYTES, WORKSPACE_BYTES
+from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.backend import uses_triton
+from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.timing import Timer
+
+OTHER = "Choose another prefill backend, or leave it at auto."
+logger = logging.getLogger(__name__)
+
+
+class PromptSize(NamedTuple):
+    """Rows of all prompts, rounded up to a power of two, and the layer."""
+
+    rows: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    variant: str
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k_rows: torch.Tensor, variant: AttentionVariant) -> "PromptSize":
+        """Size of ``q [T, Hq, D]`` over ``k_rows [Hkv, R, D]``."""
+        rows, heads, size = q.shape
+        return cls(1 << max(0, rows - 1).bit_length(), heads, k_rows.shape[0], size, str(variant))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rows} rows, {self.num_heads} heads on {self.num_kv_heads} of {self.head_dim}, "
+            f"{self.variant}"
+        )
+
+
+def time_attention(run: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call between events; plans of libraries are made before."""
+    return Timer(device, budget_s=0.02, least=5).time(run, as_graph=False).median
+
+
+class PrefillBackends(MeasuredChoices[PromptSize, str]):
+    """Table from sizes to forms of prompt attention over one store.
+
+    Args:
+        own: name of our form.
+        libraries: those that may be taken, by name.
+        given: the library for all layers; None measures.
+        left_out: why others are no choice, for people.
+        timer: measures the seconds of a call on a device.
+    """
+
+    def __init__(
+        self,
+        own: str,
+        libraries: Mapping[str, PrefillLibrary],
+        *,
+        given: str | None = None,
+        left_out: Sequence[str] = (),
+        timer: Callable[[Callable[[], Any], torch.device], float] = time_attention,
+    ) -> None:
+        super().__init__()
+        self.own, self.libraries, self.given, self.left_out = own, libraries, given, left_out
+        self.timer = timer
+
+    def serve(self, store: PagedStore) -> None:
+        """Have the prompts of ``store`` attend by these forms, where there is any besides ours."""
+        if self.libraries:
+            assert isinstance(store, PagedKV)
+            store.prompt_attention = partial(self._attention, store_facts(store))
+
+    def _attention(self, store: StoreFacts, plan: PrefillPlan) -> PromptAttention:
+        planned: dict[str, PromptAttention] = {self.own: own_attention(plan)}
+
+        def attend(
+            q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
+        ) -> torch.Tensor:
+            def run(form: str) -> torch.Tensor:
+                if form not in planned:
+                    planned[form] = self.libraries[form].attention(plan)
+                return planned[form](q, k_rows, v_rows, variant)
+
+            if self.given is not None:
+                return run(self.given)
+            size = PromptSize.of(q, k_rows, variant)
+            if size not in self._choices and self._measures:
+                fit = [name for name, it in self.libraries.items() if not it.reason_against(store, variant)]
+                timers = {
+                    form: partial(self.timer, partial(run, form), q.device) for form in [self.own, *fit]
+                }
+                self._measure(size, f"Prompts of {size}", timers)
+            choice = self._choices.get(size)
+            return run(self.own if choice is None else choice.form)
+
+        return attend
+
+    def __str__(self) -> str:
+        titles = [f"{name} ({library.title})" for name, library in self.libraries.items()]
+        if self.given is not None:
+            return titles[0]
+        others = f"; {'; '.join(self.left_out)}" if self.left_out else ""
+        if titles:
+            return f"{self.own} or {' or '.join(titles)}, as measured in the warm-up{others}"
+        return f"{self.own}{others}"
+
+    def report(self) -> list[str]:
+        """One line for each size that was measured, for people."""
+        return [f"{size}: {choice}" for size, choice in sorted(self._choices.items())]
+
+
+def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
+    """Open the libraries that may attend to the prompts of ``store``: the one that is named, or with ``auto``
+    all that are installed and can compute at least one of its layers. On a CPU none.
+
+    Raises:
+        UserError: a backend was named and is not there, or cannot compute a layer of the store.
+    """
+    device = store.device
+    if device.type != "cuda":
+        if name != "auto":
+            raise UserError(
+                f"The prefill backend {name} was asked for, and runs on GPUs only.",
+                "Leave the prefill backend at auto, which is torch on a CPU.",
+            )
+        return PrefillBackends("torch", {})
+    own = "triton" if uses_triton(store.tensors[0], "triton" if name == "triton" else None) else "torch"
+    if name == "triton":
+        return PrefillBackends(own, {})
+    capability = device_facts(device).capability // 10
+    if name != "auto":
+        library = open_library(name, device, capability)
+        if reason := next(iter(reasons_against(library, store)), None):
+            raise UserError(f"The target cannot be prefilled by {name}: {library.title} {reason}.", OTHER)
+        return PrefillBackends(own, {name: library}, given=name)
+    libraries: dict[str, PrefillLibrary] = {}
+    left_out = []
+    for each in LIBRARIES:
+        if not is_installed(each):
+            left_out.append(f"{each} is not installed")
+            continue
+        try:
+            library = open_library(each, device, capability)
+        except UserError as error:
+            logger.warning("The prefill backend %s is left out. %s", each, error.cause)
+            left_out.append(f"{each} cannot be used")
+            continue
+        reasons = reasons_against(library, store)
+        if len(reasons) == num_layers(store):
+            left_out.append(f"{library.title} {reasons[0]}")
+        else:
+            libraries[each] = library
+    return PrefillBackends(own, libraries, left_out=left_out)
+
+
+def num_layers(store: PagedStore) -> int:
+    """Number of layers of a store that libraries might read."""
+    return len(store.variants) if isinstance(store, PagedKV) else 1
+
+
+def reasons_against(library: PrefillLibrary, store: PagedStore) -> list[str]:
+    """Why a library cannot compute layers of a store, one reason for each such layer."""
+    if not isinstance(store, PagedKV):
+        return ["reads keys and values, and the target keeps latents"]
+    facts = store_facts(store)
+    found = (library.reason_against(facts, variant) for variant in store.variants)
+    return [reason for reason in found if reason is not None]
+
+
+def store_facts(store: PagedKV) -> StoreFacts:
+    """What decides whether a library can read ``store``."""
+    rows, size = store.k.shape[-2:]
+    return StoreFacts(size, store.dtype, store.k.dtype, store.page_size, store.first_slot, rows * size)
+
+
+def working_bytes(name: PrefillBackend, device: torch.device, variants: Sequence[AttentionVariant]) -> int:
+    """Bytes that libraries will allocate on ``device`` for layers that attend as ``variants`` say."""
+    is_possible = name == "flashinfer" or (name == "auto" and is_installed("flashinfer"))
+    if device.type != "cuda" or not is_possible:
+        return 0
+    return WORKSPACE_BYTES + PLAN_BYTES * len({str(variant) for variant in variants})

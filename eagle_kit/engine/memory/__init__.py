@@ -1,0 +1,1 @@
+"""Plans of an engine's device memory."""

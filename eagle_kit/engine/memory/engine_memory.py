@@ -1,0 +1,372 @@
+"""Memory plan of an engine, made before its pool is allocated: weights, pool, scratch, the largest
+buffers."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, get_args
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from eagle_kit.autotune.shapes import MOST_STEPS, WIDTHS
+from eagle_kit.config.engine import ResolvedConfig
+from eagle_kit.config.server import WarmUpExtent
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
+from eagle_kit.drafts.base.draft_model import DraftModel
+from eagle_kit.drafts.choose_drafter import drafter_class
+from eagle_kit.engine.grammar.masks import num_bytes
+from eagle_kit.engine.measured import prefill_backends
+from eagle_kit.engine.memory.graph_memory import Graphs, graphs_of
+from eagle_kit.kv.latents import PACKED_TOKENS
+from eagle_kit.kv.store import KV_DTYPES
+from eagle_kit.models.blocks.moe import FP8Experts
+from eagle_kit.models.config import DecoderConfig
+from eagle_kit.models.targets.target import Target
+from eagle_kit.ops.cpu.memory import promised_memory
+from eagle_kit.ops.linear import packed_parts
+from eagle_kit.ops.linear.fp8 import working_bytes
+
+FREE_SHARE = {"cpu": 0.5, "cuda": 0.85}
+"""Share of the free memory that the pool may take when its size is not given."""
+SNAPSHOT_SHARE = 0.25
+"""Share of what is left for the pool that snapshots of states may take when their number is not given."""
+GRAPH_SHARE = 0.25
+"""Share of what is left for graphs and the pool that graphs may take where the pool could use all of it."""
+BYTES_OF_TABLES = 4 + 4 + 1
+"""Of a slot for each token of the vocabulary: counts, biases, and whether it is in the prompt."""
+LOGITS_COPIES = 2
+"""Logits in fp32 and the probabilities made from them exist at the same time."""
+
+NEED_LESS = "Lower kv_tokens, max_batch_size, max_context or prefill_tokens, or free memory of the GPU."
+"""Remedy where an engine has too little memory."""
+NO_GRAPHS = Graphs(0, 0)
+
+
+class Place(NamedTuple):
+    """Device of an engine, and its free bytes beside the weights."""
+
+    device: torch.device
+    free: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by use, and the size of the pool in tokens.
+
+    Attributes:
+        kv_tokens: tokens that the pool holds.
+        bytes_per_token: of the pool, target and draft together; with data-parallel attention the rank's
+            share of it.
+        draft_bytes_per_token: the draft's part.
+        weights, scratch, logits: bytes; the last of the target or, if more, of the draft's candidates.
+        activations: bytes of a layer's tensors in the largest prefill step.
+        free: bytes that were free before the pool, weights already there.
+        ngram_log: bytes of host memory of a full log of n-grams.
+        states: bytes of the states of recurrent layers, snapshots included.
+        state_snapshots: number of these; None without recurrent layers.
+        graphs: CUDA graphs, by estimate, of what ``extent`` prepares.
+        extent: the most that a warm-up may prepare, so that graphs leave the pool its share.
+        graphs_of_all: those that would be prepared for everything.
+        fp8: bytes of the weights that are in fp8 layers.
+        prefill: bytes of ``activations`` that a prefill step needs.
+    """
+
+    kv_tokens: int
+    bytes_per_token: int
+    draft_bytes_per_token: int
+    weights: int
+    scratch: int
+    logits: int
+    activations: int
+    free: int
+    ngram_log: int = 0
+    states: int = 0
+    state_snapshots: int | None = None
+    graphs: Graphs = NO_GRAPHS
+    extent: WarmUpExtent = "all"
+    graphs_of_all: Graphs = NO_GRAPHS
+    fp8: int = 0
+    prefill: int = 0
+
+    @property
+    def pool(self) -> int:
+        """Bytes of the pool."""
+        return self.kv_tokens * self.bytes_per_token
+
+    def smallest(self, plans: "Sequence[MemoryPlan]") -> "MemoryPlan":
+        """This plan with the fewest tokens and snapshots, and the least preparation, of all ranks' plans."""
+        extents = get_args(WarmUpExtent)
+        snapshots = [plan.state_snapshots for plan in plans if plan.state_snapshots is not None]
+        return replace(
+            self,
+            kv_tokens=min(plan.kv_tokens for plan in plans),
+            state_snapshots=min(snapshots, default=None),
+            extent=extents[max(extents.index(plan.extent) for plan in plans)],
+        )
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """Options that it fills in."""
+        return {
+            "kv_tokens": self.kv_tokens,
+            "kv_memory": None,
+            "state_snapshots": self.state_snapshots,
+        }
+
+    def __str__(self) -> str:
+        parts = {"weights": self.weights, "pool": self.pool, "scratch": self.scratch}
+        if self.state_snapshots is not None:
+            parts[f"states with {self.state_snapshots} snapshots"] = self.states
+        parts |= {"logits": self.logits, "activations": self.activations}
+        if self.graphs_of_all.number:
+            parts[f"{self.graphs.number} graphs by estimate"] = self.graphs.bytes
+        total = sum(parts.values())
+        sizes = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        draft = f" (the draft's {self.draft_bytes_per_token / 1e3:.1f})" if self.draft_bytes_per_token else ""
+        if self.fp8:
+            draft += f"; of the weights {self.fp8 / 1e9:.2f} GB are fp8 layers"
+        log = f"; the n-gram log grows to {self.ngram_log / 1e9:.2f} GB" if self.ngram_log else ""
+        left_out = ""
+        if self.extent != "all":
+            left_out = (
+                f"; the {self.graphs_of_all.number} graphs of everything would take "
+                f"{self.graphs_of_all.bytes / 1e9:.2f} GB from the pool, so they are prepared as with "
+                f"--warm-up {self.extent}, and others captured when they are first needed"
+            )
+        return (
+            f"memory  {total / 1e9:.2f} GB ({sizes}); the pool holds {self.kv_tokens} tokens of "
+            f"{self.bytes_per_token / 1e3:.1f} kB{draft}; {self.free / 1e9:.1f} GB were free{log}{left_out}"
+        )
+
+
+def plan_memory(
+    target: Target,
+    draft: DraftModel | None,
+    config: ResolvedConfig,
+    *,
+    chooses_shapes: bool = False,
+    place: Place | None = None,
+) -> MemoryPlan:
+    """Size the pool: as the options say, or for every request of a batch to reach the end of the context, or
+    as much as fits.
+
+    Args:
+        chooses_shapes: whether the engine will choose among several shapes.
+        place: where the engine will be; default the device that the target is on.
+
+    Raises:
+        UserError: the given size does not fit into the free memory, or no token does.
+    """
+    model = target.config
+    weight = target.embed_tokens.weight
+    batch = config.max_batch_size
+    device, free = place or Place(weight.device, free_memory(weight.device))
+
+    # Bytes of a token in the pool, and windows apart from it.
+    width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
+    of_draft = 0 if draft is None else draft.cache.values_per_token * width
+    of_target = model.cache.values_per_token * width
+    scratch = (of_target * config.own_batch_size + of_draft * batch) * MAX_WINDOW
+    per_token = of_target // config.num_parts + of_draft
+
+    # States that the draft reads later, tables of sampling, and masks of grammars.
+    if draft is not None and _waits(draft, config, chooses_shapes=chooses_shapes):
+        scratch += (batch + 1) * MAX_WINDOW * draft.state_size * draft.state_dtype.itemsize
+    if device.type != "cpu":  # graphs of every kind are captured at the start
+        scratch += (batch + 1) * model.vocab_size * BYTES_OF_TABLES
+        scratch += (batch + 1) * MAX_WINDOW * num_bytes(model.vocab_size)
+
+    # Logits of the target, or of the draft's candidates, which exist once the target's are gone.
+    logits = LOGITS_COPIES * config.most_rows * model.vocab_size * 4
+    if draft is not None:
+        logits = max(logits, _draft_logits(draft, config, chooses_shapes=chooses_shapes))
+
+    # Activations of the largest prefill step.
+    expanded = config.max_context
+    if device.type != "cpu":  # several prompts together
+        expanded = max(expanded, min(PACKED_TOKENS, batch * config.max_context))
+    per_row = _values_per_row(target, draft)
+    expanded_values = max(_expanded_per_token(layer) for layer in _layers(target, draft))
+    values = config.prefill_tokens * per_row + expanded * expanded_values
+    prefill = values * weight.element_size() + target.working_bytes
+    activations = prefill
+    activations += prefill_backends.working_bytes(config.prefill_backend, device, target.variants)
+    if layers := target.fp8_layers:
+        activations += working_bytes(device)
+
+    # States of recurrent layers, without snapshots.
+    states = 0
+    snapshots = None
+    if (spec := model.states) is not None:
+        states = (batch + 1) * spec.num_bytes(weight.element_size())
+        scratch += config.most_rows * spec.num_bytes_of_node(weight.element_size())
+        activations += spec.num_bytes_of_pair * max(MAX_WINDOW**2, batch * config.shape.tokens**2)
+
+    # Graphs, by what is prepared at the start.
+    graphs: dict[WarmUpExtent, Graphs] = dict.fromkeys(get_args(WarmUpExtent), NO_GRAPHS)
+    if device.type != "cpu" and config.graph_mode == "cycle":
+        activations += config.most_rows * per_row * weight.element_size()  # of cycles, apart
+        for extent in graphs:
+            graphs[extent] = graphs_of(model, draft, config, extent, chooses_shapes=chooses_shapes)
+
+    # Memory that is left for the pool.
+    needed = scratch + logits + activations + states
+    weights = sum(tensor.nbytes for tensor in _weights(target, draft))
+    ngram_log = config.ngram.max_bytes if config.algorithm == "NGRAM" else 0
+    if device.type == "cpu":
+        free = max(0, free - ngram_log)
+        if target.ranks is not None:  # which share the machine's memory
+            free //= target.ranks.size
+    room = int(FREE_SHARE[device.type] * free) - needed
+
+    # Tokens that are given or wanted, and how many graphs leave them their share.
+    kv_tokens = config.kv_tokens
+    if config.kv_memory is not None:
+        kv_tokens = max(1, config.kv_memory // per_token)
+    all_parts = config.own_batch_size * config.num_parts
+    wanted = all_parts * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
+    shared = room if kv_tokens is None else free - needed
+    extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)
+    room -= graphs[extent].bytes
+    needed += graphs[extent].bytes
+
+    # Snapshots of states take a share of what is left.
+    if spec is not None:
+        one = spec.num_bytes(weight.element_size())
+        snapshots = config.num_snapshots
+        if config.state_snapshots is None:
+            left = min(SNAPSHOT_SHARE * room, free - needed - (kv_tokens or 0) * per_token)
+            snapshots = min(snapshots, max(0, int(left)) // one)
+        room -= snapshots * one
+        needed += snapshots * one
+        states += snapshots * one
+
+    # The pool takes what is given, or what is wanted and fits.
+    if kv_tokens is None and room < per_token:
+        of_states = f", {states / 1e9:.2f} GB of them for states of recurrent layers" if states else ""
+        raise UserError(
+            f"{free / 1e9:.2f} GB are free, and {needed / 1e9:.2f} GB are needed before a token{of_states}.",
+            "Free memory, or lower the batch size or the tokens of a prefill step"
+            + (" or state_snapshots" if config.state_snapshots else "")
+            + (" or the n-gram capacity." if ngram_log else "."),
+        )
+    if kv_tokens is None:
+        kv_tokens = max(1, min(wanted, room // per_token))
+    elif kv_tokens * per_token > free - needed:
+        raise UserError(
+            f"A pool of {kv_tokens} tokens takes {kv_tokens * per_token / 1e9:.1f} GB, and "
+            f"{free / 1e9:.1f} GB are free.",
+            "Lower kv_tokens or kv_memory" + (" or state_snapshots." if config.state_snapshots else "."),
+        )
+    return MemoryPlan(
+        kv_tokens,
+        per_token,
+        of_draft,
+        weights,
+        scratch,
+        logits,
+        activations,
+        free,
+        ngram_log,
+        states,
+        snapshots,
+        graphs[extent],
+        extent,
+        graphs["all"],
+        fp8=sum(part.nbytes for layer in layers for part in layer.parameters()),
+        prefill=prefill,
+    )
+
+
+def _waits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> bool:
+    """Return whether the draft may read tokens of plain cycles later."""
+    is_plain_at_times = config.shape.steps and NO_SPECULATION in config.shape.shapes
+    return bool(chooses_shapes or is_plain_at_times) and drafter_class(draft, config).supports_deferred_draft
+
+
+def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> int:
+    """Bytes of the logits of a draft, of the largest batch in the deepest and widest shapes that it may
+    have."""
+    kind, shapes = drafter_class(draft, config), [*config.shape.shapes]
+    if chooses_shapes:
+        shapes.append(SpecShape(min(MOST_STEPS, kind.most_steps(draft)), max(WIDTHS), MAX_WINDOW))
+    kept = kind.kept(shapes, reads_confidence=chooses_shapes and not config.lag)
+    topk = min(kept.topk, draft.draft_vocab_size)
+    return kind.logits_bytes(draft, config.max_batch_size, kept._replace(topk=topk))
+
+
+def _extent(graphs: dict[WarmUpExtent, Graphs], shared: int, pool: int, *, is_given: bool) -> WarmUpExtent:
+    """Choose the most that graphs are prepared for: all that fits beside the ``pool`` into the bytes
+    ``shared`` with it, or, unless its size ``is_given``, all that is at most ``GRAPH_SHARE`` of these."""
+    share = 0.0 if is_given else GRAPH_SHARE * max(0, shared)
+    fits = (extent for extent, (_, size) in graphs.items() if size + pool <= shared or size <= share)
+    return next(fits, "none")
+
+
+def _layers(target: Target, draft: DraftModel | None) -> Iterator[DecoderConfig]:
+    """Iterate over the architectures of the layers that read whole prompts: the target's, and a head's."""
+    yield target.config
+    if draft is not None and draft.head is not None:
+        yield draft.head.config.layer
+
+
+def _values_per_row(target: Target, draft: DraftModel | None) -> int:
+    """Values of a token that exist at the same time in a layer.
+
+    They are the captured states; the residual stream and its norm, before and behind attention; the output of
+    the MLP; and the largest of: queries, keys, values and their mix, of a head too, which no ranks share;
+    inputs, sums and fp32 copies of a recurrent layer; gate, up and product of the MLP or of experts. Grouped
+    matmuls of experts sort rows, and add up outputs in fp32.
+    """
+    config = target.config
+    num_captured = 0 if draft is None else len(draft.capture)
+    attention = max(
+        (2 * layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim for layer in _layers(target, draft)
+    )
+    channels = max((count for count, _ in config.states.convolutions), default=0) if config.states else 0
+    experts = 0
+    if (moe := config.moe) is not None:
+        has_fp8 = any(isinstance(layer, FP8Experts) for layer in target.fp8_layers)
+        outputs = (1 if has_fp8 else 4) * config.hidden_size
+        experts = moe.num_experts_per_token * (3 * moe.intermediate_size + outputs)
+        experts += 3 * moe.shared_intermediate_size
+    largest = max(attention, 3 * config.intermediate_size, experts, 6 * channels)
+    return (5 + num_captured) * config.hidden_size + largest
+
+
+def _expanded_per_token(config: DecoderConfig) -> int:
+    """Values of the keys and values that latent attention expands a token to in a prefill step: as they are
+    made, and as matrices of one size for the kernel."""
+    if (mla := config.mla) is None:
+        return 0
+    made = mla.qk_nope_head_dim + mla.v_head_dim + mla.qk_head_dim
+    return config.num_heads * (made + 2 * max(mla.qk_head_dim, mla.v_head_dim))
+
+
+def _weights(target: Target, draft: DraftModel | None) -> Iterator[torch.Tensor]:
+    """Iterate over every weight once, and over the packed copies that a CPU keeps."""
+    parts = () if draft is None else vars(draft).values()
+    models = [target, *(part for part in parts if isinstance(part, nn.Module))]
+    seen = set()
+    for model in models:
+        for tensor in (*model.parameters(), *tree_leaves(packed_parts(model))):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on ``device``, those that torch keeps of freed tensors included, and those that
+    pools of this process have yet to use left out."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return max(int(lines["MemAvailable"].split()[0]) * 1024 - promised_memory(), 0)
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,1 +1,0 @@
-"""Kinds of drafts: one file each, behind one protocol (``kind``) and one registry."""

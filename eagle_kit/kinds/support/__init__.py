@@ -1,1 +1,0 @@
-"""Shared by the kinds: draft files, compatibility findings, config.json, vocabulary maps."""

@@ -1,0 +1,310 @@
+"""Base classes of draft heads over a target's states, for training, evaluation and serving.
+
+Legend: T packed tokens, H hidden, F features, Hq heads, Vd draft vocabulary, V target vocabulary.
+
+At row i a head reads a feature of position i (the target's, or its own output of the step before) and the
+embedding of the token *after* it, and predicts the token after that one. Its decoder layer is a
+:class:`Block`; a head of several blocks uses one per step.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm, Rope
+from eagle_kit.models.blocks.markov import MarkovHead
+from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.config import HeadArchitecture
+from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.draft_chain import ChainRows, RowAttention
+from eagle_kit.ops.linear import Linear
+
+
+class StepForm(Enum):
+    """How the steps of a draft come about: ``FED_BACK``, one block reads its own output of the step before;
+    ``MODULES``, each step has a block of its own; ``MASKED``, all steps are rows of one pass, the later ones
+    over masks; ``BLOCK``, so they are, and the target's states are keys only."""
+
+    FED_BACK = "fed back"
+    MODULES = "modules"
+    MASKED = "masked"
+    BLOCK = "block"
+
+
+class StepOutput(NamedTuple):
+    """Result of a step: ``fed_back [T, H]``, the features of the next one, and ``read [T, H]``, what the
+    output layer multiplies."""
+
+    fed_back: torch.Tensor
+    read: torch.Tensor
+
+
+class Block(nn.Module, ABC):
+    """Decoder layer over a feature and an embedding, split around its attention."""
+
+    self_attn: Attention | LatentAttention
+
+    @abstractmethod
+    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Input of attention, ``[T, 2H]`` or ``[T, H]``, and the residual ``[T, H]``, from ``hidden`` and
+        ``embeds [T, H]``."""
+
+    def inputs_of(
+        self,
+        features: torch.Tensor,
+        feature_rows: torch.Tensor | None,
+        tokens: torch.Tensor,
+        embedding: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`inputs` of ``features[feature_rows]`` (all of them, in order, where that is None) and of the
+        rows ``tokens`` of ``embedding [V, H]``."""
+        hidden = features if feature_rows is None else features[feature_rows]
+        return self.inputs(hidden, F.embedding(tokens, embedding))
+
+    @abstractmethod
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Rest of the layer after attention: ``residual [T, H]``, ``attended [T, Hq, D]`` -> ``[T, H]``."""
+
+
+class DraftHead(nn.Module, ABC):
+    """Base of draft heads. The embedding is the target's, unless the head has its own, and is passed in as
+    ``embeds``.
+
+    Attributes:
+        config: its architecture.
+        rope: rotation tables, fp32.
+        t2d: bool ``[V]``, the tokens it can propose.
+        first_slot: slot of the token that the first entry of its cache belongs to: 1 where entries are made
+            of a feature and the token after it, 0 where they are made of features alone.
+        bound: the target's output layer, of heads that have none of their own and were bound to it.
+        embed_tokens: its own embedding ``[V, H]``; None for heads that read the target's.
+    """
+
+    config: Any
+    rope: Rope
+    t2d: torch.Tensor
+    first_slot: int = 1
+    bound: Linear | None = None
+
+    def __init__(self, config: HeadArchitecture) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens: nn.Embedding | None = None
+        self.make_buffers()
+
+    def make_buffers(self) -> None:
+        """Make everything that is not a parameter, on the default device: a head whose parameters were made
+        on the meta device needs it again."""
+        layer = self.config.layer
+        self.rope = Rope(layer.rope_dim, layer.rope_theta, layer.rope_scaling)
+        t2d = torch.ones(self.config.vocab_size, dtype=torch.bool)
+        self.register_buffer("t2d", t2d, persistent=False)
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """Target layers whose inputs it reads."""
+        return self.config.aux_layer_ids
+
+    def bind(self, output: Linear) -> Self:
+        """Take the target's output layer, where the head has none of its own. It stays the target's: it is
+        no submodule of this one."""
+        return self
+
+    def embedding(self, of_target: torch.Tensor) -> torch.Tensor:
+        """Weight ``[V, H]`` of the embedding that it reads: its own, or else the target's."""
+        return of_target if self.embed_tokens is None else self.embed_tokens.weight
+
+    @property
+    @abstractmethod
+    def blocks(self) -> list[Block]:
+        """Decoder layers that read features and embeddings; one per step if there are several, none where
+        features are keys only."""
+
+    @property
+    def step_form(self) -> StepForm:
+        """How its steps come about."""
+        return StepForm.MODULES if len(self.blocks) > 1 else StepForm.FED_BACK
+
+    @property
+    def most_steps(self) -> int | None:
+        """Steps of its longest chain; None for any number."""
+        steps: int | None = self.config.most_steps
+        return steps
+
+    @property
+    def plain(self) -> Sequence[nn.Module]:
+        """Decoder layers behind a block, over its states."""
+        return ()
+
+    @property
+    def attentions(self) -> list[Attention | LatentAttention]:
+        """Attention of every layer."""
+        return [block.self_attn for block in self.blocks]
+
+    @property
+    @abstractmethod
+    def output(self) -> Linear:
+        """Weight of the output layer, ``[Vd, H]``."""
+
+    @property
+    def predicts_confidence(self) -> bool:
+        """True for a head that has :meth:`confidence_logits`."""
+        return False
+
+    @property
+    def output_weights(self) -> tuple[torch.Tensor, ...]:
+        """Weights ``[Vd, H_j]`` whose products are summed to logits, each of its own columns of what
+        :meth:`norm_for_head` returns: that of :attr:`output`, and of :attr:`markov`."""
+        weights = (self.output.weight,)
+        return weights if self.markov is None else (*weights, self.markov.markov_w2.weight)
+
+    @property
+    def markov(self) -> MarkovHead | None:
+        """Correction of its logits by the token before; None where there is none."""
+        return None
+
+    @property
+    @abstractmethod
+    def last_norm(self) -> RMSNorm:
+        """Norm in front of :attr:`output`, or else the head's last norm; its weight is on the head's
+        device."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of its matrices; norms may be fp32."""
+        return next(parameter.dtype for parameter in self.parameters() if parameter.ndim > 1)
+
+    @property
+    def cache(self) -> CacheSpec:
+        """Cache layout of all blocks."""
+        return self.config.cache
+
+    @abstractmethod
+    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        """Features ``[T, H]`` from the target's final-normed states ``[T, H_target]`` and its captured states
+        ``aux``."""
+
+    @property
+    @abstractmethod
+    def token_map(self) -> torch.Tensor | None:
+        """Target id of every draft id, int64 ``[Vd]``; None when they are equal."""
+
+    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Convert draft ids of any shape to target ids."""
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embeds: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        block: int = 0,
+    ) -> torch.Tensor:
+        """Run one step at every row.
+
+        Args:
+            hidden: ``[T, H]``, :meth:`features` of the target, or this method's output of the step before.
+            embeds: ``[T, H]``, the target's embedding of the token that follows the row.
+            positions: ``[T]`` int64, the row's position plus the step.
+            attend: attention, called with layer 0.
+            block: index of the block to run.
+
+        Returns:
+            ``[T, H]``, the input of :meth:`logits` and of the next step.
+        """
+        return self.step(self.blocks[block].inputs(hidden, embeds), positions, attend, block).fed_back
+
+    def step(
+        self,
+        inputs: tuple[torch.Tensor, torch.Tensor],
+        positions: torch.Tensor,
+        attend: Attend,
+        block: int = 0,
+        wanted: torch.Tensor | None = None,
+    ) -> StepOutput:
+        """Run one step from a block's ``inputs``; other arguments as of :meth:`forward`.
+
+        Args:
+            wanted: int64 ``[n]``, rows to return; of the others only keys and values are computed.
+        """
+        layer, (x, residual) = self.blocks[block], inputs
+        attended = layer.self_attn.attended(x, self.rope.at(positions), 0, attend)
+        if wanted is not None:
+            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+        return self.finish_step(layer, residual, attended)
+
+    def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
+        """Rest of a step after attention; arguments as of :meth:`Block.finish`."""
+        fed_back = self.feed_back(layer.finish(residual, attended))
+        return StepOutput(fed_back, self.norm_for_head(fed_back))
+
+    def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
+        """Draft at every row of a known text, at most :attr:`most_steps`.
+
+        Returns:
+            S tensors ``[R, H]``, inputs of :meth:`logits`.
+        """
+        rows, positions, everywhere = given.rows, given.positions, given.everywhere
+        attention = RowAttention(self.config.layer.attention, given)
+        out = self(given.features, given.embeds(everywhere, 0), positions, attention.first)
+        outs = [out[rows]]
+        if self.step_form is StepForm.MODULES:  # each runs at every row
+            for step in range(1, steps):
+                embeds = given.embeds(everywhere, step)
+                out = self(out, embeds, positions + step, attention.first, step)
+                outs.append(out[rows])
+            return outs
+        for step in range(1, steps):
+            embeds = given.embeds(rows, step)
+            outs.append(self(outs[-1], embeds, positions[rows] + step, attention.later))
+        return outs
+
+    def feed_back(self, out: torch.Tensor) -> torch.Tensor:
+        """State for the next step from a block's output, both ``[T, H]``."""
+        return out
+
+    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+        """Input of :attr:`output` from :meth:`forward`'s output, both ``[T, H]``."""
+        return fed_back
+
+    def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
+        """Logits over the draft vocabulary ``[T, Vd]`` from :meth:`forward`'s output ``[T, H]``."""
+        return self.output(self.norm_for_head(fed_back))
+
+    def confidence_logits(self, read: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """Logit of each row's probability to be accepted where all before it are, ``[T]``; None of heads that
+        do not tell it.
+
+        Args:
+            read: ``[T, H]``, what :meth:`norm_for_head` returns.
+            before: int64 ``[T]``, the token before the one that the row drafts.
+        """
+        return None
+
+
+class TiedHead(DraftHead):
+    """Head that reads the target's final states and proposes any token through the target's output layer,
+    which :meth:`bind` sets."""
+
+    token_map = None
+
+    def bind(self, output: Linear) -> Self:
+        """Use the target's output layer without registering it as a submodule."""
+        self.__dict__["bound"] = output
+        return self
+
+    @property
+    def output(self) -> Linear:
+        """Weight of the target's output layer."""
+        assert self.bound is not None, "the head was not bound to a target"
+        return self.bound
+
+    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+        """``hidden`` unchanged."""
+        return hidden

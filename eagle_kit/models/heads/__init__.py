@@ -1,1 +1,0 @@
-"""Draft heads."""

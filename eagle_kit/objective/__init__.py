@@ -1,0 +1,1 @@
+"""What trainings of all kinds share: alignment, teacher, losses, noise, training-time test."""

@@ -1,0 +1,100 @@
+"""Training step as one module, to be wrapped by DDP, FSDP2 and DeepSpeed.
+
+They hook a module's ``forward`` and the backward pass of what it returns, so everything that reads a
+weight of the head happens in here.
+
+Legend: T packed tokens, K steps of training-time test, H hidden, Vd draft vocabulary.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from eagle_kit.config.train import TrainingConfig
+from eagle_kit.models.draft_head import DraftHead
+from eagle_kit.objective.batch import MicroBatch
+from eagle_kit.objective.loss import Objective, TTTBatch, TTTOutput
+from eagle_kit.objective.target_features import TargetFeatures
+from eagle_kit.objective.ttt import CROSS_ENTROPY, ttt_forward
+
+
+class TTTModule(nn.Module):
+    """Training-time test of ``head``, which is its only submodule.
+
+    Args:
+        head: trained.
+        embed_weight: the target's embedding ``[V, H]``, on the head's device.
+        target_rows: its output rows of the draft vocabulary ``[Vd, H_target]``, there too.
+        objective: minimised.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        embed_weight: torch.Tensor,
+        target_rows: torch.Tensor,
+        training: TrainingConfig,
+        objective: Objective = CROSS_ENTROPY,
+    ) -> None:
+        super().__init__()
+        self.head, self.training_config, self.objective = head, training, objective
+        self._frozen = (embed_weight, target_rows)  # a tuple, so that nobody shards or broadcasts them
+
+    def forward(
+        self,
+        micro_batch: MicroBatch | None,
+        aux: torch.Tensor,
+        hidden: torch.Tensor,
+        argmax: torch.Tensor,
+        taught: torch.Tensor,
+        row_weights: list[torch.Tensor],
+    ) -> TTTOutput:
+        """Loss of one micro_batch.
+
+        Every weight has a gradient after ``loss.backward()``, of zeros when no row of this process learns:
+        the other processes wait for it. Hooks see tensors only when they are arguments themselves, so the
+        parts of :class:`TargetFeatures` come one by one.
+
+        Args:
+            micro_batch: packed rows; None for gradients of zeros.
+            aux, hidden, argmax: what the head reads, see :class:`TargetFeatures`.
+            taught: ``hidden`` without the noise that the head may read; the teacher is made of it.
+            row_weights: see :class:`TTTBatch`.
+        """
+        if micro_batch is None:
+            return TTTOutput.nothing(self._nothing(aux, hidden), 0)
+        embed_weight, target_head = self._frozen
+        batch = TTTBatch(
+            ids=micro_batch.ids,
+            plan=micro_batch.plan,
+            row_weights=row_weights,
+            features=TargetFeatures(aux, taught, argmax),
+            embed_weight=embed_weight,
+            target_head=target_head,
+            inputs=TargetFeatures(aux, hidden, argmax),
+            group=micro_batch.group,
+            num_groups=micro_batch.num_groups,
+        )
+        recompute = self.training_config.gradient_checkpointing == "steps"
+        with autocast(self.training_config, micro_batch.ids.device):
+            out = ttt_forward(self.head, batch, self.objective, recompute=recompute)
+        has_idle_blocks = len(micro_batch.plan.rows) < len(
+            self.head.blocks
+        )  # a curriculum has not come to them
+        if out.loss.requires_grad and not has_idle_blocks:
+            return out
+        return out._replace(loss=out.loss + self._nothing(aux, hidden))
+
+    def _nothing(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Zero, a function of every trained weight and of ``inputs``."""
+        trained = (parameter for parameter in self.head.parameters() if parameter.requires_grad)
+        nothing = torch.stack([parameter.sum() * 0.0 for parameter in trained]).sum()
+        return nothing + sum(tensor[:0].sum() for tensor in inputs)
+
+
+def autocast(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:
+    """Matmuls in bfloat16 when the run's precision says so. Not accelerate's, which is off for DeepSpeed."""
+    if training.precision != "bfloat16":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16)

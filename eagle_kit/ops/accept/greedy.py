@@ -1,0 +1,88 @@
+"""Most likely tokens, and greedy verification of deterministic drafts by them, in torch and C++.
+
+Legend: B requests, N nodes, S steps.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.ops.backend import Backend, uses_cpp, uses_triton
+
+
+class Accepted(NamedTuple):
+    """The accepted path of each request.
+
+    ``path`` int64 ``[B, S + 1]``: window indices, the root first; beyond ``num_accepted`` the entries repeat
+    the last node. ``tokens`` int64 ``[B, S + 1]``: the emitted tokens, accepted drafts then the bonus token;
+    entries beyond ``num_accepted`` are meaningless. ``num_accepted`` int64 ``[B]``: accepted drafts, without
+    the bonus, 0..S.
+    """
+
+    path: torch.Tensor
+    tokens: torch.Tensor
+    num_accepted: torch.Tensor
+
+
+class MostLikely(NamedTuple):
+    """``tokens`` int64 ``[...]``, the most likely of rows of logits, and ``values``, their logits."""
+
+    tokens: torch.Tensor
+    values: torch.Tensor
+
+
+def most_likely(logits: torch.Tensor, *, backend: Backend | None = None) -> MostLikely:
+    """Most likely tokens of ``logits [..., V]`` of any float type, the lowest id among equals; where a row
+    has a NaN, its place and NaN."""
+    if uses_cpp(logits, backend=backend):
+        rows = logits.reshape(-1, logits.shape[-1])
+        parts = torch.ops.eagle_kit_cpp.most_likely(rows.contiguous())
+        return MostLikely(*(part.view(logits.shape[:-1]) for part in parts))
+    tokens = logits.argmax(-1)
+    return MostLikely(tokens, logits.gather(-1, tokens[..., None])[..., 0])
+
+
+def accept_most_likely(
+    logits: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    steps: int,
+    *,
+    backend: Backend | None = None,
+) -> Accepted:
+    """:func:`accept_greedy` with the argmax of ``logits [B, N, V]`` of any float type; the lowest id among
+    equals."""
+    if uses_triton(logits, backend):
+        from eagle_kit.ops.accept import triton
+
+        window = logits.contiguous(), tokens.contiguous(), parents.contiguous()
+        return Accepted(*triton.accept_most_likely(*window, steps))
+    return accept_greedy(most_likely(logits, backend=backend).tokens, tokens, parents, steps)
+
+
+def accept_greedy(
+    predicted: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    steps: int,
+) -> Accepted:
+    """Follow the target's most likely tokens from the root for as long as they were drafted.
+
+    Args:
+        predicted: int64 ``[B, N]``, the target's most likely token after each node.
+        tokens, parents: int64 ``[B, N]``, the window.
+        steps: S, its depth.
+    """
+    b, n = tokens.shape
+    node = torch.zeros(b, 1, dtype=torch.int64, device=tokens.device)
+    alive = torch.ones_like(node, dtype=torch.bool)
+    is_drafted = torch.arange(n, device=tokens.device) > 0
+    path, num_accepted = [node], torch.zeros_like(node)
+    for _ in range(steps):
+        agrees = (parents == node) & (tokens == predicted.gather(1, node)) & is_drafted
+        alive = alive & agrees.any(1, keepdim=True)
+        node = torch.where(alive, agrees.to(torch.int8).argmax(1, keepdim=True), node)
+        num_accepted = num_accepted + alive
+        path.append(node)
+    nodes = torch.cat(path, 1)
+    return Accepted(nodes, predicted.gather(1, nodes), num_accepted[:, 0])

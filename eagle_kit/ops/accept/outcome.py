@@ -1,0 +1,54 @@
+"""State of requests after an accepted path: what is committed, the next root, and whether logits were finite.
+
+Legend: B requests, N window nodes, S steps, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.ops.accept.greedy import Accepted
+from eagle_kit.ops.backend import Backend, uses_triton
+
+
+class Outcome(NamedTuple):
+    """``num_emitted`` int64 ``[B]``, accepted drafts and the bonus token, 0 for padding; ``is_finite`` bool
+    ``[B]``, whether each row of logits on the path has a distribution; ``roots`` and ``seq_lens`` int64
+    ``[B]``, the last emitted token and the tokens before it."""
+
+    num_emitted: torch.Tensor
+    is_finite: torch.Tensor
+    roots: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def is_finite(logits: torch.Tensor) -> torch.Tensor:
+    """Whether each row of ``logits [..., V]`` has a distribution: no NaN, no infinity, and not -inf alone."""
+    return logits.amax(-1).isfinite()
+
+
+def outcome(
+    logits: torch.Tensor,
+    accepted: Accepted,
+    active: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> Outcome:
+    """Outcome of a path.
+
+    Args:
+        logits: ``[B, N, V]``, the target's.
+        active: bool ``[B]``, False for padding.
+        seq_lens: int64 ``[B]``, tokens before the window.
+    """
+    path, tokens, num_accepted = accepted
+    if uses_triton(logits, backend):
+        from eagle_kit.ops.accept import triton
+
+        parts = (path, tokens, num_accepted, active, seq_lens)
+        return Outcome(*triton.outcome(logits.amax(-1), *(part.contiguous() for part in parts)))
+    num_emitted = (num_accepted + 1) * active
+    finite = is_finite(logits).gather(1, path).all(1)
+    roots = tokens.gather(1, num_accepted[:, None])[:, 0]
+    return Outcome(num_emitted, finite, roots, seq_lens + num_emitted)

@@ -1,0 +1,89 @@
+"""LOSSY verification by acceptance thresholds, as in SGLang: accepts more drafts than the target's
+distribution allows.
+
+Legend: B requests, N window nodes, S steps, V vocabulary.
+"""
+
+import torch
+
+from eagle_kit.ops.accept.greedy import Accepted
+from eagle_kit.ops.accept.rejection import node_rows, step_to, tree_accepted, weights_or
+from eagle_kit.ops.backend import Backend, uses_triton
+from eagle_kit.ops.sampling import FilteredLogits, distribution_parts, probabilities, sample
+
+LEAST_THRESHOLD = 1e-9
+"""Smallest divisor in place of a threshold of 0, as in SGLang."""
+
+
+def accept_relaxed(
+    probs: torch.Tensor | FilteredLogits,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    uniforms: torch.Tensor,
+    bonus_uniforms: torch.Tensor,
+    steps: int,
+    threshold_single: float,
+    threshold_acc: float,
+    *,
+    backend: Backend | None = None,
+) -> Accepted:
+    """Accept a child by two thresholds on its probability. LOSSY below thresholds of 1: the text no longer
+    follows the target's distribution but leans towards the draft's proposals.
+
+    At a node with distribution p and uniform u, children are tried in window order; x is accepted if p(x) >=
+    ``threshold_single``, or if u < (the sum of p over x and the siblings tried before it) /
+    ``threshold_acc``. If none is accepted, the bonus token is sampled from p without them, using
+    ``bonus_uniforms``.
+
+    With both thresholds 1 this is lossless: x is accepted with probability exactly p(x), and the bonus token
+    is sampled from the remainder. It then uses two uniforms where ``accept_target_only`` uses one, so it
+    emits the same distribution but not the same text.
+
+    SGLang compares ``u <=``; here it is ``<`` with p(x) > 0, so that neither u = 0 nor a threshold of 0 emits
+    a token that a filter or a grammar excludes. A repeated sibling is never accepted, since its probability
+    was already counted. Source: SGLang, ``speculative_sampling.cuh``, read in 2026.
+
+    Args:
+        probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
+        tokens, parents: int64 ``[B, N]``, the window of a deterministic draft; -1 is an unused node.
+        uniforms: ``[B, S + 1]`` in [0, 1), one per depth.
+        bonus_uniforms: ``[B]`` in [0, 1), for the bonus token.
+        steps: S, depth of the window.
+        threshold_single, threshold_acc: 0..1.
+
+    Raises:
+        ValueError: when a threshold is not in 0..1.
+    """
+    for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name} is {value}. Give a number from 0 to 1; 1 is lossless.")
+    least_acc = max(threshold_acc, LEAST_THRESHOLD)
+    if uses_triton(tokens, backend):
+        from eagle_kit.ops.accept import triton
+
+        window = tokens.contiguous(), parents.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
+        out = triton.accept_stochastic(
+            distribution_parts(probs), None, *window, steps, threshold_single, least_acc
+        )
+        return Accepted(*out)
+    probs = probabilities(probs)
+    node = torch.zeros_like(parents[:, :1])
+    path, num_accepted = node.expand(-1, steps + 1), node
+    p = probs[:, 0].double()
+    tried_mass = torch.zeros_like(p[:, :1])
+    for j in range(1, tokens.shape[1]):
+        token = tokens[:, j : j + 1]
+        at = token.clamp(min=0)
+        p_x = p.gather(1, at)
+        tried = (parents[:, j : j + 1] == node) & (token >= 0)
+        mass = tried_mass + p_x
+        uniform = uniforms.gather(1, num_accepted)
+        enough = (uniform < mass / least_acc) | (p_x >= threshold_single)
+        kept = tried & enough & (p_x > 0)
+        refused = tried & ~kept
+        p = torch.where(kept, probs[:, j], torch.where(refused, p.scatter(1, at, 0.0), p))
+        tried_mass = torch.where(kept, 0.0, torch.where(refused, mass, tried_mass))
+        node, num_accepted, path = step_to(j, kept, node, num_accepted, path)
+    left = weights_or(p, node_rows(probs, node[:, 0]).double())
+    bonus = sample(left, bonus_uniforms, backend="reference")
+    return tree_accepted(tokens, path, num_accepted[:, 0], bonus)

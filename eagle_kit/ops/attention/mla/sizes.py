@@ -1,0 +1,61 @@
+"""Sizes of tiles and numbers of runs of absorbed latent attention, from what the host knows."""
+
+from functools import cache
+from typing import NamedTuple
+
+import triton
+
+from eagle_kit.ops.capability import DeviceFacts
+
+MAX_SPLITS = 128
+
+
+class MLABlocks(NamedTuple):
+    """Tile sizes in query rows and keys, form of the dots, and launch options."""
+
+    queries: int
+    keys: int
+    swapped: bool
+    num_warps: int
+    num_stages: int
+
+
+HOISTS_QUERIES = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
+"""True if the compiler hoists the copy of the queries to shared memory out of the loop. Triton 3.6 does; 3.9
+does not, and 64 query rows of 576 then take so many registers that they spill."""
+
+
+def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks:
+    """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
+
+    On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
+    latency asks for. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
+    at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
+    through registers, and earlier GPUs have no instruction that the swapped form would fill: both take the
+    plain one and 32 keys, in as many stages as fit. fp32, which no MLA model is served in, spills at their
+    sizes.
+    """
+    if itemsize == 4:
+        return MLABlocks(16, 16, False, 4, 1)
+    most = 64 if itemsize == 2 and HOISTS_QUERIES else 32
+    queries = min(most, max(16, triton.next_power_of_2(num_rows)))
+    if itemsize == 1:
+        return MLABlocks(queries, 32, False, 8, 2)
+    num_warps = 4 if queries == 16 and not facts.is_small else 8
+    if facts.multiplies_in_groups:
+        return MLABlocks(queries, 64, True, num_warps, 2)
+    stages = 2 if queries == 64 else 3
+    keys, stages = facts.fit(32, stages, 2 * 576, each=4 * queries, held=queries * 2 * 576)
+    return MLABlocks(queries, keys, False, num_warps, stages)
+
+
+@cache
+def choose_splits(programs: int, columns: int, processors: int) -> int:
+    """Number of runs to split ``columns`` keys into, for ``programs`` blocks of query rows in the batch.
+
+    One program fits on a multiprocessor. The cost, in tiles of 64 keys, is the number of waves times the work
+    of a program: its tiles, and about three tiles' time of startup and output.
+    """
+    tiles = triton.cdiv(columns, 64)
+    splits = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
+    return min(splits, key=lambda s: (triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3), s))

@@ -1,0 +1,360 @@
+"""Absorbed latent attention of a window in Triton: flash decoding with split keys.
+
+A request's N x H query rows share every key. A program takes a block of these rows and one of S runs of
+keys, and keeps m = max s, l = sum exp2(s - m) and acc = sum exp2(s - m) v of scores s = scale log2(e) q . k.
+Each row of the store is loaded once and is both key and value. With one run, acc / l is the answer; otherwise
+acc / l and m + log2(l) are stored, and the runs are added up in their order with weights exp2(m + log2(l)):
+by the program of a block of query rows that arrives last by a counter, which it sets back to 0, where that is
+at most 128 KB (64 pairs of a query row and a run), and otherwise by a second launch with a program for each
+row.
+
+Keys are counted in columns: the prefix from ``first_slot`` on, and the window's keys right behind it, which
+lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits. A row
+without any key gets zeros.
+
+Two variants of the same products. Plain, ``S = Q K^T`` and ``O = P V``. Swapped, ``S^T = K Q^T`` and ``O^T =
+V^T P^T``: the 64 keys, then the latent, are the M side of the dots, so that 16 query rows fill Hopper's
+matrix instructions as well as 64 do.
+
+Bytes: 2 D per key and block of query rows (blocks of one run are neighbours and find it in L2), 2 (D + L) per
+query row, and 8 (L + 1) per query row and run where S > 1. FLOPs: 2 (D + L) per key and query row, so that an
+H200 is bound by bytes up to about 97 query rows. Sources: FlashDecoding and DeepSeek-V2 (arXiv 2405.04434).
+
+Legend: B requests, N query nodes, H heads, L latent size, D latent + RoPE size, R rows of the store, S runs.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.ops.attention.mla.plan import PagedWindowPlan
+from eagle_kit.ops.attention.mla.sizes import MAX_SPLITS, choose_blocks, choose_splits
+from eagle_kit.ops.attention.window.fold import LOG2_E
+from eagle_kit.ops.attention.window.plan import WindowPlan
+from eagle_kit.ops.attention.window.sizes import MERGED_NUMBERS, few_enough
+from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
+
+PIECES = tl.constexpr(4)
+"""Number of pieces that a latent is loaded in, 256 bytes of a row at a time, so that a thread addresses few
+rows."""
+
+
+@triton.jit
+def _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES: tl.constexpr):
+    """Number of prefix columns, first column, columns per run, and the column behind the last."""
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    end = prefix + num_keys
+    if IN_PAGES:
+        end = tl.load(kv_lens + request).to(tl.int32)
+    first = tl.minimum(prefix, first_slot)
+    return prefix, first, tl.cdiv(tl.cdiv(end - first, splits), 64) * 64, end
+
+
+@triton.jit
+def _load_keys(
+    rows, pages, start, end, paged, scratch, row_stride,
+    kind: tl.constexpr, PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Load columns ``start .. start + KEYS - 1`` as RoPE part and quarters of the latent; the first ``paged``
+    columns lie in pages. The last column is repeated beyond the end."""
+    PIECE: tl.constexpr = LATENT // PIECES
+    column = tl.minimum(start + tl.arange(0, KEYS), end - 1)
+    in_pages = column < paged
+    slot = tl.load(pages + column // PAGE, in_pages, 0).to(tl.int32) * PAGE + column % PAGE
+    slot = tl.where(in_pages, slot, scratch + column)
+    key = rows + slot.to(tl.int64)[:, None] * row_stride
+    rope = tl.load(key + LATENT + tl.arange(0, ROPE)[None, :]).to(kind)
+    latents = ()
+    for piece in tl.static_range(PIECES):
+        latent = tl.load(key + piece * PIECE + tl.arange(0, PIECE)[None, :]).to(kind)
+        latents = latents + (latent,)  # type: ignore[assignment]
+    return rope, latents
+
+
+@triton.jit
+def _sum_of_runs(partial, lse, at, used, LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up ``used`` runs of a query row, from ``at`` on, weighted by their sums of exponentials. They are
+    read past the first-level cache: other programs of the launch may have written them."""
+    i, d = tl.arange(0, MAX_SPLITS), tl.arange(0, LATENT)
+    sums = tl.load(lse + at + i, i < used, float("-inf"), cache_modifier=".cg")
+    top = tl.max(sums, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(sums - base), 0)
+    acc = tl.zeros((LATENT,), tl.float32)
+    for start in range(0, used, BLOCK):
+        run = start + tl.arange(0, BLOCK)
+        weight = tl.load(lse + at + run, run < used, float("-inf"), cache_modifier=".cg")
+        held = partial + (at + run)[:, None] * LATENT + d[None, :]
+        part = tl.load(held, (run < used)[:, None], 0.0, cache_modifier=".cg")
+        acc += tl.sum(tl.exp2(weight - base)[:, None] * part, 0)
+    return acc / tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
+def _store_latents(to, accs, factor, inside, PIECE: tl.constexpr):
+    for piece in tl.static_range(PIECES):
+        tl.store(to + piece * PIECE, (accs[piece] * factor).to(to.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_keys", "splits"])
+def _attend(
+    q, rows, page_table, prefix_lens, kv_lens, ancestors, out, partial, lse, arrivals, scale, out_scale,
+    num_rows, heads, num_nodes, num_keys, first_slot, scratch_start, scratch_stride, row_stride, table_stride,
+    splits,
+    PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
+    MERGED: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attention of a block of query rows to one run of keys. AXIS is the axis of keys in the scores. With
+    SPLIT, ``partial [B, N * H, S, L]`` and ``lse [B, N * H, S]`` take the runs; with MERGED, the last program
+    of a block by its counter in ``arrivals`` adds them up.
+
+    fp8 keys are loaded and widened a tile ahead: the compiler keeps loop-carried values in shared memory as
+    it does 16-bit keys, and would otherwise move single bytes.
+    """
+    wait_for_launch(PDL)
+    AHEAD: tl.constexpr = rows.dtype.element_ty.primitive_bitwidth == 8
+    AXIS: tl.constexpr = 0 if SWAPPED else 1
+    OTHER: tl.constexpr = 1 - AXIS
+    PIECE: tl.constexpr = LATENT // PIECES
+    kind: tl.constexpr = q.dtype.element_ty
+    block, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prefix, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    begin = first + split * columns
+    if begin >= end:
+        return
+    paged = end if IN_PAGES else prefix
+    end = tl.minimum(begin + columns, end)
+
+    row = block * QUERIES + tl.arange(0, QUERIES)
+    inside = row < num_rows
+    row_at = request * num_rows + row
+    d, r = tl.arange(0, PIECE), tl.arange(0, ROPE)
+    at = q + row_at[:, None] * (LATENT + ROPE)
+    rope_queries = tl.load(at + LATENT + r[None, :], inside[:, None], 0.0)
+    queries, accs = (), ()
+    for piece in tl.static_range(PIECES):
+        part = tl.load(at + piece * PIECE + d[None, :], inside[:, None], 0.0)
+        zeros = tl.zeros((PIECE, QUERIES) if SWAPPED else (QUERIES, PIECE), tl.float32)
+        queries = queries + (part,)  # type: ignore[assignment]
+        accs = accs + (zeros,)  # type: ignore[assignment]
+
+    bits = tl.load(ancestors + request * num_nodes + row // heads, inside, 0)
+    pages = page_table + request * table_stride
+    scratch = (scratch_start + request * scratch_stride - prefix).to(tl.int32)
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    if AHEAD:
+        rope, latents = _load_keys(
+            rows, pages, begin, end, paged, scratch, row_stride, kind, PAGE, LATENT, ROPE, KEYS
+        )
+    for start in tl.range(begin, end, KEYS):
+        load_at = start
+        if AHEAD:
+            load_at += KEYS
+        new_rope, new_latents = _load_keys(
+            rows, pages, load_at, end, paged, scratch, row_stride, kind, PAGE, LATENT, ROPE, KEYS
+        )
+        if not AHEAD:
+            rope, latents = new_rope, new_latents
+        if SWAPPED:
+            scores = tl.dot(rope, tl.trans(rope_queries), input_precision=PRECISION)
+        else:
+            scores = tl.dot(rope_queries, tl.trans(rope), input_precision=PRECISION)
+        for piece in tl.static_range(PIECES):
+            if SWAPPED:
+                scores = tl.dot(latents[piece], tl.trans(queries[piece]), scores, input_precision=PRECISION)
+            else:
+                scores = tl.dot(queries[piece], tl.trans(latents[piece]), scores, input_precision=PRECISION)
+        scores *= scale
+        if start + KEYS > prefix:
+            column = start + tl.arange(0, KEYS)
+            node = tl.minimum(tl.maximum(column - prefix, 0), 63).to(tl.int64)
+            seen = ((tl.expand_dims(bits, AXIS) >> tl.expand_dims(node, OTHER)) & 1) == 1
+            seen = tl.expand_dims(column < prefix, OTHER) | (seen & tl.expand_dims(column < end, OTHER))
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, AXIS))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - tl.expand_dims(base, AXIS))
+        kept = tl.exp2(top - base)
+        total = total * kept + tl.sum(p, AXIS)
+        top = higher
+        p = p.to(kind)
+        grown = ()
+        for piece in tl.static_range(PIECES):
+            acc = accs[piece] * tl.expand_dims(kept, AXIS)
+            if SWAPPED:
+                acc = tl.dot(tl.trans(latents[piece]), p, acc, input_precision=PRECISION)
+            else:
+                acc = tl.dot(p, latents[piece], acc, input_precision=PRECISION)
+            grown = grown + (acc,)  # type: ignore[assignment]
+        accs = grown
+        if AHEAD:
+            rope, latents = new_rope, new_latents
+
+    _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    used = tl.cdiv(last - first, columns)
+    factor = tl.expand_dims(out_scale / tl.where(total > 0.0, total, 1.0), AXIS)
+    there, d_at = tl.expand_dims(inside, AXIS), tl.expand_dims(d, OTHER)
+    if SPLIT and (MERGED == 0 or used > 1):
+        run_at = row_at * splits + split
+        tl.store(lse + run_at, top + tl.log2(total), inside)
+        _store_latents(partial + tl.expand_dims(run_at, AXIS) * LATENT + d_at, accs, factor, there, PIECE)
+        if MERGED:
+            counter = arrivals + request * tl.num_programs(0) + block
+            tl.debug_barrier()  # all of this program's run is written before it says so
+            if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+                tl.store(counter, 0)
+                for own in range(block * QUERIES, tl.minimum(block * QUERIES + QUERIES, num_rows)):
+                    at_own = request * num_rows + own
+                    merged = _sum_of_runs(partial, lse, at_own * splits, used, LATENT, MAX_SPLITS, 8)
+                    merged_to = out + at_own * LATENT + tl.arange(0, LATENT)
+                    tl.store(merged_to, merged.to(out.dtype.element_ty))
+    else:
+        _store_latents(out + tl.expand_dims(row_at, AXIS) * LATENT + d_at, accs, factor, there, PIECE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
+def _merge(
+    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_slot, splits,
+    LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Merge the runs of one query row."""
+    wait_for_launch(PDL)
+    request = tl.program_id(1).to(tl.int64)
+    _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    used = tl.cdiv(end - first, columns)
+    row = request * num_rows + tl.program_id(0)
+    acc = _sum_of_runs(partial, lse, row * splits, used, LATENT, MAX_SPLITS, BLOCK)
+    tl.store(out + row * LATENT + tl.arange(0, LATENT), acc.to(out.dtype.element_ty))
+
+
+@torch.library.custom_op("eagle_kit::mla_window_attention", mutates_args=("arrivals",))
+def mla_window_attention(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    page_table: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    kv_lens: torch.Tensor | None,
+    ancestors: torch.Tensor,
+    page_size: int,
+    first_slot: int,
+    scratch_start: int,
+    scratch_stride: int,
+    num_keys: int,
+    num_columns: int,
+    scale: float,
+    kv_scale: float,
+    latent_dim: int,
+    arrivals: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`attend` with the fields of its plan, all contiguous except ``rows``, whose rows are. ``kv_lens``
+    is given where the window's keys lie in pages. Without ``arrivals`` a second launch adds up the runs."""
+    b, n, h, dim = q.shape
+    out = q.new_empty(b, n, h, latent_dim)
+    if out.numel() == 0:
+        return out
+    facts = device_facts(q.device)
+    blocks = choose_blocks(n * h, rows.element_size(), facts)
+    programs = triton.cdiv(n * h, blocks.queries)
+    splits = choose_splits(b * programs, num_columns, facts.multiprocessors)
+    most = MERGED_NUMBERS // (min(n * h, blocks.queries) * latent_dim)
+    merged = arrivals is not None and b * programs <= arrivals.numel()
+    if merged:
+        splits = few_enough(splits, b * programs, num_columns, most, facts.multiprocessors)
+    merged = merged and 1 < splits <= most
+    early = launch_options(q.device)
+    in_pages = kv_lens is not None
+    lens = (prefix_lens, kv_lens if in_pages else prefix_lens)
+    partial, lse = out, out
+    if splits > 1:
+        partial = q.new_empty(b, n * h, splits, latent_dim, dtype=torch.float32)
+        lse = q.new_empty(b, n * h, splits, dtype=torch.float32)
+    _attend[(programs, splits, b)](
+        q,
+        rows,
+        page_table,
+        *lens,
+        ancestors,
+        out,
+        partial,
+        lse,
+        prefix_lens if arrivals is None else arrivals,
+        scale * kv_scale * LOG2_E,
+        kv_scale,
+        n * h,
+        h,
+        n,
+        num_keys,
+        first_slot,
+        scratch_start,
+        scratch_stride,
+        rows.stride(0),
+        page_table.stride(0),
+        splits,
+        PAGE=page_size,
+        LATENT=latent_dim,
+        ROPE=dim - latent_dim,
+        QUERIES=blocks.queries,
+        KEYS=blocks.keys,
+        SWAPPED=blocks.swapped,
+        SPLIT=splits > 1,
+        IN_PAGES=in_pages,
+        PRECISION="tf32x3" if q.dtype == torch.float32 else "ieee",
+        MERGED=merged,
+        MAX_SPLITS=MAX_SPLITS,
+        **early,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    if splits > 1 and not merged:
+        _merge[(n * h, b)](
+            partial,
+            lse,
+            *lens,
+            out,
+            n * h,
+            num_keys,
+            first_slot,
+            splits,
+            LATENT=latent_dim,
+            MAX_SPLITS=MAX_SPLITS,
+            BLOCK=8,
+            IN_PAGES=in_pages,
+            **early,
+            num_warps=4,
+        )
+    return out
+
+
+@mla_window_attention.register_fake
+def _(q, rows, *plan):
+    return q.new_empty(*q.shape[:3], plan[12])
+
+
+def attend(
+    q: torch.Tensor, rows: torch.Tensor, plan: WindowPlan, scale: float, kv_scale: float, latent_dim: int
+) -> torch.Tensor:
+    """Absorbed attention of ``q [B, N, H, D]`` to ``rows [R, D]`` of the same dtype or fp8 -> ``[B, N, H,
+    L]``."""
+    assert rows.dtype == q.dtype or rows.element_size() == 1
+    return mla_window_attention(
+        q.contiguous(),
+        rows if rows.stride(1) == 1 else rows.contiguous(),
+        plan.page_table.contiguous(),
+        plan.prefix_lens.contiguous(),
+        plan.kv_lens.contiguous() if isinstance(plan, PagedWindowPlan) else None,
+        plan.ancestors.contiguous(),
+        plan.page_size,
+        plan.first_slot,
+        plan.scratch_start,
+        plan.scratch_stride,
+        plan.num_keys,
+        plan.num_columns,
+        scale,
+        kv_scale,
+        latent_dim,
+        plan.arrivals,
+    )

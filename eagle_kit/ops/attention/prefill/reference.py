@@ -1,0 +1,142 @@
+"""Causal attention of a prompt chunk in torch.
+
+Legend: T chunk tokens, C cached tokens before them, Hq / Hkv heads, D head size, B requests, R rows of the
+store.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch.nn import functional as F
+
+from eagle_kit.ops.attention.prefill.plan import PrefillPlan
+from eagle_kit.ops.attention.variant import AttentionVariant, as_variant
+from eagle_kit.ops.attention.window.reference import attend_dense, take_rows
+from eagle_kit.ops.cpu.summation import SPLIT_TERMS, round_columns
+
+BLOCK = 32
+"""Queries of a chunk that are computed together: few enough that their scores stay in the cache of a core."""
+LIMITED_BLOCK = 256
+"""Queries that share a mask where attention is not plain."""
+
+
+def prefill_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant | float
+) -> torch.Tensor:
+    """Causal attention: query t attends to keys 0..C + t, as far as the variant's limits let it;
+    differentiable.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k, v: ``[C + T, Hkv, D]``, cached tokens first.
+        variant: how the layer attends; a number is the scale of plain attention.
+
+    Returns:
+        ``[T, Hq, D]``.
+    """
+    variant = as_variant(variant)
+    if variant.is_plain:
+        return _causal_attention(q, k, v, variant.scale)
+    out, cached = [], len(k) - len(q)
+    for number, block in enumerate(q.split(LIMITED_BLOCK)):
+        start = cached + number * LIMITED_BLOCK
+        first, stop = variant.limits.first(start), start + len(block)
+        rows = torch.arange(start, stop, device=q.device)
+        held = torch.arange(first, stop, device=q.device)
+        seen = (held <= rows[:, None]) & (held >= variant.limits.firsts(rows)[:, None])
+        out.append(_masked_attention(block, k[first:stop], v[first:stop], seen, variant))
+    return torch.cat(out) if out else q[..., : v.shape[-1]]
+
+
+def _masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, variant: AttentionVariant
+) -> torch.Tensor:
+    """Attention of ``q [t, Hq, D]`` to those of ``k [c, Hkv, D]`` and ``v [c, Hkv, E]`` that are ``seen [t,
+    c]`` -> ``[t, Hq, E]``, with explicit scores where they are no ordinary softmax."""
+    group = q.shape[1] // k.shape[1]
+    if variant.is_softmax:
+        k, v = (x.repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+        out = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen, scale=variant.scale)
+        return out.transpose(0, 1)
+    queries = q.unflatten(1, (-1, group)).float()
+    scores = torch.einsum("thgd,chd->hgtc", queries, k.float()) * variant.scale
+    if variant.soft_cap is not None:
+        scores = variant.soft_cap * torch.tanh(scores / variant.soft_cap)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    if variant.sinks is not None:
+        sinks = variant.sinks.float().view(-1, group, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, sinks), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
+    return torch.einsum("hgtc,chd->thgd", weights, v.float()).flatten(1, 2).to(q.dtype)
+
+
+def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attention of query t to keys 0..C + t."""
+    (t, hq, _), hkv, c = q.shape, k.shape[1], k.shape[0] - q.shape[0]
+    # KV heads are the batch, so that their keys are not copied for every query head of a group.
+    queries = q.unflatten(1, (hkv, hq // hkv)).permute(1, 2, 0, 3)
+    keys, values = (x.transpose(0, 1)[:, None].expand(-1, hq // hkv, -1, -1) for x in (k, v))
+    mask = None
+    if c:
+        rows = torch.arange(c, c + t, device=q.device)
+        mask = torch.arange(c + t, device=q.device)[None] <= rows[:, None]
+    out = F.scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale
+    )
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def chunk_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, variant: AttentionVariant, start: int
+) -> torch.Tensor:
+    """See :func:`eagle_kit.ops.attention.prefill.chunk_attention`."""
+    blocks = []
+    for first, block in enumerate(q.split(BLOCK)):
+        seen = start + first * BLOCK
+        columns = round_columns(seen + len(block))
+        mask = torch.full((len(block), columns), float("-inf"), device=q.device).triu_(seen + 1)
+        if any(variant.limits):
+            firsts = variant.limits.firsts(torch.arange(seen, seen + len(block), device=q.device))
+            mask.masked_fill_(torch.arange(columns, device=q.device) < firsts[:, None], float("-inf"))
+        at = slice(variant.limits.first(seen) // SPLIT_TERMS * SPLIT_TERMS, columns)
+        blocks.append(attend_dense(block[None], k[:, at], v[:, at], mask[None, :, at], variant)[0])
+    return torch.cat(blocks)
+
+
+def paged_prefill_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: PrefillPlan,
+    variant: AttentionVariant,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """Request by request, whose sizes are read on the host.
+
+    Args:
+        q: ``[T, Hq, D]``.
+        k_rows, v_rows: ``[Hkv, R, D]``, the whole store of one layer; these rows' keys are already in it.
+        plan: location of the keys.
+        k_scale, v_scale: factors of keys and values, other than 1 for an fp8 store.
+
+    Returns:
+        ``[T, Hq, D]``.
+    """
+    borders, starts, size = plan.cu_rows.tolist(), plan.starts.tolist(), plan.page_size
+    out, scaled = torch.empty_like(q), replace(variant, scale=variant.scale * k_scale)
+    for table, start, a, b in zip(plan.page_tables, starts, borders, borders[1:], strict=False):
+        stop = start + b - a
+        if a == b:
+            continue
+        first = min(plan.first_slot, start)
+        slots = torch.arange(first, stop, device=q.device)
+        rows = table[slots // size] * size + slots % size
+        k, v = (take_rows(x, rows, q.dtype).transpose(0, 1) for x in (k_rows, v_rows))
+        if start < plan.first_slot:  # rows of unused slots attend to themselves only
+            alone = min(plan.first_slot, stop) - start
+            out[a : a + alone] = v[:alone].repeat_interleave(q.shape[1] // v.shape[1], 1)
+            a, k, v = a + alone, k[alone:], v[alone:]
+        if a < b:
+            out[a:b] = prefill_attention(q[a:b], k, v, scaled)
+    return out if v_scale == 1.0 else out * v_scale

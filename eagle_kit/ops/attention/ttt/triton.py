@@ -1,0 +1,530 @@
+"""Attention of training-time test by flash attention, forward and backward.
+
+Row i of a packed row attends to the step-0 keys ``starts[i] .. stops[i] - 1`` and its own keys of steps 1..J,
+in one softmax. The forward takes the own keys first, one row-wise dot each, then the prefix in blocks; both
+feed the same running maximum and sum. With scores S = q k^T and s_j = q . own_k_j, before the scale, and L
+the log-sum-exp of all scaled scores over the scale,
+
+    P = exp(scale (S - L)),     p_j = exp(scale (s_j - L)),     out = P v + sum_j p_j own_v_j.
+
+The gradient of a softmax needs the probabilities and d = sum(dout * out) only, so the merged L and out serve
+both parts:
+
+    dS = P * (dout v^T - d),            ds_j = p_j (dout . own_v_j - d),
+    dq = scale (dS k + sum_j ds_j own_k_j),
+    dk = scale dS^T q,                  d own_k_j = scale sum_g ds_j q_g,
+    dv = P^T dout,                      d own_v_j = sum_g p_j dout_g,
+
+with g over the query heads that share the key head. The backward has three launches: d, the gradients of own
+keys and their part of dq; the prefix's part of dq; dk and dv, whose programs go over the rows that attend to
+their keys. Rows ascend and documents are contiguous, so those rows are a range, found by two searches. Each
+element is written by one program at a time in a fixed order: no atomics, the same bits every time. Heads are
+the fastest axis of a grid, and blocks go from those with most pairs to those with least: by heads the last
+long programs would start late (at T = 4096, 8 key heads and 132 multiprocessors, dk and dv in 1.6 times the
+time of their work; this way in 1.02 times).
+
+Own keys are row-wise dots and take no matrix products. The prefix takes seven for each pair of blocks, two of
+them because the launches for dq and for dk and dv both compute S and dout v^T. What five would cost, at R = T
+= 4096, Hq = 32, D = 128, of 69 GFLOP a product and bf16 at 600 TFLOP/s (115 microseconds, 229 saved) and 3.35
+TB/s:
+
+    dq of each block of 128 keys in fp32, added up in their order:  1.1 GB written and read, 661 microseconds;
+    dS in bf16, which the launch for dq reads: 0.5 GB written, under products, and read: 184 saved of 802, for
+        R T Hq entries of memory (1.1 GB; 4.3 at T = 8192);
+    programs of keys that add to dq in turns: a row's turns must begin at its last keys, else all wait for the
+        first, so that the programs with least work start first: 1.5 times the time of their work (1.26 at
+        8192, 1.13 at 16384), 5 x 1.5 > 7, before any waiting; and 2.2 GB to and from L2.
+
+So it stays seven, without memory that grows with R x T.
+
+Keys of another document inside a block count with probability 0, so they must be finite. scale > 0.
+
+Memory, elements of e bytes: a query row keeps out and L, e Hq D + 4 Hq bytes; the backward adds 4 Hq bytes
+for d, and the gradients. Nothing has R x T entries. Bytes moved forward, keys reread out of L2 aside:
+e D (2 R Hq + 2 T Hkv + 2 R Hkv J); backward, with e D (9 R Hq + 6 T Hkv + 4 R Hkv J), about three times that.
+
+After FlashAttention-2 (arXiv 2307.08691) and EAGLE-3 (arXiv 2503.01840, section 3).
+
+Legend: R query rows, T packed tokens, J own keys, Hq / Hkv heads, G = Hq / Hkv, D head size.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.ops.attention.window.fold import score_factors, tanh
+from eagle_kit.ops.capability import DeviceFacts, device_facts
+
+LOG2_E = 1.4426950408889634
+MAX_HEAD_SIZE = 256
+
+
+@triton.jit
+def _attend(
+    acc, top, total, queries, k, v, begin, gap, resume, end, starts, stops, scale, cap,
+    CAPPED: tl.constexpr, MASKED: tl.constexpr, STRIDE: tl.constexpr, D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Accumulate keys ``begin .. end - 1`` except ``gap .. resume - 1`` into the online softmax, in blocks;
+    not MASKED if every row attends to all of them."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    tile = n[:, None] * STRIDE + d[None, :]
+    for step in range(begin, end - (resume - gap), BLOCK_N):
+        first = step
+        if MASKED:
+            first = tl.where(step < gap, step, step + (resume - gap))
+        at = tl.cast(first, tl.int64) * STRIDE
+        if MASKED:
+            there = ((first + n) < end)[:, None] & (d < D)[None, :]
+            keys, values = tl.load(k + at + tile, there, 0.0), tl.load(v + at + tile, there, 0.0)
+        elif D < BLOCK_D:
+            there = (d < D)[None, :]
+            keys, values = tl.load(k + at + tile, there, 0.0), tl.load(v + at + tile, there, 0.0)
+        else:
+            keys, values = tl.load(k + at + tile), tl.load(v + at + tile)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if CAPPED:
+            scores = tanh(scores * cap)
+        scores *= scale
+        if MASKED:
+            seen = ((first + n)[None, :] >= starts[:, None]) & ((first + n)[None, :] < stops[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = higher
+        if MASKED:  # rows without a key so far
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - base[:, None])
+        kept = tl.exp2(top - base)
+        total = total * kept + tl.sum(p, 1)
+        acc = tl.dot(p.to(values.dtype), values, acc * kept[:, None], input_precision="ieee")
+        top = higher
+    return acc, top, total
+
+
+@triton.jit(do_not_specialize=["rows", "num_own"])
+def _forward(
+    q, k, v, own_k, own_v, starts, stops, sinks, out, lse, scale, cap, rows, num_own,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr, CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Forward of some rows of one query head; the last rows, which have most keys, run first."""
+    i = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(0)
+    kv_head = head // (HQ // HKV)
+    d = tl.arange(0, BLOCK_D)
+    at = tl.minimum(i, rows - 1)  # rows past the end repeat the last one
+    start, stop = tl.load(starts + at), tl.load(stops + at)
+    row = at.to(tl.int64)
+    mine = (row * HQ + head)[:, None] * D + d[None, :]
+    inside = (d < D)[None, :]
+    queries = tl.load(q + mine, inside, 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        top = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        total += 1.0
+    if OWN:
+        wide = queries.to(tl.float32)
+        own = (row * HKV + kv_head)[:, None] * (num_own * D) + d[None, :]
+        for _ in range(num_own):
+            score = tl.sum(wide * tl.load(own_k + own, inside, 0.0).to(tl.float32), 1)
+            if CAPPED:
+                score = tanh(score * cap)
+            score *= scale
+            higher = tl.maximum(top, score)
+            p, kept = tl.exp2(score - higher), tl.exp2(top - higher)
+            value = tl.load(own_v + own, inside, 0.0).to(tl.float32)
+            acc = acc * kept[:, None] + p[:, None] * value
+            total = total * kept + p
+            top = higher
+            own += D
+    begin, end = tl.min(start), tl.max(stop)
+    gap = begin + tl.cdiv(tl.max(start) - begin, BLOCK_N) * BLOCK_N
+    resume = gap + tl.maximum(tl.min(stop) - gap, 0) // BLOCK_N * BLOCK_N
+    k += kv_head * D
+    v += kv_head * D
+    S: tl.constexpr = HKV * D
+    acc, top, total = _attend(
+        acc,
+        top,
+        total,
+        queries,
+        k,
+        v,
+        begin,
+        gap,
+        resume,
+        end,
+        start,
+        stop,
+        scale,
+        cap,
+        CAPPED,
+        True,
+        S,
+        D,
+        BLOCK_N,
+        BLOCK_D,
+    )
+    acc, top, total = _attend(
+        acc, top, total, queries, k, v, gap, resume, resume, resume, start, stop, scale, cap,
+        CAPPED, False, S, D, BLOCK_N, BLOCK_D,
+    )  # fmt: skip
+    live = i < rows
+    acc = acc / total[:, None]
+    tl.store(out + mine, acc.to(out.dtype.element_ty), live[:, None] & inside)
+    tl.store(lse + head * rows + i, (top + tl.log2(total)) / scale, live)
+
+
+@triton.jit(do_not_specialize=["rows", "num_own"])
+def _backward_own(
+    q, own_k, own_v, out, dout, lse, delta, dq, down_k, down_v, scale, rows, num_own,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """``delta [Hq, R]`` and, where there are own keys, their gradients and their part of dq, for some rows
+    and one key head."""
+    G: tl.constexpr = HQ // HKV
+    i = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    kv_head = tl.program_id(1)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    row, head = i.to(tl.int64), kv_head * G + g
+    live = (i < rows)[:, None] & (g < G)[None, :]
+    mine = (row[:, None] * HQ + head[None, :])[:, :, None] * D + d[None, None, :]
+    inside = live[:, :, None] & (d < D)[None, None, :]
+    douts = tl.load(dout + mine, inside, 0.0).to(tl.float32)
+    shared = tl.sum(douts * tl.load(out + mine, inside, 0.0).to(tl.float32), 2)
+    at = head[None, :] * rows + i[:, None]
+    tl.store(delta + at, shared, live)
+    if num_own > 0:
+        queries = tl.load(q + mine, inside, 0.0).to(tl.float32)
+        merged = tl.load(lse + at, live, float("inf"))
+        own = (row * HKV + kv_head)[:, None] * (num_own * D) + d[None, :]
+        there = (i < rows)[:, None] & (d < D)[None, :]
+        dqueries = tl.zeros([BLOCK_R, BLOCK_G, BLOCK_D], tl.float32)
+        for _ in range(num_own):
+            key = tl.load(own_k + own, there, 0.0).to(tl.float32)[:, None, :]
+            value = tl.load(own_v + own, there, 0.0).to(tl.float32)[:, None, :]
+            p = tl.exp2((tl.sum(queries * key, 2) - merged) * (scale * 1.4426950408889634))
+            ds = p * (tl.sum(douts * value, 2) - shared) * scale
+            dqueries += ds[:, :, None] * key
+            dkey, dvalue = tl.sum(ds[:, :, None] * queries, 1), tl.sum(p[:, :, None] * douts, 1)
+            tl.store(down_k + own, dkey.to(down_k.dtype.element_ty), there)
+            tl.store(down_v + own, dvalue.to(down_v.dtype.element_ty), there)
+            own += D
+        tl.store(dq + mine, dqueries.to(dq.dtype.element_ty), inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _backward_q(
+    q, k, v, starts, stops, dout, lse, delta, dq, scale, rows,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, OWN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Add the prefix's part of dq, for some rows of one query head; with OWN, dq already holds the other
+    part."""
+    i = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(0)
+    kv_head = head // (HQ // HKV)
+    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    at = tl.minimum(i, rows - 1)
+    start, stop = tl.load(starts + at), tl.load(stops + at)
+    merged, shared = tl.load(lse + head * rows + at), tl.load(delta + head * rows + at)
+    row = at.to(tl.int64)
+    mine = (row * HQ + head)[:, None] * D + d[None, :]
+    inside = (d < D)[None, :]
+    queries, douts = tl.load(q + mine, inside, 0.0), tl.load(dout + mine, inside, 0.0)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    log2_scale = scale * 1.4426950408889634
+    begin, end = tl.min(start), tl.max(stop)
+    S: tl.constexpr = HKV * D
+    tile = n[:, None] * S + d[None, :]
+    k += kv_head * D
+    v += kv_head * D
+    for first in range(begin, end, BLOCK_N):
+        there = ((first + n) < end)[:, None] & inside
+        block = tl.cast(first, tl.int64) * S
+        keys, values = tl.load(k + block + tile, there, 0.0), tl.load(v + block + tile, there, 0.0)
+        scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        seen = ((first + n)[None, :] >= start[:, None]) & ((first + n)[None, :] < stop[:, None])
+        p = tl.where(seen, tl.exp2((scores - merged[:, None]) * log2_scale), 0.0)
+        dp = tl.dot(douts, tl.trans(values), input_precision="ieee")
+        ds = p * (dp - shared[:, None])
+        acc = tl.dot(ds.to(keys.dtype), keys, acc, input_precision="ieee")
+    acc *= scale
+    live = (i < rows)[:, None] & inside
+    if OWN:
+        acc += tl.load(dq + mine, live, 0.0).to(tl.float32)
+    tl.store(dq + mine, acc.to(dq.dtype.element_ty), live)
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _backward_kv(
+    q, k, v, starts, stops, bounds, dout, lse, delta, dk, dv, scale, rows, tokens,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, BRANCH: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of some keys and values of one head, over its query heads and the rows that attend to them.
+
+    BRANCH skips the mask where all rows attend to all keys; ptxas spills that for sm_80.
+    """
+    G: tl.constexpr = HQ // HKV
+    block = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    d, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    inside = (d < D)[None, :]
+    mine = (n.to(tl.int64) * HKV + kv_head)[:, None] * D + d[None, :]
+    there = (n < tokens)[:, None] & inside
+    keys, values = tl.load(k + mine, there, 0.0), tl.load(v + mine, there, 0.0)
+    dkeys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dvalues = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    log2_scale = scale * 1.4426950408889634
+    begin, end = tl.load(bounds + block * 4), tl.load(bounds + block * 4 + 1)
+    all_begin, all_end = tl.load(bounds + block * 4 + 2), tl.load(bounds + block * 4 + 3)
+    tile = m[:, None] * (HQ * D) + d[None, :]
+    count = tl.cdiv(end - begin, BLOCK_M)
+    for step in range(count * G):
+        head = kv_head * G + step // count
+        first = begin + step % count * BLOCK_M
+        i = first + m
+        live = i < end
+        at = (tl.cast(first, tl.int64) * HQ + head) * D
+        queries = tl.load(q + at + tile, live[:, None] & inside, 0.0)
+        douts = tl.load(dout + at + tile, live[:, None] & inside, 0.0)
+        merged = tl.load(lse + head * rows + i, live, 0.0)
+        shared = tl.load(delta + head * rows + i, live, 0.0)
+        below = tl.broadcast_to(-merged[None, :], [BLOCK_N, BLOCK_M])
+        p = tl.exp2(tl.dot(keys, tl.trans(queries), below, input_precision="ieee") * log2_scale)
+        if BRANCH:
+            if (first < all_begin) | (first + BLOCK_M > all_end):
+                start, stop = tl.load(starts + i, live, 0), tl.load(stops + i, live, 0)
+                p = tl.where((n[:, None] >= start[None, :]) & (n[:, None] < stop[None, :]), p, 0.0)
+        else:
+            start, stop = tl.load(starts + i, live, 0), tl.load(stops + i, live, 0)
+            p = tl.where((n[:, None] >= start[None, :]) & (n[:, None] < stop[None, :]), p, 0.0)
+        p = p.to(douts.dtype)
+        dvalues = tl.dot(p, douts, dvalues, input_precision="ieee")
+        below = tl.broadcast_to(-shared[None, :], [BLOCK_N, BLOCK_M])
+        ds = p.to(tl.float32) * tl.dot(values, tl.trans(douts), below, input_precision="ieee")
+        dkeys = tl.dot(ds.to(queries.dtype), queries, dkeys, input_precision="ieee")
+    tl.store(dk + mine, (dkeys * scale).to(dk.dtype.element_ty), there)
+    tl.store(dv + mine, dvalues.to(dv.dtype.element_ty), there)
+
+
+class TTTBlocks(NamedTuple):
+    """Rows (M) and keys (N) of a program, warps and pipeline stages."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+
+
+_HALF = {  # (kernel, head size): blocks where warps multiply in groups, and where not
+    ("forward", 64): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
+    ("forward", 128): (TTTBlocks(128, 64, 8, 3), TTTBlocks(128, 64, 8, 2)),
+    ("forward", 256): (TTTBlocks(64, 32, 8, 3), TTTBlocks(64, 32, 8, 2)),
+    ("q", 64): (TTTBlocks(128, 64, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("q", 128): (TTTBlocks(128, 64, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("q", 256): (TTTBlocks(64, 32, 8, 2), TTTBlocks(64, 32, 8, 2)),
+    ("kv", 64): (TTTBlocks(64, 128, 8, 3), TTTBlocks(32, 128, 8, 3)),
+    ("kv", 128): (TTTBlocks(32, 128, 8, 3), TTTBlocks(64, 64, 8, 3)),
+    ("kv", 256): (TTTBlocks(16, 64, 8, 2), TTTBlocks(16, 32, 8, 2)),
+}
+
+
+def _blocks(kernel: str, block_d: int, itemsize: int, facts: DeviceFacts) -> TTTBlocks:
+    """The largest blocks that neither Triton 3.6 nor 3.9 spills registers for.
+
+    Two warpgroups share an SM of Hopper, 64 rows of a matrix instruction each. The accumulators of dk and dv
+    leave room for 32 rows at a time at head size 128, and for 16 at 256; the side of the block that is walked
+    over (N forward and for dq, M for dk and dv) then decides only how often the other is read from shared
+    memory. fp32 is multiplied without tensor cores, as torch does unless TF32 is allowed, and takes many more
+    registers, of which 3.6 spills up to six: it is there to be exact. Where shared memory is short, what is
+    walked over has as many stages as fit.
+    """
+    if itemsize == 4:
+        return TTTBlocks(16, 32, 4, 2) if block_d <= 64 else TTTBlocks(16, 16, 8, 2)
+    blocks = _HALF[kernel, max(block_d, 64)][0 if facts.multiplies_in_groups else 1]
+    of_row = block_d * itemsize  # pairs of rows are walked over: keys and values, queries and gradients
+    if kernel == "kv":
+        held, each = 2 * blocks.n * of_row, (blocks.n + 8) * itemsize
+        m, stages = facts.fit(blocks.m, blocks.num_stages, 2 * of_row, each=each, held=held)
+        return blocks._replace(m=m, num_stages=stages)
+    if kernel == "forward" and facts.is_small:
+        blocks = blocks._replace(m=64 if block_d <= 128 else 32)
+    held = blocks.m * of_row * (2 if kernel == "q" else 1)
+    n, stages = facts.fit(blocks.n, blocks.num_stages, 2 * of_row, each=blocks.m * itemsize, held=held)
+    return blocks._replace(n=n, num_stages=stages)
+
+
+def _own_rows(block_g: int, block_d: int) -> tuple[int, int]:
+    """Rows and warps of ``_backward_own``: 16 elements per thread of queries, of gradients and of their
+    sum; more where heads of a block's rows (``anchored.py``) are too many for 32 warps."""
+    rows = max(1, 2048 // (block_g * block_d))
+    return rows, min(32, max(4, rows * block_g * block_d // 512))
+
+
+def _constants(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
+    hq, d = q.shape[1:]
+    if d > MAX_HEAD_SIZE:
+        raise UserError(
+            f"The Triton attention kernels support head sizes up to {MAX_HEAD_SIZE}, not {d}.",
+            "Use the backend 'reference'.",
+        )
+    return {"HQ": hq, "HKV": k.shape[1], "D": d, "BLOCK_D": max(triton.next_power_of_2(d), 16)}
+
+
+def _launch(blocks: TTTBlocks) -> dict[str, int]:
+    return {
+        "BLOCK_M": blocks.m,
+        "BLOCK_N": blocks.n,
+        "num_warps": blocks.num_warps,
+        "num_stages": blocks.num_stages,
+    }
+
+
+@torch.library.custom_op("eagle_kit::ttt_attention", mutates_args=())
+def ttt_attention_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Forward with all inputs contiguous, scale > 0 -> ``out [R, Hq, D]``, and L fp32 ``[Hq, R]``; that of
+    capped scores and of ``sinks [Hq]`` has no backward."""
+    (rows, hq, _), num_own = q.shape, own_k.shape[2]
+    out, lse = torch.empty_like(q), q.new_empty(hq, rows, dtype=torch.float32)
+    if rows == 0:
+        return out, lse
+    shape = _constants(q, k)
+    blocks = _blocks("forward", shape["BLOCK_D"], q.element_size(), device_facts(q.device))
+    _forward[(hq, triton.cdiv(rows, blocks.m))](
+        *(q, k, v, own_k, own_v, starts, stops, q if sinks is None else sinks, out, lse),
+        *(*score_factors(scale, soft_cap), rows, num_own),
+        **shape,
+        OWN=num_own > 0,
+        CAPPED=soft_cap is not None,
+        SINKS=sinks is not None,
+        **_launch(blocks),
+    )
+    return out, lse
+
+
+@ttt_attention_op.register_fake
+def _(q, *args):
+    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+def _seen_by(starts: torch.Tensor, stops: torch.Tensor, tokens: int, block: int) -> torch.Tensor:
+    """For each block of keys, the rows ``[a, b)`` that attend to some of it and ``[c, d)`` that attend to
+    all: int32 ``[blocks, 4]`` of a, b, c, d."""
+    first = torch.arange(0, tokens, block, dtype=torch.int32, device=starts.device)
+    after = (first + block).clamp(max=tokens)
+    a, c = torch.searchsorted(stops, torch.stack((first + 1, after)), out_int32=True)
+    d, b = torch.searchsorted(starts, torch.stack((first + 1, after)), out_int32=True)
+    return torch.stack((a, b, c, d), 1)
+
+
+@torch.library.custom_op("eagle_kit::ttt_attention_backward", mutates_args=())
+def ttt_attention_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of ``q, k, v, own_k, own_v``."""
+    (rows, hq, _), (tokens, hkv), num_own = q.shape, k.shape[:2], own_k.shape[2]
+    if rows == 0:
+        return torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape), own_k.clone(), own_v.clone()
+    dq, dk, dv, down_k, down_v = (torch.empty_like(x) for x in (q, k, v, own_k, own_v))
+    delta = torch.empty_like(lse)
+    shape, itemsize, facts = _constants(q, k), q.element_size(), device_facts(q.device)
+    block_g = triton.next_power_of_2(hq // hkv)
+    block_r, num_warps = _own_rows(block_g, shape["BLOCK_D"])
+    _backward_own[(triton.cdiv(rows, block_r), hkv)](
+        *(q, own_k, own_v, out, dout, lse, delta, dq, down_k, down_v, scale, rows, num_own),
+        **shape,
+        BLOCK_R=block_r,
+        BLOCK_G=block_g,
+        num_warps=num_warps,
+    )
+    blocks = _blocks("q", shape["BLOCK_D"], itemsize, facts)
+    _backward_q[(hq, triton.cdiv(rows, blocks.m))](
+        *(q, k, v, starts, stops, dout, lse, delta, dq, scale, rows),
+        **shape,
+        OWN=num_own > 0,
+        **_launch(blocks),
+    )
+    blocks = _blocks("kv", shape["BLOCK_D"], itemsize, facts)
+    bounds = _seen_by(starts, stops, tokens, blocks.n)
+    _backward_kv[(hkv, bounds.shape[0])](
+        *(q, k, v, starts, stops, bounds, dout, lse, delta, dk, dv, scale, rows, tokens),
+        **shape,
+        BRANCH=facts.multiplies_in_groups,
+        **_launch(blocks),
+    )
+    return dq, dk, dv, down_k, down_v
+
+
+@ttt_attention_backward.register_fake
+def _(dout, q, k, v, own_k, own_v, starts, stops, out, lse, scale):
+    return tuple(torch.empty_like(x) for x in (q, k, v, own_k, own_v))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.scale, soft_cap, sinks = inputs
+    assert soft_cap is None and sinks is None, "capped scores and sinks have no backward"
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _gradients(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    grads = ttt_attention_backward(dout.contiguous(), *ctx.saved_tensors, ctx.scale)
+    return *grads, None, None, None, None, None
+
+
+ttt_attention_op.register_autograd(_gradients, setup_context=_keep)
+
+
+def ttt_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own_k: torch.Tensor,
+    own_v: torch.Tensor,
+    starts: torch.Tensor,
+    stops: torch.Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """See the reference, with ``starts, stops`` int32 ``[R]``, both ascending, in place of blocks.
+
+    Computed in the autocast dtype, or else in the dtype of ``q``; fp32 without TF32. The result has the dtype
+    of ``q``.
+    """
+    kind = q.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q.dtype
+    tensors = (x.to(dtype).contiguous() for x in (q, k, v, own_k, own_v))
+    return ttt_attention_op(*tensors, starts, stops, scale, soft_cap, sinks)[0].to(q.dtype)

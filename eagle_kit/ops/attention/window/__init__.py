@@ -1,0 +1,79 @@
+"""Attention of a window of nodes to a paged prefix and the window's own keys, masked by ancestor bits.
+
+Decoding (N = 1), draft steps, verification and draft-extend all call it.
+
+Legend: B requests, N query nodes, Hq / Hkv heads, D head size, R rows of the store.
+"""
+
+import torch
+
+from eagle_kit.ops.attention.variant import AttentionVariant, as_variant
+from eagle_kit.ops.attention.window import compiled, reference
+from eagle_kit.ops.attention.window import recorded as recorded  # registers operations
+from eagle_kit.ops.attention.window.plan import WindowPlan, ancestor_bits, chain_bits, reference_columns
+from eagle_kit.ops.backend import Backend, is_differentiated, uses_cpp, uses_triton
+
+__all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "packed_window_attention", "window_attention"]
+
+
+def window_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    variant: AttentionVariant | float,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Attention of every node to its request's prefix and to its ancestors in the window.
+
+    Args:
+        q: ``[B, N, Hq, D]``.
+        k_rows, v_rows: ``[Hkv, R, D]``, the store of one layer, this window's keys included, in the dtype of
+            ``q`` or fp8 e4m3.
+        plan: location and visibility of the keys.
+        variant: how the layer attends; a number is the scale of plain attention.
+        k_scale, v_scale: factors of an fp8 store's values.
+
+    Returns:
+        ``[B, N, Hq, D]`` in the dtype of ``q``.
+    """
+    variant = as_variant(variant)
+    if uses_triton(q, backend) and not is_differentiated(q, k_rows, v_rows):
+        from eagle_kit.ops.attention.window import triton
+
+        return triton.window_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
+    has_scales = (k_scale, v_scale) != (1.0, 1.0)
+    if type(plan) is WindowPlan and not has_scales and uses_cpp(q, k_rows, v_rows, backend=backend):
+        return compiled.window_attention(q, k_rows, v_rows, plan, variant)
+    if plan.is_recorded_whole(backend):
+        out: torch.Tensor = torch.ops.eagle_kit_cpu.window_attention(
+            q,
+            k_rows,
+            v_rows,
+            plan.number,
+            variant.scale * k_scale,
+            v_scale,
+            [*variant.limits],
+            variant.soft_cap,
+            variant.sinks,
+        )
+        return out
+    columns = reference_columns(plan, q, backend, variant.limits)
+    return reference.window_attention(q, k_rows, v_rows, columns, variant, k_scale, v_scale)
+
+
+def packed_window_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    variant: AttentionVariant,
+    counts: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of windows of which the first ``counts`` int64 ``[B]`` nodes are there: ``q [T, Hq, D]`` has
+    their rows, one behind the other, and rows to spare, whose results are 0 -> ``[T, Hq, D]``. Where
+    :func:`~eagle_kit.ops.backend.uses_cpp` says so of the tensors."""
+    return compiled.window_attention(q, k_rows, v_rows, plan, variant, counts)

@@ -1,0 +1,203 @@
+"""Location and visibility of the keys of a window: computed once per forward, shared by its layers.
+
+Legend: B requests, N query nodes, M window keys, C columns, P pages of a request.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import NamedTuple
+
+import torch
+
+from eagle_kit.ops.attention.variant import NO_LIMITS, Limits, seen_within
+from eagle_kit.ops.backend import Backend
+from eagle_kit.ops.cpu.guards import VIEWED_TYPES, guarded_choice, is_recording
+from eagle_kit.ops.cpu.summation import COLUMNS, SPLIT_TERMS, round_columns
+
+
+class Columns(NamedTuple):
+    """Keys of some requests of a plan: ``requests`` int64 ``[b]``, None for all in order; ``rows`` int64
+    ``[b, c]`` of the store; ``mask [b, N, c]``, 0 or -inf."""
+
+    requests: torch.Tensor | None
+    rows: torch.Tensor
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """Keys of B windows in a store of rows.
+
+    Attributes:
+        page_table: int64 ``[B, P]``, page of each run of ``page_size`` slots; a page's slots are the rows
+            from ``page * page_size``.
+        page_size: slots per page.
+        prefix_lens: int64 ``[B]``, slots before the window.
+        first_slot: number of unused slots at the front of a request, which are not attended to.
+        scratch_start, scratch_stride: window key j of request b is row ``scratch_start + b * scratch_stride +
+            j``.
+        num_keys: M; the queries are the last N of the window's keys.
+        ancestors: int64 ``[B, N]``, bit j set when window key j is an ancestor of the node or the node
+            itself.
+        num_columns: C, an upper bound on prefix + M known to the host.
+        dummy_row: a row of the store that holds finite values.
+        dtype: dtype of the queries.
+        arrivals: int32, one for each tile of a key head and request, 0 outside of a launch: counters of the
+            programs that have done their part, of the store whose launches follow one another. None: parts
+            are merged by a launch of their own.
+    """
+
+    page_table: torch.Tensor
+    page_size: int
+    prefix_lens: torch.Tensor
+    first_slot: int
+    scratch_start: int
+    scratch_stride: int
+    num_keys: int
+    ancestors: torch.Tensor
+    num_columns: int
+    dummy_row: int
+    dtype: torch.dtype
+    arrivals: torch.Tensor | None = field(default=None, kw_only=True)
+    _limited: dict[Limits, list[Columns]] = field(default_factory=dict, init=False, repr=False)
+
+    @cached_property
+    def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns for the reference: ``columns`` int64 ``[B, C]``, rows of the store in the order of
+        attention (the request's prefix, then its window keys directly behind it, so that a token has the same
+        column in a window of any size; unused ones point at the dummy row), and ``mask [B, N, C]``, 0 or
+        -inf."""
+        device, m = self.page_table.device, self.num_keys
+        column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
+        page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
+        slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
+        key = column - self.prefix_lens[:, None]
+        in_prefix, in_window = key < 0, (key >= 0) & (key < m)
+        key = key.clamp(0, m - 1)
+        first = self.scratch_start + torch.arange(len(column), device=device)[:, None] * self.scratch_stride
+        rows = torch.where(in_prefix, slots, torch.where(in_window, first + key, self.dummy_row))
+        bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
+        seen = (in_prefix & (column >= self.first_slot))[:, None] | (in_window[:, None] & (bits == 1))
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        return rows, mask
+
+    @cached_property
+    def number(self) -> torch.Tensor:
+        """Make :attr:`by_length` within one recorded operation, see ``recorded.py`` -> their number, an int64
+        scalar."""
+        sizes = self.page_size, self.first_slot, self.scratch_start, self.scratch_stride, self.num_keys
+        kind = VIEWED_TYPES.index(self.dtype)
+        number: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
+            self.page_table, self.prefix_lens, self.ancestors, [*sizes, self.dummy_row, kind]
+        )
+        return number
+
+    def is_recorded_whole(self, backend: Backend | None) -> bool:
+        """Return True if attention is recorded as one operation: where several requests are in groups by
+        length. One alone has few sizes, each of which is recorded."""
+        is_mine = backend is None and type(self) is WindowPlan
+        return is_mine and is_recording() and len(self.page_table) > 1
+
+    @cached_property
+    def by_length(self) -> list[Columns]:
+        """The layout in groups of requests of similar length, so that a short request does not pay for the
+        longest, and its columns do not depend on its batch. Reads the lengths on the host."""
+        return self.in_groups(guarded_choice(self.prefix_lens, partial(column_counts, self.num_keys)))
+
+    def within(self, limits: Limits) -> list[Columns]:
+        """:attr:`by_length` of a layer with limits, without columns before all of them."""
+        if not any(limits):
+            return self.by_length
+        if limits not in self._limited:
+            firsts = guarded_choice(self.prefix_lens, partial(first_columns, limits))
+            self._limited[limits] = [self.limit(each, limits, firsts) for each in self.by_length]
+        return self._limited[limits]
+
+    def limit(self, columns: Columns, limits: Limits, firsts: Sequence[int]) -> Columns:
+        """Columns of some requests, from the first on that any of them may attend to (``firsts`` of all
+        requests), masked by ``limits``."""
+        requests, rows, mask = columns
+        at = slice(None) if requests is None else requests
+        members = range(len(firsts)) if requests is None else requests.tolist()
+        first = min(firsts[member] for member in members)
+        held = torch.arange(first, rows.shape[1], device=rows.device)
+        seen = seen_within(limits, self.prefix_lens[at], self.ancestors[at], self.num_keys, held)
+        return Columns(requests, rows[:, first:], mask[:, :, first:].masked_fill(~seen, float("-inf")))
+
+    def in_groups(self, sizes: tuple[int, ...]) -> list[Columns]:
+        """The layout in groups of requests with the same number of columns."""
+        rows, mask = replace(self, num_columns=max(sizes)).layout
+        if min(sizes) == max(sizes):
+            return [Columns(None, rows, mask)]
+        groups: dict[int, list[int]] = {}
+        for request, size in enumerate(sizes):
+            groups.setdefault(size, []).append(request)
+        found = []
+        for size, members in groups.items():
+            requests = torch.tensor(members)
+            found.append(Columns(requests, rows[requests, :size], mask[requests, :, :size]))
+        return found
+
+
+def column_counts(num_keys: int, lengths: list[int]) -> tuple[int, ...]:
+    """Numbers of columns for requests with ``lengths`` slots before a window of ``num_keys``."""
+    room = -(-num_keys // COLUMNS) * COLUMNS  # the same sizes for windows of any number of nodes
+    return tuple(_bucket(length + room) for length in lengths)
+
+
+def first_columns(limits: Limits, lengths: list[int]) -> tuple[int, ...]:
+    """First columns that windows behind ``lengths`` slots need, rounded down so that sums keep their order:
+    leading terms that are masked add nothing, as long as BLAS splits the others as before."""
+    return tuple(limits.first(length) // SPLIT_TERMS * SPLIT_TERMS for length in lengths)
+
+
+def reference_columns(
+    plan: WindowPlan, q: torch.Tensor, backend: Backend | None, limits: Limits = NO_LIMITS
+) -> list[Columns]:
+    """Columns for the reference: in groups of similar length on a CPU, unless ``backend`` is given; else, for
+    tensors that the host must not read, those of all requests together."""
+    if backend is None and q.device.type == "cpu" and not isinstance(q, torch._subclasses.FakeTensor):
+        return plan.within(limits)
+    everything = Columns(None, *plan.layout)
+    return [plan.limit(everything, limits, [0] * len(plan.page_table))] if any(limits) else [everything]
+
+
+def attend_in_groups(
+    columns: list[Columns],
+    q: torch.Tensor,
+    size: int,
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Call ``attend(q, rows, mask)`` for each group of requests: ``q [B, N, H, D]`` -> ``[B, N, H,
+    size]``."""
+    if columns[0].requests is None:
+        return attend(q, columns[0].rows, columns[0].mask)
+    out = q.new_empty((*q.shape[:-1], size))
+    for requests, rows, mask in columns:
+        assert requests is not None
+        out[requests] = attend(q[requests], rows, mask)
+    return out
+
+
+def _bucket(count: int) -> int:
+    """Round ``count`` up as :func:`round_columns` does, or to an eighth to a quarter of itself when that is
+    more, so that there are few sizes."""
+    runs = -(-count // COLUMNS)
+    step = 1 << max(0, runs.bit_length() - 3)
+    return round_columns(-(-runs // step) * step * COLUMNS)
+
+
+def ancestor_bits(parents: torch.Tensor, depth: int) -> torch.Tensor:
+    """Ancestor bits ``[B, N]`` of ``parents`` int64 ``[B, N]`` (root: 0, parents before children), at most
+    ``depth`` deep."""
+    bits = torch.ones_like(parents) << torch.arange(parents.shape[1], device=parents.device)
+    for _ in range(depth):
+        bits = bits | bits.gather(1, parents)
+    return bits
+
+
+def chain_bits(length: int, device: torch.device) -> torch.Tensor:
+    """Ancestor bits of a chain: int64 ``[length]``, node j attends to nodes 0..j."""
+    ones = torch.ones(length, dtype=torch.int64, device=device) << torch.arange(length, device=device)
+    return ones.cumsum(0)

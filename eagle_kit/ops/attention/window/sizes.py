@@ -1,0 +1,124 @@
+"""Sizes of tiles and numbers of parts of window attention, from what the host knows."""
+
+from typing import NamedTuple
+
+import triton
+
+from eagle_kit.ops.capability import DeviceFacts
+
+MIN_KEYS = 128
+"""Minimum number of keys of a part: fewer are read no faster."""
+MAX_SPLITS = 128
+
+
+class WindowBlocks(NamedTuple):
+    """Query rows (m) and keys (n) of a program, warps, pipeline stages, and number of programs that fit on a
+    multiprocessor."""
+
+    m: int
+    n: int
+    num_warps: int
+    num_stages: int
+    resident: int
+
+
+def block_d(size: int) -> int:
+    """Head size rounded up to the size of a tile."""
+    return triton.next_power_of_2(max(size, 16))
+
+
+def choose_blocks(
+    rows: int, size: int, query_bytes: int, store_bytes: int, facts: DeviceFacts
+) -> WindowBlocks:
+    """Block sizes for ``rows`` query rows of a key head.
+
+    A block of keys is 16 KB, and as much of values: two blocks in flight are 64 KB per program, twice what
+    4.8 TB/s at 1 us of latency require of each of 132 multiprocessors, so two programs fit and either may
+    wait. From 64 rows on, Hopper's matrix instructions take 64 rows per warp group; elsewhere more warps
+    share the registers. Padded head sizes (80, 96) and fp8 take smaller blocks, and one more in flight. fp32
+    is multiplied without tensor cores (TF32 would lose 13 bits): small tiles. Where less shared memory is
+    there (A100's 163 KB, 99 KB of Ada and the small Blackwells, whose bandwidth asks for a quarter of the
+    bytes in flight), as many stages, and then keys, as fit.
+    """
+    blocks = _choose_blocks(rows, size, query_bytes, store_bytes, facts)
+    of_key, of_query = 2 * block_d(size) * store_bytes, block_d(size) * query_bytes
+    weights = 0 if facts.multiplies_in_groups else blocks.m * query_bytes
+    n, stages = facts.fit(
+        blocks.n,
+        blocks.num_stages,
+        of_key,
+        each=weights,
+        held=blocks.m * of_query,
+        programs=blocks.resident,
+    )
+    return blocks._replace(n=n, num_stages=stages)
+
+
+def _choose_blocks(
+    rows: int, size: int, query_bytes: int, store_bytes: int, facts: DeviceFacts
+) -> WindowBlocks:
+    if query_bytes == 4:
+        return WindowBlocks(16, 32 if size <= 64 else 16, 4, 2, 2)
+    m = min(128, max(16, triton.next_power_of_2(rows)))
+    n = min(128, max(32, 16384 // (block_d(size) * store_bytes)))
+    if m < 64 and (store_bytes == 1 or size < block_d(size)):
+        return WindowBlocks(m, n // 4 if facts.is_small and store_bytes == 1 else n // 2, 4, 4, 2)
+    if m < 64:
+        return WindowBlocks(m, n, 4, 3, 2)
+    if not facts.multiplies_in_groups or size > 128:
+        return WindowBlocks(64, 64 if size <= 128 else 32, 8, 3, 1)
+    if facts.capability >= 100 and (store_bytes == 1 or size <= 64):  # ptxas spills the others there
+        return WindowBlocks(64, 64, 8 if store_bytes == 1 else 4, 3, 1)
+    return WindowBlocks(m, 64, 8, 3, 1) if m == 128 else WindowBlocks(m, 64, 4, 3, 2)
+
+
+def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int) -> int:
+    """Number of values that are read as one element: fp8 pairs where tensor cores multiply out of
+    registers."""
+    return 2 if store_bytes == 1 and query_bytes == 2 and blocks.m < 64 else 1
+
+
+def num_splits(
+    batch: int, kv_heads: int, columns: int, rows: int, blocks: WindowBlocks, sms: int = 132
+) -> int:
+    """Number of parts to split the columns of a request into, from sizes that the host knows.
+
+    One round of programs should fill the ``sms`` multiprocessors; a bound beyond 4,096 columns is always
+    split, since lengths may differ; then up to four times as many parts, until the rounds are 80 % full. A
+    part's partial results (8 rows bytes for each element of a head) never exceed its keys.
+
+    Batch invariance: results are bit-identical for equal numbers of parts, that is for equal ``batch``,
+    ``columns`` (a bound, best a bucket) and number of rows, whatever the other requests hold. Where the
+    number differs, sums are grouped differently and agree to fp32 rounding only.
+    """
+    programs = batch * kv_heads * triton.cdiv(rows, blocks.m)
+    slots = sms * blocks.resident
+    limit = min(MAX_SPLITS, max(1, columns // max(MIN_KEYS, 2 * min(rows, blocks.m))))
+    fewest = min(limit, max(1, slots // max(programs, 1), triton.cdiv(columns, 4096)))
+    for splits in range(fewest, min(limit, 4 * fewest) + 1):
+        rounds = triton.cdiv(programs * splits, slots)
+        if programs * splits >= 0.8 * rounds * slots:
+            return splits
+    return fewest
+
+
+MERGED_NUMBERS = 4 * 8192
+"""Most partial results that the last program of a tile merges, 128 KB. Reading them out of the second-level
+cache takes a program some 3 microseconds, about as long as a launch, whose programs share the work."""
+
+
+def merged_rows(rows: int, size: int, splits: int, blocks: WindowBlocks) -> tuple[int, int]:
+    """Rows and parts that the last program of a tile merges at a time, 32 KB of partial results of a plain
+    step's rows and 16 KB of more, which leaves it the registers on every GPU; 0 rows where there are too many
+    parts."""
+    tile = min(rows, blocks.m)
+    at_once, numbers = (min(4, triton.next_power_of_2(tile)), 8192) if tile <= 4 else (2, 4096)
+    parts = max(1, numbers // (at_once * block_d(size)))
+    return (at_once if tile * splits * size <= MERGED_NUMBERS else 0), parts
+
+
+def few_enough(splits: int, programs: int, columns: int, most: int, sms: int = 132) -> int:
+    """``splits`` for ``programs`` tiles, or the ``most`` that the last program merges, where these still give
+    each multiprocessor a program: two blocks in flight are all that its share of the bandwidth needs."""
+    keeps_busy = programs * most >= 0.8 * sms and most >= triton.cdiv(columns, 4096)
+    return most if splits > most and keeps_busy else splits

@@ -1,0 +1,309 @@
+"""Window attention by flash decoding over parts of the keys, which the last program of a request merges.
+
+A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its window keys. With
+``c = scale k_scale log2(e)`` and scores ``S = c q k^T``, a part of the columns gives, for each query row,
+
+    m = max S,    P = exp2(S - m),    o = P v / sum(P),    L = m + log2(sum(P)),
+
+and parts p merge to ``sum_p exp2(L_p - max L) o_p / sum_p exp2(L_p - max L)``, times ``v_scale``.
+
+The N x G query rows that share a key head are one tile of matrix rows (padded to 16; more tiles from 128 on),
+so that a key is read once per window. Columns are taken in blocks. Blocks inside the prefix are not masked;
+the rest is one or two blocks, the end of the prefix with the window directly behind it, masked by ancestor
+bits. A program takes an even share of the blocks of its request, whose length it reads on the device: the
+grid depends only on sizes known to the host, and a program without a share returns at once.
+
+Parts are merged in their order, whoever does it: the program of a tile that arrives last by a counter, which
+it sets back to 0 for the next launch, or a second launch where that is one program's work for too long
+(:func:`merged_rows`). A request that has only one part writes its result at once.
+
+With limits, blocks before all that the nodes may attend to are not read, and those at the border are masked.
+A soft cap c gives scores ``c tanh(scale q k / c)``; a sink is the score that the first part begins with.
+
+Bytes: ``2 Hkv (prefix + M) D`` elements of the store per request, ``2 N Hq D`` of queries and results; with S
+parts ``8 S N Hq D`` bytes for partial results, most of which stay in the L2 cache.
+
+After FlashAttention-2 (arXiv 2307.08691) and flash decoding (Dao et al. 2023); ancestors' masks are those of
+SpecInfer (arXiv 2305.09781).
+
+Legend: B requests, N query nodes, M window keys, Hq / Hkv heads, G = Hq / Hkv, D head size, R rows of the
+store, C a bound on columns, S parts.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.ops.attention.variant import AttentionVariant, Limits
+from eagle_kit.ops.attention.window.fold import (
+    count_bits,
+    first_seen,
+    fold,
+    fold_blocks,
+    score_factors,
+    tanh,
+)
+from eagle_kit.ops.attention.window.merge import merge, merge_rows, share
+from eagle_kit.ops.attention.window.plan import WindowPlan
+from eagle_kit.ops.attention.window.sizes import (
+    MERGED_NUMBERS,
+    MIN_KEYS,
+    block_d,
+    choose_blocks,
+    few_enough,
+    merged_rows,
+    num_splits,
+    values_per_element,
+)
+from eagle_kit.ops.capability import device_facts
+from eagle_kit.ops.dependent_launch import launch_options, wait_for_launch
+
+
+@triton.jit(
+    do_not_specialize=[
+        "num_rows",
+        "bits_stride_b",
+        "bits_stride_n",
+        "scratch_start",
+        "scratch_stride",
+        "num_keys",
+    ]
+)
+def _window(
+    q, k_rows, v_rows, page_table, prefix_lens, ancestors, sinks, out, partial, lse, arrivals,
+    factor, cap, v_scale, num_rows, store_rows, table_stride, bits_stride_b, bits_stride_n,
+    scratch_start, scratch_stride, num_keys,
+    G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, PAIR: tl.constexpr, PAGE: tl.constexpr,
+    FIRST: tl.constexpr, SPLIT: tl.constexpr, MIN_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, MERGED: tl.constexpr, BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Attention of a tile of query rows of one key head to one part of the columns of one request. With
+    SPLIT, ``partial`` takes partial results ``[B, Hkv, S, N * G, D]``, ``lse [B, Hkv, S, N * G]`` their
+    base-2 log-sum-exp; with MERGED rows at a time, the last program of a tile by its counter in ``arrivals``
+    merges them."""
+    wait_for_launch(PDL)
+    tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
+    part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    prefix = tl.load(prefix_lens + request).to(tl.int32)
+    skipped, count, each = share(prefix, num_keys, tl.num_programs(1), WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
+    begin = skipped + part * each
+    if begin >= count:
+        return
+    end = tl.minimum(begin + each, count)
+    lowest = tl.maximum(FIRST, first_seen(prefix, WINDOW, CHUNK))
+    # every node attends to all of the blocks from gap to resume, which lie in the prefix
+    highest = tl.maximum(FIRST, first_seen(prefix + num_keys - 1, WINDOW, CHUNK))
+    gap = tl.minimum(tl.maximum(begin, tl.cdiv(highest, BLOCK_N)), end)
+    resume = tl.maximum(gap, tl.minimum(prefix // BLOCK_N, end))
+
+    r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // PAIR)
+    live, inside = r < num_rows, (d < D)[None, :]
+    node = r // G
+    first = request * (num_rows * HKV * D)
+    mine = (node * (HKV * G) + head * G + r % G)[:, None] * D + d[None, :]
+    queries = tl.load(q + first + mine, live[:, None] & inside, 0.0)
+    bits = tl.load(ancestors + request * bits_stride_b + node * bits_stride_n, live, 0)
+    table = page_table + request * table_stride
+    plane = head.to(tl.int64) * store_rows
+    k, v = k_rows + plane * D, v_rows + plane * (D // PAIR)
+    acc = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + head * G + r % G).to(tl.float32) * 1.4426950408889634
+        top = tl.where(part == 0, sink, top)
+        total = tl.where(part == 0, 1.0, total)
+    acc, odd, top, total = fold_blocks(
+        acc, odd, top, total, queries, k, v, table, gap, resume, factor, cap,
+        D, PAIR, PAGE, BLOCK_N, BLOCK_D, CAPPED,
+    )  # fmt: skip
+    if WINDOW > 0 or CHUNK > 0:
+        own = (num_keys - num_rows // G + node).to(tl.int64)
+        before = bits & ((tl.full([BLOCK_M], 1, tl.int64) << own << 1) - 1)
+        # A column: Triton 3.7 does not compile chunks of positions that it needs in two layouts.
+        position = (prefix + count_bits(before) - 1)[:, None]
+        first_of = first_seen(position, WINDOW, CHUNK)
+        behind = (before >> 1) & 0x7FFFFFFFFFFFFFFF
+    scratch = request * scratch_stride + scratch_start
+    for step in tl.range(begin, end - (resume - gap), num_stages=1):
+        column = tl.where(step < gap, step, step + (resume - gap)) * BLOCK_N + n
+        in_prefix = (column < prefix) & (column >= lowest)
+        key = column - prefix
+        in_window = (key >= 0) & (key < num_keys)
+        page = tl.load(table + column // PAGE, in_prefix, 0)
+        row = tl.where(in_prefix, page * PAGE + column % PAGE, scratch + key)[:, None]
+        there = (in_prefix | in_window)[:, None]
+        keys = tl.load(k + (row * D + d[None, :]), there & inside, 0.0)
+        values = tl.load(v + (row * (D // PAIR) + e[None, :]), there & (e < D // PAIR)[None, :], 0.0)
+        bit = tl.where(in_window, key, 0).to(tl.int64)
+        chosen = ((bits[:, None] >> bit[None, :]) & 1) != 0
+        seen = in_prefix[None, :] | (in_window[None, :] & chosen)
+        if WINDOW > 0 or CHUNK > 0:
+            place = position - count_bits(behind[:, None] >> bit[None, :])
+            place = tl.where(in_prefix[None, :], column[None, :], place)
+            seen = seen & (place >= first_of)
+        scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
+        if CAPPED:
+            scores = tanh(scores * cap)
+        scores = tl.where(seen, scores, float("-inf"))
+        acc, odd, top, total = fold(acc, odd, top, total, scores, values, factor, queries.dtype, True)
+
+    if PAIR == 2:
+        acc = tl.reshape(tl.join(acc, odd), [BLOCK_M, BLOCK_D])
+    mass = tl.where(total > 0.0, total, 1.0)
+    parts = tl.cdiv(count - skipped, each)
+    if SPLIT and (MERGED == 0 or parts > 1):
+        held = (request * HKV + head) * tl.num_programs(1) * num_rows
+        at = held + part * num_rows
+        tl.store(partial + at * D + r[:, None] * D + d[None, :], acc / mass[:, None], live[:, None] & inside)
+        tl.store(lse + at + r, top + tl.log2(mass), live)
+        if MERGED > 0:
+            counter = arrivals + (request * tl.num_programs(0) + tl.program_id(0))
+            tl.debug_barrier()  # all of this program's parts are written before it says so
+            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                tl.store(counter, 0)
+                for begin_row in range(
+                    tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, num_rows), MERGED
+                ):
+                    m = begin_row + tl.arange(0, MERGED)
+                    merged, whole = merge_rows(
+                        partial, lse, held, m, m < num_rows, parts, num_rows, D, BLOCK_S, BLOCK_D
+                    )  # fmt: skip
+                    result = (merged * (v_scale / whole)[:, None]).to(out.dtype.element_ty)
+                    to = ((m // G) * (HKV * G) + head * G + m % G)[:, None] * D + d[None, :]
+                    tl.store(out + first + to, result, (m < num_rows)[:, None] & inside)
+    else:
+        result = (acc * (v_scale / mass)[:, None]).to(out.dtype.element_ty)
+        tl.store(out + first + mine, result, live[:, None] & inside)
+
+
+@torch.library.custom_op("eagle_kit::window_attention", mutates_args=("arrivals",))
+def window_attention_op(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    page_table: torch.Tensor,
+    page_size: int,
+    prefix_lens: torch.Tensor,
+    first_slot: int,
+    scratch_start: int,
+    scratch_stride: int,
+    num_keys: int,
+    ancestors: torch.Tensor,
+    num_columns: int,
+    scale: float,
+    v_scale: float,
+    limits: list[int],
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
+    arrivals: torch.Tensor | None = None,
+    splits: int | None = None,
+) -> torch.Tensor:
+    """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides
+    :func:`num_splits`. Without ``arrivals``, parts are merged by a second launch."""
+    (b, nodes, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
+    out = torch.empty_like(q)
+    if q.numel() == 0:
+        return out
+    rows = nodes * (hq // hkv)
+    facts = device_facts(q.device)
+    blocks = choose_blocks(rows, d, q.element_size(), k_rows.element_size(), facts)
+    if splits is None:
+        span = Limits(*limits).span(num_keys + blocks.n)
+        columns = min(num_columns, span or num_columns)
+        splits = num_splits(b, hkv, columns, rows, blocks, facts.multiprocessors)
+        if arrivals is not None:
+            most = MERGED_NUMBERS // (min(rows, blocks.m) * d)
+            splits = few_enough(
+                splits, b * hkv * triton.cdiv(rows, blocks.m), columns, most, facts.multiprocessors
+            )
+    partial, lse = out, out
+    if splits > 1:
+        partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
+        lse = q.new_empty(b, hkv, splits, rows, dtype=torch.float32)
+    tiles = triton.cdiv(rows, blocks.m)
+    merged, parts = merged_rows(rows, d, splits, blocks)
+    if splits == 1 or arrivals is None or b * hkv * tiles > arrivals.numel():
+        merged = 0
+    shape = {
+        **{"G": hq // hkv, "HKV": hkv, "D": d, "MIN_BLOCKS": MIN_KEYS // blocks.n},
+        **{"BLOCK_N": blocks.n, "BLOCK_D": block_d(d), "WINDOW": limits[0], "CHUNK": limits[1]},
+        **launch_options(q.device),
+    }
+    pair = values_per_element(blocks, q.element_size(), k_rows.element_size())
+    _window[(tiles * hkv, splits, b)](
+        *(q, k_rows, v_rows.view(torch.int16) if pair == 2 else v_rows),
+        *(page_table, prefix_lens, ancestors, q if sinks is None else sinks, out, partial, lse),
+        prefix_lens if arrivals is None else arrivals,
+        *(
+            *score_factors(scale, soft_cap),
+            v_scale,
+            rows,
+            store_rows,
+            page_table.stride(0),
+            *ancestors.stride(),
+        ),
+        *(scratch_start, scratch_stride, num_keys),
+        **shape,
+        PAIR=pair,
+        PAGE=page_size,
+        FIRST=first_slot,
+        SPLIT=splits > 1,
+        BLOCK_M=blocks.m,
+        CAPPED=soft_cap is not None,
+        SINKS=sinks is not None,
+        MERGED=merged,
+        BLOCK_S=parts,
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
+    if splits > 1 and not merged:
+        merge[(rows, hkv, b)](
+            *(partial, lse, prefix_lens, out, v_scale, rows, num_keys, splits),
+            **shape,
+            BLOCK_S=16,
+            num_warps=4,
+        )
+    return out
+
+
+@window_attention_op.register_fake
+def _(q, *args, **kwargs):
+    return torch.empty_like(q)
+
+
+def window_attention(
+    q: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    plan: WindowPlan,
+    variant: AttentionVariant,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> torch.Tensor:
+    """See the reference; scales are positive, the store is contiguous."""
+    assert variant.scale * k_scale > 0 and k_rows.is_contiguous() and v_rows.is_contiguous()
+    return window_attention_op(
+        q.contiguous(),
+        k_rows,
+        v_rows,
+        plan.page_table if plan.page_table.stride(1) == 1 else plan.page_table.contiguous(),
+        plan.page_size,
+        plan.prefix_lens.contiguous(),
+        plan.first_slot,
+        plan.scratch_start,
+        plan.scratch_stride,
+        plan.num_keys,
+        plan.ancestors,
+        plan.num_columns,
+        variant.scale * k_scale,
+        v_scale,
+        [*variant.limits],
+        variant.soft_cap,
+        variant.sinks,
+        plan.arrivals,
+    )

@@ -1,0 +1,115 @@
+"""Choice between the torch reference, the Triton kernel and the C++ form of an operation."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from eagle_kit.core.errors import UserError
+from eagle_kit.ops.cpu import cpp
+
+# Triton's long-standing behaviour; 3.9 warns when it is not requested.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+Backend = Literal["reference", "triton", "cpp"]
+_chosen: ContextVar[Backend | None] = ContextVar("backend", default=None)
+
+
+@cache
+def triton_available() -> bool:
+    """Return whether Triton is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
+    """Return whether to run the Triton kernel of an operation over ``tensor``.
+
+    ``backend`` decides, or else the enclosing :func:`use`; without either, Triton runs for tensors on a GPU.
+
+    Raises:
+        UserError: an unknown backend, or Triton was asked for and is not installed.
+    """
+    backend = backend or _chosen.get()
+    if backend is None:
+        return tensor.is_cuda and triton_available()
+    if backend not in get_args(Backend):
+        raise UserError(f"There is no backend {backend!r}.", f"Use one of {', '.join(get_args(Backend))}.")
+    if backend == "triton" and not triton_available():
+        raise UserError("Triton is not installed.", "Install it with pip install 'triton>=3.6'.")
+    return backend == "triton"
+
+
+def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> bool:
+    """Return whether to run the C++ form of an operation over ``tensors`` (those that there are), if it has
+    one: for plain fp32 tensors on a CPU without gradients, where the forms are at hand, unless ``backend`` or
+    the enclosing :func:`use` name another.
+
+    Raises:
+        UserError: C++ was asked for and is not at hand.
+    """
+    backend = backend or _chosen.get()
+    if backend not in (None, "cpp"):
+        return False
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(_is_plain_fp32(tensor) for tensor in given) or is_differentiated(*given):
+        return False
+    if backend == "cpp":
+        _need_cpp()
+    return cpp.available()
+
+
+def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> bool:
+    """Return whether to copy rows of tensors of any dtype by C++: as :func:`uses_cpp`, but unless C++ is
+    asked for nothing is compiled, since torch's copies have the same bits.
+
+    Raises:
+        UserError: C++ was asked for and is not at hand.
+    """
+    backend = backend or _chosen.get()
+    if backend not in (None, "cpp") or not all(map(_is_plain, tensors)) or is_differentiated(*tensors):
+        return False
+    if backend == "cpp":
+        _need_cpp()
+    return cpp.is_loaded()
+
+
+def _need_cpp() -> None:
+    if not cpp.available():
+        raise cpp.problem() or UserError("The operations in C++ are not at hand.", cpp.ANOTHER_COMPILER)
+
+
+def _is_plain_fp32(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float32 and _is_plain(tensor)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return True for tensors on a CPU; False for fake ones, and those of several processes."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
+
+
+def is_differentiated(*tensors: torch.Tensor) -> bool:
+    """Return whether an operation over ``tensors`` is recorded for a backward pass, so that implementations
+    without one must not run."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+@contextmanager
+def use(backend: Backend) -> Iterator[None]:
+    """Context manager: the default backend of all operations called within."""
+    token = _chosen.set(backend)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Context manager: launch kernels on ``device``, since Triton uses the current CUDA device and not that
+    of its arguments."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,0 +1,106 @@
+"""Best-first search over candidates of depths: one launch, one program per request.
+
+The frontier, N * K scores, stays in registers, and so do depth and ancestors of every node. Each of the N - 1
+rounds takes the largest score (a reduction, the first among equals), reads its node's parent by a masked sum,
+and puts the K children into the frontier. Rounds are serial: latency is the cost, N - 1 reductions over 1,024
+scores at most, by four warps, and no depth waits for a forward.
+
+Bytes: 4 S P K + 8 S K per request at most, in cache after the first round.
+
+Legend: B requests, S depths, K candidates of a depth, P 1 or K, N nodes of the window with the root.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from eagle_kit.ops.tree_build import Tree
+
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def _gains(scores, at, inside):
+    """Load log-probabilities, NaN and -inf as the lowest number."""
+    gain = tl.load(scores + at, inside, 0.0)
+    return tl.maximum(tl.where(gain == gain, gain, _LOWEST), _LOWEST)
+
+
+@triton.jit(do_not_specialize=["steps", "nodes"])
+def _best_first(roots, tokens, scores, window_tokens, window_parents, window_depths, window_ancestors, steps,
+                nodes, TOPK: tl.constexpr, GIVEN: tl.constexpr, NODES: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    i, n = tl.arange(0, BLOCK), tl.arange(0, NODES)
+    scores += b * steps * GIVEN * TOPK
+    tokens += b * steps * TOPK
+    out = b * nodes
+    frontier = tl.where(i < TOPK, tl.minimum(_gains(scores, i, i < TOPK), 0.0), float("-inf"))
+    depths, ancestors = tl.zeros([NODES], tl.int32), tl.full([NODES], 1, tl.int64)
+    zero = tl.zeros((), tl.int64)
+    tl.store(window_tokens + out, tl.load(roots + b))
+    tl.store(window_parents + out, zero)
+    tl.store(window_depths + out, zero)
+    tl.store(window_ancestors + out, zero + 1)
+    for node in range(1, nodes):
+        score, at = tl.max(frontier, 0, return_indices=True)
+        parent, candidate = at // TOPK, at % TOPK
+        above = n == parent
+        before = tl.sum(tl.where(above, depths, 0), 0)
+        depth = before + 1
+        bits = tl.sum(tl.where(above, ancestors, 0), 0) | (zero + 1 << node)
+        tl.store(window_tokens + out + node, tl.load(tokens + before * TOPK + candidate))
+        tl.store(window_parents + out + node, parent.to(tl.int64))
+        tl.store(window_depths + out + node, depth.to(tl.int64))
+        tl.store(window_ancestors + out + node, bits)
+        depths = tl.where(n == node, depth, depths)
+        ancestors = tl.where(n == node, bits, ancestors)
+        child = i - node * TOPK
+        is_child = (child >= 0) & (child < TOPK) & (depth + tl.zeros_like(i) < steps)
+        given = candidate if GIVEN > 1 else 0
+        gain = _gains(scores, (depth * GIVEN + given) * TOPK + child, is_child)
+        gained = tl.minimum(tl.maximum(score + gain, _LOWEST), score)
+        frontier = tl.where(i == at, float("-inf"), frontier)
+        frontier = tl.where(is_child, gained, frontier)
+
+
+def _block(nodes: int, topk: int) -> int:
+    return triton.next_power_of_2(nodes * topk)
+
+
+def _num_warps(block: int) -> int:
+    """Warps at eight scores per thread."""
+    return min(4, max(1, block // 256))
+
+
+Window = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _window(roots: torch.Tensor, nodes: int) -> Window:
+    tokens, parents, depths, ancestors = (roots.new_empty(len(roots), nodes) for _ in range(4))
+    return tokens, parents, depths, ancestors
+
+
+@torch.library.custom_op("eagle_kit::best_first", mutates_args=())
+def _search(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Window:
+    out = _window(roots, nodes)
+    b, steps, topk = tokens.shape
+    block = _block(nodes, topk)
+    if b:
+        _best_first[(b,)](
+            roots, tokens, scores, *out, steps, nodes, TOPK=topk, GIVEN=scores.shape[2],
+            NODES=triton.next_power_of_2(nodes), BLOCK=block, num_warps=_num_warps(block),
+        )  # fmt: skip
+    return out
+
+
+@_search.register_fake
+def _(roots, tokens, scores, nodes):
+    return _window(roots, nodes)
+
+
+def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Tree:
+    """Window of the ``nodes`` N best; ``roots [B]``, ``tokens [B, S, K]`` and ``scores`` fp32 ``[B, S, P,
+    K]``, all contiguous."""
+    assert scores.dtype == torch.float32, "scores must be fp32"
+    return Tree(*_search(roots, tokens, scores, nodes))

@@ -1,0 +1,73 @@
+"""Rows of several tables of any dtypes, gathered or written in one launch, on a CPU in one call of C++ where
+it is loaded, as is what is appended to rows.
+
+Legend: M rows of a table, B rows taken, N entries of a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from eagle_kit.ops.backend import Backend, copies_in_cpp, uses_triton
+
+
+def gather_rows(
+    tables: Sequence[torch.Tensor], rows: torch.Tensor, *, backend: Backend | None = None
+) -> list[torch.Tensor]:
+    """Copy ``rows`` int64 ``[B]`` of each of the contiguous tables ``[M, ...]`` -> ``[B, ...]``
+    each."""
+    if uses_triton(rows, backend):
+        from eagle_kit.ops.rows import triton
+
+        found: list[torch.Tensor] = triton.gather_rows(list(tables), rows.contiguous())
+        return found
+    if copies_in_cpp(*tables, rows, backend=backend):
+        found = torch.ops.eagle_kit_cpp.gather_rows(list(tables), rows.contiguous())
+        return found
+    return [table[rows] for table in tables]
+
+
+def write_rows(
+    tables: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    values: Sequence[torch.Tensor],
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Overwrite ``rows`` int64 ``[B]`` of each table by ``values [B, ...]`` of its dtype. A row may repeat
+    only where its content does not matter."""
+    if uses_triton(rows, backend):
+        from eagle_kit.ops.rows import triton
+
+        triton.write_rows(list(tables), rows.contiguous(), [value.contiguous() for value in values])
+        return
+    if copies_in_cpp(*tables, rows, *values, backend=backend):
+        given = [value.contiguous() for value in values]
+        torch.ops.eagle_kit_cpp.write_rows(list(tables), rows.contiguous(), given)
+        return
+    for table, value in zip(tables, values, strict=True):
+        table[rows] = value
+
+
+def append_rows(
+    tables: Sequence[torch.Tensor],
+    counts: torch.Tensor,
+    rows: torch.Tensor,
+    values: Sequence[torch.Tensor],
+    added: torch.Tensor,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Write ``values [B, ...]`` behind the entries that ``rows`` int64 ``[B]`` of each table ``[M, N, ...]``
+    have, ``counts`` int64 ``[M]``, over the last one where there are N, and add ``added [B]`` to the counts.
+    A row may repeat only where its content does not matter."""
+    if copies_in_cpp(*tables, counts, rows, *values, added, backend=backend):
+        given = [value.contiguous() for value in values]
+        torch.ops.eagle_kit_cpp.append_rows(
+            list(tables), counts, rows.contiguous(), given, added.contiguous()
+        )
+        return
+    known = counts.index_select(0, rows)
+    for table, value in zip(tables, values, strict=True):
+        table[rows, known.clamp(max=table.shape[1] - 1)] = value
+    counts.index_copy_(0, rows, known + added)

@@ -1,0 +1,92 @@
+"""Linear layers of at most 64 rows, whose time is that of reading the weight once.
+
+Models call :func:`eagle_kit.ops.linear.linear`, which uses the Triton kernel where a table of measured
+forms says so, and layers with fp8 weights, which always do: cuBLAS has no counterpart for them.
+
+Legend: M rows, N output features, K input features.
+"""
+
+import torch
+
+from eagle_kit.ops.backend import Backend, is_differentiated, uses_triton
+from eagle_kit.ops.fp8 import E4M3, FP8Weight
+from eagle_kit.ops.small_linear import reference
+from eagle_kit.ops.small_linear.reference import MAX_ROWS
+from eagle_kit.ops.swiglu import swiglu
+
+__all__ = ["fits_triton", "scales_fit", "small_linear", "small_linear_swiglu"]
+
+TILE = 128
+"""Largest tile of K, of which the columns that share a scale are a multiple."""
+
+
+def scales_fit(weight: FP8Weight) -> bool:
+    """Return whether Triton kernels multiply with the scales of ``weight``: of rows, or of blocks that whole
+    tiles of K lie in."""
+    return weight.is_by_row or weight.block[1] % TILE == 0
+
+
+def fits_triton(x: torch.Tensor, weight: torch.Tensor | FP8Weight, bias: torch.Tensor | None = None) -> bool:
+    """Return whether the Triton kernel supports these inputs: at most 64 rows of a half dtype, the weight in
+    the same one or in fp8 with scales of rows or of a multiple of 128 columns, no gradient."""
+    held = weight
+    if isinstance(weight, FP8Weight):
+        held = weight.values
+        if held.dtype != E4M3 or not scales_fit(weight):
+            return False
+    elif weight.dtype != x.dtype:
+        return False
+    assert isinstance(held, torch.Tensor)
+    return (
+        x.ndim == 2
+        and x.shape[0] <= MAX_ROWS
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and held.stride(1) == 1
+        and not torch.is_autocast_enabled(x.device.type)
+        and not is_differentiated(x, held, *(() if bias is None else (bias,)))
+    )
+
+
+def small_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor | FP8Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """``x [M, K]`` times ``weight [N, K]`` transposed, plus ``bias [N]`` -> ``[M, N]``; all of one dtype but
+    for fp8 weights.
+
+    Args:
+        backend: None selects Triton on a GPU where :func:`fits_triton`; ``"triton"`` requires it.
+    """
+    if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
+        from eagle_kit.ops.small_linear import triton
+
+        return triton.small_linear(x.contiguous(), *_operands(weight, bias))
+    return reference.small_linear(x, weight, bias)
+
+
+def small_linear_swiglu(
+    x: torch.Tensor,
+    weight: torch.Tensor | FP8Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """``silu(gate) up [M, I]`` of :func:`small_linear` with a ``weight [2 I, K]`` of gate above up, without
+    writing these."""
+    if uses_triton(x, backend) and (backend is not None or fits_triton(x, weight, bias)):
+        from eagle_kit.ops.small_linear import triton
+
+        return triton.small_linear_swiglu(x.contiguous(), *_operands(weight, bias))
+    return swiglu(reference.small_linear(x, weight, bias), backend="reference")
+
+
+def _operands(
+    weight: torch.Tensor | FP8Weight, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, list[int]]:
+    """Weight, scales, bias and block as the operators of Triton take them; no block is scales of rows."""
+    if not isinstance(weight, FP8Weight):
+        return weight, None, bias, []
+    return weight.values, weight.scales, bias, [] if weight.is_by_row else list(weight.block)

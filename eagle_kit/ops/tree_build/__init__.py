@@ -1,0 +1,98 @@
+"""Expansion of a draft tree, and the window to verify built from its candidates.
+
+Legend: B requests, S steps, K top-k, N nodes with the root, n = K + (S - 1) K^2 candidates.
+"""
+
+from typing import Any
+
+import torch
+
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.ops.backend import Backend, uses_triton
+from eagle_kit.ops.tree_build import reference
+from eagle_kit.ops.tree_build.reference import Beam, Candidates, Tree, top_scores
+
+__all__ = [
+    "Beam",
+    "Candidates",
+    "Tree",
+    "chain_build",
+    "grow_beam",
+    "start_beam",
+    "top_scores",
+    "tree_build",
+]
+
+
+def start_beam(
+    tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape, *, backend: Backend | None = None
+) -> tuple[Beam, Candidates]:
+    """First beam and the record of candidates, from the candidates of depth 1: ``tokens`` int64 and
+    ``scores`` fp32 ``[B, K]``. Later depths of the record are filled by :func:`grow_beam`."""
+    form: Any = reference
+    if uses_triton(scores, backend):
+        from eagle_kit.ops.tree_build import triton
+
+        form = triton
+    return form.start_beam(tokens.contiguous(), scores.contiguous(), shape)
+
+
+def grow_beam(
+    beam: Beam,
+    candidates: Candidates,
+    next_tokens: torch.Tensor,
+    next_scores: torch.Tensor,
+    step: int,
+    *,
+    backend: Backend | None = None,
+) -> Beam:
+    """Keep the K best of the K^2 children that draft step ``step`` proposed, the earlier among equals.
+
+    Args:
+        beam: the nodes of depth ``step``, as returned by :func:`start_beam` or the step before.
+        candidates: record that the children are written into.
+        next_tokens: int64 ``[B * K, K]``, target ids of each node's children.
+        next_scores: fp32 ``[B * K, K]``, their log-probabilities given their parents.
+        step: from 1 to S - 1.
+    """
+    form: Any = reference
+    if uses_triton(next_scores, backend):
+        from eagle_kit.ops.tree_build import triton
+
+        form = triton
+    return form.grow_beam(beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step)
+
+
+def tree_build(
+    roots: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    parents: torch.Tensor,
+    shape: SpecShape,
+    *,
+    backend: Backend | None = None,
+) -> Tree:
+    """Keep the best N - 1 candidates, the earlier among equals.
+
+    Args:
+        roots: int64 ``[B]``, the last emitted token of each request.
+        tokens: int64 ``[B, n]``, target ids of all candidates.
+        scores: fp32 ``[B, n]``, log-probability of the path to each.
+        parents: int64 ``[B, n]``, candidate number of each one's parent, -1 at depth 1.
+    """
+    form: Any = reference
+    if uses_triton(scores, backend):
+        from eagle_kit.ops.tree_build import triton
+
+        form = triton
+    return form.tree_build(roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape)
+
+
+def chain_build(roots: torch.Tensor, tokens: torch.Tensor, *, backend: Backend | None = None) -> Tree:
+    """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
+    form: Any = reference
+    if uses_triton(tokens, backend):
+        from eagle_kit.ops.tree_build import triton
+
+        form = triton
+    return form.chain_build(roots, tokens.contiguous())

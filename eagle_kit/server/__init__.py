@@ -1,0 +1,1 @@
+"""OpenAI's API over HTTP, and the engine's thread behind it."""

@@ -1,0 +1,169 @@
+"""Response to one generation request, whole or as server-sent events; chats and completions fill in the
+choices."""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+
+from pydantic import BaseModel
+
+from eagle_kit.server.api.protocol import Sampling
+from eagle_kit.server.api.responses import Response, Speculation
+from eagle_kit.server.api.service import FINGERPRINT, FINISH_REASONS, Generation, Service
+from eagle_kit.server.api.sse import event, merge, unless_gone
+from eagle_kit.server.reply import Delta
+
+BodyT = TypeVar("BodyT", bound=Sampling)
+CHUNK = 2**15
+"""Characters of JSON after which the event loop has its turn."""
+NO_LOGPROBS = '"logprobs":null'
+NO_CHOICES = '"choices":[]'
+"""JSON of a field without a value. No text of a response holds them: its quotes are escaped."""
+
+
+class Written(NamedTuple):
+    """A choice without its log-probabilities, and these as pieces of JSON, which can be read once."""
+
+    choice: BaseModel
+    logprobs: Iterator[str] | None = None
+
+
+class Answer(ABC, Generic[BodyT]):
+    """Response of one endpoint to a request.
+
+    Args:
+        generation: the replies that the engine makes.
+    """
+
+    response: ClassVar[type[Response]]
+    """Schema of the whole response."""
+    event: ClassVar[type[Response]]
+    """Schema of an event."""
+    kinds: ClassVar[tuple[str, str]]
+    """The field ``object`` of the response and of an event."""
+
+    def __init__(self, service: Service, body: BodyT, generation: Generation) -> None:
+        self.service, self.body, self.generation = service, body, generation
+
+    @classmethod
+    @abstractmethod
+    async def start(cls, service: Service, http: Any, body: BodyT) -> "Answer[BodyT]":
+        """Tokenise the prompts and hand them to the engine. Raises errors that become error responses."""
+
+    @abstractmethod
+    def choice(self, index: int, delta: Delta) -> Written:
+        """Make the choice of a finished reply."""
+
+    @abstractmethod
+    def opening(self) -> Iterable[BaseModel]:
+        """Make the choices of the events before the first token."""
+
+    @abstractmethod
+    def additions(self, index: int, delta: Delta) -> list[Written]:
+        """Make the choices of the events of a delta."""
+
+    async def whole(self, http: Any) -> AsyncIterator[str]:
+        """Return the response as chunks of JSON, when every choice is finished. Raises ClientGone."""
+        deltas = await unless_gone(http, self.generation.collect())
+        response = self.response(**self._head(0), choices=[], usage=self.generation.usage())
+        left_out = None if self.body.return_speculation else {"speculation"}
+        text = response.model_copy(update=self._speculation()).model_dump_json(exclude=left_out)
+        before, _, behind = text.partition(NO_CHOICES)
+
+        def pieces() -> Iterator[str]:
+            yield before + '"choices":['
+            for index, delta in enumerate(deltas):
+                written = self.choice(index, delta)
+                yield "," if index else ""
+                yield from _with_logprobs(written.choice.model_dump_json(), written.logprobs)
+            yield "]" + behind
+
+        return _in_chunks(pieces())
+
+    async def begin(self, http: Any) -> None:
+        """Wait for the first token of any choice: until then an error has a status of its own, by which a
+        router tries another server. Raises ClientGone, and the error of a reply without a token."""
+        waiting = [asyncio.ensure_future(reply.begun()) for reply in self.generation.replies]
+
+        async def first() -> None:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+
+        try:
+            await unless_gone(http, first())
+        finally:
+            for task in waiting:
+                task.cancel()
+
+    async def events(self) -> AsyncIterator[str]:
+        """Iterate over the response as events."""
+        options, head = self.body.stream_options, self._head(1)
+        with_usage = bool(options and options.include_usage)
+        continuous = bool(options and options.continuous_usage_stats)
+        left_out = {"speculation"} if with_usage or continuous else {"speculation", "usage"}
+        num_sent = 0
+
+        def chunk(choice: BaseModel) -> str:
+            usage = self.generation.usage(num_sent) if continuous else None
+            return event(self.event(**head, choices=[choice], usage=usage), exclude=left_out)
+
+        for choice in self.opening():
+            yield chunk(choice)
+            await asyncio.sleep(0)  # prompts may be long and choices many, and others have their turn
+        async for index, delta in merge(self.generation.replies):
+            num_sent += len(delta.token_ids)
+            for written in self.additions(index, delta):
+                async for part in _in_chunks(_with_logprobs(chunk(written.choice), written.logprobs)):
+                    yield part
+        if with_usage or self.body.return_speculation:
+            last = self.event(**head, choices=[], usage=self.generation.usage() if with_usage else None)
+            yield event(last.model_copy(update=self._speculation()), exclude_none=True)
+
+    def _head(self, kind: int) -> dict[str, Any]:
+        return {
+            "id": self.generation.id,
+            "object": self.kinds[kind],
+            "created": self.generation.created,
+            "model": self.service.config.model_name,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+    def _speculation(self) -> dict[str, Speculation]:
+        if not self.body.return_speculation:
+            return {}
+        generation, reasons = self.generation, self.service.reasons()
+        return {"speculation": Speculation.of(generation.stats(), generation.shapes(), reasons)}
+
+
+def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
+    """Pieces of the JSON ``text`` of a choice or an event, with the log-probabilities in their place."""
+    if logprobs is None:
+        yield text
+        return
+    before, _, behind = text.partition(NO_LOGPROBS)
+    yield before + '"logprobs":'
+    yield from logprobs
+    yield behind
+
+
+async def _in_chunks(pieces: Iterable[str]) -> AsyncIterator[str]:
+    """Join pieces to chunks of about :data:`CHUNK` characters, between which the event loop has its turn."""
+    chunk: list[str] = []
+    size = 0
+    for piece in pieces:
+        chunk.append(piece)
+        size += len(piece)
+        if size >= CHUNK:
+            yield "".join(chunk)
+            chunk = []
+            size = 0
+            await asyncio.sleep(0)
+    if chunk:
+        yield "".join(chunk)
+
+
+def finish_reason(delta: Delta) -> str | None:
+    """OpenAI's name of the finish reason."""
+    return FINISH_REASONS.get(delta.finish_reason or "", delta.finish_reason)

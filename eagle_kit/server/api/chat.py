@@ -1,0 +1,155 @@
+"""`POST /v1/chat/completions`."""
+
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from eagle_kit.data.chat.reply.parts import Call, ReplyParts, ReplyReader
+from eagle_kit.server.api.answer import Answer, Written, finish_reason
+from eagle_kit.server.api.logprobs import chat_logprobs
+from eagle_kit.server.api.prompts import chat_prompt, chat_tools
+from eagle_kit.server.api.protocol import ChatRequest
+from eagle_kit.server.api.responses import (
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatMessage,
+    ChatResponse,
+    FunctionCall,
+    ToolCall,
+    ToolCallDelta,
+)
+from eagle_kit.server.api.service import Generation, Service
+from eagle_kit.server.api.tool_choice import ChosenCallReader
+from eagle_kit.server.reply import Delta
+
+ID_LENGTH = 9
+"""Letters and digits of the id of a call, as many as Mistral's templates ask for."""
+
+
+class ChatAnswer(Answer[ChatRequest]):
+    """Reply of the assistant.
+
+    Args:
+        readers: of each reply; None for those that are content throughout.
+    """
+
+    response, event = ChatResponse, ChatChunk
+    kinds = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        generation: Generation,
+        readers: Sequence[ReplyReader | None],
+    ) -> None:
+        super().__init__(service, body, generation)
+        self._readers = readers
+        self._num_calls = [0] * len(generation.replies)
+
+    @classmethod
+    async def start(cls, service: Service, http: Any, body: ChatRequest) -> "ChatAnswer":
+        """See :class:`Answer`; messages are rendered by the chat template."""
+        service.enter(http, body, 1)
+        tools = () if body.tool_choice == "none" else chat_tools(body)
+        prompt = await service.off_loop(http, chat_prompt, service.llm, body, tools, service.max_chars)
+        forms = service.reply_forms
+        if not (body.has_grammar or body.must_call):
+            shown = forms.shown_tokens(bool(tools))
+            generation = await service.generate(http, body, [prompt], "chatcmpl", shown)
+            make_reader = partial(forms.reader, prompt, tools)
+            readers = [await service.off_loop(http, make_reader) for _ in generation.replies]
+            return cls(service, body, generation, readers)
+        bound = await service.off_loop(http, forms.bound, prompt)
+        generation = await service.generate(
+            http, body, [prompt], "chatcmpl", bound.shown_tokens, bound.thought
+        )
+        readers = []
+        for _ in generation.replies:
+            reader = None if bound.make_reader is None else bound.make_reader()
+            readers.append(ChosenCallReader(body.chosen_function, reader) if body.must_call else reader)
+        return cls(service, body, generation, readers)
+
+    def choice(self, index: int, delta: Delta) -> Written:
+        """See :class:`Answer`."""
+        parts = self._read(index, delta)
+        calls = [_tool_call(call) for call in parts.calls]
+        choice = ChatChoice(
+            index=index,
+            message=ChatMessage(
+                content=None if calls and not parts.content else parts.content,
+                reasoning_content=parts.reasoning or None,
+                tool_calls=calls or None,
+            ),
+            finish_reason=self._finish_reason(index, delta) or "stop",
+        )
+        return Written(choice, self._logprobs(delta))
+
+    def opening(self) -> Iterator[ChatChunkChoice]:
+        """See :class:`Answer`: the role."""
+        for index in range(len(self.generation.replies)):
+            yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
+
+    def additions(self, index: int, delta: Delta) -> list[Written]:
+        """See :class:`Answer`; each part has an event of its own, and so has the finish reason. The
+        log-probabilities of all tokens come with the first of them."""
+        first = self._num_calls[index]
+        logprobs = self._logprobs(delta)
+        parts = self._read(index, delta)
+        deltas = [ChatDelta(reasoning_content=parts.reasoning)] if parts.reasoning else []
+        if parts.content or (logprobs is not None and delta.token_ids and not parts.reasoning):
+            deltas.append(ChatDelta(content=parts.content))
+        for number, call in enumerate(parts.calls, first):
+            made = _tool_call(call).model_dump()
+            deltas.append(ChatDelta(tool_calls=[ToolCallDelta(index=number, **made)]))
+        choices = []
+        for each in deltas:
+            choices.append(Written(ChatChunkChoice(index=index, delta=each), logprobs))
+            logprobs = None
+        if reason := self._finish_reason(index, delta):
+            last = ChatChunkChoice(index=index, delta=ChatDelta(), finish_reason=reason)
+            choices.append(Written(last))
+        return choices
+
+    def _read(self, index: int, delta: Delta) -> ReplyParts:
+        """Parts of a delta; with the finish reason what was held back."""
+        reader = self._readers[index]
+        if reader is None:
+            return ReplyParts(content=delta.text)
+        parts = reader.feed(delta.text)
+        if delta.finish_reason:
+            parts.add(reader.finish(self._end(index)))
+        if self.body.parallel_tool_calls is False:
+            del parts.calls[max(0, 1 - self._num_calls[index]) :]
+        self._num_calls[index] += len(parts.calls)
+        return parts
+
+    def _end(self, index: int) -> str:
+        """Text of the token that ended a finished reply; empty where something else did."""
+        request = self.generation.replies[index].request
+        is_ended = request.finish_reason == "stop" and request.num_shown < len(request.token_ids)
+        return self.service.llm.tokenizer.convert_ids_to_tokens(request.token_ids[-1]) if is_ended else ""
+
+    def _finish_reason(self, index: int, delta: Delta) -> str | None:
+        """OpenAI's name of the finish reason: ``tool_calls`` of a reply with calls that came to its end, but
+        not where the request named the function."""
+        reason = finish_reason(delta)
+        has_calls = self._num_calls[index] > 0 and self.body.chosen_function is None
+        return "tool_calls" if reason == "stop" and has_calls else reason
+
+    def _logprobs(self, delta: Delta) -> Iterator[str] | None:
+        if not self.body.logprobs:
+            return None
+        return chat_logprobs(self.service.token_names, delta.token_ids, delta.logprobs)
+
+
+def _tool_call(call: Call) -> ToolCall:
+    """Call with a random id, since a client may use its request id again."""
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return ToolCall(
+        id=uuid.uuid4().hex[:ID_LENGTH], function=FunctionCall(name=call.name, arguments=arguments)
+    )

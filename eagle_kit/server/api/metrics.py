@@ -1,0 +1,133 @@
+"""Prometheus: vLLM's names under our prefix, in a registry of its own per server."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.ops.cpu.memory import promised_memory
+
+if TYPE_CHECKING:
+    from eagle_kit.engine.engine import Engine
+    from eagle_kit.engine.request import Request
+
+PREFIX = "eagle_kit:"
+FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+BETWEEN_TOKENS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+WHOLE_S = (0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+
+class Metrics:
+    """Counters and gauges read from the engine when they are asked for, and histograms of latencies.
+
+    It is the :class:`~eagle_kit.server.reply.Observer` of a server's engine.
+
+    Args:
+        engine: its counters are read from another thread than its own, each of them a plain number.
+        model_name: label of every sample.
+    """
+
+    def __init__(self, engine: "Engine", model_name: str) -> None:
+        from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
+
+        self.registry = CollectorRegistry(auto_describe=False)
+        ProcessCollector(registry=self.registry)
+        self.registry.register(_EngineCollector(engine, model_name))
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            family = Histogram(PREFIX + name, text, ["model_name"], buckets=buckets, registry=self.registry)
+            return family.labels(model_name)
+
+        self._first = histogram(
+            "time_to_first_token_seconds", "From the arrival of a request to its first token.", FIRST_TOKEN_S
+        )
+        self._between = histogram(
+            "inter_token_latency_seconds",
+            "Per token: seconds between two emissions of a request, divided by the tokens of the later.",
+            BETWEEN_TOKENS_S,
+        )
+        self._whole = histogram(
+            "e2e_request_latency_seconds", "From the arrival of a request to its last token.", WHOLE_S
+        )
+
+    def emitted(self, request: "Request", num_tokens: int, seconds: float, first: bool) -> None:
+        """Observe the latency of tokens."""
+        if first:
+            self._first.observe(seconds)
+        else:
+            for _ in range(num_tokens):  # one value per token, or tokens that come together would count less
+                self._between.observe(seconds / num_tokens)
+
+    def finished(self, request: "Request") -> None:
+        """Observe the latency of a request; one without tokens has none."""
+        if request.last_token_at > 0:
+            self._whole.observe(request.last_token_at - request.arrived_at)
+
+    def text(self) -> bytes:
+        """Render the exposition format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self.registry)
+
+
+class _EngineCollector:
+    """Collector of an engine's own counters, read at every scrape."""
+
+    def __init__(self, engine: "Engine", model_name: str) -> None:
+        self._engine, self._model = engine, model_name
+
+    def collect(self) -> Iterable[Any]:
+        """Iterate over all families; called by the registry."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        def family(kind: Any, name: str, text: str, samples: Iterable[tuple[Any, float]], *label: str) -> Any:
+            made = kind(PREFIX + name, text, labels=["model_name", *label])
+            for value, count in samples:
+                made.add_metric([self._model, str(value)] if label else [self._model], count)
+            return made
+
+        engine, totals = self._engine, self._engine.totals
+        accepted = list(totals.spec.num_accepted_at)
+        gauges = (
+            ("num_requests_running", "Requests in the batch.", engine.num_running),
+            ("num_requests_waiting", "Requests in the queue.", engine.num_waiting),
+            ("kv_cache_usage_perc", "Share of the key-value pool in use, 0 to 1.", engine.kv_usage),
+            (
+                "promised_memory_bytes",
+                "Memory of the key-value pool on a CPU that is resident once it was written.",
+                promised_memory(),
+            ),
+            ("num_graphs", "Captured or recorded cycles.", engine.num_graphs),
+            ("num_grammars", "Compiled grammars that are remembered.", engine.num_grammars),
+        )
+        counters = (
+            (
+                "num_preemptions",
+                "Running requests that gave way, for want of pages or at the end of a turn.",
+                totals.num_preemptions,
+            ),
+            ("prompt_tokens", "Prompt tokens of admitted requests.", totals.num_prompt_tokens),
+            ("prompt_tokens_cached", "Prompt tokens in the prefix cache.", totals.num_cached_prompt_tokens),
+            ("generation_tokens", "Tokens of replies.", totals.num_generated_tokens),
+            (
+                "requests_failed",
+                "Requests ended by logits that are not finite, or a text that could not be made.",
+                totals.num_finished.get("error", 0),
+            ),
+            ("engine_steps", "Scheduling steps.", totals.num_steps),
+            ("spec_decode_num_drafts", "Verifies of a draft.", totals.num_drafts),
+            ("spec_decode_num_draft_tokens", "Tokens drafted and verified.", totals.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.", sum(accepted)),
+        )
+        for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, text, value in table:
+                yield family(kind, name, text, [("", value)])
+        finished = sorted(dict(totals.num_finished).items())
+        text = "Requests by finish reason."
+        yield family(CounterMetricFamily, "request_success", text, finished, "finished_reason")
+        shapes = [(str(shape), count) for shape, count in sorted(dict(totals.shapes).items())]
+        name, text = "spec_decode_num_cycles", "Cycles by shape: steps,topk,tokens, or none."
+        yield family(CounterMetricFamily, name, text, shapes, "shape")
+        gains = [(choice.batch_size, choice.gain) for choice in engine.choices()]
+        name, text = "spec_decode_expected_speedup", "Of the chosen shape over plain decoding, by batch size."
+        yield family(GaugeMetricFamily, name, text, gains, "batch_size")
+        name, text = "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth."
+        yield family(CounterMetricFamily, name, text, enumerate(accepted), "position")

@@ -1,0 +1,84 @@
+"""Routes for operators: models, health, metrics, abort."""
+
+from typing import TYPE_CHECKING, Any
+
+from eagle_kit.server.api.body import body_of
+from eagle_kit.server.api.documented import body_schema, error_responses
+from eagle_kit.server.api.protocol import AbortRequest
+from eagle_kit.server.api.responses import Aborted, HealthReport, ModelCard, ModelList
+from eagle_kit.server.api.service import Service
+from eagle_kit.server.reply import EngineFailed, Overloaded
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+def add_operation_routes(app: "FastAPI", service: Service) -> None:
+    """`/v1/models`, `/health`, `/health/ready`, `/health/live`, `/health_generate`, `/metrics`, `/abort`."""
+    from fastapi import Depends, Request, Response
+
+    model = ModelCard(
+        id=service.config.model_name, created=service.started_at, max_model_len=service.llm.max_context
+    )
+    ill: dict[int | str, dict[str, Any]] = {
+        503: {"model": HealthReport, "description": "It cannot serve now."}
+    }
+
+    @app.get("/v1/models", responses=error_responses(401, 429))
+    async def list_models() -> ModelList:
+        """The one model that is served."""
+        return ModelList(data=[model])
+
+    @app.get("/v1/models/{name:path}", responses=error_responses(401, 404, 429))
+    async def retrieve_model(name: str) -> ModelCard:
+        """The model by its name."""
+        service.check_model(name)
+        return model
+
+    @app.get("/health", responses=ill)
+    @app.get("/health/ready", responses=ill)
+    async def ready(response: Response) -> HealthReport:
+        """Readiness: 503 as soon as new requests are refused; needs no key."""
+        status = service.engine.health
+        response.status_code = 200 if status == "ok" else 503
+        return HealthReport(status=status)
+
+    @app.get("/health/live", responses=ill)
+    async def live(response: Response) -> HealthReport:
+        """Liveness: 503 once only a restart helps, not while running replies finish; needs no key."""
+        status = service.engine.health
+        response.status_code = 503 if status == "unhealthy" else 200
+        return HealthReport(status=status)
+
+    @app.get("/health_generate", responses={**ill, **error_responses(401, 429)})
+    async def health_generate(response: Response) -> HealthReport:
+        """Health, tested by one generated token within the last second or from now on."""
+        try:
+            await service.probe()
+            return HealthReport(status="ok")
+        except (Overloaded, TimeoutError):
+            response.status_code = 503
+            return HealthReport(status="draining" if service.engine.health == "draining" else "busy")
+        except EngineFailed:
+            response.status_code = 503
+            return HealthReport(status="unhealthy")
+
+    @app.get("/metrics", responses={200: {"content": {"text/plain": {}}}}, response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus text; needs no key."""
+        from prometheus_client import CONTENT_TYPE_LATEST
+
+        return Response(service.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.post(
+        "/abort",
+        responses=error_responses(400, 401, 408, 413, 415, 429, 503),
+        openapi_extra=body_schema(app, AbortRequest),
+    )
+    async def abort(
+        http: Request,
+        body: AbortRequest = Depends(body_of(AbortRequest, service)),  # noqa: B008
+    ) -> Aborted:
+        """End the client's replies early, or any by an id that the server made; their readers get what there
+        is, with the finish reason `abort`."""
+        return Aborted(num_aborted=service.abort(http, body.request_id))

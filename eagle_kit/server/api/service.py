@@ -1,0 +1,311 @@
+"""Service shared by all routes: from a validated request to replies in progress."""
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from eagle_kit import __version__
+from eagle_kit.config.server import ServerConfig
+from eagle_kit.core.errors import cut
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.stats import SpecStats
+from eagle_kit.core.structured_outputs import Thought
+from eagle_kit.data.chat.reply.choice import choose_forms
+from eagle_kit.engine.text_stream import TextContext, special_tokens
+from eagle_kit.engine.token_names import TokenNames
+from eagle_kit.server.api.body import NUM_BODIES
+from eagle_kit.server.api.errors import ApiError
+from eagle_kit.server.api.limits import BodyRoom, ClientLimits, network_of
+from eagle_kit.server.api.metrics import Metrics
+from eagle_kit.server.api.params import check_num_logprobs, make_grammar, sampling_params
+from eagle_kit.server.api.prompts import max_chars
+from eagle_kit.server.api.protocol import Sampling
+from eagle_kit.server.api.responses import CachedTokens, Usage
+from eagle_kit.server.async_engine import AsyncEngine
+from eagle_kit.server.reply import Delta, ReplyStream
+from eagle_kit.server.turns import TurnThread
+
+if TYPE_CHECKING:
+    from eagle_kit.engine.engine import Engine
+    from eagle_kit.engine.llm import LLM
+    from eagle_kit.engine.request import Request
+
+T = TypeVar("T")
+FINGERPRINT = f"eagle_kit-{__version__}"
+TOP_PRIORITY = 2**31
+"""Above all that a request may ask for."""
+PROBE_EVERY_S = 0.02
+PROBE_S = 60.0
+"""Seconds that a probe waits for a token."""
+PROBE_LASTS_S = 1.0
+"""Seconds that a probe's success is the answer to later ones."""
+FINISH_REASONS = {"context": "length"}
+"""OpenAI's names of finish reasons, where they differ. `abort` is an extension: the server stopped, or /abort
+was called."""
+
+
+class RequestName(NamedTuple):
+    """What a request is aborted by: the address of its ``client``, and an ``id`` that the client chose
+    (``is_chosen``) or the server made."""
+
+    client: str
+    id: str
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Replies of one HTTP request: prompt i's reply j is number ``i * n + j``.
+
+    Attributes:
+        id: of the response.
+        prompts: token ids of each prompt.
+        replies: all of them.
+        created: Unix seconds.
+    """
+
+    id: str
+    prompts: Sequence[Sequence[int]]
+    replies: Sequence[ReplyStream]
+    created: int
+
+    async def collect(self) -> list[Delta]:
+        """Wait for all replies."""
+        return list(await asyncio.gather(*(reply.collect() for reply in self.replies)))
+
+    def usage(self, num_sent: int | None = None) -> Usage:
+        """Count tokens until now, or with the replies' first ``num_sent``; the engine may be ahead of a
+        stream."""
+        prompt = sum(map(len, self.prompts))
+        completion = sum(len(reply.request.token_ids) for reply in self.replies)
+        completion = completion if num_sent is None else num_sent
+        firsts = self.replies[:: len(self.replies) // len(self.prompts)]
+        cached = sum(reply.request.num_cached_tokens for reply in firsts)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=CachedTokens(cached_tokens=cached),
+        )
+
+    def stats(self) -> SpecStats:
+        """Acceptance over all replies."""
+        total = SpecStats()
+        for reply in self.replies:
+            total.add(reply.request.stats)
+        return total
+
+    def shapes(self) -> Counter[SpecShape]:
+        """Cycles of all replies in each shape."""
+        total: Counter[SpecShape] = Counter()
+        for reply in self.replies:
+            total.update(reply.request.shapes)
+        return total
+
+
+class Service:
+    """Model, engine and limits of a server.
+
+    Args:
+        llm: tokenizer, templates and requests.
+        engine: used by nothing else.
+        config: name and limits.
+    """
+
+    def __init__(self, llm: "LLM", engine: "Engine", config: ServerConfig) -> None:
+        self.llm, self.config = llm, config
+        self.metrics = Metrics(engine, config.model_name)
+        self.engine = AsyncEngine(
+            engine, capacity=llm.max_batch_size + config.max_queued, observer=self.metrics
+        )
+        self.reasons = engine.reasons
+        self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
+        self.body_room = BodyRoom(NUM_BODIES * config.max_body_bytes)
+        self.max_chars = max_chars(llm)
+        self.token_names = TokenNames(llm.tokenizer)
+        self.special_tokens = special_tokens(llm.tokenizer)
+        self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
+        self.started_at = int(time.time())
+        self._live: dict[RequestName, list[ReplyStream]] = {}
+        self._salt_key = secrets.token_bytes(32)
+        self._probe: asyncio.Task[None] | None = None
+        self._probed_at = -PROBE_LASTS_S
+        # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
+        self._worker = TurnThread("eagle-kit tokenizer")
+
+    def start(self) -> None:
+        """Start the threads; call it in the event loop."""
+        self.engine.start()
+        self._worker.start()
+
+    async def off_loop(self, http: Any, function: Callable[..., T], *args: Any) -> T:
+        """Run a function of a request that may take long, such as tokenising, beside the event loop. Clients
+        take turns."""
+        return await self._worker.run(network_of(_client_of(http)), function, *args)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for a model other than the one served; None is that one."""
+        if name is not None and name not in (self.config.model_name, *self.config.model_aliases):
+            raise ApiError(
+                404,
+                f"The model {cut(name)!r} is not served here; use {self.config.model_name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def enter(self, http: Any, body: Sampling, num_prompts: int) -> None:
+        """Check the model, the room in the queue and the client's replies, before any work."""
+        self.check_model(body.model)
+        count = num_prompts * body.num_choices
+        client = network_of(_client_of(http))
+        self.engine.check_room(count, client)
+        self.limits.enter(client, count)
+        http.state.cleanup.append(lambda: self.limits.leave(client, count))
+
+    def count(self, address: str) -> None:
+        """Count a request against the limit per minute of the client at an address. Raises ApiError 429."""
+        self.limits.count(network_of(address))
+
+    async def generate(
+        self,
+        http: Any,
+        body: Sampling,
+        prompts: Sequence[list[int]],
+        prefix: str,
+        shown_tokens: frozenset[int] = frozenset(),
+        thought: Thought | None = None,
+        contexts: Sequence[TextContext] = (),
+    ) -> Generation:
+        """Hand the replies to all ``prompts`` to the engine; they are aborted when the HTTP request is over.
+
+        Args:
+            http: the request, for its id and its cleanup.
+            prefix: of the response's id.
+            shown_tokens: special tokens that are part of the text; all are where the body says so.
+            thought: reasoning behind which a grammar of the body begins.
+            contexts: of each prompt, the end that the text of its replies continues; empty where replies are
+                texts of their own.
+        """
+        shown = self.special_tokens if body.shows_special_tokens else shown_tokens
+        contexts = contexts or [TextContext()] * len(prompts)
+        salt = self._cache_salt(http, body)
+        requests = await self.off_loop(http, self._requests, body, prompts, shown, thought, contexts, salt)
+        for request in requests:
+            request.arrived_at = http.state.arrived_at
+            request.client = network_of(_client_of(http))
+        replies = await self.engine.add(requests)
+        request_id = http.state.request_id
+        name = RequestName(_client_of(http), request_id, http.state.has_own_id)
+        self._live.setdefault(name, []).extend(replies)
+        http.state.cleanup.append(lambda: self._leave(name, replies))
+        return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
+
+    async def probe(self) -> None:
+        """Wait until the engine has emitted a token, of a request with the highest priority or of any other.
+        Probes share one such request at a time, and its success for :data:`PROBE_LASTS_S` seconds.
+
+        Raises:
+            TimeoutError: there was no token in :data:`PROBE_S` seconds.
+            Overloaded, EngineFailed: see :meth:`AsyncEngine.add`.
+        """
+        self.engine.check_room(0)
+        if time.monotonic() < self._probed_at + PROBE_LASTS_S:
+            return
+        if self._probe is None or self._probe.done():
+            self._probe = asyncio.create_task(self._wait_for_token())
+            self._probe.add_done_callback(lambda task: task.cancelled() or task.exception())
+        await asyncio.shield(self._probe)
+
+    async def _wait_for_token(self) -> None:
+        totals = self.engine.engine.totals
+        before = totals.num_generated_tokens
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        request = self.llm.make_request([0], params, TOP_PRIORITY)
+        async with asyncio.timeout(PROBE_S):
+            (reply,) = await self.engine.add([request], is_probe=True)
+            end = asyncio.ensure_future(reply.collect())
+            try:
+                while not end.done() and totals.num_generated_tokens == before:
+                    await asyncio.wait({end}, timeout=PROBE_EVERY_S)
+                if end.done():
+                    end.result()
+                self._probed_at = time.monotonic()
+            finally:
+                end.cancel()
+                reply.close()
+
+    def abort(self, http: Any, request_id: str | None) -> int:
+        """Abort the replies of a request, named by its own or its response's id, or all replies of the client
+        -> how many.
+
+        An id that another client chose can be guessed, and is not found. One that the server made cannot.
+        """
+        client = _client_of(http)
+        given = request_id or ""
+        ids = {given, given.removeprefix("chatcmpl-"), given.removeprefix("cmpl-")}
+        replies = []
+        for name, theirs in self._live.items():
+            is_own = name.client == client
+            is_named = name.id in ids
+            if (is_own and request_id is None) or (is_named and (is_own or not name.is_chosen)):
+                replies += [reply for reply in theirs if reply.finish_reason is None]
+        for reply in replies:
+            reply.close()
+        return len(replies)
+
+    def close(self) -> None:
+        """End the worker thread."""
+        self._worker.close()
+
+    def _requests(
+        self,
+        body: Sampling,
+        prompts: Sequence[list[int]],
+        shown_tokens: frozenset[int],
+        thought: Thought | None,
+        contexts: Sequence[TextContext],
+        cache_salt: str | None,
+    ) -> "list[Request]":
+        llm, grammar = self.llm, make_grammar(body, thought)
+        vocab_size = llm.target.config.vocab_size
+
+        # Check all replies together before a request is made.
+        params_of = [
+            sampling_params(body, len(prompt), llm.max_context, vocab_size, grammar, cache_salt)
+            for prompt in prompts
+        ]
+        check_num_logprobs(body, [params for each in params_of for params in each])
+
+        return [
+            llm.make_request(prompt, params, body.priority or 0, shown_tokens, context)
+            for prompt, context, each in zip(prompts, contexts, params_of, strict=True)
+            for params in each
+        ]
+
+    def _cache_salt(self, http: Any, body: Sampling) -> str | None:
+        """Return the salt of a request: its own, or with separate clients a digest of the client's address
+        and its own, under a key that never leaves the process, so that no client can choose another's."""
+        if not self.config.separate_clients:
+            return body.cache_salt
+        text = f"{_client_of(http)}\0{body.cache_salt or ''}"  # no address has a NUL
+        return hashlib.blake2b(text.encode(), key=self._salt_key, digest_size=32).hexdigest()
+
+    def _leave(self, name: "RequestName", replies: Sequence[ReplyStream]) -> None:
+        for reply in replies:
+            reply.close()
+        staying = [reply for reply in self._live.get(name, ()) if reply not in replies]
+        if staying:
+            self._live[name] = staying
+        else:
+            self._live.pop(name, None)
+
+
+def _client_of(http: Any) -> str:
+    """Address of the client of a request."""
+    return http.client.host if http.client else ""

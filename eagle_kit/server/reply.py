@@ -1,0 +1,125 @@
+"""Reply of one request as an async iterator of deltas."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from eagle_kit.core.output import ReplyLogprobs
+
+if TYPE_CHECKING:
+    from eagle_kit.engine.request import Request
+
+
+class Overloaded(Exception):
+    """The queue is full, or the server is shutting down; try again later (HTTP 503)."""
+
+
+class EngineFailed(Exception):
+    """The engine raised an unexpected error: in the admission of this request, or in a step, which ends its
+    thread and with it every request (HTTP 500)."""
+
+
+class OutOfMemory(EngineFailed):
+    """A step needed more memory than the GPU has, which ends all requests that were running or waiting. The
+    engine takes new ones (HTTP 503)."""
+
+
+class NotFinite(EngineFailed):
+    """The target's logits are not finite, which ends this request alone (HTTP 500)."""
+
+
+@dataclass
+class Delta:
+    """Addition to a reply: text, tokens, their log-probabilities when asked for, and at the end the finish
+    reason."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
+    finish_reason: str | None = None
+
+    def add(self, later: "Delta") -> None:
+        """Append a later delta to this one."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs.extend(later.logprobs)
+        self.finish_reason = later.finish_reason
+
+
+class Observer(Protocol):
+    """Observer of latencies, called in the engine's thread; cheap and never raising."""
+
+    def emitted(self, request: "Request", num_tokens: int, seconds: float, first: bool) -> None:
+        """Observe ``num_tokens``, ``seconds`` after the ones before, or after the arrival when ``first``."""
+
+    def finished(self, request: "Request") -> None:
+        """Observe the end of a request."""
+
+
+class ReplyStream:
+    """Reply of an admitted request: an async iterator of :class:`Delta`, the last of which has the
+    finish reason.
+
+    :meth:`close` may be called at any time, any number of times; it aborts an unfinished request.
+
+    Attributes:
+        company: replies of the same HTTP request, this one among them.
+    """
+
+    def __init__(self, request: "Request", abort: Callable[["ReplyStream"], None]) -> None:
+        self.request = request
+        self.company: Sequence[ReplyStream] = (self,)
+        self.finish_reason: str | None = None
+        self._abort = abort
+        self._news = asyncio.Event()
+        self._unread: Delta | None = None
+        self._error: Exception | None = None
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while self._unread is None:
+            if self._error is not None:
+                raise self._error
+            if self.finish_reason is not None:
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        delta, self._unread = self._unread, None
+        return delta
+
+    async def begun(self) -> None:
+        """Wait for the first token, or the end. Raises the error that the reply ended with before it."""
+        while self._unread is None and self._error is None and self.finish_reason is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._unread is None and self._error is not None:
+            raise self._error
+
+    async def collect(self) -> Delta:
+        """Wait for the end -> the reply as one delta."""
+        whole = Delta()
+        async for delta in self:
+            whole.add(delta)
+        return whole
+
+    def close(self) -> None:
+        """Abort the request unless it has finished."""
+        if self.finish_reason is None and self._error is None:
+            self._abort(self)
+
+    def put(self, news: "Delta | Exception") -> None:
+        """Add news, on the loop only. Nothing follows an error."""
+        if self._error is not None:
+            return
+        if isinstance(news, Exception):
+            self._error = news
+        else:
+            self.finish_reason = news.finish_reason
+            if self._unread is None:
+                self._unread = news
+            else:
+                self._unread.add(news)
+        self._news.set()

@@ -1,0 +1,126 @@
+"""Thread that works for the clients of an event loop in turns.
+
+Of the clients that wait, the one whose last turn began the longest time ago comes first, as in the admission
+of requests (:mod:`eagle_kit.engine.scheduler`). So a client waits for the call that runs, and for at most one
+call of each other client that waits, however many calls others have put there.
+"""
+
+import asyncio
+import heapq
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Call(NamedTuple):
+    """Call that waits for its turn; of one client the shortest comes first, then the oldest."""
+
+    size: int
+    number: int
+    function: Callable[[], Any]
+    result: "Future[Any]"
+
+
+class Turns:
+    """Queue of calls in which clients have turns. One thread at a time uses it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, list[Call]] = {}
+        self._last_turn: dict[str, int] = {}
+        self._served = ""
+        self._num_turns = 0
+        self._num_calls = 0
+
+    def put(self, client: str, size: int, function: Callable[[], Any]) -> "Future[Any]":
+        """Add a call -> the future of its result."""
+        result: Future[Any] = Future()
+        # A client that comes or comes back goes behind those that wait, and before the one that is served.
+        self._last_turn.setdefault(client, self._num_turns - 1)
+        heapq.heappush(self._waiting.setdefault(client, []), Call(size, self._num_calls, function, result))
+        self._num_calls += 1
+        return result
+
+    def take(self) -> Call | None:
+        """Remove the next call, which then runs until this is called again; None where no call waits. Calls
+        that were cancelled take no turn."""
+        self._forget_idle(self._served)
+        self._served = ""
+        while self._waiting:
+            client = min(self._waiting, key=self._order)
+            calls = self._waiting[client]
+            call = heapq.heappop(calls)
+            if not calls:
+                del self._waiting[client]
+            if call.result.set_running_or_notify_cancel():
+                self._num_turns += 1
+                self._last_turn[client] = self._num_turns
+                self._served = client
+                return call
+            self._forget_idle(client)
+        return None
+
+    def _order(self, client: str) -> tuple[int, int]:
+        """Clients come in the order of their last turns, then of the arrival of their oldest calls."""
+        return self._last_turn[client], min(call.number for call in self._waiting[client])
+
+    def _forget_idle(self, client: str) -> None:
+        """Forget the last turn of a client that is not served, if no call of it waits."""
+        if client not in self._waiting:
+            self._last_turn.pop(client, None)
+
+
+class TurnThread:
+    """Thread that runs calls one after the other (see the module).
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._turns = Turns()
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def run(self, client: str, function: Callable[..., T], *args: Any, size: int = 0) -> "asyncio.Future[T]":
+        """Call ``function`` in the thread -> the future of its result. A call whose future is cancelled
+        before its turn is left out.
+
+        Args:
+            client: see the module.
+            size: calls of one client are run in the order of their sizes, then of their arrival.
+        """
+        with self._changed:
+            assert not self._is_closed, "nobody would run it"
+            result = self._turns.put(client, size, lambda: function(*args))
+            self._changed.notify()
+        return asyncio.wrap_future(result)
+
+    def close(self) -> None:
+        """End the thread behind all calls, without waiting for it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while (call := self._next()) is not None:
+            try:
+                value = call.function()
+            except BaseException as error:  # it belongs to the one who waits
+                call.result.set_exception(error)
+            else:
+                call.result.set_result(value)
+
+    def _next(self) -> Call | None:
+        """Wait for the next call; None at the end of the thread."""
+        with self._changed:
+            while (call := self._turns.take()) is None and not self._is_closed:
+                self._changed.wait()
+            return call

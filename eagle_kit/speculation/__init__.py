@@ -1,1 +1,0 @@
-"""Proposals of drafts, their verification, and the state between cycles."""

@@ -1,1 +1,0 @@
-"""Draft proposal: chains, trees, static trees, MTP modules, n-grams."""

@@ -1,1 +1,0 @@
-"""Training-time test: alignment, teacher, losses, noise."""

@@ -1,0 +1,62 @@
+"""Menus: few shapes that serve easy and hard text, on machines where windows are cheap or dear."""
+
+from eagle_kit.autotune.acceptance import AcceptanceTable
+from eagle_kit.autotune.files import average_acceptance
+from eagle_kit.autotune.packing import packed_counts, packed_rows
+from eagle_kit.autotune.shapes import MENU, candidate_shapes, choose_menu
+from eagle_kit.core.shape import SpecShape
+
+
+def free_windows(batch_size, shape, context):
+    return 30e-3 + 2e-3 * shape.steps
+
+
+def dear_windows(batch_size, shape, context):
+    return 10e-3 * shape.tokens + 2e-3 * shape.steps
+
+
+def test_candidates_are_shapes_of_every_width_and_depth():
+    shapes = candidate_shapes()
+    assert len(set(shapes)) == len(shapes) > 60
+    for shape in shapes:
+        SpecShape.parse(str(shape))
+        assert shape.topk == 1 or shape.tokens > shape.topk
+    assert {shape.topk for shape in shapes} == {1, 2, 3, 4, 8}
+    assert max(shape.steps for shape in shapes) == 7 and max(shape.tokens for shape in shapes) == 64
+    assert SpecShape(1, 2, 3) in shapes and SpecShape(1, 8, 10) not in shapes
+    assert candidate_shapes(3, 1) == [SpecShape(1, 1, 2), SpecShape(2, 1, 3), SpecShape(3, 1, 4)]
+
+
+def test_where_windows_are_free_the_menu_has_trees_and_where_they_are_dear_short_chains():
+    table = average_acceptance().table
+    free = choose_menu(free_windows, table, 1, table.shapes)
+    dear = choose_menu(dear_windows, table, 1, table.shapes)
+    assert 1 < len(free) <= MENU
+    assert max(shape.tokens for shape in free) > 16
+    assert max(shape.tokens for shape in dear) < 8
+
+
+def test_a_menu_has_only_shapes_that_can_be_run():
+    table = average_acceptance().table
+    allowed = [SpecShape(2, 1, 3), SpecShape(9, 1, 10)]
+    assert choose_menu(free_windows, table, 1, allowed) == [SpecShape(2, 1, 3)]
+    assert choose_menu(free_windows, AcceptanceTable.even([]), 1, allowed) == []
+
+
+def test_a_menu_is_for_short_and_long_contexts():
+    """Here trees are cheap behind short prompts and chains behind long ones: both are on the menu."""
+
+    def seconds(batch_size, shape, context):
+        is_tree = shape.topk > 1
+        is_long = context > 500
+        if is_tree == is_long:
+            return 30e-3 + 5e-3 * shape.steps
+        return 30e-3
+
+    table = average_acceptance().table
+    assert {shape.topk > 1 for shape in choose_menu(seconds, table, 1, table.shapes)} == {True, False}
+
+
+def test_drafts_that_are_verified_together_have_few_sizes():
+    assert packed_counts(3, 4) == [0, 3, 6, 9] and packed_counts(1, 2) == [0, 1]
+    assert [packed_rows(3, 4, total) for total in (0, 3, 4, 9, 10, 12)] == [3, 6, 9, 12, None, None]

@@ -1,0 +1,208 @@
+"""Every registered kind of head, and one that a test adds with one line, through every room that asks."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny_mixtures import YARN
+from tiny_mtp import save_target
+from tiny_run import make_config
+from toy_kind import ToyHead, ToyHeadConfig, ToyKind, ToyTrainConfig
+
+from eagle_kit.config import drafts
+from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.data.chat.vocab_map import VocabMap
+from eagle_kit.drafts import registry
+from eagle_kit.drafts.base.kind import HeadKind, InitContext
+from eagle_kit.drafts.files.draft import load_draft, save_draft
+from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.export import export_draft
+from eagle_kit.drafts.files.formats import refuse
+from eagle_kit.drafts.files.validate import validate_draft
+from eagle_kit.engine.llm import LLM
+from eagle_kit.models.loading.loader import load_target
+from eagle_kit.train.__main__ import main as train
+from eagle_kit.train.plan.sizes import head_sizes
+
+GREEDY = SamplingParams(max_tokens=12)
+TOY = ToyKind()
+HEADS = [*registry.head_kinds(), TOY]
+CONFIGS = {**drafts.HEADS, "toy": ToyHeadConfig}
+
+
+@pytest.fixture(autouse=True)
+def with_toy(monkeypatch):
+    """The one line that adds a kind."""
+    monkeypatch.setattr(registry, "KINDS", (TOY, *registry.KINDS))
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A target that every kind has a head for."""
+    folder = tmp_path_factory.mktemp("targets") / "tiny"
+    save_target(folder, vocab_size=131, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})
+    return folder, load_target(folder)
+
+
+def fresh(kind: HeadKind, target):
+    """A new head, as a run would begin with it."""
+    folder, model = target
+    schema = CONFIGS[kind.trained_as[0]]
+    chosen = {"draft_vocab_size": 67} if "draft_vocab_size" in schema.model_fields else {}
+    settings = schema(**chosen)
+    torch.manual_seed(1)
+    sayable = np.arange(131) < 67
+    vocab = VocabMap(np.zeros(67, dtype=np.int64), sayable, 1.0, "", "")
+    config = replace(kind.new_config(settings, model.config), target="tiny")
+    return kind.new_head(settings, config, InitContext(model, folder, vocab, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_a_new_head_is_saved_found_and_loaded_to_the_bit(kind, target, tmp_path):
+    head = fresh(kind, target)
+    assert any(parameter.requires_grad for parameter in head.parameters())
+    save_draft(head, tmp_path / "draft", metadata={})
+    files = open_draft(tmp_path / "draft")
+    assert registry.find_kind(files) is registry.kind_of(head.config) is kind
+    loaded = load_draft(tmp_path / "draft", target=target[1])
+    assert type(loaded) is kind.head_class and loaded.config.target == "tiny"
+    assert kind.write_config(loaded.config) == kind.write_config(head.config)
+    found = dict(loaded.named_parameters())
+    for name, parameter in head.named_parameters():
+        assert torch.equal(found.pop(name), parameter), name
+        assert loaded.get_parameter(name).requires_grad == parameter.requires_grad
+    assert not found
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_a_head_is_checked_and_exported_with_a_card(kind, target, tmp_path):
+    save_draft(fresh(kind, target), tmp_path / "draft", metadata={})
+    findings = validate_draft(tmp_path / "draft", target[0])
+    assert {"layout", "hidden size", "vocabulary", "rope", "weights"} <= {f.subject for f in findings}
+    assert not [finding for finding in findings if finding.level == "error"]
+    export_draft(tmp_path / "draft", tmp_path / "out", target=target[0])
+    card = (tmp_path / "out" / "README.md").read_text()
+    config = kind.read_config(open_draft(tmp_path / "out"))
+    assert f"# {kind.title} for tiny" in card and kind.describe(config, "bfloat16") in card
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_planned_sizes_are_the_counted_ones(kind, target):
+    head = fresh(kind, target)
+    sizes = head_sizes(head.config)
+    assert sizes.total == sum(parameter.numel() for parameter in head.parameters())
+    assert sizes.num_layers == max(1, len(head.blocks)) == head.config.num_modules
+    assert sizes.output == head.output.weight.numel()
+    assert all(size > 0 for size in kind.saved_states(head.config, 2, is_gpu=False))
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_greedy_replies_are_those_of_plain_decoding(kind, target, tmp_path):
+    save_draft(fresh(kind, target), tmp_path / "draft", metadata={})
+    prompts = [[5, 17, 3, 88], [9, 2]]
+    plain = LLM(target[1], max_context=64, max_batch_size=2).generate(prompts, GREEDY)
+    llm = LLM(target[1], tmp_path / "draft", max_context=64, max_batch_size=2, algorithm=kind.algorithm)
+    drafted = llm.generate(prompts, GREEDY, shape="2,1,3")
+    assert [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
+    assert all(reply.stats.num_verifies > 0 for reply in drafted)
+
+
+def test_an_added_kind_is_trained_and_served(tmp_path, monkeypatch):
+    """A step of the ordinary trainer, and the ordinary engine behind its checkpoint."""
+    monkeypatch.setattr("eagle_kit.train.__main__.TrainConfig", ToyTrainConfig)
+    words = [str(make_config(tmp_path)), "head={kind: toy}", "training.max_steps=1"]
+    assert train([*words, "--dry-run"]) == 0
+    assert train(words) == 0
+    draft = tmp_path / "run" / "step-1"
+    assert isinstance(load_draft(draft), ToyHead)
+    levels = {finding.level for finding in validate_draft(draft, tmp_path / "target")}
+    assert levels == {"ok"}
+    plain = LLM(tmp_path / "target", max_context=64)
+    (expected,) = plain.generate(["a cat"], GREEDY)
+    llm = LLM(plain.target, draft, tokenizer=plain.tokenizer, max_context=64)
+    for shape in ("2,1,3", "3,2,6"):
+        (reply,) = llm.generate(["a cat"], GREEDY, shape=shape)
+        assert reply.token_ids == expected.token_ids and reply.stats.num_verifies > 0
+
+
+def config_of(kind="eagle3", training=(), **head):
+    data = {"source": "chats.jsonl"}
+    return TrainConfig(
+        target="t", output_dir="o", data=data, head={"kind": kind, **head}, training=dict(training)
+    )
+
+
+def test_every_kind_that_a_config_can_name_is_trained():
+    trained = [name for kind in registry.head_kinds() for name in kind.trained_as]
+    assert sorted(trained) == sorted([*drafts.HEADS, "toy"])
+    for name in drafts.HEADS:
+        assert name in registry.training_kind(config_of(name)).trained_as
+    toy = ToyTrainConfig(target="t", output_dir="o", data={"source": "chats.jsonl"})
+    assert registry.training_kind(toy) is TOY
+
+
+def test_an_unknown_kind_is_refused_with_the_known_ones():
+    with pytest.raises(UserError, match="head.kind is 'tory'.*eagle3-mla"):
+        config_of("tory")
+
+
+def test_rows_of_later_steps_are_left_out_where_a_kind_or_a_config_says_so():
+    def sampling(kind, **training):
+        return config_of(kind, training).training.row_sampling
+
+    for kind in ("eagle3", "eagle3-mla", "eagle1", "p-eagle"):
+        assert sampling(kind, down_sample_ratio=0.5).shares(4) == (1.0, 0.5, 0.25, 0.2)
+        assert sampling(kind, down_sample_ratio=1.0) is None
+    assert sampling("eagle3") is sampling("eagle1") is sampling("mtp") is None
+    assert sampling("p-eagle").shares(3) == pytest.approx((1.0, 0.8, 0.64))
+    assert sampling("p-eagle", down_sample_ratio_min=0.7).shares(3) == pytest.approx((1.0, 0.8, 0.7))
+    assert sampling("dflash", num_anchors=9).most == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "training", "message"),
+    [
+        ("mtp", {"down_sample_ratio": 0.5}, "down_sample_ratio has no meaning for a head of the kind mtp"),
+        (
+            "eagle3",
+            {"down_sample_ratio_min": 0.5},
+            "down_sample_ratio_min is set, but no step leaves rows out",
+        ),
+        (
+            "eagle3",
+            {"down_sample_ratio": 0.5, "dpace_alpha": 0.5},
+            "down_sample_ratio is 0.5, but dpace_alpha needs all steps",
+        ),
+        (
+            "p-eagle",
+            {"loss_normalisation": "sequence"},
+            "is 0.8, but loss_normalisation=sequence weighs steps",
+        ),
+        ("p-eagle", {"loss_normalisation": "published"}, "is 0.8, but loss_normalisation=published weighs"),
+    ],
+)
+def test_rows_are_left_out_only_where_nothing_needs_them(kind, training, message):
+    assert config_of("eagle3", {"loss_normalisation": "sequence"}).training.row_sampling is None
+    with pytest.raises(ValueError, match=message):
+        config_of(kind, training)
+
+
+def test_whole_models_and_unknown_heads_are_no_heads(target, tmp_path):
+    with pytest.raises(UserError, match="is a whole model, not a draft head"):
+        registry.find_head_kind(open_draft(target[0]))
+    (tmp_path / "config.json").write_text('{"architectures": ["Gemma4DSparkModel"]}')
+    with pytest.raises(UserError, match="is a DSpark draft"):
+        registry.find_kind(open_draft(tmp_path))
+
+
+def test_other_engines_have_no_class_for_it(target, tmp_path):
+    save_draft(fresh(TOY, target), tmp_path / "draft", metadata={})
+    with pytest.raises(UserError, match="has no class for heads of this kind"):
+        export_draft(tmp_path / "draft", tmp_path / "out", target=target[0], format="vllm")
+    with pytest.raises(UserError, match="cannot be written for SGLang: why"):
+        refuse("sglang", "why")

@@ -1,0 +1,178 @@
+"""Memory of CUDA graphs in the plan, by estimate."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny import tiny_head, tiny_target
+
+from benchmarks.engine.launches import MODEL
+from benchmarks.models import preset_named
+from eagle_kit.config.engine import EngineConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.draft_model import HeadDraftModel
+from eagle_kit.engine.memory import engine_memory as memory
+from eagle_kit.engine.memory import graph_memory
+from eagle_kit.engine.memory.engine_memory import MemoryPlan, Place, plan_memory
+from eagle_kit.engine.memory.graph_memory import graphs_of
+from tests.benchmarks.test_launches import LLAMA, SMALL, TOTALS, small
+
+
+@pytest.fixture
+def models():
+    target = tiny_target()
+    return target, HeadDraftModel(tiny_head(target), target)
+
+
+def resolved(**options):
+    sizes = {"max_batch_size": 32, "max_context": 128, "shape": "3,2,6", **options}
+    return EngineConfig(**sizes).resolve(on_gpu=True, max_positions=10**6)
+
+
+def launches(config, draft, shape):
+    return sum(graph_memory._launches(config, draft, SpecShape.parse(shape)))
+
+
+@pytest.mark.parametrize("shape", LLAMA)
+def test_launches_are_estimated_within_a_fifth(shape, models):
+    draft = models[1] if shape != "none" else None
+    assert TOTALS[shape] <= launches(preset_named(MODEL)[0], draft, shape) <= 1.2 * TOTALS[shape]
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_launches_of_other_layers_are_estimated(kind):
+    counted = sum(SMALL[kind]["none"])
+    assert counted <= launches(small(kind), None, "none") <= 1.6 * counted
+
+
+def test_graphs_grow_with_kinds_sizes_and_shapes(models):
+    target, draft = models
+    config = resolved()
+    found = {
+        extent: graphs_of(target.config, draft, config, extent, chooses_shapes=False)
+        for extent in ("all", "usual", "none")
+    }
+    assert config.batch_sizes == (1, 2, 4, 8, 16, 24, 32)
+    assert [each.number for each in found.values()] == [7 * 9, 7 * 4, 0]
+    assert found["all"].bytes > found["usual"].bytes > 7 * 4 * 100 * graph_memory.BYTES_OF_LAUNCH
+    chosen = graphs_of(target.config, draft, config, "usual", chooses_shapes=True)
+    assert chosen.number == 7 * 4 * (graph_memory.MENU + 1)
+
+
+def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models):
+    """8 requests of which a rank of 8 has two are padded to two each, 16 rows to gather."""
+    target, draft = models
+    config = resolved(tensor_parallel=8, data_parallel_attention=True)
+    sizes = {size: config.own_sizes(size) for size in config.batch_sizes}
+    assert sizes == {
+        1: (1,),
+        2: (1, 2),
+        4: (1, 2, 4),
+        8: (1, 2, 4),
+        16: (2, 4),
+        24: (3, 4),
+        32: (4,),
+    }
+    found, even = (
+        graphs_of(target.config, draft, each, "all", chooses_shapes=False) for each in (config, resolved())
+    )
+    assert (found.number, even.number) == (14 * 8 + 7, 7 * 8 + 7), "proposals know nothing of ranks"
+    assert 1.7 * even.bytes < found.bytes < 2 * even.bytes
+
+
+def test_drafts_that_are_sampled_are_kept_by_halves_of_cycles(models):
+    """Probabilities of all drafts are outputs of two graphs and inputs of two."""
+    target, draft = models
+    plain, sampled = (
+        graphs_of(target.config, draft, config, "all", chooses_shapes=False).bytes
+        for config in (resolved(shape="3,1,4"), resolved(shape="3,1,4", sampled_drafts=True))
+    )
+    sizes, one = resolved().batch_sizes, launches(target.config, draft, "3,1,4")
+    verified = launches(target.config, None, "none")
+    more = len(sizes) * (one - verified) * graph_memory.BYTES_OF_LAUNCH + sum(sizes) * 4 * 8 * 4
+    assert sampled - plain == more + 4 * sum(sizes) * 3 * target.config.vocab_size * 4
+
+
+@pytest.fixture
+def planned(models):
+    """A function from free bytes and options to the plan of a GPU."""
+    target, draft = models
+
+    def plan(free, **options):
+        place = Place(torch.device("cuda", 0), free)
+        return plan_memory(target, draft, resolved(**options), place=place)
+
+    return plan
+
+
+def test_the_plan_counts_graphs(planned):
+    plan = planned(1 << 40)
+    assert plan.extent == "all" and plan.graphs == plan.graphs_of_all
+    assert f"63 graphs by estimate {plan.graphs.bytes / 1e9:.2f}" in str(plan)
+    off = planned(1 << 40, graph_mode="off")
+    assert off.graphs.bytes == 0 and "graphs" not in str(off) and off.activations < plan.activations
+
+
+def test_fewer_graphs_are_prepared_where_the_pool_would_be_squeezed(planned):
+    """Of what is shared, the pool keeps three quarters, unless it needs less."""
+    whole = planned(1 << 40)
+    fixed = whole.scratch + whole.logits + whole.activations
+    shared = 4 * whole.graphs.bytes
+    assert whole.pool + whole.graphs.bytes < shared, "the pool of this test is small"
+
+    def with_room(room, **options):
+        return planned(int((fixed + room) / memory.FREE_SHARE["cuda"]) + 2, max_context=10**6, **options)
+
+    roomy = with_room(shared)
+    usual = with_room(shared - 8)
+    none = with_room(2 * usual.graphs.bytes)
+    assert [plan.extent for plan in (roomy, usual, none)] == ["all", "usual", "none"]
+    assert usual.graphs.number == 28 and none.graphs.bytes == 0
+    assert "as with --warm-up usual" in str(usual) and "as with" not in str(roomy)
+    assert roomy.pool >= 0.74 * shared and usual.pool > roomy.pool
+
+
+def test_a_pool_of_a_given_size_comes_before_graphs(planned):
+    whole = planned(1 << 40, kv_tokens=1000)
+    needed = whole.scratch + whole.logits + whole.activations + whole.pool
+    assert planned(needed + whole.graphs.bytes, kv_tokens=1000).extent == "all"
+    assert planned(needed + whole.graphs.bytes - 1, kv_tokens=1000).extent == "usual"
+    assert planned(needed, kv_tokens=1000).extent == "none"
+    with pytest.raises(UserError, match="Lower kv_tokens"):
+        planned(needed - 1, kv_tokens=1000)
+
+
+def test_ranks_agree_on_what_the_poorest_has():
+    plan = MemoryPlan(500, 8, 2, 1000, 10, 10, 10, 9000, state_snapshots=7, extent="usual")
+    others = [
+        replace(plan, kv_tokens=400, state_snapshots=9),
+        replace(plan, kv_tokens=600, state_snapshots=3, extent="none"),
+        replace(plan, extent="all"),
+    ]
+    agreed = plan.smallest([plan, *others])
+    assert (agreed.kv_tokens, agreed.state_snapshots, agreed.extent) == (400, 3, "none")
+    without = replace(plan, state_snapshots=None)
+    assert without.smallest([without, without]).state_snapshots is None
+    assert agreed.sizes == {"kv_tokens": 400, "kv_memory": None, "state_snapshots": 3}
+
+
+def test_the_log_of_n_grams_has_its_place_on_the_host(models):
+    target, _ = models
+    place = Place(torch.device("cpu"), 10**9)
+    sizes = {"algorithm": "NGRAM", "ngram": {"capacity": 1000}, "max_batch_size": 2, "max_context": 64}
+    config = EngineConfig(**sizes, shape="3,2,6").resolve(on_gpu=False)
+    plan = plan_memory(target, None, config, place=place)
+    plain = plan_memory(target, None, config.replace(algorithm="NONE"), place=place)
+    assert (plan.ngram_log, plain.ngram_log) == (config.ngram.max_bytes, 0)
+    assert plain.free - plan.free == plan.ngram_log
+    assert "n-gram log" in str(plan) and "n-gram log" not in str(plain)
+
+    # Logits, tokens and a host without room.
+    wide = config.replace(max_batch_size=32)
+    logits = [plan_memory(target, None, each, place=place).logits for each in (config, wide)]
+    assert [each // (2 * 4 * target.config.vocab_size) for each in logits] == [64, 32 * 6], "rows of windows"
+    assert plan.kv_tokens == 2 * (64 + config.room(63) + config.page_size), "a batch of whole contexts"
+    with pytest.raises(UserError, match="free") as error:
+        plan_memory(target, None, config, place=Place(place.device, 10**5))
+    assert "n-gram capacity" in error.value.remedy

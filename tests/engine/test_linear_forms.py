@@ -1,0 +1,190 @@
+"""Measured choice between linear kernels: time of the measurements, their result, its stability."""
+
+import logging
+
+import pytest
+import torch
+
+from eagle_kit.engine.measured import choice as measured
+from eagle_kit.engine.measured import linear_forms
+from eagle_kit.engine.measured.linear_forms import LinearForms, time_form
+from eagle_kit.ops.backend import use
+from eagle_kit.ops.linear import linear
+from eagle_kit.ops.linear import plain as module
+from eagle_kit.ops.linear.forms import Size, use_forms
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+SIZE = Size(4, 64, 32, BF16)
+
+
+class FakeTimer:
+    """Timer by which Triton takes ``ratio`` of torch's time."""
+
+    def __init__(self, ratio=0.5):
+        self.ratio, self.calls = ratio, []
+
+    def __call__(self, form, size, device):
+        self.calls.append((form, size))
+        return 1e-5 * (self.ratio if form == "triton" else 1.0)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Treat half dtypes on the CPU as on a GPU, and record the kernels that ran."""
+    ran = []
+
+    def triton(x, weight, bias=None, *, backend):
+        ran.append(Size.of(x, weight))
+        return module.reference.linear(x, weight, bias)
+
+    monkeypatch.setattr(module, "uses_triton", lambda x: True)
+    monkeypatch.setattr(module, "small_linear", triton)
+    return ran
+
+
+def operands(m=3, n=64, k=32, dtype=BF16):
+    return torch.ones(m, k, dtype=dtype), torch.ones(n, k, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "form"), [(0.5, "triton"), (0.96, "triton"), (0.98, "torch"), (1.0, "torch"), (3.0, "torch")]
+)
+def test_the_faster_form_is_chosen_and_a_tie_is_torchs(ratio, form):
+    timer = FakeTimer(ratio)
+    choices = LinearForms(CPU, timer)
+    with choices.measuring():
+        assert choices.form(SIZE) == form
+    assert timer.calls == [("torch", SIZE), ("triton", SIZE)]
+    assert choices.table[SIZE].seconds == {"torch": 1e-5, "triton": 1e-5 * ratio}
+
+
+def test_a_choice_is_made_once_and_kept():
+    timer = FakeTimer(0.5)
+    choices = LinearForms(CPU, timer)
+    with choices.measuring():
+        choices.form(SIZE)
+        timer.ratio = 2.0
+        assert choices.form(SIZE) == "triton"
+    for _ in range(3):
+        assert choices.form(SIZE) == "triton"
+    with choices.measuring():  # another engine warms up
+        assert choices.form(SIZE) == "triton"
+        assert choices.form(SIZE._replace(rows=8)) == "torch"
+    assert len(timer.calls) == 4
+    assert choices.form(SIZE._replace(rows=16)) == "torch" and len(timer.calls) == 4
+
+
+def test_seconds_are_those_of_all_measurements(monkeypatch):
+    clock = iter((0.0, 2.0, 10.0, 13.0))
+    choices = LinearForms(CPU, FakeTimer())
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: next(clock))
+    with choices.measuring():
+        with choices.measuring():  # a cycle within a warm-up
+            choices.form(SIZE)
+        choices.form(SIZE._replace(rows=8))
+    assert choices.seconds == 5.0 and len(choices.table) == 2
+
+
+def test_nothing_is_measured_outside_of_a_warm_up_or_in_a_capture(monkeypatch):
+    timer = FakeTimer()
+    choices = LinearForms(CPU, timer)
+    assert choices.form(SIZE) == "torch"
+    with choices.measuring():
+        monkeypatch.setattr(linear_forms, "_is_capturing", lambda: True)
+        assert choices.form(SIZE) == "torch"
+        assert not timer.calls and not choices.table, "a form that was not measured is not remembered"
+        monkeypatch.setattr(linear_forms, "_is_capturing", lambda: False)
+        assert choices.form(SIZE) == "triton"
+    with pytest.raises(KeyError), choices.measuring():
+        raise KeyError
+    assert choices.form(SIZE._replace(rows=8)) == "torch" and len(timer.calls) == 2
+
+
+def test_a_plain_table_says_which_form_runs(calls):
+    x, weight = operands()
+    linear(x, weight)
+    with use_forms({SIZE: "triton"}.get):
+        linear(x, weight)
+        linear(x, weight, backend="torch")
+        linear(*operands(5))  # not in the table
+        with use_forms({}.get):
+            linear(x, weight)
+    linear(x, weight)
+    assert calls == [SIZE]
+    linear(x, weight, backend="triton")  # forced, whatever the table says
+    assert calls == [SIZE, SIZE]
+
+
+def test_only_few_rows_of_half_types_without_gradient_are_chosen_for(calls):
+    timer = FakeTimer(0.5)
+    choices = LinearForms(CPU, timer)
+    x, weight = operands()
+    with choices.measuring():
+        for args in (
+            operands(m=65),
+            operands(dtype=torch.float32),
+            operands(m=0),
+            (x, weight.clone().requires_grad_()),
+            (x, weight.t().contiguous().t()),
+            (x[0], weight),
+        ):
+            out = linear(*args)
+            assert out.shape == (*args[0].shape[:-1], 64)
+        assert not timer.calls and not calls
+        for m in (1, 2, 3, 4, 5, 64):
+            linear(*operands(m))
+    assert [size.rows for size in calls] == [1, 2, 4, 4, 8, 64]
+    assert len(timer.calls) == 2 * 5
+
+
+def test_the_reference_can_be_asked_for_and_a_cpu_measures_nothing():
+    timer = FakeTimer(0.5)
+    choices = LinearForms(CPU, timer)
+    x, weight = operands()
+    with choices.measuring():
+        linear(x, weight)
+        with use("reference"):
+            linear(x, weight)
+    assert not timer.calls and not choices.table
+
+
+def test_without_memory_torch_is_taken_and_said(caplog):
+    def timer(*_):
+        raise torch.OutOfMemoryError
+
+    choices = LinearForms(CPU, timer)
+    with choices.measuring():
+        assert choices.form(SIZE) == "torch"
+    assert "no memory" in caplog.text and choices.report() == ["4 x 32 -> 64 bfloat16: torch (not measured)"]
+
+
+def test_choices_are_logged(caplog):
+    choices = LinearForms(CPU, FakeTimer(0.5))
+    with caplog.at_level(logging.INFO), choices.measuring():
+        choices.form(SIZE)
+        choices.form(SIZE._replace(rows=1))
+    line = "4 x 32 -> 64 bfloat16: triton (torch 10.0 us, triton 5.0 us)"
+    assert line in caplog.text
+    assert choices.report() == [line.replace("4 x", "1 x", 1), line]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_both_forms_are_timed_and_one_of_them_is_captured():
+    pytest.importorskip("triton")
+    device = torch.device("cuda")
+    size = Size(4, 1024, 4096, BF16)
+    seconds = {form: time_form(form, size, device) for form in ("torch", "triton")}
+    assert all(1e-6 < second < 1e-3 for second in seconds.values()), seconds
+    choices = LinearForms(device)
+    x = torch.randn(3, 4096, device=device, dtype=BF16)
+    weight = torch.randn(1024, 4096, device=device, dtype=BF16)
+    with choices.measuring(), torch.inference_mode():
+        expected = linear(x, weight)
+        assert set(choices.table) == {size}
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = linear(x, weight)
+            linear(x[:1], weight)
+        graph.replay()
+    assert torch.equal(out, expected) and set(choices.table) == {size}

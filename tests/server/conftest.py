@@ -1,0 +1,3 @@
+"""Models for the tests of the server."""
+
+from tiny_models import models as models
