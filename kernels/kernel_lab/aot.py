@@ -233,10 +233,17 @@ def kernel_modules() -> list[str]:
     return [module.name for module in found if module.name.endswith((".triton", ".triton_backward"))]
 
 
+def operation_of(module: str) -> str:
+    """Name of the operation of a module of kernels: ``window_attention`` of
+    ``ops.attention.window.triton``."""
+    *_, folder, name, _ = module.split(".")
+    return f"{name}_attention" if folder == "attention" else name
+
+
 def load_variants(module: str, arch: int) -> list[Variant]:
     """Variants of a module of kernels that ship for ``arch``; see :mod:`kernel_lab.variants`."""
-    *_, operation, file = module.split(".")
-    table = operation + file.removeprefix("triton")
+    file = module.rpartition(".")[2]
+    table = operation_of(module) + file.removeprefix("triton")
     listed = importlib.import_module(f"kernel_lab.variants.{table}").variants
     if inspect.signature(listed).parameters:  # blocks depend on the device
         found = listed(facts_of(arch))

@@ -46,7 +46,7 @@ from eagle_kit.ops.small_linear import small_linear, small_linear_swiglu
 from eagle_kit.ops.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 from eagle_kit.ops.swiglu import swiglu
 from eagle_kit.ops.tree_build import tree_build
-from kernel_lab.aot import kernel_modules
+from kernel_lab.aot import kernel_modules, operation_of
 
 TOLERANCE = 2e-5
 """Largest error allowed, relative to the largest value: fp32 sums of a few hundred terms of order one."""
@@ -79,7 +79,7 @@ def run_triton_checks() -> list[Check]:
     from kernel_lab.interpreter import repair
 
     on_gpu = torch.cuda.is_available()
-    kernels = {module.split(".")[-2] for module in kernel_modules()}
+    kernels = {operation_of(module) for module in kernel_modules()}
     if not on_gpu:
         repair()
         warnings.filterwarnings(

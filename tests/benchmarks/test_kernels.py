@@ -17,7 +17,7 @@ from benchmarks.kernels.attention import prefill_cases, window_cases
 from benchmarks.kernels.inputs import TINY, KernelCase, PreparedCase, RandomInputs, tensors_of
 from benchmarks.kernels.training import packed_cases
 from eagle_kit.core.errors import UserError
-from kernel_lab.aot import kernel_modules
+from kernel_lab.aot import kernel_modules, operation_of
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def draw(seed=0) -> RandomInputs:
 
 
 def test_every_kernel_with_a_triton_form_is_measured():
-    assert set(suite.KERNELS) == {module.split(".")[-2] for module in kernel_modules()}
+    assert set(suite.KERNELS) == {operation_of(module) for module in kernel_modules()}
 
 
 BY_HAND = {

@@ -11,7 +11,7 @@ import pytest
 from tests.gpu.place import IN_SOFTWARE, REHEARSED, pick
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted((ROOT / "tests" / "kernels").glob("*/test_*_triton.py"))
+FILES = sorted((ROOT / "tests" / "ops").rglob("test_*_triton.py"))
 OPTIONS: list[str] = []
 if REHEARSED:
     OPTIONS = ["--collect-only"]
@@ -30,5 +30,5 @@ def test_they_pass_on_the_device(file):
 
 @pytest.mark.anywhere
 def test_every_kernel_has_such_a_file():
-    kernels = {path.parent.name for path in (ROOT / "eagle_kit" / "kernels").glob("*/triton.py")}
+    kernels = {path.parent.name for path in (ROOT / "eagle_kit" / "ops").rglob("triton.py")}
     assert kernels == {file.parent.name for file in FILES}

@@ -19,8 +19,9 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.objective.loss import TTTBatch
 from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.step_parts import step_attention
 from eagle_kit.objective.target_features import capture_features
-from eagle_kit.objective.ttt import _attention, ttt_forward_backward
+from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.ops.attention.ttt import plan_rows
 
 V = 131
@@ -222,7 +223,7 @@ def test_narrow_values_are_attended_to_exactly():
 
     q, k, v = draw(4, 6, 20), draw(11, 6, 20), draw(11, 6, 10)
     own_k, own_v = draw(4, 6, 2, 20), draw(4, 6, 2, 10)
-    got = _attention(q, k, v, own_k, own_v, plan_rows(rows, doc_start), 0.3)
+    got = step_attention(q, k, v, own_k, own_v, plan_rows(rows, doc_start), 0.3)
     expected = []
     for i, row in enumerate(rows.tolist()):
         first = int(doc_start[row])

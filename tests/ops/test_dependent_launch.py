@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from eagle_kit.ops import dependent_launch
 from eagle_kit.ops.capability import facts_of
 from eagle_kit.ops.dependent_launch import launch_options
-from kernel_lab.aot import kernel_modules, load_variants
+from kernel_lab.aot import kernel_modules, load_variants, operation_of
 from kernel_lab.ptx import waits_first
 from kernel_lab.variant import SHIPPED
 
@@ -22,7 +22,8 @@ CYCLE = {
 def test_kernels_of_a_cycle_start_early_from_hopper_on_and_no_others():
     for arch in SHIPPED:
         for module in kernel_modules():
-            operation, part = module.split(".")[2:4]
+            operation = operation_of(module)
+            part = module.rpartition(".")[2]
             for variant in load_variants(module, arch):
                 wanted = arch >= 90 and operation in CYCLE and part == "triton"
                 assert variant.constants.get("PDL", False) == wanted, (variant.name, arch)

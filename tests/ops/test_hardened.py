@@ -143,10 +143,10 @@ def test_atomics_order_programs(triton_device):
 
 
 def test_no_kernel_races(triton_device):
-    from kernel_lab.aot import kernel_modules
+    from kernel_lab.aot import kernel_modules, operation_of
     from kernel_lab.selfcheck import run_triton_checks
 
     with detect_races():
         checks = run_triton_checks()
     assert len(checks) > 30 and all(check.ok for check in checks)
-    assert {check.kernel for check in checks} == {module.split(".")[-2] for module in kernel_modules()}
+    assert {check.kernel for check in checks} == {operation_of(module) for module in kernel_modules()}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-HEADS = Path(__file__).parents[1] / "checkpoints" / "peers" / "heads"
+HEADS = Path(__file__).parents[1] / "drafts" / "peers" / "heads"
 BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "I64": 8, "U8": 1, "BOOL": 1}
 DTYPES = {
     "F32": torch.float32,

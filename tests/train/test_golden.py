@@ -160,18 +160,18 @@ RECIPES = {
     ),
 }
 ELSEWHERE = {
-    "head.vocab_map": "run/test_loop.py",
-    "head.start_from": "run/test_start_from.py",
-    "head.confidence_head": "run/test_block_loop.py",
-    "training.epochs": "test_pieces.py",
-    "training.gradient_checkpointing": "parallel/test_placement.py",
-    "training.target_placement": "parallel/test_placement.py",
-    "training.cache_hidden_states": "run/test_loop.py",
-    "training.state_format": "states/test_capture.py",
-    "training.cpu_threads": "parallel/test_processes.py",
-    "training.peer_timeout_s": "parallel/test_processes.py",
-    "training.keep_last": "run/test_loop.py",
-    "training.log_every": "run/test_reports.py",
+    "head.vocab_map": "train/run/test_loop.py",
+    "head.start_from": "train/run/test_start_from.py",
+    "head.confidence_head": "train/run/test_block_loop.py",
+    "training.epochs": "train/test_pieces.py",
+    "training.gradient_checkpointing": "train/parallel/test_placement.py",
+    "training.target_placement": "train/parallel/test_placement.py",
+    "training.cache_hidden_states": "train/run/test_loop.py",
+    "training.state_format": "datagen/hidden_states/test_capture.py",
+    "training.cpu_threads": "train/parallel/test_processes.py",
+    "training.peer_timeout_s": "train/parallel/test_processes.py",
+    "training.keep_last": "train/run/test_loop.py",
+    "training.log_every": "train/run/test_reports.py",
 }
 """Settings that no recipe varies, with the file of their test: other beginnings, and settings that change no
 figure of a step."""
@@ -300,7 +300,7 @@ def test_every_setting_of_head_and_training_is_varied() -> None:
     settings |= {f"training.{name}" for head in HEADS.values() for name in head.training_schema.model_fields}
     assert varied == settings
     for setting, file in ELSEWHERE.items():
-        assert setting.partition(".")[2] in (GOLDEN.parent / file).read_text(), setting
+        assert setting.partition(".")[2] in (GOLDEN.parents[1] / file).read_text(), setting
 
 
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "eagle3-resumed"])

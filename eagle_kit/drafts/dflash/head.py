@@ -16,6 +16,7 @@ that embedding. A head may have an output layer of its own over fewer tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -29,6 +30,11 @@ from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfi
 from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import Block, DraftHead, StepForm
+from eagle_kit.objective.align import token_of
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.step_parts import call
+from eagle_kit.objective.target_features import positions_of
+from eagle_kit.ops.attention.ttt.anchored import anchored_attention
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 from eagle_kit.ops.linear import Linear
 
@@ -155,6 +161,7 @@ class DFlashHead(DraftHead):
 
     config: DFlashConfig
     step_form = StepForm.BLOCK
+    has_own_training_steps = True
     first_slot = 0
     d2t: torch.Tensor
 
@@ -301,3 +308,47 @@ class DFlashHead(DraftHead):
         drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]
         tokens = torch.stack([given.tokens(rows, step) for step in range(steps)], 1)
         return list(self.corrected(drafted, tokens).unbind(1))
+
+    def training_steps(self, batch: TTTBatch, *, recompute: bool) -> list[torch.Tensor]:
+        """See :class:`DraftHead`. The token behind each row with loss of step 0 is an anchor; row k of its
+        block drafts what step k drafts."""
+        plan = batch.plan
+        features = batch.inputs or batch.features
+        rows = plan.computed[0]
+        size = len(plan.rows) + self.config.first_drafted
+        offsets = torch.arange(size, device=rows.device)
+        positions = positions_of(plan.doc_start)
+        context_rotation = self.rope.at(positions[: plan.length])
+        block_rotation = self.rope.at((positions[rows, None] + 1 + offsets).flatten())
+
+        def one_layer(i: int, context: torch.Tensor, normed: torch.Tensor, h: torch.Tensor) -> Any:
+            attention = self.plain[i].self_attn
+            _, k, v = attention.qkv(context, context_rotation)
+            q, own_k, own_v = (
+                part.unflatten(0, (-1, size)) for part in attention.qkv(normed, block_rotation)
+            )
+            attended = anchored_attention(
+                q,
+                k,
+                v,
+                own_k,
+                own_v,
+                plan.attention[0],
+                self.config.attention_scale,
+                self.config.windows[i],
+                is_causal=self.config.causal[i],
+            )
+            return self.end_layer(i, h, attended.flatten(0, 1))
+
+        context = call(recompute, self.features, features.hidden[: plan.length], features.aux[: plan.length])
+        anchors = batch.ids[token_of(rows, 0)]
+        h = self.block_inputs(anchors, self.embedding(batch.embed_weight), size).flatten(0, 1)
+        normed = self.plain[0].input_layernorm(h)
+        for i in range(self.config.num_layers):
+            normed, h = call(recompute, partial(one_layer, i), context, normed, h)
+
+        # Rows that draft, corrected by the text's own token before each (DSpark).
+        drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]
+        before = rows[:, None] + token_of(offsets[: len(plan.rows)], 0)
+        blocks = self.corrected(drafted, batch.ids[before.clamp(max=len(batch.ids) - 1)])
+        return [blocks[torch.searchsorted(rows, each), step] for step, each in enumerate(plan.rows)]

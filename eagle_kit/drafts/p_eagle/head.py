@@ -9,9 +9,11 @@ Qwen3 layers.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.functional import embedding
 
 from eagle_kit.drafts.eagle3.head import AfterAttention, Eagle3Config, Eagle3Head
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm
@@ -19,6 +21,11 @@ from eagle_kit.models.blocks.mla import LatentAttention, make_attention
 from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import StepForm, StepOutput
+from eagle_kit.objective.align import token_of
+from eagle_kit.objective.loss import TTTBatch
+from eagle_kit.objective.step_parts import call, rows_with_loss, step_attention
+from eagle_kit.objective.target_features import positions_of
+from eagle_kit.ops.attention.ttt import QueryPlan, plan_rows
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 
 
@@ -71,6 +78,7 @@ class PEagleHead(Eagle3Head):
 
     config: PEagleConfig
     step_form = StepForm.MASKED
+    has_own_training_steps = True
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
@@ -146,3 +154,90 @@ class PEagleHead(Eagle3Head):
                 attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
             x, residual = self.next_inputs(i, residual, attended)
         return StepOutput(residual, x)
+
+    def training_steps(self, batch: TTTBatch, *, recompute: bool) -> list[torch.Tensor]:
+        """See :class:`~eagle_kit.models.draft_head.DraftHead`.
+
+        No state is handed from step to step: rows of step k >= 1 are masks at position i + k, which attend to
+        the rows of step 0 up to row i and to their own row's masks. So each layer runs once, over the rows of
+        all steps.
+        """
+        plan = batch.plan
+        features = batch.inputs or batch.features
+        length = plan.length
+        masked = plan.computed[1:]
+        num_masks = sum(map(len, masked))
+        all_rows = torch.arange(length, device=batch.ids.device)
+        causal = plan_rows(all_rows, plan.doc_start)
+
+        # Positions of the rows of all steps, step after step.
+        positions = positions_of(plan.doc_start)
+        depths = [positions[:length]]
+        depths += [positions[rows] + step for step, rows in enumerate(masked, start=1)]
+        rotation = self.rope.at(torch.cat(depths))
+
+        def first_inputs(hidden: torch.Tensor, aux: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            embeds = embedding(batch.ids[token_of(all_rows, 0)], self.embedding(batch.embed_weight))
+            x, residual = self.midlayer.inputs(self.features(hidden, aux), embeds)
+            mask_x, mask_residual = self.mask_inputs()
+            x = torch.cat((x, mask_x.expand(num_masks, -1)))
+            residual = torch.cat((residual, mask_residual.expand(num_masks, -1)))
+            return x, residual
+
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: QueryPlan
+        ) -> torch.Tensor:
+            """Attention of the rows ``first`` of step 0 and of all rows of later steps."""
+            scale = self.config.attention_scale
+            window = self.config.windows[layer]
+            sizes = [length, *map(len, masked)]
+            keys = k.split(sizes)
+            values = v.split(sizes)
+            queries = q.split([len(first.rows), *map(len, masked)])
+            out = [step_attention(queries[0], keys[0], values[0], None, None, first.within(window, 0), scale)]
+            own_keys: list[torch.Tensor] = []
+            own_values: list[torch.Tensor] = []
+            for step in range(1, len(queries)):
+                if not len(queries[step]):
+                    break
+                if step > 1:
+                    own_keys = [part[plan.kept[step]] for part in own_keys]
+                    own_values = [part[plan.kept[step]] for part in own_values]
+                own_keys.append(keys[step])
+                own_values.append(values[step])
+                attended = step_attention(
+                    queries[step],
+                    keys[0],
+                    values[0],
+                    torch.stack(own_keys, 2),
+                    torch.stack(own_values, 2),
+                    plan.attention[step].within(window, step),
+                    scale,
+                )
+                out.append(attended)
+            return torch.cat(out)
+
+        def one_layer(
+            layer: int, x: torch.Tensor, residual: torch.Tensor
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            attention = self.stack[layer].self_attn
+            q, k, v = attention.qkv(x, rotation)
+            return self.next_inputs(layer, residual, attention.gated(attend(layer, q, k, v, causal), x))
+
+        def last_layer(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+            layer = self.stack[-1]
+            q, k, v = layer.self_attn.qkv(x, rotation)
+
+            # Of step 0 only the rows with loss are needed from here on.
+            rows = plan.computed[0]
+            q = torch.cat((q[rows], q[length:]))
+            x = torch.cat((x[rows], x[length:]))
+            residual = torch.cat((residual[rows], residual[length:]))
+            attended = attend(len(self.stack) - 1, q, k, v, plan.attention[0])
+            return layer.finish(residual, layer.self_attn.gated(attended, x))
+
+        x, residual = call(recompute, first_inputs, features.hidden[:length], features.aux[:length])
+        for layer in range(len(self.stack) - 1):
+            x, residual = call(recompute, partial(one_layer, layer), x, residual)
+        out = call(recompute, last_layer, x, residual).split([len(rows) for rows in plan.computed])
+        return [rows_with_loss(part, plan, step) for step, part in enumerate(out)]
