@@ -19,6 +19,7 @@ def variants() -> list[Variant]:
     """Kernels to compile ahead of time, for Llama 3's vocabulary: distributions over bf16 logits, and
     probabilities for drafts of other engines."""
     found = []
+    # Types of the arguments of every kernel, by their names.
     integers = ("nodes", "vocab", "chunks", "steps", "q_nodes", "uniform_stride")
     longs = ("tokens", "parents", "path", "emitted", "num_accepted", "refused")
     doubles = ("sums", "q_sums", "uniforms", "bonus_uniforms", "scales", "parts", "excess")
@@ -40,6 +41,7 @@ def variants() -> list[Variant]:
             )
         )  # fmt: skip
 
+    # What a cycle emitted, from the accepted path of up to 8 nodes.
     numbers = ("path", "tokens", "num_accepted", "seq_lens", "num_emitted", "roots", "new_lens")
     found.append(
         Variant(
@@ -51,6 +53,7 @@ def variants() -> list[Variant]:
             {"BLOCK": 8}, num_warps=1,
         )
     )  # fmt: skip
+    # Greedy decoding follows the best tokens; others read bf16 logits, or dense probabilities.
     greedy = {"GREEDY": True, "CHUNK": 1, "CPAD": chunks}
     add("greedy N64", _follow, True, {**greedy, "NPAD": 64}, 1)
     links = "the loops follow children, a number at a time; rows are read where one is refused"

@@ -10,6 +10,7 @@ def variants() -> list[Variant]:
     """Kernels to compile ahead of time: a usual tree, one whose scores depend on the node above, and the
     largest."""
     found = []
+    # The default tree; scores that depend on the node above (P = K); the most candidates and nodes.
     for topk, given, nodes in ((4, 1, 16), (4, 4, 16), (16, 16, 64)):
         block = _block(nodes, topk)
         constants = {"TOPK": topk, "GIVEN": given, "NODES": triton.next_power_of_2(nodes), "BLOCK": block}

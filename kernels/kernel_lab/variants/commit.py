@@ -9,6 +9,7 @@ def variants() -> list[Variant]:
     DeepSeek's latent (576, one tensor)."""
     made = []
     for title, row_bytes, has_v in (
+        # Stores in bf16 and fp8, a head of 80, and DeepSeek's latents, which have no values.
         ("bf16 D128", 256, True),
         ("fp8 D128", 128, True),
         ("bf16 D80", 160, True),

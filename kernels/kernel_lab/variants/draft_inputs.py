@@ -23,6 +23,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
             num_warps=_num_warps(triton.next_power_of_2(size)),
         )
         for kind, size, gathers in (
+            # Features gathered by rows, or one for each token; Llama 3 8B and 70B, SmolLM2.
             ("bf16", 4096, True),
             ("bf16", 4096, False),
             ("bf16", 8192, True),

@@ -13,9 +13,11 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     SmolLM2's 576."""
     found = []
     for kind, dtype, num_rows, vocab, size, topk in (
+        # Chains (K = 1) and trees (K > 1) of a 32,000-token head.
         ("bf16", torch.bfloat16, 1, 32000, 4096, 1),
         ("bf16", torch.bfloat16, 16, 32000, 4096, 4),
         ("bf16", torch.bfloat16, 32, 32000, 4096, 8),
+        # A whole vocabulary, and the small heads of SmolLM2 in every dtype.
         ("bf16", torch.bfloat16, 64, 151936, 4096, 16),
         ("bf16", torch.bfloat16, 64, 8192, 576, 10),
         ("fp16", torch.float16, 16, 8192, 576, 4),
@@ -43,6 +45,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 programs=1 if num_rows > 32 and facts.capability >= 100 else PROGRAMS,
             )
         )
+    # One launch that merges the tiles' best tokens: a chain, a tree, and the largest vocabulary.
     for vocab, topk in ((32000, 1), (32000, 8), (151936, 16)):
         options = _merge_options(topk, triton.cdiv(vocab, 128))
         warps = options.pop("num_warps")

@@ -42,10 +42,12 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     )
     fp8 = "fp8e4nv" if facts.converts_fp8 else "i8"
     for kind, experts, rows, *scaling in (
+        # bf16 and fp16 weights: few rows and many, of Mixtral and of DeepSeek-V3.
         ("bf16", 8, 2),
         ("bf16", 256, 2),
         ("bf16", 8, 400),
         ("fp16", 64, 40),
+        # fp8 weights with scales of blocks (DeepSeek-V3), and with scales of outputs.
         ("bf16", 256, 2, "blocks"),
         ("bf16", 256, 40, "blocks"),
         ("bf16", 256, 400, "blocks"),

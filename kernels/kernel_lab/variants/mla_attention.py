@@ -25,13 +25,16 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     pointers = ("q", "rows", "page_table", "prefix_lens", "kv_lens", "ancestors", "out", "partial", "lse")
     made = []
     for kind, stored, itemsize, num_rows, split, *words in (
+        # A bf16 store: few, some and many query rows, the last without runs too.
         ("bf16", "bf16", 2, 16, True),
         ("bf16", "bf16", 2, 32, True),
         ("bf16", "bf16", 2, 128, True),
         ("bf16", "bf16", 2, 128, False),
+        # Runs merged by the last program of the launch; keys of the window in pages.
         ("bf16", "bf16", 2, 16, True, "merged"),
         ("bf16", "bf16", 2, 32, True, "merged"),
         ("bf16", "bf16", 2, 128, True, "in pages"),
+        # fp16, and an fp8 store.
         ("fp16", "fp16", 2, 128, True),
         ("bf16", "fp8e4nv", 1, 16, True),
         ("bf16", "fp8e4nv", 1, 16, True, "merged"),

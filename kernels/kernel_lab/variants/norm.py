@@ -20,8 +20,10 @@ def variants(facts: DeviceFacts) -> list[Variant]:
             num_warps=_num_warps(triton.next_power_of_2(size)),
         )
         for kind, size, residual in (
+            # Without a residual: norms of queries and keys, and the first norm.
             ("bf16", 128, False),
             ("bf16", 4096, False),
+            # With a residual, whose sum is written too: SmolLM2, Llama 3 8B and 70B.
             ("bf16", 576, True),
             ("bf16", 4096, True),
             ("bf16", 8192, True),

@@ -23,6 +23,7 @@ def variants() -> list[Variant]:
             narrow="a row of 128 values is 8 bytes for each lane of a warp" if size == 128 else "",
         )
         for kind, size, total in (
+            # Norms of queries and keys have no residual (total); layer norms of the heads have one.
             ("bf16", 128, False),
             ("bf16", 576, True),
             ("bf16", 4096, True),

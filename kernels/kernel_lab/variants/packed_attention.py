@@ -8,6 +8,7 @@ from kernel_lab.variants import ttt_attention as flash
 def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: the forward at the head sizes of captured targets, gpt-oss's with
     sinks and Gemma 2's with a cap."""
+    # Head sizes and dtypes of captured targets.
     shipped = (
         ("bf16", 64, facts),
         ("bf16", 128, facts),

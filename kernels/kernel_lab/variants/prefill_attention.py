@@ -47,15 +47,18 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: chunks of Llama 3 8B and of other head sizes, pages and stores; short
     chunks; gpt-oss's, Gemma 2's and Llama 4's layers."""
     return [
+        # Llama 3 8B: long chunks and chunks of 2 rows, bf16 and fp8 stores.
         _variant("bf16", 128, 4, 2048, 16, "bf16", facts),
         _variant("bf16", 128, 4, 2048, 64, "fp8e4nv", facts),
         _variant("bf16", 128, 8, 2, 16, "bf16", facts),
         _variant("bf16", 128, 4, 2, 16, "fp8e4nv", facts),
+        # Other head sizes, groups, pages and dtypes.
         _variant("fp16", 64, 3, 2048, 1, "fp16", facts),
         _variant("bf16", 80, 1, 2048, 16, "bf16", facts),
         _variant("bf16", 96, 5, 2048, 64, "bf16", facts),
         _variant("bf16", 256, 4, 2048, 64, "bf16", facts),
         _variant("fp32", 64, 3, 2048, 16, "fp32", facts),
+        # Layers of gpt-oss (window and sinks), Gemma 2 (window and cap) and Llama 4 (chunks).
         _variant("bf16", 64, 8, 2048, 16, "bf16", facts, WINDOW=128, SINKS=True),
         _variant("bf16", 256, 2, 2048, 16, "bf16", facts, WINDOW=4096, CAPPED=True),
         _variant("bf16", 128, 5, 2048, 16, "bf16", facts, CHUNK=8192),

@@ -20,6 +20,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: layers of Qwen3-Next, in bf16, and of Nemotron-H."""
     made = []
     for title, delta, heads, key_heads, key, value in (
+        # The gated delta rule, and Mamba-2 without it.
         ("Qwen3-Next", True, 32, 16, 128, 128),
         ("Nemotron-H", False, 128, 8, 128, 64),
     ):

@@ -60,16 +60,19 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     llama = (32, 8, 128)
     qwen3 = (32, 4, 128)
     return [
+        # Llama 3 8B: rotation alone, with stores of prompts, and with stores of windows.
         _variant(facts, "bf16", llama),
         _variant(facts, "bf16", llama, stored="bf16", returns=False),
         _variant(facts, "bf16", llama, stored="bf16", returns=False, counts=True),
         _variant(facts, "bf16", llama, stored="fp8e4nv", returns=False, counts=True),
         _variant(facts, "fp16", llama, stored="fp16"),
         _variant(facts, "fp32", llama, stored="fp32"),
+        # Other shapes: SmolLM2, Qwen3 with norms, and a head of 80.
         _variant(facts, "bf16", (9, 3, 64), stored="bf16", returns=False),
         _variant(facts, "bf16", qwen3, norm=True, stored="bf16", returns=False),
         _variant(facts, "bf16", qwen3, norm=True, stored="fp8e4nv"),
         _variant(facts, "bf16", (32, 32, 80), stored="bf16", returns=False),
+        # Heads rotated in part, heads of 256 with norms, and interleaved pairs.
         _variant(
             facts, "bf16", (16, 2, 256), rotated=64, norm=True, norm_kind="fp32", stored="bf16", returns=False
         ),

@@ -22,6 +22,7 @@ def variants() -> list[Variant]:
             },
         )
         for kind, size, rotated, interleaved in (
+            # Llama, small models, a head rotated in part, DeepSeek's pairs, and fp32.
             ("bf16", 128, 128, False),
             ("bf16", 64, 64, False),
             ("bf16", 80, 32, False),

@@ -8,6 +8,7 @@ def variants() -> list[Variant]:
     """Kernels to compile ahead of time: the slots of a draft's cycle, gathered, and written back."""
     found = []
     for name, kinds, writes in (
+        # Dtypes of the tables of a cycle's slots; a write has those that the cycle changes.
         ("gather", ("i64", "i64", "i64", "i8", "i64", "i64", "i64"), False),
         ("write", ("i64", "i64", "i64", "i64", "i64"), True),
     ):

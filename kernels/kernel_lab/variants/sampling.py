@@ -45,6 +45,7 @@ def variants() -> list[Variant]:
     lanes = "16 sums a lane leave a thread room for 4 lanes"
     filtered_row = {"DENSE": False, "CHUNK": chunk, "CPAD": chunks}
     add("best bf16", _best, {"CHUNK": chunk})
+    # Bounds: of top-k over bf16 logits, of top-p over fp32 logits that a top-k limits.
     for name, kind, count, top_p, limit in (
         ("top-k bf16", "bf16", True, False, False),
         ("top-p fp32", "fp32", False, True, True),
@@ -53,6 +54,7 @@ def variants() -> list[Variant]:
         wanted = {"wanted": "*fp32" if top_p else "*i64", "logits": f"*{kind}"}
         add(f"search {name}", _search, {**options, "COUNT": count, "LANES": 512}, 4, lanes, **wanted)
         add(f"settle {name}", _settle, options, 16, **wanted)
+    # Sums of the weights of chunks: of all tokens, and of those that filters keep.
     for name, filtered in (("", False), (" filtered", True)):
         add(
             f"sums bf16{name}",
@@ -60,6 +62,7 @@ def variants() -> list[Variant]:
             {**filtered_row, "HAS_LIMIT": filtered, "HAS_FLOOR": filtered},
             rows="*bf16",
         )
+    # Samples from logits and from dense probabilities, distinct samples, and their uniform numbers.
     add("draw bf16", _draw, filtered_row, rows="*bf16")
     add("draw fp32 dense", _draw, {**filtered_row, "DENSE": True}, rows="*fp32")
     add("probs fp32", _probs, {"CHUNK": chunk, "CPAD": chunks}, rows="*fp32", out="*fp32")

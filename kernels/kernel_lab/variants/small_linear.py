@@ -13,17 +13,21 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     integers = ("num_rows", "num_outputs", "size", "weight_stride", "splits", "group_rows", "group_size")
     fp8 = "fp8e4nv" if facts.converts_fp8 else "i8"
     for kind, stored, rows, split, even, *special in (
+        # bf16 and fp16 weights, with and without runs of K; blocks do not divide the fourth's K.
         ("bf16", "bf16", 16, True, True),
         ("bf16", "bf16", 32, True, True),
         ("bf16", "bf16", 64, True, True),
         ("bf16", "bf16", 16, False, False),
         ("fp16", "fp16", 64, False, True),
+        # fp8 weights with a scale for each output.
         ("bf16", fp8, 16, True, True),
         ("bf16", fp8, 64, False, True),
         ("fp16", fp8, 32, True, True),
+        # Gate and up projections in one launch, with SwiGLU behind (gated).
         ("bf16", "bf16", 16, False, True, "gated"),
         ("bf16", "bf16", 64, True, True, "gated"),
         ("bf16", fp8, 64, False, True, "gated"),
+        # fp8 weights with scales of blocks (grouped).
         ("bf16", fp8, 16, True, True, "grouped"),
         ("bf16", fp8, 32, False, False, "grouped"),
         ("fp16", fp8, 64, True, True, "grouped"),
@@ -57,6 +61,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
                 converts="fp8 is widened on its way to the matrix instruction" if is_fp8 else "",
             )
         )
+    # Sums of the runs of K: plain, with scales of outputs, and gated.
     for scaled, paired in ((False, False), (True, False), (False, True)):
         types = dict.fromkeys(("bias", "out"), "*bf16") | {"partial": "*fp32"}
         types |= {"scales": "*fp32" if scaled else "*bf16"}

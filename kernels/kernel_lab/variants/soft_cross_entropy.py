@@ -18,5 +18,6 @@ def variants() -> list[Variant]:
             num_warps=NUM_WARPS,
             narrow="" if aligned else "rows begin at odd addresses",
         )
+        # Vocabularies that 16 divides in every dtype, and one that it does not.
         for kind, aligned in (("bf16", True), ("bf16", False), ("fp16", True), ("fp32", True))
     ]

@@ -13,6 +13,7 @@ def variants(facts: DeviceFacts) -> list[Variant]:
         (_swiglu_backward, ("d_out", "gate_up", "d_gate_up")),
     ):
         for kind, itemsize, size in (
+            # SmolLM2, and Llama 3 8B in every dtype.
             ("bf16", 2, 1536),
             ("bf16", 2, 14336),
             ("fp16", 2, 14336),

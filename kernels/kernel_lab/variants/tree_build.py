@@ -27,6 +27,7 @@ def variants() -> list[Variant]:
         return Variant(name, kernel, types, constants, num_warps=num_warps, narrow=narrow)
 
     found = [variant("chain_build", _chain_build, {"BLOCK": 8}, 1)]
+    # Beams: the default width, a wide one, the widest.
     for topk in (4, 10, 16):
         block = triton.next_power_of_2(topk)
         found.append(variant(f"start_beam K{topk}", _start_beam, {"TOPK": topk, "BLOCK": block}, 1))
@@ -37,6 +38,7 @@ def variants() -> list[Variant]:
                 f"grow_beam K{topk}", _grow_beam, {"TOPK": topk, **options}, warps, "a few hundred scores"
             )
         )
+    # Trees: the default, a wide one, the largest.
     for steps, topk in ((5, 4), (6, 10), (16, 16)):
         block = triton.next_power_of_2(topk + (steps - 1) * topk**2)
         constants = {"TOPK": topk, "ROUNDS": (steps - 1).bit_length(), "BLOCK": block}

@@ -65,6 +65,7 @@ def forward_variant(
 def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: draft heads of Llama (D 128), of Gemma (256), of small models
     (64)."""
+    # Llama and Gemma; the keys' gradient in small heads and fp32 too.
     every = [("bf16", 128, facts), ("bf16", 256, facts)]
     return [
         *(forward_variant("ttt_attention", *at, own=True) for at in every),

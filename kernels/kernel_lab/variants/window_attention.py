@@ -80,6 +80,7 @@ def _variant(
 def variants(facts: DeviceFacts) -> list[Variant]:
     """Kernels to compile ahead of time: decoding and windows of 8, 16 and 32 nodes of Llama 3 8B; other head
     sizes, pages and stores; gpt-oss's, Gemma 2's and Llama 4's layers."""
+    # The merge of runs that the attention kernel does not merge itself.
     merging = Variant(
         "window_attention merge bf16 D128 G4",
         merge,
@@ -94,17 +95,20 @@ def variants(facts: DeviceFacts) -> list[Variant]:
     )
     return [
         merging,
+        # Llama 3 8B: one node and windows, pages of 1, 16 and 64, bf16 and fp8 stores.
         _variant("bf16", 128, 4, 1, 16, "bf16", True, facts),
         _variant("bf16", 128, 4, 8, 64, "bf16", True, facts),
         _variant("bf16", 128, 4, 16, 1, "bf16", False, facts),
         _variant("bf16", 128, 4, 32, 16, "bf16", True, facts),
         _variant("bf16", 128, 4, 1, 16, "fp8e4nv", True, facts),
         _variant("bf16", 128, 4, 16, 64, "fp8e4nv", True, facts),
+        # Other head sizes, groups and dtypes.
         _variant("fp16", 64, 3, 64, 16, "fp16", True, facts),
         _variant("bf16", 80, 1, 5, 16, "bf16", True, facts),
         _variant("bf16", 96, 5, 64, 1, "bf16", True, facts),
         _variant("bf16", 256, 16, 8, 64, "bf16", True, facts),
         _variant("fp32", 128, 4, 8, 16, "fp32", True, facts),
+        # Layers of gpt-oss (window and sinks), Gemma 2 (window and cap) and Llama 4 (chunks).
         _variant("bf16", 64, 8, 8, 16, "bf16", True, facts, WINDOW=128, SINKS=True),
         _variant("bf16", 256, 2, 8, 16, "bf16", True, facts, WINDOW=4096, CAPPED=True),
         _variant("bf16", 128, 5, 16, 16, "bf16", True, facts, CHUNK=8192),
