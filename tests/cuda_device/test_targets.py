@@ -16,7 +16,7 @@ from tests.cuda_device.device import LogKind, phase
 from tests.cuda_device.engines import SIZES, made_up_results
 from tests.cuda_device.test_warm_up import USUAL, WAITS, prepared, serve
 
-LATENTS = {
+SMALL_DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
     "vocab_size": 512,
@@ -55,7 +55,7 @@ def gated_delta(folder: Path) -> Target:
 
 def latents(folder: Path) -> Target:
     """A small DeepSeek-V3: latent attention, and experts behind the first layer."""
-    model = LlamaModel(TargetConfig.from_dict(LATENTS))
+    model = LlamaModel(TargetConfig.from_dict(SMALL_DEEPSEEK))
     return randomise(model, 3, 0.2).eval().requires_grad_(False).to("cuda", torch.bfloat16)
 
 
@@ -73,7 +73,7 @@ def of_family(name: str) -> Callable[[Path], Target]:
     return load
 
 
-TARGETS = {
+LOADERS = {
     "gated delta": gated_delta,
     "gated delta and experts": of_family("qwen3_next"),
     "mamba beside attention": of_family("falcon_h1"),
@@ -84,9 +84,9 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name", LOADERS)
 def test_traffic_behind_a_warm_up_is_prepared_for(name, tmp_path):
-    target = TARGETS[name](tmp_path)
+    target = LOADERS[name](tmp_path)
     llm, warmed = prepared("usual", target=target)
     engine = llm.engine()
     num_graphs = engine.num_graphs

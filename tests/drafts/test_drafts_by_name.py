@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import shlex
 import shutil
 import subprocess
 import sys
@@ -72,27 +73,25 @@ def spoken(capsys) -> str:
     return said.out + said.err
 
 
-GREEDY = ("--prompt", "Hi", "--max-tokens", "4", "--shape", "2,1,3")
 COMMANDS = {
-    "generate": ["generate", "--target", "TARGET", "--draft", NAME, *GREEDY],
-    "validate": ["validate", NAME, "--target", "TARGET"],
-    "import": ["import", NAME, "--out", "OUT", "--target", "TARGET"],
-    "export": ["export", NAME, "--out", "OUT", "--target", "TARGET"],
-    "serve --draft": ["serve", "TARGET", "--draft", NAME, "--port", "0"],
-    "serve --target": ["serve", NAME, "--target", "TARGET", "--port", "0"],
-    "eval": [
-        *("eval", "--target", "TARGET", "--draft", NAME, "--tasks", "TASK", "--max-tokens", "4"),
-        *("--shapes", "2,1,3", "--no-plots", "--out", "OUT"),
-    ],
-    "regenerate": [
-        *("data", "regenerate", "--target", "TARGET", "--source", "CHATS", "--out", "OUT.jsonl"),
-        *("--draft", NAME, "--max-tokens", "4", "--limit", "1"),
-    ],
-    "bench": [
-        *("bench", "--target", "TARGET", "--draft", NAME, "--tasks", "TASK", "--shapes", "1,1,2"),
-        *("--batches", "1", "--rounds", "1", "--max-tokens", "2"),
-    ],
-    "train": ["train", "CONFIG", f"head={{start_from: {NAME}}}", "training.max_steps=1"],
+    "generate": f"generate --target TARGET --draft {NAME} --prompt Hi --max-tokens 4 --shape 2,1,3",
+    "validate": f"validate {NAME} --target TARGET",
+    "import": f"import {NAME} --out OUT --target TARGET",
+    "export": f"export {NAME} --out OUT --target TARGET",
+    "serve --draft": f"serve TARGET --draft {NAME} --port 0",
+    "serve --target": f"serve {NAME} --target TARGET --port 0",
+    "eval": (
+        f"eval --target TARGET --draft {NAME} --tasks TASK --max-tokens 4 --shapes 2,1,3 --no-plots --out OUT"
+    ),
+    "regenerate": (
+        "data regenerate --target TARGET --source CHATS --out OUT.jsonl "
+        f"--draft {NAME} --max-tokens 4 --limit 1"
+    ),
+    "bench": (
+        f"bench --target TARGET --draft {NAME} --tasks TASK --shapes 1,1,2 "
+        "--batches 1 --rounds 1 --max-tokens 2"
+    ),
+    "train": f"train CONFIG 'head={{start_from: {NAME}}}' training.max_steps=1",
 }
 
 
@@ -112,7 +111,7 @@ def test_every_command_takes_a_draft_by_its_name(command, hub, target, eagles, t
     places |= {"OUT.jsonl": tmp_path / "out.jsonl", "CONFIG": tmp_path / "config.yaml"}
     if command == "train":
         make_config(tmp_path)
-    code = main([str(places.get(word, word)) for word in COMMANDS[command]])
+    code = main([str(places.get(word, word)) for word in shlex.split(COMMANDS[command])])
     assert code == 0, spoken(capsys)
     assert hub.downloads == ["config.json", "pytorch_model.bin"]
 
@@ -121,7 +120,7 @@ def test_an_evaluation_is_not_continued_with_a_newer_commit(hub, target, eagles,
     hub.add(NAME, eagles)
     (tmp_path / "task.jsonl").write_text('{"prompt": "Hi"}\n')
     places = {"TARGET": target, "OUT": tmp_path / "out", "TASK": tmp_path / "task.jsonl"}
-    words = [str(places.get(word, word)) for word in COMMANDS["eval"]]
+    words = [str(places.get(word, word)) for word in shlex.split(COMMANDS["eval"])]
     assert main(words) == 0 and main(words) == 0
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["drafts"][0]["path"] == NAME
     save_draft(tiny_head(load_target(target), seed=9), tmp_path / "newer", metadata={})
