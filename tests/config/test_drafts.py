@@ -50,6 +50,8 @@ def test_a_key_of_another_kind_is_refused_with_the_keys_of_this_one(path: Path) 
     error = refusal(path, "head.kind=mtp", "head.block_size=4")
     assert "head.block_size has no meaning for a head of the kind mtp" in error.cause
     assert error.remedy.endswith("are kind, num_modules, init.")
+    config = load_config(TrainConfig, path, ["head.block_size=4", "head={kind: mtp}"])
+    assert "head={kind: mtp}" in error.remedy and config.head.kind == "mtp"
     error = refusal(path, "head.kind=mtp", "training.num_anchors=4")
     assert "training.num_anchors has no meaning for a head of the kind mtp" in error.cause
     assert "loss" in error.remedy and "detach_steps" in error.remedy and "ttt_length" not in error.remedy

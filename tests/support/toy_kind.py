@@ -14,8 +14,9 @@ from eagle_kit.config.drafts.shared_training import LossTrainingConfig
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.drafts.base.kind import HeadKind
 from eagle_kit.drafts.files.config_json import layer_to_dict
+from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.models.blocks.layers import Attention, RMSNorm
-from eagle_kit.models.config import DecoderConfig, TiedArchitecture
+from eagle_kit.models.config import DecoderConfig, TargetConfig, TiedArchitecture
 from eagle_kit.models.config_parts import read_size
 from eagle_kit.models.draft_head import Block, TiedHead
 from eagle_kit.ops.linear import Linear
@@ -23,6 +24,8 @@ from eagle_kit.ops.linear import Linear
 
 @dataclass(frozen=True)
 class ToyConfig(DecoderConfig, TiedArchitecture):
+    """Architecture of a toy head: sizes of its target, and one head of attention."""
+
     hidden_size: int
     vocab_size: int
     max_position_embeddings: int
@@ -39,26 +42,35 @@ class ToyConfig(DecoderConfig, TiedArchitecture):
 
 
 class ToyHead(TiedHead, Block):
+    """Toy head. It is its own single block."""
+
+    config: ToyConfig
+    self_attn: Attention
+
     def __init__(self, config: ToyConfig) -> None:
         super().__init__(config)
         size = config.hidden_size
         self.fc = Linear(2 * size, size, bias=False)
-        self.norm = RMSNorm(size, 1e-6)
+        self.norm = RMSNorm(size, config.rms_norm_eps)
         self.self_attn = Attention(config, size)
 
     @property
-    def blocks(self):
+    def blocks(self) -> list[Block]:
+        """The head itself."""
         return [self]
 
     @property
-    def last_norm(self):
+    def last_norm(self) -> RMSNorm:
+        """The only norm, in front of attention."""
         return self.norm
 
-    def inputs(self, hidden, embeds):
+    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :class:`~eagle_kit.models.draft_head.Block`."""
         x = self.fc(torch.cat((embeds, hidden), -1))
         return self.norm(x), x
 
-    def finish(self, residual, attended):
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """See :class:`~eagle_kit.models.draft_head.Block`; there is no MLP."""
         return residual + self.self_attn.o_proj(attended.flatten(1))
 
 
@@ -77,24 +89,34 @@ class ToyTrainConfig(TrainConfig):
 
 
 class ToyKind(HeadKind[ToyConfig, ToyHead, ToyHeadConfig]):
-    name, title = "toy", "Toy draft head"
-    algorithms, vllm_method = ("TOY",), "toy"
-    config_class, head_class = ToyConfig, ToyHead
+    """Toy heads on disk, in training and in service."""
+
+    name = "toy"
+    title = "Toy draft head"
+    algorithms = ("TOY",)
+    vllm_method = "toy"
+    config_class = ToyConfig
+    head_class = ToyHead
     trained_as = ("toy",)
 
-    def recognises(self, files):
+    def recognises(self, files: DraftFiles) -> bool:
+        """See :class:`~eagle_kit.drafts.base.kind.DraftKind`."""
         return files.architecture == "ToyDraft"
 
-    def read_config(self, files, target=None):
+    def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> ToyConfig:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         keys = ("hidden_size", "vocab_size", "max_position_embeddings")
         sizes = {key: read_size(files.config, key, files.where) for key in keys}
         return ToyConfig(**sizes, **files.about)
 
-    def write_config(self, config):
-        return {"architectures": ["ToyDraft"], **layer_to_dict(config, 1e-6)}
+    def write_config(self, config: ToyConfig) -> dict[str, Any]:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
+        return {"architectures": ["ToyDraft"], **layer_to_dict(config, config.rms_norm_eps)}
 
-    def describe(self, config, dtype):
+    def describe(self, config: ToyConfig, dtype: str) -> str:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return f"One linear layer of {config.hidden_size} values in {dtype}."
 
-    def new_config(self, settings, target):
+    def new_config(self, settings: ToyHeadConfig, target: TargetConfig) -> ToyConfig:
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return ToyConfig(target.hidden_size, target.vocab_size, target.max_position_embeddings)

@@ -24,10 +24,15 @@ def refuse_unknown_keys(given: Iterable[str], schema: type[BaseModel], section: 
     for key in given:
         if key in known:
             continue
-        own = [name for name in known if name not in TrainingConfig.model_fields]
-        remedy = (
-            f"The keys of {section} that this kind has, besides those of all kinds, are {', '.join(own)}."
-        )
+        own = ", ".join(name for name in known if name not in TrainingConfig.model_fields)
+        if section == "head":
+            # A file for another kind of head may have the key, and no override takes a key away.
+            remedy = (
+                f"Leave it out (on a command line 'head={{kind: {kind}}}' replaces the whole section); "
+                f"the keys of head that this kind has are {own}."
+            )
+        else:
+            remedy = f"The keys of {section} that this kind has, besides those of all kinds, are {own}."
         for nearest in difflib.get_close_matches(key, known, n=1, cutoff=0.8):
             remedy = f"Did you mean {section}.{nearest}?"
         raise UserError(f"{section}.{key} has no meaning for a head of the kind {kind}.", remedy)
