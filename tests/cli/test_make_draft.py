@@ -1,7 +1,5 @@
 """`make-draft` end to end on a tiny target: interrupted, gone on with, and what it leaves."""
 
-import argparse
-import errno
 import itertools
 import json
 import re
@@ -10,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,12 +15,13 @@ import pytest
 import yaml
 from tiny_run import TEMPLATE, make_conversations, make_target
 
-from eagle_kit.cli import make_draft
+from eagle_kit.cli import make_draft, stage_commands
 from eagle_kit.cli.app import main
-from eagle_kit.config.loading.flags import options_of
+from eagle_kit.cli.stage_commands import COMMANDS
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
-from eagle_kit.train.plan.pilot import PILOTS, ExpectedCosts
+from eagle_kit.train.plan.budget import OWN_PHASE, RAW_PHASE
+from eagle_kit.train.plan.pilot import ExpectedCosts
 
 
 @pytest.fixture
@@ -31,7 +29,7 @@ def words(tmp_path, monkeypatch):
     """The command, for a target whose stages take seconds."""
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(make_draft, "START_S", 1.0)
+    monkeypatch.setattr("eagle_kit.train.plan.pilot.START_S", 1.0)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"The {noun}"}) for noun in ("cat", "dog")))
     source = make_conversations(tmp_path / "chats.jsonl", count=120)
@@ -47,111 +45,65 @@ def test_too_small_a_budget_and_other_settings_are_refused(words, tmp_path, monk
     assert main(words) == 2
     assert "was begun with other settings" in capsys.readouterr().err
     (out / make_draft.STATE).unlink()
-    monkeypatch.setattr(make_draft, "START_S", 15.0)
+    monkeypatch.setattr("eagle_kit.train.plan.pilot.START_S", 15.0)
     calls = []
-    monkeypatch.setattr(make_draft, "_call", lambda words, note: calls.append(words) or 2)
+    monkeypatch.setattr(stage_commands, "call", lambda words, note: calls.append(words) or 2)
     assert main(words) == 2 and not calls
     error = capsys.readouterr().err
     assert "--budget 90s is too short" in error and re.search(r"Give at least \d+m,", error)
 
 
-def test_another_number_of_processes_or_another_recipe_does_not_go_on(words, tmp_path, capsys):
-    out = tmp_path / "out"
-    out.mkdir()
-    making = make_draft.Making(make_draft_options(words), 90.0, out)
-    for change in ({"processes": 3}, {"recipe": 1}):
-        asked = {**making.state["asked"], **change}
-        (out / make_draft.STATE).write_text(json.dumps({"asked": asked, "done": {"raw": {}}}))
-        assert main(words) == 2
-        assert "was begun with other settings" in capsys.readouterr().err
+def change_state(out, change):
+    """Write the log of an interrupted call again, changed."""
+    state = json.loads((out / make_draft.STATE).read_text())
+    change(state)
+    (out / make_draft.STATE).write_text(json.dumps(state))
+
+
+@pytest.mark.parametrize("setting", [{"processes": 3}, {"recipe": 1}])
+def test_another_number_of_processes_or_another_recipe_does_not_go_on(
+    words, tmp_path, monkeypatch, capsys, setting
+):
+    Commands(monkeypatch, stops="train")
+    assert main(words) == 130
+    change_state(tmp_path / "out", lambda state: state["asked"].update(setting))
+    assert main(words) == 2
+    assert "was begun with other settings" in capsys.readouterr().err
+
+
+def test_no_processes_are_refused(words, capsys):
     assert main([*words, "--processes", "0"]) == 2
     assert "--processes is 0" in capsys.readouterr().err
 
 
-WAITS = """
-import json, sys, time
-from pathlib import Path
-
-for _ in range(200):
-    if Path(sys.argv[1]).exists():
-        sys.exit(0 if json.loads(Path(sys.argv[1]).read_text())["spent_s"]["waits"] >= 0 else 4)
-    time.sleep(0.05)
-sys.exit(3)
-"""
-"""A stage that ends when the time it took so far is on the disk."""
-
-
-def waiting_stage(words, tmp_path, monkeypatch):
-    (tmp_path / "waits.py").write_text(WAITS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(make_draft.MODULES, "waits", "waits")
-    monkeypatch.setattr(make_draft, "NOTE_S", 0.01)
-    out = tmp_path / "out"
-    out.mkdir()
-    making = make_draft.Making(make_draft_options(words), 90.0, out)
-    return making, make_draft.Stage("waits", ("waits", str(out / make_draft.STATE)))
-
-
-def test_the_time_of_a_stage_is_noted_while_it_runs(words, tmp_path, monkeypatch):
-    making, stage = waiting_stage(words, tmp_path, monkeypatch)
-    assert making._do(lambda: stage) == 0
-
-
-def test_a_disk_that_is_full_meanwhile_ends_the_stage_too(words, tmp_path, monkeypatch):
-    making, stage = waiting_stage(words, tmp_path, monkeypatch)
-    start = subprocess.Popen
-    started = []
-
-    def full(*args, **named):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    def noted(*args, **named):
-        started.append(start(*args, **named))
-        return started[-1]
-
-    monkeypatch.setattr(make_draft, "write_json_atomically", full)
-    monkeypatch.setattr(make_draft.subprocess, "Popen", noted)
-    with pytest.raises(OSError, match="No space"):
-        making._do(lambda: stage)
-    assert started[0].returncode == -signal.SIGTERM
-
-
 def test_nothing_answered_and_no_time_left_are_told(words, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "out"
-    out.mkdir()
-    asked = make_draft.Making(make_draft_options(words), 90.0, out).state["asked"]
-    pilots = {
-        "pilot-replies": {"conversations": 0, "tokens": 0, "tokens_per_s": 0.0},
-        "pilot-training": {"tokens_per_s": 500.0, "kept_tokens_per_s": 900.0, "kept_tokens": 1e9},
-    }
-    spent = {"pilot-replies": 5.0, "pilot-training": 80.0}
+    Commands(monkeypatch, stops="train")
+    assert main(words) == 130
+    figures = {"tokens_per_s": 500.0, "kept_tokens_per_s": 900.0, "kept_tokens": 1e9}
 
-    def attempt():
-        state = {"asked": asked, "done": pilots, "spent_s": spent, "pilot": asdict(PILOTS[0])}
-        (out / make_draft.STATE).write_text(json.dumps(state))
+    def attempt(conversations):
+        def change(state):
+            state["done"]["pilot-training"] = figures
+            state["done"]["pilot-replies"]["conversations"] = conversations
+            state["spent_s"] = {"pilot-replies": 5.0, "pilot-training": 80.0}
+
+        change_state(tmp_path / "out", change)
         assert main(words) == 2
         return capsys.readouterr().err
 
-    assert "could be answered" in attempt()
-    pilots["pilot-replies"] = {"conversations": 16, "tokens": 1600, "tokens_per_s": 300.0}
-    assert "leaves nothing of --budget 90s" in attempt()
-
-
-def make_draft_options(words):
-    """Options of the command, parsed."""
-    parser = argparse.ArgumentParser()
-    make_draft.configure(parser)
-    return options_of(parser.parse_args(words[1:]), make_draft.MakeDraftOptions)
+    assert "could be answered" in attempt(0)
+    assert "leaves nothing of --budget 90s" in attempt(16)
 
 
 def test_what_the_first_stage_refuses_can_be_corrected_in_the_same_folder(
     words, tmp_path, monkeypatch, capsys
 ):
     calls = []
-    monkeypatch.setattr(make_draft, "_call", lambda words, note: calls.append(words) or 2)
+    monkeypatch.setattr(stage_commands, "call", lambda words, note: calls.append(words) or 2)
     assert main([*words, "--tasks", "nothing"]) == 2 and main(words) == 2
     assert "was begun with other settings" not in capsys.readouterr().err
     assert "nothing" in calls[0] and "nothing" not in calls[1]
+    assert not (tmp_path / "out" / "pilot.yaml").exists(), "it would have the settings of the first call"
 
 
 LENGTHS = (2.25, 2.5, 2.75)
@@ -170,8 +122,8 @@ class Commands:
         self.stops = stops
         self.given = []
         self.now = 0.0
-        monkeypatch.setattr(make_draft, "_call", self)
-        monkeypatch.setattr(make_draft, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(stage_commands, "call", self)
+        monkeypatch.setattr(stage_commands, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def __call__(self, words, note):
         # Note the command.
@@ -209,7 +161,8 @@ class Commands:
         (out / f"step-{steps}" / "eagle_kit.json").write_text(json.dumps(about))
         row = {"tokens": 400, "tokens_per_s": 800.0, "seconds": {"capture": 0.25}}
         rows = [row | {"tokens_per_s": 1.0}, *[row] * (steps - 1)]
-        (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        lines = [json.dumps({"step": step, **row}) for step, row in enumerate(rows, start=1)]
+        (out / "metrics.jsonl").write_text("\n".join(lines) + "\n")
         (Path(config["data"]["cache_dir"]) / "states").mkdir(parents=True, exist_ok=True)
 
     def evaluate(self, out):
@@ -291,7 +244,7 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     assert not (out / "cache" / "states").exists(), "the disk is given back"
 
     # The list of commands and the report.
-    lines = (out / make_draft.COMMANDS).read_text().splitlines()
+    lines = (out / COMMANDS).read_text().splitlines()
     assert [shlex.split(line)[1:] for line in lines] == [each[1:] for each in commands.given]
     report = (out / make_draft.REPORT).read_text()
     steps = yaml.safe_load((out / "training.yaml").read_text())["training"]["max_steps"]
@@ -299,7 +252,9 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
     for shape, length in zip(make_draft.SHAPES, LENGTHS, strict=True):
         line = next(line for line in report.splitlines() if line.startswith(f"| {shape} "))
         assert f"| {length:.2f} | {length - 1:.2f} |" in line
-    assert report in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert report in printed
+    assert "== 1/10 pilot-replies: eagle-kit data" in printed and "== 10/10 tune: eagle-kit" in printed
 
     # A second call has nothing left to do.
     commands.given.clear()
@@ -308,7 +263,7 @@ def test_every_stage_is_the_command_that_it_is_said_to_be(words, tmp_path, monke
 
 def test_a_short_budget_is_measured_briefly_and_as_long_when_gone_on_with(words, tmp_path, monkeypatch):
     costs = ExpectedCosts(1.0, reply_token=0.02, row_token=1e-3, step_flops=1e9, flops_per_s=1e9)
-    monkeypatch.setattr("eagle_kit.train.plan.pilot.expected_costs", lambda *given, start_s: costs)
+    monkeypatch.setattr("eagle_kit.train.plan.pilot.expected_costs", lambda *given: costs)
     commands = Commands(monkeypatch)
     words[words.index("90s")] = "20m"
     assert main([*words, "--dry-run"]) == 0
@@ -318,7 +273,8 @@ def test_a_short_budget_is_measured_briefly_and_as_long_when_gone_on_with(words,
     config = yaml.safe_load((tmp_path / "out" / "pilot.yaml").read_text())
     assert config["training"]["max_steps"] < 8 and config["data"]["max_length"] < 1024
     assert main([*words, "--dry-run"]) == 0 and len(commands.given) == 2
-    assert json.loads((tmp_path / "out" / make_draft.STATE).read_text())["pilot"]["replies"] == few
+    state = json.loads((tmp_path / "out" / make_draft.STATE).read_text())
+    assert state["choices"]["pilot"]["replies"] == few
 
 
 def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path, monkeypatch):
@@ -348,8 +304,8 @@ def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path,
     # Its mixture.
     raw, replies, answers = training["data"]["mix"]
     assert (raw["name"], replies["name"], answers["name"]) == ("raw", "replies", "answers")
-    assert raw["phase"] == list(make_draft.RAW_PHASE)
-    assert replies["phase"] == answers["phase"] == list(make_draft.OWN_PHASE)
+    assert raw["phase"] == list(RAW_PHASE)
+    assert replies["phase"] == answers["phase"] == list(OWN_PHASE)
     assert replies["weight"] + answers["weight"] == pytest.approx(1, abs=0.002)
     assert replies["weight"] == answers["weight"], "of as many tokens"
     assert raw["limit"] >= 32
@@ -405,7 +361,7 @@ def test_a_dry_run_measures_and_says_the_plan(words, tmp_path, monkeypatch, caps
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capfd):
     out, words = tmp_path / "out", [*words, "--processes", str(processes)]
-    line = "from eagle_kit.cli import make_draft as m; m.START_S = 1.0\n"
+    line = "from eagle_kit.train.plan import pilot; pilot.START_S = 1.0\n"
     script = f"import sys\n{line}from eagle_kit.cli.app import main\nsys.exit(main({words!r}))"
     process = subprocess.Popen([sys.executable, "-c", script])
     while process.poll() is None and not (out / "training" / "metrics.jsonl").is_file():
@@ -419,7 +375,7 @@ def test_a_draft_is_made_in_pieces_and_measured(processes, words, tmp_path, capf
     state = json.loads((out / make_draft.STATE).read_text())
     for name, made in done.items():
         assert state["done"][name] == made, "a stage that was done is done again"
-    commands = [shlex.split(command) for command in (out / make_draft.COMMANDS).read_text().splitlines()]
+    commands = [shlex.split(command) for command in (out / COMMANDS).read_text().splitlines()]
     assert yaml.safe_load((out / "training" / "run.yaml").read_text())["resumed"], "it was saved when stopped"
     train = {1: "eagle-kit train", 2: "torchrun --standalone"}[processes]
     assert [" ".join(command[:2]) for command in commands] == [

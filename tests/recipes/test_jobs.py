@@ -61,13 +61,13 @@ def test_jobs_finish_in_order_and_share_the_cores(tmp_path, monkeypatch):
 PARENT = """
 import sys
 from pathlib import Path
-from eagle_kit.cli import make_draft
+from eagle_kit.cli.stage_commands import call
 from recipes.jobs import Job
 words = [sys.executable, "-c", sys.argv[2]]
 if sys.argv[1] == "study":
     Job("a", words, Path(sys.argv[3]), print).start({}).wait()
 else:
-    make_draft._call(words, print)
+    call(words, print)
 """
 CHILD = """
 import signal, sys, time

@@ -110,6 +110,17 @@ def read_left_out(path: Path) -> list[tuple[Key, str, bool]]:
     return _read_lines(path, read)
 
 
+def count_replies(path: Path, tokenizer: Any) -> tuple[int, int]:
+    """Number of conversations in a file of replies, and of the tokens that their target wrote; 0 without a
+    file. Raises UserError for another file."""
+    conversations = _read_lines(path, lambda record: record["messages"])
+    turns = [turn for messages in conversations for turn in messages if turn["role"] == "assistant"]
+    if not turns:
+        return len(conversations), 0
+    texts = [turn.get("generated", turn["content"]) for turn in turns]
+    return len(conversations), sum(len(ids) for ids in tokenizer(texts)["input_ids"])
+
+
 def _read_lines(path: Path, read: Callable[[Any], T]) -> list[T]:
     """Lines of an earlier run's file through ``read``, its half-written last line cut off; none where there
     is no file. Raises UserError for another file."""

@@ -15,6 +15,8 @@ RESERVED = 0.2
 """Share of the budget for tuning and evaluating, and for loading the target in every stage."""
 REPLIES = 0.35
 """Share of the rest for generating replies."""
+TASK_SHARE = 1 / 3
+"""Share of the replies' tokens that answers prompts of :mod:`eagle_kit.datagen.task_prompts`."""
 RAW_PHASE, OWN_PHASE = (0.0, 0.55), (0.1, 1.0)
 """Spans of the training in which raw chats and own replies are drawn, alike where both are."""
 RAW_SHARE = OWN_PHASE[0] + (RAW_PHASE[1] - OWN_PHASE[0]) / 2
@@ -27,6 +29,12 @@ WANTED_STEPS = 3000
 """Optimiser steps of a training with time enough; with more time a step has more rows."""
 MOST_ROWS_PER_STEP = 16
 LEAST_STEPS = 20
+LEAST_TRAINING = 0.25
+"""Share of the planned training that is left to it, however long the stages before it took."""
+SINGLE_RATE = 0.2
+"""Rate of decoding one prompt at a time, as a share of that of a batch of replies."""
+PROMPTS_OF_A_TASK = (2, 32)
+"""Fewest and most prompts of a task that a draft is measured on."""
 BASE_RATE, BASE_WIDTH = 1.2e-3, 576
 """Learning rate and hidden size that it was chosen for; other widths take it in inverse proportion."""
 LARGE_VOCAB = 65_536
@@ -95,6 +103,17 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Pilot:
+    """Work that is measured before a plan: ``replies``, and ``steps`` of a training on ``rows`` of
+    ``row_tokens`` each."""
+
+    replies: int
+    steps: int
+    rows: int
+    row_tokens: int
+
+
+@dataclass(frozen=True)
 class Training:
     """A training within a time.
 
@@ -129,6 +148,24 @@ class BudgetPlan:
     def tokens(self) -> int:
         """Tokens that the head sees."""
         return self.training.phase.tokens
+
+    def training_left_s(self, budget_s: float, spent_s: float) -> float:
+        """Seconds that a training has when stages have taken ``spent_s`` of ``budget_s``."""
+        left = budget_s - self.reserved_s - spent_s
+        return max(left, LEAST_TRAINING * self.training_s)
+
+    def prompts_of_a_task(self, reply_rate: float, tokens: int, num_tasks: int, num_shapes: int) -> int:
+        """Prompts of each task that a draft is measured on, in a third of the reserved time: the others are
+        for tuning and for loading the target.
+
+        Args:
+            reply_rate: tokens per second of a batch of replies.
+            tokens: of a reply, which is decoded plainly and in every shape.
+        """
+        seconds = self.reserved_s / 3
+        replies = seconds * SINGLE_RATE * reply_rate / tokens
+        fewest, most = PROMPTS_OF_A_TASK
+        return min(max(int(replies / ((1 + num_shapes) * num_tasks)), fewest), most)
 
 
 def plan_budget(

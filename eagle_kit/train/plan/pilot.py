@@ -5,20 +5,32 @@ reply and of a training step. Pilots are chosen by them, so that measuring takes
 most.
 """
 
+import json
+import math
+import statistics
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from eagle_kit.config.train import TrainConfig
+from eagle_kit.core.errors import UserError
+from eagle_kit.core.files import read_object
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.train.plan.budget import LEAST_STEPS, REPLIES, RESERVED, ROW_TOKENS
+from eagle_kit.models.loading.loader import read_target_config
+from eagle_kit.models.loading.source import resolve_target
+from eagle_kit.train.plan.budget import LEAST_STEPS, REPLIES, RESERVED, ROW_TOKENS, Pilot
+from eagle_kit.train.plan.budget_configs import DraftJob, pilot_config
 from eagle_kit.train.plan.costs import Costs, Layout, Rates, make_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
 from eagle_kit.train.plan.sizes import num_weights
+from eagle_kit.train.run.metrics import JsonLines
 from eagle_kit.train.run.new_head import head_architecture
 
 SHARE = 0.1
 """Part of a budget that measuring may take."""
+START_S = 15.0
+"""Expected seconds of the start of a command, until it loads a target."""
 DECODING_EFFICIENCY = 0.2
 """Share of the matmul rate that decoding a batch of replies is expected to reach."""
 READ_BYTES_PER_S = 2e8
@@ -27,18 +39,6 @@ SUPERVISED = 0.75
 """Expected share of tokens with loss, as in chats."""
 LEAST_ROWS = 2
 """Packed rows of a step of the shortest training that is planned."""
-
-
-@dataclass(frozen=True)
-class Pilot:
-    """Work that is measured: ``replies``, and ``steps`` of a training on ``rows`` of ``row_tokens`` each."""
-
-    replies: int
-    steps: int
-    rows: int
-    row_tokens: int
-
-
 PILOTS = (
     Pilot(replies=16, steps=8, rows=2, row_tokens=ROW_TOKENS),
     Pilot(replies=8, steps=4, rows=2, row_tokens=ROW_TOKENS // 2),
@@ -89,6 +89,41 @@ class ExpectedCosts:
         return max(pilot, training)
 
 
+def pilot_for(job: DraftJob, tokens_per_reply: int) -> tuple[Pilot, float]:
+    """Choose what is measured for a job, and return it with the seconds that it is expected to take.
+
+    Args:
+        tokens_per_reply: most tokens of a reply and its prompt.
+
+    Raises:
+        UserError: the budget is too short for this target on this machine.
+    """
+    config = TrainConfig.model_validate_json(json.dumps(pilot_config(job, PILOTS[0])))
+    costs = expected_costs(config, read_target_config(resolve_target(job.target)))
+    pilot = choose_pilot(job.budget_s, costs, tokens_per_reply, job.processes)
+    if pilot is not None:
+        return pilot, costs.seconds(pilot, tokens_per_reply, job.processes)
+
+    step_s = costs.step_flops / costs.flops_per_s / EXPECTED_EFFICIENCY
+    least = math.ceil(costs.least_budget(tokens_per_reply, job.processes) / 60)
+    raise UserError(
+        f"--budget {job.budget} is too short for {job.target} on this machine: a step of training takes "
+        f"about {step_s:.1f} s ({costs.step_flops / 1e9:.0f} GFLOP at {EXPECTED_EFFICIENCY:.0%} of "
+        f"{costs.flops_per_s / 1e9:.0f} GFLOP/s, measured now).",
+        f"Give at least {_duration(least)}, or a smaller target.",
+    )
+
+
+def _duration(minutes: int) -> str:
+    """``"45m"`` or ``"2h30m"``, as ``--budget`` takes it."""
+    hours, rest = divmod(minutes, 60)
+    if not hours:
+        return f"{rest}m"
+    if not rest:
+        return f"{hours}h"
+    return f"{hours}h{rest}m"
+
+
 def choose_pilot(
     budget_s: float, costs: ExpectedCosts, tokens_per_reply: int, processes: int
 ) -> Pilot | None:
@@ -102,12 +137,8 @@ def choose_pilot(
     return None
 
 
-def expected_costs(config: TrainConfig, target: TargetConfig, *, start_s: float) -> ExpectedCosts:
-    """Costs of replies of ``target`` and of training as ``config`` says, without weights or data.
-
-    Args:
-        start_s: seconds of the start of a process.
-    """
+def expected_costs(config: TrainConfig, target: TargetConfig) -> ExpectedCosts:
+    """Costs of replies of ``target`` and of training as ``config`` says, without weights or data."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     in_half = config.training.precision == "bfloat16" or (on_gpu and config.training.precision == "auto")
@@ -124,9 +155,30 @@ def expected_costs(config: TrainConfig, target: TargetConfig, *, start_s: float)
     met, total = num_weights(target)
     met += target.hidden_size * target.vocab_size
     return ExpectedCosts(
-        loading=start_s + 4 * total / READ_BYTES_PER_S,
+        loading=START_S + 4 * total / READ_BYTES_PER_S,
         reply_token=2 * met / (rate * DECODING_EFFICIENCY),
         row_token=seconds / tokens,
         step_flops=seconds * rate * EXPECTED_EFFICIENCY,
         flops_per_s=rate,
     )
+
+
+def pilot_figures(run: Path, steps: int) -> dict[str, float]:
+    """Figures of a pilot's training that a plan is made of, from its run folder.
+
+    Returns:
+        Medians over the later half of its ``steps``: ``tokens_per_s``, and ``kept_tokens_per_s`` without the
+        target's forward. Mean ``tokens_per_conversation``.
+    """
+    rates = []
+    rates_without_capture = []
+    for row in JsonLines(run / "metrics.jsonl").rows()[steps // 2 :]:
+        seconds = row["tokens"] / row["tokens_per_s"]
+        rates.append(row["tokens_per_s"])
+        rates_without_capture.append(row["tokens"] / (seconds - row["seconds"]["capture"]))
+    seen = read_object(run / f"step-{steps}" / "eagle_kit.json")["data"]
+    return {
+        "tokens_per_s": statistics.median(rates),
+        "kept_tokens_per_s": statistics.median(rates_without_capture),
+        "tokens_per_conversation": seen["tokens"] / seen["conversations"],
+    }

@@ -86,3 +86,20 @@ def test_rates_have_two_digits():
 def test_wider_targets_learn_at_a_lower_rate():
     assert learning_rate(576) == learning_rate(64) == 1.2e-3
     assert learning_rate(4096) == pytest.approx(1.7e-4)
+
+
+def test_slow_replies_shorten_the_training_to_a_quarter_at_most():
+    plan = plan_budget(12 * 3600.0, 120.0, RATES, math.inf)
+    in_time = 120.0 + plan.replies_s
+    assert plan.training_left_s(12 * 3600.0, in_time) == pytest.approx(plan.training_s)
+    assert plan.training_left_s(12 * 3600.0, in_time + 600.0) == pytest.approx(plan.training_s - 600.0)
+    assert plan.training_left_s(12 * 3600.0, 20 * 3600.0) == budget.LEAST_TRAINING * plan.training_s
+
+
+def test_prompts_that_a_draft_is_measured_on_fit_a_third_of_the_reserved_time():
+    plan = plan_budget(3600.0, 120.0, RATES, math.inf)
+    prompts = plan.prompts_of_a_task(RATES.replies, 64, num_tasks=2, num_shapes=3)
+    tokens = 2 * prompts * (1 + 3) * 64
+    assert 0.5 * plan.reserved_s / 3 < tokens / (budget.SINGLE_RATE * RATES.replies) <= plan.reserved_s / 3
+    assert plan.prompts_of_a_task(1e-3, 64, 2, 3) == budget.PROMPTS_OF_A_TASK[0]
+    assert plan.prompts_of_a_task(1e6, 64, 2, 3) == budget.PROMPTS_OF_A_TASK[1]

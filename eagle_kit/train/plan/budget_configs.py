@@ -1,0 +1,209 @@
+"""Configs of the trainings of ``make-draft``: the pilot's, and the draft's."""
+
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eagle_kit.train.plan.budget import (
+    OWN_PHASE,
+    RAW_PHASE,
+    ROW_TOKENS,
+    Phase,
+    Pilot,
+    Training,
+    draft_vocab_size,
+    learning_rate,
+)
+
+RECIPE = {
+    "ttt_length": 5,
+    "down_sample_ratio": 0.6,
+    "optimizer": "muon",
+    "muon_learning_rate_ratio": 3.0,
+    "min_learning_rate_ratio": 0.03,
+}
+"""Settings of the shipped head's training (docs/training.md)."""
+HELD_OUT = 16
+"""Conversations whose prompts a training is judged on."""
+PILOT_CONVERSATIONS = 200
+"""Conversations that a pilot reads."""
+JUDGE_EVERY = 250
+"""Least steps between judgements."""
+MOST_JUDGEMENTS = 4
+STATES_OF_DISK = 0.5
+"""Part of the free disk that kept states may take."""
+NUM_AUX_LAYERS = 3
+"""Captured layers whose states are kept, beside the last state."""
+
+
+@dataclass(frozen=True)
+class DraftJob:
+    """A draft that is made within a time, with all defaults resolved.
+
+    Attributes:
+        target: folder, hub id or known name.
+        source: conversations: a file, ``package:NAME`` or ``datasets:NAME[:SPLIT]``.
+        tasks: tasks that the draft is measured on, whose prompts no training text may have.
+        chat_template: file in place of the target's chat template.
+        budget: time of all stages together, as it was given.
+        budget_s: the same in seconds.
+        processes: that train together.
+        out: folder that everything is written to.
+    """
+
+    target: str
+    source: str
+    tasks: tuple[str, ...]
+    chat_template: str | None
+    budget: str
+    budget_s: float
+    processes: int
+    out: Path
+
+    @property
+    def cache(self) -> Path:
+        """Folder of packed rows, and of kept states under ``states``."""
+        return self.out / "cache"
+
+
+@dataclass(frozen=True)
+class ReplyFile:
+    """Replies of the target to learn from.
+
+    Attributes:
+        name: of the source in the mixture.
+        path: JSONL file.
+        conversations: number of its lines.
+        tokens: number of generated tokens.
+    """
+
+    name: str
+    path: Path
+    conversations: int
+    tokens: int
+
+
+def pilot_config(job: DraftJob, pilot: Pilot) -> dict[str, Any]:
+    """Config of a training whose steps are timed: raw chats, kept states and judgements off."""
+    phase = Phase(pilot.steps, max(pilot.rows, job.processes))
+    data = {"source": job.source, "limit": PILOT_CONVERSATIONS}
+    return _config(job, "pilot", phase, data, row_tokens=pilot.row_tokens, keeps_states=False, judge_every=0)
+
+
+def draft_config(
+    job: DraftJob, training: Training, replies: Sequence[ReplyFile], tokens_per_conversation: float
+) -> dict[str, Any]:
+    """Config of the draft's training: raw chats at first, then ``replies``.
+
+    Args:
+        tokens_per_conversation: mean tokens of a raw conversation.
+    """
+    # At most four judgements, the last behind the last step.
+    steps = training.phase.steps
+    judgements = min(max(steps // JUDGE_EVERY, 1), MOST_JUDGEMENTS)
+    judge_every = math.ceil(steps / judgements)
+
+    data = {"mix": _mixture(job, training, replies, tokens_per_conversation)}
+    return _config(
+        job,
+        "training",
+        training.phase,
+        data,
+        row_tokens=ROW_TOKENS,
+        keeps_states=training.keeps,
+        judge_every=judge_every,
+    )
+
+
+def _mixture(
+    job: DraftJob, training: Training, replies: Sequence[ReplyFile], tokens_per_conversation: float
+) -> list[dict[str, Any]]:
+    """Sources of the draft's training; files with too few replies to hold some out are left out."""
+    # Raw chats, as many as are learned from and held out.
+    limit = int(training.raw_tokens / tokens_per_conversation) + HELD_OUT
+    raw = {"source": job.source, "name": "raw", "limit": max(limit, 2 * HELD_OUT)}
+    enough = [file for file in replies if file.conversations > HELD_OUT]
+    if not enough:
+        return [raw]
+
+    # Replies weigh as many tokens as they have.
+    total = sum(file.tokens for file in replies)
+    own = [
+        {
+            "source": str(file.path),
+            "name": file.name,
+            "weight": max(round(file.tokens / total, 3), 1e-3),
+            "phase": list(OWN_PHASE),
+        }
+        for file in enough
+    ]
+    return [raw | {"phase": list(RAW_PHASE)}, *own]
+
+
+def _config(
+    job: DraftJob,
+    name: str,
+    phase: Phase,
+    data: dict[str, Any],
+    *,
+    row_tokens: int,
+    keeps_states: bool,
+    judge_every: int,
+) -> dict[str, Any]:
+    """Config of a training in the folder ``name`` of the job's; sizes are those of the target."""
+    from eagle_kit.models.loading.loader import read_target_config
+    from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+
+    folder = resolve_target(job.target)
+    target = read_target_config(folder)
+    return {
+        "target": job.target,
+        "output_dir": str(job.out / name),
+        "data": {
+            **data,
+            "chat_template": job.chat_template,
+            "max_length": min(row_tokens, target.max_position_embeddings),
+            "eval_conversations": HELD_OUT,
+            "decontaminate": list(job.tasks),
+            "preview": False,
+            "cache_dir": str(job.cache),
+        },
+        "head": {"draft_vocab_size": draft_vocab_size(len(load_tokenizer(folder)))},
+        "training": {
+            **RECIPE,
+            "precision": _precision(),
+            "learning_rate": learning_rate(target.hidden_size),
+            "max_steps": phase.steps,
+            "sequences_per_step": phase.rows_per_step,
+            "cache_hidden_states": "disk" if keeps_states else "off",
+            "save_every": max(phase.steps // 4, 1),
+        },
+        "judge": {"every": judge_every, "prompts": HELD_OUT, "max_tokens": 64},
+    }
+
+
+def room_for_states(job: DraftJob) -> float:
+    """Tokens whose states the disk of the job's folder has room for."""
+    import torch
+
+    from eagle_kit.data.hidden_states.format import bytes_per_token
+    from eagle_kit.models.loading.loader import read_target_config
+    from eagle_kit.models.loading.source import resolve_target
+
+    # "auto" is float32 on a CPU.
+    is_half = _precision() == "bfloat16" or torch.cuda.is_available()
+    precision = "bfloat16" if is_half else "float32"
+    width = read_target_config(resolve_target(job.target)).hidden_size
+    size = bytes_per_token("computed", precision, NUM_AUX_LAYERS, width)
+    return STATES_OF_DISK * shutil.disk_usage(job.out).free / size
+
+
+def _precision() -> str:
+    """Precision of a training: bfloat16 on a CPU with instructions for it, else ``auto``."""
+    import torch
+
+    has = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return "bfloat16" if has and not torch.cuda.is_available() else "auto"
