@@ -83,9 +83,9 @@ class ToyHeadConfig(HeadConfig):
 
 
 class ToyTrainConfig(TrainConfig):
-    """A run that trains a toy."""
+    """A run that trains a toy. A kind of the tree has a line in the union of ``config/drafts`` instead."""
 
-    head: ToyHeadConfig = ToyHeadConfig()
+    head: ToyHeadConfig = ToyHeadConfig()  # type: ignore[assignment]
 
 
 class ToyKind(HeadKind[ToyConfig, ToyHead, ToyHeadConfig]):
@@ -106,7 +106,7 @@ class ToyKind(HeadKind[ToyConfig, ToyHead, ToyHeadConfig]):
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> ToyConfig:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         keys = ("hidden_size", "vocab_size", "max_position_embeddings")
-        sizes = {key: read_size(files.config, key, files.where) for key in keys}
+        sizes: dict[str, Any] = {key: read_size(files.config, key, files.where) for key in keys}
         return ToyConfig(**sizes, **files.about)
 
     def write_config(self, config: ToyConfig) -> dict[str, Any]:
