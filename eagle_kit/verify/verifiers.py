@@ -9,10 +9,10 @@ import torch
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.ops.accept.block import accept_block
-from eagle_kit.ops.accept.greedy import Accepted
 from eagle_kit.ops.accept.rejection import accept_rejection_chain, accept_rejection_tree
 from eagle_kit.ops.accept.relaxed import accept_relaxed
 from eagle_kit.ops.accept.target_only import accept_target_only
+from eagle_kit.ops.accept.types import Accepted
 from eagle_kit.ops.backend import Backend
 from eagle_kit.ops.sampling import (
     TARGET_UNIFORMS,

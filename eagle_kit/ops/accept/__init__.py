@@ -7,17 +7,12 @@ of a path.
 """
 
 from eagle_kit.ops.accept.block import accept_block
-from eagle_kit.ops.accept.greedy import (
-    Accepted,
-    MostLikely,
-    accept_greedy,
-    accept_most_likely,
-    most_likely,
-)
+from eagle_kit.ops.accept.greedy import accept_greedy, accept_most_likely, most_likely
 from eagle_kit.ops.accept.outcome import Outcome, is_finite, outcome
 from eagle_kit.ops.accept.rejection import accept_rejection_chain, accept_rejection_tree
 from eagle_kit.ops.accept.relaxed import accept_relaxed
 from eagle_kit.ops.accept.target_only import accept_target_only
+from eagle_kit.ops.accept.types import Accepted, MostLikely
 
 __all__ = [
     "Accepted",

@@ -45,8 +45,8 @@ Legend: B requests, S steps, V vocabulary.
 
 import torch
 
-from eagle_kit.ops.accept.greedy import Accepted
 from eagle_kit.ops.accept.rejection import chain_accepted, draft_probs, node_rows, weights_or
+from eagle_kit.ops.accept.types import Accepted
 from eagle_kit.ops.backend import Backend, uses_triton
 from eagle_kit.ops.sampling import FilteredLogits, distribution_parts, probabilities, sample
 

@@ -3,32 +3,10 @@
 Legend: B requests, N nodes, S steps.
 """
 
-from typing import NamedTuple
-
 import torch
 
+from eagle_kit.ops.accept.types import Accepted, MostLikely
 from eagle_kit.ops.backend import Backend, uses_cpp, uses_triton
-
-
-class Accepted(NamedTuple):
-    """The accepted path of each request.
-
-    ``path`` int64 ``[B, S + 1]``: window indices, the root first; beyond ``num_accepted`` the entries repeat
-    the last node. ``tokens`` int64 ``[B, S + 1]``: the emitted tokens, accepted drafts then the bonus token;
-    entries beyond ``num_accepted`` are meaningless. ``num_accepted`` int64 ``[B]``: accepted drafts, without
-    the bonus, 0..S.
-    """
-
-    path: torch.Tensor
-    tokens: torch.Tensor
-    num_accepted: torch.Tensor
-
-
-class MostLikely(NamedTuple):
-    """``tokens`` int64 ``[...]``, the most likely of rows of logits, and ``values``, their logits."""
-
-    tokens: torch.Tensor
-    values: torch.Tensor
 
 
 def most_likely(logits: torch.Tensor, *, backend: Backend | None = None) -> MostLikely:

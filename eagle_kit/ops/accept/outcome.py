@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.ops.accept.greedy import Accepted
+from eagle_kit.ops.accept.types import Accepted
 from eagle_kit.ops.backend import Backend, uses_triton
 
 

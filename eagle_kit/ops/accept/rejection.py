@@ -29,12 +29,9 @@ Legend: B requests, N window nodes, S steps, V vocabulary.
 
 import torch
 
-from eagle_kit.ops.accept.greedy import Accepted
+from eagle_kit.ops.accept.types import SUM_TOLERANCE, Accepted
 from eagle_kit.ops.backend import Backend, uses_triton
 from eagle_kit.ops.sampling import FilteredLogits, distribution_parts, probabilities, sample
-
-SUM_TOLERANCE = 1e-3
-"""Distance of a sum of probabilities from 1 that is attributed to rounding."""
 
 
 def accept_rejection_chain(

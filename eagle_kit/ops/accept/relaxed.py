@@ -6,8 +6,8 @@ Legend: B requests, N window nodes, S steps, V vocabulary.
 
 import torch
 
-from eagle_kit.ops.accept.greedy import Accepted
 from eagle_kit.ops.accept.rejection import node_rows, step_to, tree_accepted, weights_or
+from eagle_kit.ops.accept.types import Accepted
 from eagle_kit.ops.backend import Backend, uses_triton
 from eagle_kit.ops.sampling import FilteredLogits, distribution_parts, probabilities, sample
 

@@ -11,7 +11,8 @@ Legend: B requests, N window nodes, S steps, V vocabulary.
 
 import torch
 
-from eagle_kit.ops.accept.greedy import Accepted, accept_greedy
+from eagle_kit.ops.accept.greedy import accept_greedy
+from eagle_kit.ops.accept.types import Accepted
 from eagle_kit.ops.backend import Backend, uses_triton
 from eagle_kit.ops.sampling import FilteredLogits, distribution_parts, probabilities, sample
 

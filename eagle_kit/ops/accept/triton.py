@@ -33,7 +33,7 @@ import torch
 import triton
 import triton.language as tl
 
-from eagle_kit.ops.accept.rejection import SUM_TOLERANCE
+from eagle_kit.ops.accept.types import SUM_TOLERANCE
 from eagle_kit.ops.sampling.triton import (
     best_of_chunks,
     chunk_sums,
