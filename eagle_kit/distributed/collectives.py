@@ -207,13 +207,13 @@ class Ranks:
 
     # Of the host
 
-    def tell(self, message: Any) -> None:
-        """Send a message, which is pickled, from the first rank to all others, which :meth:`hear` it."""
+    def broadcast(self, message: Any) -> None:
+        """Send a message, which is pickled, from rank 0 to all others, which :meth:`receive` it."""
         assert self.is_first
         self._say(message)
 
-    def hear(self) -> Any:
-        """Wait for the next message of the first rank, for as long as it takes."""
+    def receive(self) -> Any:
+        """Wait for the next message of rank 0, for as long as it takes."""
         assert not self.is_first
         return self._say(None)
 

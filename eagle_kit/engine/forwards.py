@@ -1,4 +1,4 @@
-"""Forwards over whole texts, without a cache: hidden states and log-probabilities of given tokens.
+"""Forwards over whole texts, without a cache: hidden states, logits and log-probabilities of given tokens.
 
 Legend: T tokens of a text, H hidden, V vocabulary.
 """
@@ -71,6 +71,13 @@ def text_states(target: Target, ids: Sequence[int], layers: tuple[int, ...] = ()
         out = _forward(target, ids, layers)
     parts = out.aux.split(target.config.hidden_size, -1) if layers else ()
     return TextStates(list(ids), dict(zip(layers, parts, strict=True)), out.hidden)
+
+
+@torch.inference_mode()
+def text_logits(target: Target, ids: Sequence[int]) -> torch.Tensor:
+    """Compute the logits ``[T, V]`` after every token of a text."""
+    with current_device(target.embed_tokens.weight.device):
+        return target.logits(_forward(target, ids).hidden)
 
 
 @torch.inference_mode()

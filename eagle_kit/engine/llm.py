@@ -3,8 +3,8 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from eagle_kit.autotune.acceptance import Recording
 from eagle_kit.autotune.ngram import NgramPolicy
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.autotune.shapes import MOST_STEPS
@@ -29,8 +30,16 @@ from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.drafts.files.draft import resolve_draft
 from eagle_kit.engine.calibrate.policies import can_tune, chooses_ngram, tuned_policy
+from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.engine import Engine
-from eagle_kit.engine.forwards import TextStates, check_layers, check_text, text_logprobs, text_states
+from eagle_kit.engine.forwards import (
+    TextStates,
+    check_layers,
+    check_text,
+    text_logits,
+    text_logprobs,
+    text_states,
+)
 from eagle_kit.engine.grammar.bad_words import bad_word_ids
 from eagle_kit.engine.grammar.compiler import GrammarCompiler
 from eagle_kit.engine.grammar.protocols import Grammars
@@ -50,15 +59,21 @@ from eagle_kit.engine.options import (
 from eagle_kit.engine.prompt_forms import Conversation, is_token_ids, read_chats, read_texts
 from eagle_kit.engine.request import Request
 from eagle_kit.engine.tensor_parallel.agreement import AgreedGrammars
-from eagle_kit.engine.tensor_parallel.leading import Ask, LeadingEngine, Leave, Message
-from eagle_kit.engine.tensor_parallel.ranks import Group, Start, follow, join_ranks
+from eagle_kit.engine.tensor_parallel.leading import (
+    Follower,
+    Leader,
+    LeadingEngine,
+    RequestData,
+    follow,
+    rank_call,
+)
+from eagle_kit.engine.tensor_parallel.ranks import RankGroup, WorkerArgs, join_ranks
 from eagle_kit.engine.text_stream import TextContext, TextStream, text_context
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loaded import loaded_target
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 from eagle_kit.models.targets.target import Target
-from eagle_kit.ops.backend import current_device
 from eagle_kit.ops.cpu.memory import keep_large_blocks
 from eagle_kit.ops.device_memory import out_of_memory, reserve_segment
 from eagle_kit.ops.linear import pack_weights
@@ -87,7 +102,7 @@ class LLM:
         config: options of the engine.
         tokenizer: for text prompts, in place of the one in the target's folder; a loaded model has none
             of its own. Only the first rank has one.
-        start: of a rank that another has started (:mod:`eagle_kit.engine.tensor_parallel.ranks`).
+        worker: arguments of a rank that rank 0 has started (:mod:`eagle_kit.engine.tensor_parallel.worker`).
         options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.
 
     Attributes:
@@ -111,14 +126,15 @@ class LLM:
         config: EngineConfig | None = None,
         *,
         tokenizer: Any = None,
-        start: Start | None = None,
+        worker: WorkerArgs | None = None,
         **options: Any,
     ) -> None:
         self._options = (config or EngineConfig()).replace(**options)
         keep_large_blocks()
         self.tokenizer = tokenizer
         self._target_name: str | Path | None = None
-        self.group: Group | None = None
+        self.group: RankGroup | None = None
+        self._leader: Leader | None = None
         self._engine: Engine | None = None
         self._policy: ShapePolicy | ShapeTable | None = None
         self._draft_folder: Path | None = None
@@ -136,17 +152,20 @@ class LLM:
 
             target = self._target_name = resolve_target(str(target))
             if self._options.tensor_parallel > 1:
-                self.group = join_ranks(target, draft, self._options, start)
+                self.group = join_ranks(target, draft, self._options, worker)
+                if self.group.ranks.is_first:
+                    self._leader = Leader(self.group)
         try:
-            with out_of_memory("loading the models", TOO_LARGE), self._whole():
+            with out_of_memory("loading the models", TOO_LARGE), self._in_step():
                 self._open(target)
                 self._set_draft(draft, self._options.algorithm, self._options.token_map)
         except BaseException:
-            if self.group is not None:  # in which nobody listens yet
+            # The other ranks do not execute calls yet, so none is sent to them.
+            if self.group is not None:
                 self.group.close()
             raise
         if self.group is not None and not self.group.ranks.is_first:
-            self._follow(self.group, is_launched=start is None)
+            self._follow(self.group, is_launched=worker is None)
 
     def _check_loaded(self, target: Target) -> None:
         """Raise UserError for options that a loaded model cannot follow."""
@@ -193,10 +212,10 @@ class LLM:
                 "A chat template was given to a model without a tokenizer.", "Pass tokenizer= to LLM."
             )
 
-    def _whole(self) -> AbstractContextManager[None]:
-        """Context manager: what is done within is done by all ranks, or the group is lost
-        (:meth:`~eagle_kit.engine.tensor_parallel.ranks.Group.whole`)."""
-        return nullcontext() if self.group is None else self.group.whole()
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Context manager for work that all ranks do; an error within gives the group up
+        (:meth:`~eagle_kit.engine.tensor_parallel.ranks.RankGroup.keep_in_step`)."""
+        return nullcontext() if self.group is None else self.group.keep_in_step()
 
     def _load(self, folder: Path) -> Target:
         """Load the target, or this rank's part of it."""
@@ -222,61 +241,43 @@ class LLM:
         dtype = dtype_of(options.dtype, place)
         return load_target(folder, dtype=dtype, device=place, quantization=options.quantization)
 
-    def _follow(self, group: Group, *, is_launched: bool) -> None:
-        """Do what the first rank says until it leaves; a process of ``torchrun`` ends then."""
+    def _follow(self, group: RankGroup, *, is_launched: bool) -> None:
+        """Execute the calls of rank 0 until it leaves; a process of ``torchrun`` ends then."""
+        follower = Follower(self.target, lambda: self._engine, self._make_engine, self._set_draft)
         try:
-            follow(self, group)
+            follow(follower, group)
         finally:
             self.close()
         if is_launched:
             raise SystemExit(0)
 
-    def _leading(self, method: str, *args: Any) -> AbstractContextManager[None]:
-        """Context manager: the other ranks, if there are any, call ``method`` as this one does within."""
-        return self.telling(Ask(method, args))
-
-    @contextmanager
-    def telling(self, message: Message) -> Iterator[None]:
-        """Context manager: the other ranks, if there are any, do what ``message`` says and this one does
-        within."""
-        engine = self._engine
-        if self.group is None or not self.group.ranks.is_first:
-            yield
-        elif isinstance(engine, LeadingEngine):
-            with engine.telling(message):
-                yield
-        else:
-            with self._whole():
-                self.group.ranks.tell([message])
-                yield
+    def _on_all_ranks(self, name: str, *args: Any) -> AbstractContextManager[None]:
+        """Context manager: the other ranks, if there are any, execute the call ``name`` while this one does
+        the same work within (:meth:`~eagle_kit.engine.tensor_parallel.leading.Leader.call`)."""
+        return nullcontext() if self._leader is None else self._leader.call(name, *args)
 
     def warm_up(
         self, extent: WarmUpExtent = "all", on_step: Callable[[int, int], None] = lambda number, total: None
     ) -> Prepared:
         """Prepare the idle engine in its present shapes
         (:func:`~eagle_kit.engine.graphs.warm_up.warm_up`)."""
-        self.engine()
-        with out_of_memory("preparing the engine", NEED_LESS), self._leading("_warm_up", extent):
-            return self._warm_up(extent, on_step)
-
-    def _warm_up(
-        self, extent: WarmUpExtent, on_step: Callable[[int, int], None] = lambda number, total: None
-    ) -> Prepared:
-        assert self._engine is not None
-        return warm_up(self._engine, extent, on_step)
+        engine = self.engine()
+        with out_of_memory("preparing the engine", NEED_LESS), self._on_all_ranks("warm_up", extent):
+            return warm_up(engine, extent, on_step)
 
     def on_lost(self, call: Callable[[RankLost], None]) -> None:
-        """Call ``call``, in another thread, when another rank ends too soon that this one has started, or is
-        not heard from any more that ``torchrun`` has."""
-        watch = None if self.group is None else self.group.workers or self.group.missed
-        if watch is not None:
-            watch.on_end(lambda sentence: call(RankLost(sentence)))
+        """Call ``call``, in another thread, when another rank is lost: a process that this one has started
+        exits too early, or one of ``torchrun`` has no heartbeat."""
+        if self.group is not None:
+            self.group.on_lost(lambda message: call(RankLost(message)))
 
     def close(self) -> None:
         """End the other ranks, if there are any; the model is of no use afterwards."""
-        group, self.group = self.group, None
+        group = self.group
+        self.group = None
+        self._leader = None
         if group is not None:
-            group.close([Leave()])
+            group.close([rank_call("leave")])
 
     def set_draft(
         self,
@@ -294,7 +295,7 @@ class LLM:
             )
         with (
             out_of_memory("loading the draft", TOO_LARGE),
-            self._leading("_set_draft", draft, algorithm, token_map),
+            self._on_all_ranks("set_draft", draft, algorithm, token_map),
         ):
             self._set_draft(draft, algorithm, token_map)
 
@@ -417,7 +418,7 @@ class LLM:
     def _allocated(self) -> Engine:
         """Return the engine in its present shapes; its memory is allocated on first use."""
         if self._engine is None:
-            with out_of_memory("allocating the engine", NEED_LESS), self._leading("_make_engine"):
+            with out_of_memory("allocating the engine", NEED_LESS), self._on_all_ranks("make_engine"):
                 self._make_engine()
         assert self._engine is not None
         return self._engine
@@ -429,7 +430,7 @@ class LLM:
 
     def _make_engine(self) -> None:
         """Allocate the engine's memory."""
-        group, chooses = self.group, self._options.shape is None and self.draft is not None
+        chooses = self._options.shape is None and self.draft is not None
         plan = partial(plan_memory, self.target, self.draft, self.config, chooses_shapes=chooses)
         if (ranks := self.target.ranks) is None:
             self.memory_plan = plan()
@@ -439,10 +440,10 @@ class LLM:
         steps = 0 if self.draft is None else MOST_STEPS  # as deep as shapes are chosen
         self.config = fit_context(self.config.replace(**self.memory_plan.sizes), steps)
         parts = self.target, self.draft, self.config, self._grammars()
-        if group is not None and group.ranks.is_first:
-            self._engine = LeadingEngine(*parts, group=group)
-        else:
+        if self._leader is None:
             self._engine = Engine(*parts)
+        else:
+            self._engine = LeadingEngine(*parts, leader=self._leader)
         reserve_segment(self.target.embed_tokens.weight.device, self.memory_plan.prefill)
 
     def _grammars(self) -> Callable[[], Grammars] | None:
@@ -663,18 +664,10 @@ class LLM:
         for ids in prompts:
             with (
                 out_of_memory("computing hidden states", FEWER_TOKENS),
-                self._leading("_text_states", ids, layers),
+                self._on_all_ranks("text_states", ids, layers),
             ):
-                found.append(self._text_states(ids, layers))
+                found.append(text_states(self.target, ids, layers))
         return found
-
-    def _text_states(self, ids: list[int], layers: tuple[int, ...]) -> TextStates:
-        """:meth:`hidden_states` of one text on this rank."""
-        return text_states(self.target, ids, layers)
-
-    def _text_logprobs(self, ids: list[int], top: int) -> list[TokenLogprobs | None]:
-        """Log-probabilities of the tokens of a prompt on this rank."""
-        return text_logprobs(self.target, ids, top)
 
     def _read_texts(self, prompts: Any, sampling_params: Any, fields: dict[str, Any]) -> list[list[Request]]:
         """Requests of the replies to each text."""
@@ -792,9 +785,9 @@ class LLM:
             return None
         with (
             out_of_memory("computing log-probabilities of a prompt", FEWER_TOKENS),
-            self._leading("_text_logprobs", request.prompt_ids, top),
+            self._on_all_ranks("text_logprobs", request.prompt_ids, top),
         ):
-            return self._text_logprobs(request.prompt_ids, top)
+            return text_logprobs(self.target, request.prompt_ids, top)
 
     def _stream(
         self, asked: list[list[Request]], shape: str | SpecShape | ShapeTable | None
@@ -858,16 +851,21 @@ class LLM:
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Compute the target's logits ``[T, V]`` after every token of ``ids``, in one forward without a
         cache."""
-        with out_of_memory("computing logits", FEWER_TOKENS), self._leading("_logits", ids):
-            return self._logits(ids)
+        with out_of_memory("computing logits", FEWER_TOKENS), self._on_all_ranks("text_logits", ids):
+            return text_logits(self.target, ids)
 
-    @torch.inference_mode()
-    def _logits(self, ids: list[int]) -> torch.Tensor:
-        device = self.target.embed_tokens.weight.device
-        tokens = torch.tensor(ids, device=device)
-        with current_device(device):
-            out = self.target(tokens, torch.arange(len(ids), device=device), self.target.causal())
-            return self.target.logits(out.hidden)
+    def record_drafts(
+        self, requests: Sequence[Request], shape: SpecShape, on_finish: Callable[[], None]
+    ) -> Recording:
+        """Record what the draft proposes at every position of the replies to ``requests``
+        (:func:`~eagle_kit.engine.calibrate.record_drafts.record_drafts`, which has the arguments)."""
+        engine = self._allocated()
+        assert engine.draft is not None
+        copies = [RequestData.of(request) for request in requests]
+        with self._on_all_ranks("record_drafts", copies, shape):
+            return record_drafts(
+                engine.target, engine.draft, engine.config, requests, shape=shape, on_finish=on_finish
+            )
 
 
 _Checked = TypeVar("_Checked")

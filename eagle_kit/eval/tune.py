@@ -31,9 +31,7 @@ from eagle_kit.engine.calibrate.policies import (
     runnable,
     whole_plan,
 )
-from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.llm import LLM
-from eagle_kit.engine.tensor_parallel.leading import Arrival, RecordDrafts
 from eagle_kit.report.environment import now
 from eagle_kit.report.stages import Stages
 
@@ -145,7 +143,6 @@ def _measure(
 def _record(
     llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", stages: Stages
 ) -> Recording:
-    assert llm.draft is not None
     params = SamplingParams(max_tokens=options.max_tokens)
     recordings = []
     for first in range(0, len(prompts), PROMPTS_AT_A_TIME):
@@ -153,10 +150,7 @@ def _record(
         recording = work.recording(first)
         if recording is None:
             requests = [llm.make_request(llm.tokenize_task(prompt), params) for prompt in part]
-            with llm.telling(RecordDrafts([Arrival.of(request) for request in requests], RECORDED)):
-                recording = record_drafts(
-                    llm.target, llm.draft, llm.config, requests, shape=RECORDED, on_finish=stages.step
-                )
+            recording = llm.record_drafts(requests, RECORDED, stages.step)
             work.keep_recording(first, recording)
         else:
             stages.skip(len(part))

@@ -49,7 +49,8 @@ def first_of(size: int) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(fake_group(0, size))
         stack.enter_context(mock.patch.dict(os.environ, launched))
-        stack.enter_context(mock.patch("eagle_kit.engine.tensor_parallel.ranks._check_apart", _not_compared))
+        comparison = "eagle_kit.engine.tensor_parallel.ranks._check_distinct_gpus"
+        stack.enter_context(mock.patch(comparison, _not_compared))
         stack.enter_context(mock.patch.object(Ranks, "_make_buffers", _no_buffers))
         yield
 

@@ -19,7 +19,7 @@ from eagle_kit.drafts.files.draft import save_draft
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.memory.engine_memory import FREE_SHARE, free_memory
 from eagle_kit.engine.memory.rank_memory import PARTS, Planner
-from eagle_kit.engine.tensor_parallel.ranks import Start
+from eagle_kit.engine.tensor_parallel.ranks import WorkerArgs
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 
@@ -88,9 +88,9 @@ def test_no_number_of_ranks_is_planned_that_a_rank_refuses(tmp_path):
 
 
 def engine_of_rank(ranks, folder, draft, **choices):
-    start = Start(ranks.rank, None, folder, None, None)
+    worker = WorkerArgs(ranks.rank, None, folder, None, None)
     options = OPTIONS.replace(device="cpu", tensor_parallel=ranks.size, shape="none", **choices)
-    llm = LLM(folder, draft, options, start=start, tokenizer=None if ranks.rank else object())
+    llm = LLM(folder, draft, options, worker=worker, tokenizer=None if ranks.rank else object())
     llm.engine("none")
     llm.close()  # where the other rank ends
     return llm.memory_plan, llm.draft.cache.values_per_token

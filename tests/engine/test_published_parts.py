@@ -13,8 +13,8 @@ from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
 from eagle_kit.engine.memory.engine_memory import plan_memory
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.run.simulate import match_table, walk
-from tests.engine.test_drafts_of_ranks import check
-from tests.engine.test_tensor_parallel import folder
+from tests.engine.tensor_parallel.test_drafts_of_ranks import check
+from tests.engine.tensor_parallel.test_tensor_parallel import folder
 
 __all__ = ["folder"]  # the fixture
 

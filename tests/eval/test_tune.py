@@ -83,12 +83,14 @@ def test_a_draft_is_measured_and_the_measurement_is_used(folders, capsys, monkey
 
 
 def test_a_measurement_goes_on_where_it_was_stopped(folders, capsys, monkeypatch):
-    time_cycles, record = measuring.time_cycles, measuring.record_drafts
-    recorded, visits = [], []
+    time_cycles = measuring.time_cycles
+    record_drafts = LLM.record_drafts
+    recorded = []
+    visits = []
 
-    def count(target, draft, config, requests, **options):
+    def count(llm, requests, shape, on_finish):
         recorded.append(len(requests))
-        return record(target, draft, config, requests, **options)
+        return record_drafts(llm, requests, shape, on_finish)
 
     def stop_at_second(engine, plan, done, on_visit):
         def keep(visit, timings):
@@ -99,7 +101,7 @@ def test_a_measurement_goes_on_where_it_was_stopped(folders, capsys, monkeypatch
 
         return time_cycles(engine, plan, done=done, on_visit=keep)
 
-    monkeypatch.setattr(measuring, "record_drafts", count)
+    monkeypatch.setattr(LLM, "record_drafts", count)
     monkeypatch.setattr(measuring, "time_cycles", stop_at_second)
     assert command(folders) == 130
     assert recorded == [8, 2]

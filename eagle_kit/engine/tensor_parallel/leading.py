@@ -1,17 +1,20 @@
-"""Engines of tensor parallelism. Every rank runs the same deterministic engine; the first one, which
-:class:`LeadingEngine` is, tells the others what it is asked to do, and they do it in the same order.
+"""Calls that rank 0 broadcasts and the other ranks execute.
 
-A step of the first rank is one message with the requests that arrived, the ends that it was told or read from
-text, and the step itself. Others make no text and look at no clock.
+Every rank runs the same deterministic engine. Rank 0 alone makes text and reads clocks, so it broadcasts each
+call that depends on them as a name and arguments.
 """
 
 import logging
-from collections.abc import Hashable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from eagle_kit.autotune.policy import ShapePolicy, ToldPolicy
+from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import FinishReason
 from eagle_kit.core.sampling_params import SamplingParams
@@ -19,129 +22,147 @@ from eagle_kit.core.shape import ShapeTable, SpecShape
 from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.engine import Engine
+from eagle_kit.engine.forwards import text_logits, text_logprobs, text_states
+from eagle_kit.engine.graphs.warm_up import warm_up
 from eagle_kit.engine.request import Request
+from eagle_kit.engine.tensor_parallel.ranks import RankGroup
+from eagle_kit.models.targets.target import Target
 
-if TYPE_CHECKING:
-    from eagle_kit.engine.llm import LLM
-    from eagle_kit.engine.tensor_parallel.ranks import Group
+CALLS = frozenset(
+    (
+        "add_request",
+        "drain",
+        "end",
+        "forget_prefixes",
+        "leave",
+        "make_engine",
+        "record_drafts",
+        "set_draft",
+        "step",
+        "text_logits",
+        "text_logprobs",
+        "text_states",
+        "use_graphs",
+        "use_shape",
+        "warm_up",
+    )
+)
+"""Methods of :class:`Follower` that rank 0 may call. Every other name is refused."""
 
 
-class Message(Protocol):
-    """What the first rank tells the others to do."""
+class RankCall(NamedTuple):
+    """Call of the method ``name`` of :class:`Follower`, one of :data:`CALLS`; ``args`` are pickled."""
 
-    def do(self, follower: "Follower") -> None:
-        """Do it."""
+    name: str
+    args: tuple[Any, ...]
 
 
-class LeadingEngine(Engine):
-    """Engine of the first rank. Its target has ``ranks``, all of which make their engines together.
+def rank_call(name: str, *args: Any) -> RankCall:
+    """Make a call. Raise ValueError for a name that is not in :data:`CALLS`."""
+    if name not in CALLS:
+        raise ValueError(f"Ranks have no call {name!r}; the calls are {', '.join(sorted(CALLS))}.")
+    return RankCall(name, args)
+
+
+class Leader:
+    """Rank 0's end: broadcasts calls to the followers.
 
     Args:
-        args: of :class:`Engine`.
         group: the ranks.
     """
 
-    def __init__(self, *args: Any, group: "Group") -> None:
-        self._events: list[Message] = []
-        self._group, self._is_silent = group, True  # others make the same calls by themselves
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self._deferred: list[RankCall] = []
+        self._is_in_call = False
+
+    @contextmanager
+    def call(self, name: str, *args: Any) -> Iterator[None]:
+        """Context manager: the followers execute a call while rank 0 does the same work within.
+
+        Deferred calls are sent before it, in the same message. Calls that rank 0 makes within are parts of
+        this call, which the followers make by themselves, and are not sent.
+
+        Raises:
+            ValueError: the name is not in :data:`CALLS`.
+            RankLost: see :meth:`~eagle_kit.engine.tensor_parallel.ranks.RankGroup.keep_in_step`.
+        """
+        if self._is_in_call:
+            yield
+            return
+        calls = [*self._deferred, rank_call(name, *args)]
+        self._deferred = []
+        self._is_in_call = True
+        try:
+            with self.group.keep_in_step():
+                self.group.ranks.broadcast(calls)
+                yield
+        finally:
+            self._is_in_call = False
+
+    def defer(self, name: str, *args: Any) -> None:
+        """Send a call with the next one; within a call do nothing, since followers make it by themselves."""
+        if not self._is_in_call:
+            self._deferred.append(rank_call(name, *args))
+
+
+class LeadingEngine(Engine):
+    """Engine of rank 0, whose calls the followers execute too. It is made within the call ``make_engine``.
+
+    Args:
+        args: of :class:`Engine`.
+        leader: sends the calls.
+    """
+
+    def __init__(self, *args: Any, leader: Leader) -> None:
+        self._leader = leader
         super().__init__(*args)
-        self._is_silent = False
 
     def add_request(self, request: Request) -> None:
-        """See :class:`Engine`."""
+        """See :class:`Engine`. The call is deferred to the next step."""
         super().add_request(request)
-        self._note(Arrival.of(request))
+        self._leader.defer("add_request", RequestData.of(request))
 
     def end(self, request: Request, reason: FinishReason) -> None:
-        """See :class:`Engine`."""
+        """See :class:`Engine`. The call is deferred to the next step."""
         super().end(request, reason)
-        self._note(End(request.number, reason))
+        self._leader.defer("end", request.number, reason)
 
     def use_shape(self, shapes: ShapeTable | SpecShape | ShapePolicy) -> None:
-        """See :class:`Engine`."""
-        told = shapes.menus if isinstance(shapes, ShapePolicy) else shapes
-        with self.telling(UseShape(told)):
+        """See :class:`Engine`. Followers get the candidate shapes of a policy, not the policy."""
+        given = shapes.menus if isinstance(shapes, ShapePolicy) else shapes
+        with self._leader.call("use_shape", given):
             super().use_shape(shapes)
 
     def use_graphs(self, name: Hashable) -> None:
         """See :class:`Engine`."""
-        with self.telling(UseGraphs(name)):
+        with self._leader.call("use_graphs", name):
             super().use_graphs(name)
 
     def forget_prefixes(self) -> None:
         """See :class:`Engine`."""
-        with self.telling(ForgetPrefixes()):
+        with self._leader.call("forget_prefixes"):
             super().forget_prefixes()
 
     def drain(self) -> None:
-        """See :class:`Engine`; without the others once they are lost, as requests of an error are drained."""
-        if self._group.ranks.lost is not None:
-            self._pending.clear()  # they may never come
+        """See :class:`Engine`. Once a rank is lost, rank 0 drops its pending results without waiting."""
+        if self._leader.group.ranks.lost is not None:
+            self._pending.clear()
             super().drain()
             return
-        with self.telling(Drain()):
+        with self._leader.call("drain"):
             super().drain()
 
     def step(self) -> list[Request]:
         """See :class:`Engine`."""
-        with self.telling(Step()):
+        with self._leader.call("step"):
             return super().step()
-
-    @contextmanager
-    def telling(self, message: Message) -> Iterator[None]:
-        """Context manager: tell the others to do what is done within, nothing of its parts. Errors are those
-        of :meth:`~eagle_kit.engine.tensor_parallel.ranks.Group.whole`."""
-        if self._is_silent:
-            yield
-            return
-        try:
-            with self._group.whole():
-                events, self._events, self._is_silent = self._events, [], True
-                self._group.ranks.tell([*events, message])
-                yield
-        finally:
-            self._is_silent = False
-
-    def _note(self, event: Message) -> None:
-        """Tell the others before the next message."""
-        if not self._is_silent:
-            self._events.append(event)
-
-
-class Follower:
-    """A rank that is not the first.
-
-    Args:
-        llm: of the same arguments as that of the first rank.
-
-    Attributes:
-        requests: those that are served, by number.
-    """
-
-    def __init__(self, llm: "LLM") -> None:
-        self.llm = llm
-        self.requests: dict[int, Request] = {}
-        self.has_ended = False
-
-    @property
-    def engine(self) -> Engine:
-        """The engine, once it was made."""
-        assert self.llm.current_engine is not None
-        return self.llm.current_engine
-
-    def run(self, ranks: Ranks) -> None:
-        """Do what the first rank says until it leaves. Raise RankLost where it ends without a word."""
-        while not self.has_ended:
-            for message in ranks.hear():
-                try:
-                    message.do(self)
-                except UserError as error:  # which every rank raises, and the first one's user reads
-                    logging.getLogger(__name__).info("%s", error)
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A request that the first rank has taken."""
+class RequestData:
+    """The fields of a request that decide its token ids. Followers make no text, so its text stream is left
+    out."""
 
     number: int
     prompt_ids: list[int]
@@ -153,8 +174,8 @@ class Arrival:
     seed: int
 
     @classmethod
-    def of(cls, request: Request) -> "Arrival":
-        """That of ``request``."""
+    def of(cls, request: Request) -> "RequestData":
+        """Copy the fields of a request."""
         return cls(
             number=request.number,
             prompt_ids=request.prompt_ids,
@@ -167,7 +188,7 @@ class Arrival:
         )
 
     def request(self) -> Request:
-        """The request, which makes no text."""
+        """Make the request; :meth:`Engine.add_request` sets its seed."""
         return Request(
             self.number,
             self.prompt_ids,
@@ -178,111 +199,144 @@ class Arrival:
             bad_word_ids=self.bad_word_ids,
         )
 
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        request = self.request()
-        follower.engine.add_request(request)
-        request.seed = self.seed
-        follower.requests[self.number] = request
 
+class Follower:
+    """A rank's end other than rank 0's: executes the calls of rank 0.
 
-@dataclass(frozen=True)
-class End:
-    """A request that the first rank has ended outside of a step."""
+    Args:
+        target: this rank's part of the target.
+        current_engine: returns the engine of this rank, None before ``make_engine``.
+        make_engine: allocates the engine of this rank.
+        set_draft: loads a draft on this rank; the engine of the former draft is gone then.
 
-    number: int
-    reason: FinishReason
+    Attributes:
+        requests: the requests that the engine serves, by number.
+        has_left: True once rank 0 has left.
+    """
 
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        request = follower.requests.pop(self.number, None)
-        if request is not None:  # else the first rank had not taken it
-            follower.engine.end(request, self.reason)
+    def __init__(
+        self,
+        target: Target,
+        current_engine: Callable[[], Engine | None],
+        make_engine: Callable[[], None],
+        set_draft: Callable[[Any, str, str | Path | None], None],
+    ) -> None:
+        self._target = target
+        self._current_engine = current_engine
+        self._make_engine = make_engine
+        self._set_draft = set_draft
+        self.requests: dict[int, Request] = {}
+        self.has_left = False
 
+    @property
+    def engine(self) -> Engine:
+        """The engine of this rank, once it was made."""
+        engine = self._current_engine()
+        assert engine is not None
+        return engine
 
-@dataclass(frozen=True)
-class Step:
-    """A step of the engine."""
+    def run(self, ranks: Ranks) -> None:
+        """Execute the calls of rank 0 until it leaves. Raise RankLost if it ends without leaving."""
+        while not self.has_left:
+            for call in ranks.receive():
+                try:
+                    self.execute(call)
+                except UserError as error:
+                    # All ranks raise it; rank 0 reports it to the user.
+                    logging.getLogger(__name__).info("%s", error)
 
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        for request in follower.engine.step():
+    def execute(self, call: RankCall) -> None:
+        """Execute one call. Raise ValueError for a name that is not in :data:`CALLS`, and what the call
+        raises."""
+        name, args = rank_call(call.name, *call.args)
+        getattr(self, name)(*args)
+
+    # Calls that end or prepare the work
+
+    def leave(self) -> None:
+        """Execute no more calls."""
+        self.has_left = True
+
+    def set_draft(self, draft: Any, algorithm: str, token_map: str | Path | None) -> None:
+        """Use another draft from now on."""
+        self._set_draft(draft, algorithm, token_map)
+
+    def make_engine(self) -> None:
+        """Allocate the engine."""
+        self._make_engine()
+
+    def warm_up(self, extent: WarmUpExtent) -> None:
+        """See :func:`~eagle_kit.engine.graphs.warm_up.warm_up`."""
+        warm_up(self.engine, extent)
+
+    # Calls of the engine
+
+    def add_request(self, data: RequestData) -> None:
+        """Put a request into the queue, with the seed that rank 0 has given it."""
+        request = data.request()
+        self.engine.add_request(request)
+        request.seed = data.seed
+        self.requests[data.number] = request
+
+    def end(self, number: int, reason: FinishReason) -> None:
+        """End a request between steps; one that rank 0 did not accept is unknown here and is skipped."""
+        request = self.requests.pop(number, None)
+        if request is not None:
+            self.engine.end(request, reason)
+
+    def step(self) -> None:
+        """Run a step, and forget the requests that end in it."""
+        for request in self.engine.step():
             if request.finish_reason is not None:
-                follower.requests.pop(request.number, None)
+                self.requests.pop(request.number, None)
+
+    def use_shape(self, shapes: ShapeTable | SpecShape | dict[int, list[SpecShape]]) -> None:
+        """Speculate in ``shapes``; of candidate shapes by batch size, rank 0 chooses one for each cycle."""
+        self.engine.use_shape(ToldPolicy(shapes) if isinstance(shapes, dict) else shapes)
+
+    def use_graphs(self, name: Hashable) -> None:
+        """See :meth:`Engine.use_graphs`."""
+        self.engine.use_graphs(name)
+
+    def forget_prefixes(self) -> None:
+        """See :meth:`Engine.forget_prefixes`."""
+        self.engine.forget_prefixes()
+
+    def drain(self) -> None:
+        """See :meth:`Engine.drain`."""
+        self.engine.drain()
+
+    # Calls beside the engine, for their collectives: rank 0 has the results
+
+    def text_states(self, ids: list[int], layers: tuple[int, ...]) -> None:
+        """See :func:`~eagle_kit.engine.forwards.text_states`."""
+        text_states(self._target, ids, layers)
+
+    def text_logprobs(self, ids: list[int], top: int) -> None:
+        """See :func:`~eagle_kit.engine.forwards.text_logprobs`."""
+        text_logprobs(self._target, ids, top)
+
+    def text_logits(self, ids: list[int]) -> None:
+        """See :func:`~eagle_kit.engine.forwards.text_logits`."""
+        text_logits(self._target, ids)
+
+    def record_drafts(self, data: list[RequestData], shape: SpecShape) -> None:
+        """See :func:`~eagle_kit.engine.calibrate.record_drafts.record_drafts`."""
+        engine = self.engine
+        assert engine.draft is not None
+        requests = [each.request() for each in data]
+        record_drafts(engine.target, engine.draft, engine.config, requests, shape=shape)
 
 
-@dataclass(frozen=True)
-class UseShape:
-    """Shapes from now on, or the menus from which the first rank chooses one for each cycle."""
+def follow(follower: Follower, group: RankGroup) -> None:
+    """Execute the calls of rank 0 until it leaves. SIGINT and SIGTERM are ignored in the main thread: rank 0
+    handles them and ends this rank.
 
-    shapes: ShapeTable | SpecShape | dict[int, list[SpecShape]]
-
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        given = self.shapes
-        follower.engine.use_shape(ToldPolicy(given) if isinstance(given, dict) else given)
-
-
-@dataclass(frozen=True)
-class UseGraphs:
-    """Graphs from now on."""
-
-    name: Hashable
-
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        follower.engine.use_graphs(self.name)
-
-
-@dataclass(frozen=True)
-class ForgetPrefixes:
-    """The prefix cache is emptied."""
-
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        follower.engine.forget_prefixes()
-
-
-@dataclass(frozen=True)
-class Drain:
-    """Pending results are dropped."""
-
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        follower.engine.drain()
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A method of the ``LLM``, called with ``args``; its result is not used."""
-
-    method: str
-    args: tuple[Any, ...] = ()
-
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        getattr(follower.llm, self.method)(*self.args)
-
-
-@dataclass(frozen=True)
-class RecordDrafts:
-    """The drafts of requests are recorded in an engine of their own
-    (:mod:`eagle_kit.engine.calibrate.record_drafts`)."""
-
-    arrivals: list[Arrival]
-    shape: SpecShape
-
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        llm, requests = follower.llm, [each.request() for each in self.arrivals]
-        assert llm.draft is not None
-        record_drafts(llm.target, llm.draft, llm.config, requests, shape=self.shape)
-
-
-@dataclass(frozen=True)
-class Leave:
-    """The first rank has done its work."""
-
-    def do(self, follower: Follower) -> None:
-        """See :class:`Message`."""
-        follower.has_ended = True
+    Raises:
+        RankLost: rank 0 has ended without leaving.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    with group.keep_in_step():
+        follower.run(group.ranks)

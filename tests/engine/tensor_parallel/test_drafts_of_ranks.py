@@ -9,7 +9,14 @@ from tiny_mtp import save_target
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
 from eagle_kit.models.loading.loader import load_target
-from tests.engine.test_tensor_parallel import MIXED, PROMPTS, compare, folder, replies, save_tokenizer
+from tests.engine.tensor_parallel.test_tensor_parallel import (
+    MIXED,
+    PROMPTS,
+    compare,
+    folder,
+    replies,
+    save_tokenizer,
+)
 
 __all__ = ["folder"]  # the fixture
 

@@ -38,7 +38,7 @@ from eagle_kit.engine.grammar import compiler
 from eagle_kit.engine.graphs.cuda_graph import HostCopy
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.memory.graph_memory import graphs_of
-from eagle_kit.engine.tensor_parallel.ranks import Start
+from eagle_kit.engine.tensor_parallel.ranks import WORKER, WorkerArgs
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.share import load_share
 
@@ -47,7 +47,7 @@ ALPHABET = "0123456789-"
 OPTIONS = {"device": "cpu", "max_batch_size": 3, "max_context": 128, "page_size": 4, "seed": 5}
 SHAPES = ("none", "4,1,5", "4,4,12")
 PENALTIES = {"repetition_penalty": 1.2, "frequency_penalty": 0.1, "presence_penalty": 0.2}
-DEMO_HEAD = Path(__file__).parents[2] / "checkpoints" / "smollm2-135m-eagle3"
+DEMO_HEAD = Path(__file__).parents[3] / "checkpoints" / "smollm2-135m-eagle3"
 MIXED = (
     SamplingParams(max_tokens=14),
     SamplingParams(max_tokens=14, temperature=0.9, top_p=0.9, seed=3),
@@ -114,8 +114,8 @@ def make_llm(ranks, folder, head, **options):
     given = {**OPTIONS, **options}
     if not ranks.is_first:
         given["tokenizer"] = None
-    start = Start(ranks.rank, None, folder, None, None)
-    return LLM(folder, head, tensor_parallel=ranks.size, start=start, **given), steps
+    worker = WorkerArgs(ranks.rank, None, folder, None, None)
+    return LLM(folder, head, tensor_parallel=ranks.size, worker=worker, **given), steps
 
 
 def replies(llm, params, shapes, prompts=PROMPTS):
@@ -255,6 +255,48 @@ def test_states_of_recurrent_layers_are_shared(name, size, tmp_path):
     totals = compare(tmp_path, size, work, head_of(tmp_path), kv_tokens=104)
     assert totals.num_preemptions > 0 and totals.num_cached_prompt_tokens > 0
     assert totals.spec.num_emitted_tokens > totals.spec.num_verifies + 10
+
+
+def everything_beside_replies(llm):
+    """Results of the calls that all ranks make, apart from steps of the engine."""
+    params = SamplingParams(max_tokens=8, ignore_eos=True, prompt_logprobs=1)
+    before = llm.generate(PROMPTS[1:3], params, shape="2,1,3")
+    (states,) = llm.hidden_states([PROMPTS[1]], layers=(1, 3))
+    logits = llm.logits(PROMPTS[1])
+
+    # The prefix cache is emptied, and graphs are replaced.
+    engine = llm.engine("2,1,3")
+    engine.forget_prefixes()
+    engine.use_graphs("off")
+    again = llm.generate(PROMPTS[1:3], params, shape="2,1,3")
+    engine.use_graphs(None)
+    assert engine.totals.num_cached_prompt_tokens == 0
+
+    # Drafts are recorded in an engine of their own.
+    requests = [llm.make_request(prompt, SamplingParams(max_tokens=8)) for prompt in PROMPTS[:2]]
+    recording = llm.record_drafts(requests, SpecShape(2, 2, 5), lambda: None)
+
+    # Without the draft there is another engine.
+    llm.set_draft(None)
+    plain = llm.generate(PROMPTS[1:3], params, shape="none")
+
+    tokens = [[output.token_ids for output in each] for each in (before, again, plain)]
+    logprobs = [entry.logprob for entry in before[0].prompt_logprobs[1:]]
+    return tokens, logprobs, states, logits, recording.truth
+
+
+def test_every_call_of_rank_0_is_made_by_all_ranks(folder):
+    head = head_of(folder)
+    tokens, logprobs, states, logits, truth = everything_beside_replies(LLM(folder, head, **OPTIONS))
+    results = run_ranks(2, serve, folder, head, everything_beside_replies, {})
+    (found, _), steps = results[0]
+    assert [other for _, other in results] == [steps, steps]
+    assert found[0] == tokens and torch.equal(found[4], truth)
+    assert found[1] == pytest.approx(logprobs, abs=1e-4)
+    check_close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-4)
+    check_close(found[2].final, states.final)
+    check_close(found[2].layers, states.layers)
+    check_close(found[3], logits)
 
 
 def volume_of_cycle(llm, shape, params, prompts=PROMPTS[2:3]):
@@ -502,12 +544,12 @@ def test_what_ranks_cannot_share_is_refused_by_name(folder, monkeypatch):
 
 
 def test_ranks_end_with_their_siblings_and_parents_before_they_meet(folder, tmp_path, monkeypatch):
-    start = Start(1, tmp_path, folder, None, EngineConfig(device="cpu", tensor_parallel=2))
-    command = [sys.executable, "-m", "eagle_kit.engine.tensor_parallel.ranks"]
+    worker = WorkerArgs(1, tmp_path, folder, None, EngineConfig(device="cpu", tensor_parallel=2))
+    command = [sys.executable, "-m", WORKER]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        process.stdin.write(pickle.dumps(start))
+        process.stdin.write(pickle.dumps(worker))
         process.stdin.flush()
-        while start.missing():
+        while worker.missing_ranks():
             assert process.poll() is None
             time.sleep(0.05)
         process.stdin.close()  # as the end of the process that has started it does
@@ -617,9 +659,9 @@ def load_without_a_hub(ranks, folder):
         raise UserError("The hub cannot be reached.", "Try again.")
 
     llms.resolve_draft = find
-    start = Start(ranks.rank, None, folder, None, None)
+    worker = WorkerArgs(ranks.rank, None, folder, None, None)
     with pytest.raises(UserError) as error:
-        LLM(folder, "org/head", tensor_parallel=2, start=start, **OPTIONS)
+        LLM(folder, "org/head", tensor_parallel=2, worker=worker, **OPTIONS)
     return error.value.cause
 
 

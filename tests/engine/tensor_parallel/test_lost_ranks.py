@@ -14,7 +14,7 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import RankLost
 from eagle_kit.distributed import collectives
 from eagle_kit.distributed.collectives import Ranks
-from eagle_kit.engine.tensor_parallel.ranks import Group, Start, Workers
+from eagle_kit.engine.tensor_parallel.ranks import RankGroup, WorkerArgs, WorkerProcesses
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_a_lost_group_is_left_in_bounded_time(monkeypatch):
 def test_an_error_of_the_own_device_is_the_cause_where_another_rank_is_lost(ranks, error):
     """As of a graph that reads the memory of a rank that is gone."""
     ranks.lost = "Rank 1 has ended."
-    with pytest.raises(RankLost, match=ranks.lost) as raised, Group(ranks).whole():
+    with pytest.raises(RankLost, match=ranks.lost) as raised, RankGroup(ranks).keep_in_step():
         raise error
     assert raised.value.__cause__ is error
 
@@ -51,8 +51,8 @@ def test_an_error_of_the_own_device_is_the_cause_where_another_rank_is_lost(rank
 def test_an_error_of_the_own_device_may_be_known_before_the_end_of_a_rank(ranks, ended):
     """Where none ends within a time, the error is this rank's own, and the others are ended."""
     killed, error = [], torch.AcceleratorError("lost")
-    workers = SimpleNamespace(ended=lambda timeout_s: ended, kill=lambda: killed.append(True))
-    with pytest.raises(RuntimeError) as raised, Group(ranks, workers).whole():
+    workers = SimpleNamespace(exit_message=lambda timeout_s: ended, kill=lambda: killed.append(True))
+    with pytest.raises(RuntimeError) as raised, RankGroup(ranks, workers).keep_in_step():
         raise error
     if ended is None:
         assert raised.value is error and killed and "interrupted (AcceleratorError)" in ranks.lost
@@ -68,16 +68,17 @@ def test_a_process_that_ends_as_it_is_told_is_not_lost(ranks, monkeypatch, tmp_p
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    workers = Workers(Start(0, tmp_path, tmp_path, None, EngineConfig(tensor_parallel=2)))
+    workers = WorkerProcesses(WorkerArgs(0, tmp_path, tmp_path, None, EngineConfig(tensor_parallel=2)))
 
-    def tell(message):
+    def broadcast(message):
         os.kill(workers.pids[0], signal.SIGTERM)
-        workers.ended(0.5)  # which its watcher has seen then
+        workers.exit_message(0.5)  # which its watcher has seen then
 
-    ranks.rank, ranks.tell = 0, tell
+    ranks.rank = 0
+    ranks.broadcast = broadcast
     if is_closed:
-        Group(ranks, workers).close("leave")
-        assert workers.ended() is None
+        RankGroup(ranks, workers).close("leave")
+        assert workers.exit_message() is None
     else:
-        tell("leave")
-        assert workers.ended().endswith("was ended by SIGTERM.")
+        broadcast("leave")
+        assert workers.exit_message().endswith("was ended by SIGTERM.")

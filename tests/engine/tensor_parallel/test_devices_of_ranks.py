@@ -9,9 +9,9 @@ from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.options import devices_of
-from eagle_kit.engine.tensor_parallel import ranks as ranks_room
+from eagle_kit.engine.tensor_parallel import ranks as ranks_module
 from eagle_kit.engine.tensor_parallel.ranks import join_ranks
-from tests.engine.test_tensor_parallel import folder
+from tests.engine.tensor_parallel.test_tensor_parallel import folder
 
 __all__ = ["folder"]  # the fixture
 
@@ -73,7 +73,7 @@ def launch(monkeypatch):
             seen.timeouts.append(timeout_s)
             return Others()
 
-        monkeypatch.setattr(ranks_room, "connect", connect)
+        monkeypatch.setattr(ranks_module, "connect", connect)
         for name, value in environ.items():
             monkeypatch.setenv(name, value)
         return seen
