@@ -65,7 +65,7 @@ def rank_call(name: str, *args: Any) -> RankCall:
 
 
 class Leader:
-    """Rank 0's end: broadcasts calls to the followers.
+    """Broadcasts the calls of rank 0 to the followers.
 
     Args:
         group: the ranks.
@@ -201,7 +201,7 @@ class RequestData:
 
 
 class Follower:
-    """A rank's end other than rank 0's: executes the calls of rank 0.
+    """Executes the calls of rank 0 on another rank.
 
     Args:
         target: this rank's part of the target.
@@ -291,8 +291,11 @@ class Follower:
                 self.requests.pop(request.number, None)
 
     def use_shape(self, shapes: ShapeTable | SpecShape | dict[int, list[SpecShape]]) -> None:
-        """Speculate in ``shapes``; of candidate shapes by batch size, rank 0 chooses one for each cycle."""
-        self.engine.use_shape(ToldPolicy(shapes) if isinstance(shapes, dict) else shapes)
+        """Speculate in ``shapes``. From candidate shapes by batch size rank 0 chooses one a cycle."""
+        if isinstance(shapes, dict):
+            self.engine.use_shape(ToldPolicy(shapes))
+        else:
+            self.engine.use_shape(shapes)
 
     def use_graphs(self, name: Hashable) -> None:
         """See :meth:`Engine.use_graphs`."""
@@ -306,7 +309,7 @@ class Follower:
         """See :meth:`Engine.drain`."""
         self.engine.drain()
 
-    # Calls beside the engine, for their collectives: rank 0 has the results
+    # Calls beside the engine. Rank 0 returns the results; the others take part in the collectives.
 
     def text_states(self, ids: list[int], layers: tuple[int, ...]) -> None:
         """See :func:`~eagle_kit.engine.forwards.text_states`."""
