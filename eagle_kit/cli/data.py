@@ -278,7 +278,7 @@ def _preview(options: PreviewFlags) -> int:
     from eagle_kit.data.chat.messages import Unusable
     from eagle_kit.data.chat.preview import preview
     from eagle_kit.data.chat.records import SkipLog
-    from eagle_kit.data.chat.rows import tokenize
+    from eagle_kit.data.chat.renderer import ChatRenderer
     from eagle_kit.data.chat.template import set_chat_template
     from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
@@ -306,7 +306,7 @@ def _preview(options: PreviewFlags) -> int:
     remarks: Counter[str] = Counter()
     try:
         excluded.check(chosen)
-        chats = tokenize(tokenizer, chosen, config.data.max_length, remarks)
+        chats = ChatRenderer(tokenizer).tokenize(chosen, config.data.max_length, remarks)
     except Unusable as reason:
         raise UserError(
             f"Training skips {chosen.where}: {reason}.", "Give another conversation with --record N."

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +25,8 @@ from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.core.stats import SpecStats
-from eagle_kit.data.chat.template import has_chat_template, prompt_token_ids, set_chat_template
+from eagle_kit.data.chat.renderer import ChatRenderer
+from eagle_kit.data.chat.template import has_chat_template, set_chat_template
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.drafts.files.draft import resolve_draft
@@ -498,12 +499,11 @@ class LLM:
         """
         if isinstance(conversation, list) and is_token_ids(conversation):
             return [int(token) for token in conversation]  # type: ignore[arg-type]
-        tokenizer = self._tokenizer_for_text()
         if isinstance(conversation, str):
             if not conversation.strip():
                 raise UserError("The prompt is empty.", "Give some text.")
             conversation = [{"role": "user", "content": conversation}]
-        return prompt_token_ids(tokenizer, conversation)  # type: ignore[arg-type]
+        return self.renderer.prompt_token_ids(conversation)  # type: ignore[arg-type]
 
     def tokenize_task(self, prompt: Conversation) -> list[int]:
         """Tokenise a task that has to be asked of any model: as :meth:`tokenize_chat`, but a single user turn
@@ -511,6 +511,12 @@ class LLM:
         if isinstance(prompt, str) and not has_chat_template(self._tokenizer_for_text()):
             return self.tokenize(prompt)
         return self.tokenize_chat(prompt)
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """Renders messages by the chat template, for requests and for the reading of replies. Raises
+        UserError where there is no tokenizer."""
+        return ChatRenderer(self._tokenizer_for_text())
 
     def _tokenizer_for_text(self) -> Any:
         """The tokenizer. Raises UserError where there is none."""

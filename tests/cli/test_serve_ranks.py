@@ -21,7 +21,6 @@ from nodes import finish, start_nodes
 from tiny_run import make_target
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.engine.llm import LLM
 
 SERVE = [
@@ -204,7 +203,7 @@ def test_torchrun_serves_the_demo_to_a_client_of_openai():
     )
     assert accepted / drafts > 0.3
     llm = LLM("smollm2-135m-instruct", max_context=512)
-    prompt = prompt_token_ids(llm.tokenizer, chat)
+    prompt = llm.renderer.prompt_token_ids(chat)
     (alone,) = llm.generate([prompt], SamplingParams(max_tokens=length, **greedy))
     assert whole == stream == alone.text
     assert seeded[0] and seeded[0] == seeded[1]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.data.chat.template import prompt_token_ids
 from eagle_kit.drafts.files.validate import validate_draft
 from eagle_kit.engine.llm import LLM
 
@@ -45,7 +44,7 @@ def test_a_released_draft_answers_the_same(released, plain, kind):
     for shape, replies in answers.items():
         llm = LLM(plain.target, str(released / kind), tokenizer=plain.tokenizer, shape=shape, max_context=256)
         turns = [[{"role": "user", "content": reply["prompt"]}] for reply in replies]
-        prompts = [prompt_token_ids(plain.tokenizer, each) for each in turns]
+        prompts = [plain.renderer.prompt_token_ids(each) for each in turns]
         found = llm.generate(prompts, SamplingParams(max_tokens=MAX_TOKENS))
         for reply, now in zip(replies, found, strict=True):
             assert (list(now.token_ids), now.text) == (reply["token_ids"], reply["text"])

@@ -106,11 +106,13 @@ def test_a_draft_of_another_target_is_refused_before_anything_is_written(
 
 @pytest.mark.real
 def test_prompts_of_both_shipped_tasks_fit_the_real_target() -> None:
-    from eagle_kit.data.chat.template import prompt_token_ids
+    from eagle_kit.data.chat.renderer import ChatRenderer
     from eagle_kit.data.tasks.sets import load_task
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     tokenizer = load_tokenizer(resolve_target("smollm2-135m-instruct"))
     for name in ("human_eval", "ours"):
-        lengths = [len(prompt_token_ids(tokenizer, p.messages([]))) for p in load_task(name).prompts]
+        lengths = [
+            len(ChatRenderer(tokenizer).prompt_token_ids(p.messages([]))) for p in load_task(name).prompts
+        ]
         assert min(lengths) > 20 and max(lengths) < 1000

@@ -36,9 +36,8 @@ from eagle_kit.data.chat.hub_sets import DataSet
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.packing import PackedRow, join, pack
 from eagle_kit.data.chat.records import SkipLog, package_file_size, read_records, reasons_of
+from eagle_kit.data.chat.renderer import ChatRenderer, TokenizedChat
 from eagle_kit.data.chat.row_files import RowFiles, read_integers, token_blocks
-from eagle_kit.data.chat.rows import TokenizedChat
-from eagle_kit.data.chat.template import end_names
 from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.data.chat.vocab_map import (
     VocabMap,
@@ -328,10 +327,11 @@ def prepare_dataset(
     if not settings.sources:
         raise UserError("No conversations are named.", "Set data.source or data.mix.")
     excluded = ExcludedSets.load(settings.decontaminate)
-    fingerprint = _fingerprint(settings, tokenizer, excluded)
+    renderer = ChatRenderer(tokenizer)
+    fingerprint = _fingerprint(settings, renderer, excluded)
     folder = cache_root(settings) / "data" / fingerprint
     if not (folder / "summary.json").is_file():
-        _fill_cache(settings, tokenizer, excluded, folder, progress)
+        _fill_cache(settings, renderer, excluded, folder, progress)
     return load_prepared(folder, fingerprint, tokenizer, draft_vocab_size, vocab_map)
 
 
@@ -372,7 +372,7 @@ def load_prepared(
 
 
 def _fill_cache(
-    settings: DataConfig, tokenizer: Any, excluded: ExcludedSets, folder: Path, progress: bool
+    settings: DataConfig, renderer: ChatRenderer, excluded: ExcludedSets, folder: Path, progress: bool
 ) -> None:
     """Make ``folder``: beside it first, then renamed; in one process of several that need it."""
     try:
@@ -382,7 +382,7 @@ def _fill_cache(
                 return
             with replacing(folder) as work:
                 work.mkdir()
-                _build(settings, tokenizer, excluded, work, progress)
+                _build(settings, renderer, excluded, work, progress)
     except OSError as error:
         raise UserError(
             f"The tokenised data could not be written to {folder} ({error}).",
@@ -497,20 +497,20 @@ def _length_reason(source: SourceConfig, length: int) -> str:
 
 
 def _build(
-    settings: DataConfig, tokenizer: Any, excluded: ExcludedSets, folder: Path, progress: bool
+    settings: DataConfig, renderer: ChatRenderer, excluded: ExcludedSets, folder: Path, progress: bool
 ) -> None:
     skipped = SkipLog(max_broken_lines=settings.max_broken_lines)
     rows = RowFiles(folder)
     try:
-        documents = _read_all(settings, tokenizer, excluded, rows, skipped, progress)
-        _finish(settings, tokenizer, excluded, folder, rows, documents, skipped)
+        documents = _read_all(settings, renderer, excluded, rows, skipped, progress)
+        _finish(settings, len(renderer.tokenizer), excluded, folder, rows, documents, skipped)
     finally:
         rows.close()
 
 
 def _read_all(
     settings: DataConfig,
-    tokenizer: Any,
+    renderer: ChatRenderer,
     excluded: ExcludedSets,
     rows: RowFiles,
     skipped: SkipLog,
@@ -520,7 +520,7 @@ def _read_all(
     from tqdm import tqdm
 
     documents = _Documents(rows, skipped)
-    with Tokenizing(tokenizer, excluded, settings.max_length, settings.num_workers) as tokenizing:
+    with Tokenizing(renderer, excluded, settings.max_length, settings.num_workers) as tokenizing:
         for part, source in enumerate(settings.sources):
             limit = source.limit or settings.limit
             bar = tqdm(
@@ -538,7 +538,7 @@ def _read_all(
 
 def _finish(
     settings: DataConfig,
-    tokenizer: Any,
+    vocab_size: int,
     excluded: ExcludedSets,
     folder: Path,
     row_files: RowFiles,
@@ -580,10 +580,10 @@ def _finish(
     learned = [document for part in kept for document in part]
     lengths = row_files.keep([number for document in learned for number in document.rows])
     row_files.close()
-    counts = np.zeros(len(tokenizer), dtype=np.int64)
+    counts = np.zeros(vocab_size, dtype=np.int64)
     num_supervised = 0
     for ids, reply in token_blocks(folder):
-        counts += np.bincount(ids[reply >= 0], minlength=len(tokenizer))
+        counts += np.bincount(ids[reply >= 0], minlength=vocab_size)
         num_supervised += int((reply >= 0).sum())
 
     # What they are counted as.
@@ -681,7 +681,7 @@ def _check_documents(
         )
 
 
-def _fingerprint(settings: DataConfig, tokenizer: Any, excluded: ExcludedSets) -> str:
+def _fingerprint(settings: DataConfig, renderer: ChatRenderer, excluded: ExcludedSets) -> str:
     """Hash of everything the arrays depend on; files count by path, size and time of change, a package's file
     by size."""
     parts: list[Any] = [FORMAT, settings.limit, settings.max_length, settings.eval_conversations]
@@ -694,7 +694,7 @@ def _fingerprint(settings: DataConfig, tokenizer: Any, excluded: ExcludedSets) -
         for path in _files_of(file):
             stat = path.stat()
             parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
-    parts += [tokenizer.chat_template, tokenizer_hash(tokenizer), end_names(tokenizer)]
+    parts += [renderer.tokenizer.chat_template, tokenizer_hash(renderer.tokenizer), renderer.end_names]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

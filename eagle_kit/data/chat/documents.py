@@ -17,7 +17,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import num_cores
 from eagle_kit.data.chat.forms import Conversation, RawText, Record
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.data.chat.rows import TokenizedChat, tokenize
+from eagle_kit.data.chat.renderer import ChatRenderer, TokenizedChat
 from eagle_kit.data.tasks.excluded import ExcludedSets
 
 ALONE = 2000
@@ -68,13 +68,18 @@ class Tokenizing:
     """Tokenises records in their order.
 
     Args:
+        renderer: renders and tokenises; every process gets a copy.
         num_workers: processes; None for as many as this one has cores, 1 for none beside it.
     """
 
     def __init__(
-        self, tokenizer: Any, excluded: ExcludedSets, max_length: int, num_workers: int | None = None
+        self,
+        renderer: ChatRenderer,
+        excluded: ExcludedSets,
+        max_length: int,
+        num_workers: int | None = None,
     ) -> None:
-        self._work = (tokenizer, excluded, max_length)
+        self._work = (renderer, excluded, max_length)
         self._num_workers = min(num_cores(), MOST_WORKERS) if num_workers is None else num_workers
         self._num_done = 0
         self._pool: ProcessPoolExecutor | None = None
@@ -90,7 +95,7 @@ class Tokenizing:
         """Tokenise labelled records.
 
         Raises:
-            UserError: as :func:`tokenize`, or a process ended.
+            UserError: as :meth:`ChatRenderer.tokenize`, or a process ended.
         """
         records = iter(records)
         alone = ALONE - self._num_done if self._num_workers > 1 else None
@@ -124,7 +129,7 @@ class Tokenizing:
             ) from error
 
 
-_given: tuple[Any, ExcludedSets, int]
+_given: tuple[ChatRenderer, ExcludedSets, int]
 
 
 def _begin(*work: Any) -> None:
@@ -138,13 +143,13 @@ def _tokenize_piece(piece: list[tuple[str, Record]]) -> list[Tokenized]:
 
 
 def tokenize_record(
-    tokenizer: Any, excluded: ExcludedSets, max_length: int, label: str, record: Record
+    renderer: ChatRenderer, excluded: ExcludedSets, max_length: int, label: str, record: Record
 ) -> Tokenized:
     """Rows and prompts of one record."""
     found = Tokenized(label, record)
     try:
         excluded.check(record)
-        found.rows = tokenize(tokenizer, record, max_length, found.remarks)
+        found.rows = renderer.tokenize(record, max_length, found.remarks)
     except Unusable as reason:
         found.reason = str(reason)
         return found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eagle_kit.data.chat.rows import TokenizedChat
+from eagle_kit.data.chat.renderer import TokenizedChat
 
 OPEN_ROWS = 16
 """Rows that are filled at the same time; more pack tighter and shuffle documents further."""

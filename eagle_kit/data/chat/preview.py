@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from eagle_kit.data.chat.rows import TokenizedChat
+from eagle_kit.data.chat.renderer import TokenizedChat
 
 GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle_kit.data.chat.rows import TokenizedChat
+from eagle_kit.data.chat.renderer import TokenizedChat
 
 NAMES = ("ids", "reply")
 BLOCK = 1 << 22

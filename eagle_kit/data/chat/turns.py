@@ -6,19 +6,19 @@ and at the last one, check the result; where one differs, all prompts are render
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from eagle_kit.data.chat.arguments import MARKS
 from eagle_kit.data.chat.forms import Conversation
-from eagle_kit.data.chat.messages import Message
-from eagle_kit.data.chat.template import chat_template, render
+from eagle_kit.data.chat.messages import ChatPrompt, Message
 
 WINDOW = 8
 """Messages of a window; a conversation of at most twice as many is rendered whole."""
 TESTS = ("startswith", "endswith", "find", "count", "index")
 """Methods of a text by which a template looks for another text in it."""
+RenderPrompt = Callable[[ChatPrompt], str]
+"""Renders messages with the generation prompt."""
 
 
 @dataclass(frozen=True)
@@ -37,54 +37,61 @@ class TurnPrompt:
 
     @property
     def turn(self) -> int:
-        """Number of the reply among the messages of the window."""
+        """Index of the reply among the messages of the window."""
         return len(self.conversation.messages) - 1
 
 
-class TurnPrompts:
-    """Prompts of one conversation, asked for in the order of its replies.
+def whole_prompt(render: RenderPrompt, conversation: Conversation, turn: int) -> TurnPrompt:
+    """Render the prompt of message ``turn`` from all messages before it, which are its window. Raises as
+    ``render``."""
+    text = render(conversation.prompt(turn))
+    return TurnPrompt(text, replace(conversation, messages=conversation.messages[: turn + 1]), text)
+
+
+class WindowedPrompts:
+    """Prompts of one conversation, asked for in the order of its replies and rendered from windows.
 
     Args:
-        is_windowed: render late turns from windows; every prompt is rendered whole otherwise.
+        render: the chat template.
+        conversation: one for which :func:`can_be_windowed` is True.
     """
 
-    def __init__(self, tokenizer: Any, conversation: Conversation, is_windowed: bool) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, render: RenderPrompt, conversation: Conversation) -> None:
+        self._render = render
         self._conversation = conversation
-        self._is_windowed = is_windowed
-        self._before: tuple[Message, ...] = ()  # in front of the window's own messages
-        self._start = 0  # of the window's own messages
-        self._known: TurnPrompt | None = None
+        self._leading: tuple[Message, ...] = ()  # messages before the window's own
+        self._start = 0  # index of the first message of the window's own
+        self._previous: TurnPrompt | None = None
 
     def at(self, turn: int) -> TurnPrompt:
-        """Prompt of the assistant's message number ``turn``. Raises as :func:`render`."""
+        """Prompt of the assistant's message ``turn``. Raises as ``render``."""
         window = self._window(turn)
-        window_text = self._render(window)
+        window_text = self._render_window(window)
+
+        # The prompt is the previous one, and what the window has behind it.
         text = window_text
-        known = self._known
+        previous = self._previous
         if self._start > 0:
-            assert known is not None, "the first window is the whole conversation"
-            if window_text.startswith(known.window_text):
-                text = known.text + window_text[len(known.window_text) :]
+            assert previous is not None, "the first window is the whole conversation"
+            if window_text.startswith(previous.window_text):
+                text = previous.text + window_text[len(previous.window_text) :]
             else:  # the template renders earlier turns otherwise later on
-                text = self.whole(turn)
+                text = self._render(self._conversation.prompt(turn))
         found = TurnPrompt(text, window, window_text)
-        self._known = found
-        if self._is_windowed and turn - self._start > WINDOW and self._move(turn):
+
+        # The next prompt continues this one, in a later window where this one has grown long.
+        self._previous = found
+        if turn - self._start > WINDOW and self._move(turn):
             window = self._window(turn)
-            self._known = TurnPrompt(text, window, self._render(window))
+            self._previous = TurnPrompt(text, window, self._render_window(window))
         return found
 
-    def whole(self, turn: int) -> str:
-        """The prompt in one rendering of all messages."""
-        return render(self._tokenizer, self._conversation.prompt(turn), generation_prompt=True)
-
     def _window(self, turn: int) -> Conversation:
-        messages = (*self._before, *self._conversation.messages[self._start : turn + 1])
+        messages = (*self._leading, *self._conversation.messages[self._start : turn + 1])
         return replace(self._conversation, messages=messages)
 
-    def _render(self, window: Conversation) -> str:
-        return render(self._tokenizer, window.prompt(len(window.messages) - 1), generation_prompt=True)
+    def _render_window(self, window: Conversation) -> str:
+        return self._render(window.prompt(len(window.messages) - 1))
 
     def _move(self, turn: int) -> bool:
         """Begin the window with a later message, if there is one that a conversation can begin with.
@@ -92,28 +99,31 @@ class TurnPrompts:
         It begins with a user turn at an even distance from the first one, since templates count turns. Within
         a long chain of calls it is the last user turn and the last calls.
         """
+        # A user turn, before the exchange that is the last but one.
         messages = self._conversation.messages
         num_system = num_leading_system(messages)
-        latest = turn - 3  # with the exchange before the last one
+        system = messages[:num_system]
+        latest = turn - 3
         users = [i for i in range(self._start, latest + 1) if messages[i]["role"] == "user"]
         even = [i for i in users if (i - num_system) % 2 == 0]
-        system = messages[:num_system]
         if even and even[-1] > self._start and turn - even[-1] <= WINDOW:
-            self._before = system
+            self._leading = system
             self._start = even[-1]
             return True
+
+        # The last user turn and the last calls.
         calls = [i for i in range(self._start + 1, latest + 1) if messages[i]["role"] == "assistant"]
         if not calls:
             return False
         asked = max((i for i in range(calls[-1]) if messages[i]["role"] == "user"), default=None)
         if asked is None:
             return False
-        self._before = (*system, messages[asked])
+        self._leading = (*system, messages[asked])
         self._start = calls[-1]
         return True
 
 
-def can_be_windowed(tokenizer: Any, conversation: Conversation) -> bool:
+def can_be_windowed(template: str, conversation: Conversation) -> bool:
     """True for a long conversation of which a chat template cannot know the middle: system messages lead it,
     and no message holds a text that the template looks for."""
     messages = conversation.messages
@@ -122,7 +132,7 @@ def can_be_windowed(tokenizer: Any, conversation: Conversation) -> bool:
     num_system = num_leading_system(messages)
     if any(message["role"] in ("system", "developer") for message in messages[num_system:]):
         return False
-    sought = sought_texts(chat_template(tokenizer, conversation.tools))
+    sought = sought_texts(template)
     texts = [
         message[name] for message in messages for name in ("content", "reasoning_content") if name in message
     ]

@@ -28,7 +28,7 @@ from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.messages import ChatPrompt
 from eagle_kit.data.chat.overlap import CONTAMINATED, LEAST_SIMILARITY, NearDuplicates, TestPrompts
 from eagle_kit.data.chat.records import SkipLog, check_source, read_conversations
-from eagle_kit.data.chat.template import PromptError
+from eagle_kit.data.chat.renderer import PromptError
 from eagle_kit.data.chat.variants import draw_kwargs
 from eagle_kit.datagen.regenerate.dialogue import REFUSAL, Dialogue, refusal_pattern, script, texts
 from eagle_kit.datagen.regenerate.files import (

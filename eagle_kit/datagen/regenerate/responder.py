@@ -8,9 +8,8 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.data.chat.messages import ChatPrompt, Tool
-from eagle_kit.data.chat.reply.choice import ReplyForms, choose_forms
+from eagle_kit.data.chat.reply.choice import choose_forms
 from eagle_kit.data.chat.reply.parts import ReplyParts, read_reply
-from eagle_kit.data.chat.template import end_tokens
 from eagle_kit.engine.text_stream import TextStream
 
 if TYPE_CHECKING:
@@ -82,9 +81,10 @@ class EngineResponder:
     repeats = True
 
     def __init__(self, llm: "LLM") -> None:
-        self._llm, self.batch_size = llm, llm.max_batch_size
+        self._llm = llm
+        self.batch_size = llm.max_batch_size
         self.max_prompt_tokens: int | None = llm.max_context - 1
-        self._forms = ReplyForms(None) if llm.tokenizer is None else choose_forms(llm.tokenizer)
+        self._forms = None if llm.tokenizer is None else choose_forms(llm.renderer)
 
     def num_tokens(self, prompt: ChatPrompt) -> int | None:
         """See :class:`Responder`."""
@@ -110,16 +110,24 @@ class EngineResponder:
 
     def _read(self, reply: Reply, output: RequestOutput, tools: Sequence[Tool], stop: Sequence[str]) -> Reply:
         """The reply in parts; as it is where it has none but text."""
+        if self._forms is None:
+            return reply
         reader = self._forms.reader(output.prompt_ids, tools)
         if reader is None:
             return reply
-        tokenizer, text = self._llm.tokenizer, output.text
+
+        # The text, with the special tokens that the reader must see.
+        tokenizer = self._llm.tokenizer
+        text = output.text
         is_ended = self._is_ended(output)
-        if shown := self._forms.shown_tokens(bool(tools)):
+        shown = self._forms.shown_tokens(bool(tools))
+        if shown:
             stream = TextStream(tokenizer, stop, shown=shown)
             stream.push(output.token_ids[:-1] if is_ended else output.token_ids)
             stream.finish()
             text = stream.text
+
+        # Its parts.
         end = tokenizer.convert_ids_to_tokens(output.token_ids[-1]) if is_ended else ""
         parts = read_reply(reader, text, end)
         if parts == ReplyParts(content=output.text):
@@ -138,5 +146,5 @@ class EngineResponder:
 
     def _is_ended(self, output: RequestOutput) -> bool:
         """True for a reply whose last token is its end."""
-        ends = end_tokens(self._llm.tokenizer)
+        ends = self._llm.renderer.end_token_ids
         return output.finish_reason == "stop" and not ends.isdisjoint(output.token_ids[-1:])

@@ -6,12 +6,12 @@ there than behind the target's own.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from eagle_kit.data.chat.messages import ChatPrompt, Tool
-from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.eval.diagnose.chain import Source, read_chain
 from eagle_kit.eval.diagnose.estimates import Estimate, estimate
 from eagle_kit.eval.diagnose.replay import Messages, Replies
@@ -75,7 +75,9 @@ class FormatReading(NamedTuple):
     follow: Estimate
 
 
-def read_formats(head: DraftHead, target: Target, tokenizer: Any, replies: Replies) -> list[FormatReading]:
+def read_formats(
+    head: DraftHead, target: Target, renderer: ChatRenderer, replies: Replies
+) -> list[FormatReading]:
     """Read a head behind prompts of every format, the target's own first.
 
     Raises:
@@ -84,7 +86,7 @@ def read_formats(head: DraftHead, target: Target, tokenizer: Any, replies: Repli
     messages, chosen = replies.messages[:MOST_CHATS], replies.texts[:MOST_CHATS]
     own = _measure(head, target, chosen)
     found = [FormatReading("the target's own", estimate(own[0], own[2]), Estimate(0, 0), Estimate(0, 0))]
-    for name, prompts in _written(tokenizer, messages):
+    for name, prompts in _written(renderer, messages):
         texts = [Text(ids, text.reply) for ids, text in zip(prompts, chosen, strict=True)]
         hits, follow, numbers = _measure(head, target, texts)
         found.append(
@@ -98,25 +100,27 @@ def read_formats(head: DraftHead, target: Target, tokenizer: Any, replies: Repli
     return found
 
 
-def _written(tokenizer: Any, messages: Sequence[Messages]) -> list[tuple[str, list[list[int]]]]:
+def _written(renderer: ChatRenderer, messages: Sequence[Messages]) -> list[tuple[str, list[list[int]]]]:
     """Prompts in all formats that differ from the target's own, as tokens, by the format's name."""
-    own = [prompt_token_ids(tokenizer, each) for each in messages]
+    own = [renderer.prompt_token_ids(each) for each in messages]
     system = [{"role": "system", "content": SYSTEM}]
     written = [
-        ("the same with a system prompt", [_own(tokenizer, [*system, *each]) for each in messages]),
-        (WITH_TOOL, [_own(tokenizer, each, tools=[TOOL]) for each in messages]),
+        ("the same with a system prompt", [_own(renderer, [*system, *each]) for each in messages]),
+        (WITH_TOOL, [_own(renderer, each, tools=[TOOL]) for each in messages]),
     ]
     for form in FORMATS:
         texts = [form.render(each) for each in messages]
-        ids = [tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"] for text in texts]
+        ids = [
+            renderer.tokenizer(text, add_special_tokens=True, verbose=False)["input_ids"] for text in texts
+        ]
         written.append((form.name, ids))
     return [(name, prompts) for name, prompts in written if prompts != own and all(prompts)]
 
 
-def _own(tokenizer: Any, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
+def _own(renderer: ChatRenderer, messages: Messages, tools: Sequence[Tool] = ()) -> list[int]:
     """By the target's own template; empty where it has no place for them."""
     try:
-        return prompt_token_ids(tokenizer, ChatPrompt(messages, tools))
+        return renderer.prompt_token_ids(ChatPrompt(messages, tools))
     except Exception:  # a template is a foreign program
         return []
 

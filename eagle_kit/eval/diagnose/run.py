@@ -260,10 +260,9 @@ def _context(
 def _formats(models: Models, replies: Replies, findings: Sequence[Finding]) -> list[FormatReading]:
     """Other chat formats, unless the target's template is known to be that of training."""
     is_known = any(each.subject == "chat template" and each.level == "ok" for each in findings)
-    tokenizer = models.llm.tokenizer
-    if is_known or not has_chat_template(tokenizer):
+    if is_known or not has_chat_template(models.llm.tokenizer):
         return []
-    return read_formats(models.head, models.target, tokenizer, replies)
+    return read_formats(models.head, models.target, models.llm.renderer, replies)
 
 
 def _engine_fault(models: Models, replay: Replay) -> list[Cause]:

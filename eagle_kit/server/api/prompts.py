@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.messages import ChatPrompt, Tool, Unusable, read_message, read_tools
-from eagle_kit.data.chat.template import prompt_text, text_token_ids
 from eagle_kit.server.api.protocol import ChatMessages, Message
 
 if TYPE_CHECKING:
@@ -38,9 +37,9 @@ def chat_prompt(llm: "LLM", chat: ChatMessages, tools: Sequence[Tool], most: int
         messages = [read_message(message.model_dump(exclude_none=True)) for message in chat.messages]
     except Unusable as reason:
         raise UserError(f"The messages have {reason}.", "Send back what the model wrote.") from None
-    text = prompt_text(llm.tokenizer, ChatPrompt(messages, tools, chat.chat_template_kwargs or {}))
+    text = llm.renderer.prompt_text(ChatPrompt(messages, tools, chat.chat_template_kwargs or {}))
     check_length(llm, len(text), most)
-    return text_token_ids(llm.tokenizer, text)
+    return llm.renderer.token_ids(text)
 
 
 def text_prompt(llm: "LLM", text: str, most: int, add_special_tokens: bool = True) -> list[int]:

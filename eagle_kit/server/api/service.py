@@ -130,7 +130,7 @@ class Service:
         self.max_chars = max_chars(llm)
         self.token_names = TokenNames(llm.tokenizer)
         self.special_tokens = special_tokens(llm.tokenizer)
-        self.reply_forms = choose_forms(llm.tokenizer, config.reasoning_parser, config.tool_call_parser)
+        self.reply_forms = choose_forms(llm.renderer, config.reasoning_parser, config.tool_call_parser)
         self.started_at = int(time.time())
         self._live: dict[RequestName, list[ReplyStream]] = {}
         self._salt_key = secrets.token_bytes(32)

@@ -22,6 +22,7 @@ from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat import dataset, documents
 from eagle_kit.data.chat.dataset import PreparedData, prepare_dataset
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.models.loading.source import load_tokenizer
 
 
@@ -101,7 +102,7 @@ def test_a_second_call_reads_the_cache(
     def refuse(*_: Any) -> None:
         raise AssertionError("tokenised again")
 
-    monkeypatch.setattr(documents, "tokenize", refuse)
+    monkeypatch.setattr(ChatRenderer, "tokenize", refuse)
     second = prepare(tmp_path, tokenizer, settings, draft_vocab_size=30)
     assert second.fingerprint == first.fingerprint and len(second.vocab_map.d2t) == 30
     assert second.heldout_prompts == first.heldout_prompts and len(second) == len(first)

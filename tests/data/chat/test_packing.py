@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from eagle_kit.data.chat.packing import OPEN_ROWS, join, pack
-from eagle_kit.data.chat.rows import TokenizedChat
+from eagle_kit.data.chat.renderer import TokenizedChat
 
 
 @pytest.mark.parametrize("capacity", [8, 64, 1024])

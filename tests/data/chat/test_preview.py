@@ -10,7 +10,7 @@ from tiny_tokenizers import llama2_like
 
 from eagle_kit.data.chat.forms import Conversation
 from eagle_kit.data.chat.preview import DIM, GREEN, RESET, preview
-from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
+from eagle_kit.data.chat.renderer import ChatRenderer, TokenizedChat
 from eagle_kit.models.loading.source import load_tokenizer
 
 
@@ -27,7 +27,7 @@ def chat(tokenizer: Any) -> TokenizedChat:
         {"role": "user", "content": "So"},
         {"role": "assistant", "content": "No"},
     )
-    (row,) = tokenize_chat(tokenizer, Conversation("x", turns, "x"), 1000, Counter())
+    (row,) = ChatRenderer(tokenizer).tokenize_chat(Conversation("x", turns, "x"), 1000, Counter())
     return row
 
 

@@ -12,7 +12,7 @@ from chat_templates import tokenizer_for
 
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.messages import Unusable
-from eagle_kit.data.chat.rows import TokenizedChat, tokenize_chat
+from eagle_kit.data.chat.renderer import ChatRenderer, TokenizedChat
 from eagle_kit.server.api.prompts import chat_prompt, chat_tools
 from eagle_kit.server.api.protocol import ChatMessages
 
@@ -53,7 +53,7 @@ AGENT = [
 def served(tokenizer: Any, messages: list[dict], tools: list[dict], kwargs: dict) -> list[int]:
     """Prompt tokens of our server for a request as a client sends it."""
     body = {"messages": messages, "tools": tools or None, "chat_template_kwargs": kwargs or None}
-    llm: Any = SimpleNamespace(tokenizer=tokenizer, max_context=10**6)
+    llm: Any = SimpleNamespace(renderer=ChatRenderer(tokenizer), max_context=10**6)
     chat = ChatMessages.model_validate_json(json.dumps(body))
     return chat_prompt(llm, chat, chat_tools(chat), 10**6)
 
@@ -93,7 +93,8 @@ def prove(name: str, messages: list[dict], tools: list[dict] = (), **kwargs: Any
 def rows_of(
     name: str, conversation: Conversation, remarks: Counter[str] | None = None
 ) -> list[TokenizedChat]:
-    return tokenize_chat(tokenizer_for(name), conversation, 10_000, Counter() if remarks is None else remarks)
+    remarks = Counter() if remarks is None else remarks
+    return ChatRenderer(tokenizer_for(name)).tokenize_chat(conversation, 10_000, remarks)
 
 
 def replies(tokenizer: Any, row: TokenizedChat) -> list[str]:

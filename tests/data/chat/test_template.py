@@ -13,9 +13,8 @@ from tiny_run import TEMPLATE, make_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.forms import Conversation, to_conversation
 from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.renderer import LITERAL_END, NO_SYSTEM, ChatRenderer, TokenizedChat
 from eagle_kit.data.chat.reply.choice import choose_forms
-from eagle_kit.data.chat.rows import LITERAL_END, NO_SYSTEM, TokenizedChat, tokenize_chat
-from eagle_kit.data.chat.template import end_names, end_tokens, prompt_token_ids
 from eagle_kit.models.loading.source import load_tokenizer
 
 DEFAULT_SYSTEM = (
@@ -66,7 +65,7 @@ def conversation(*turns: tuple[str, str], complete: bool = True) -> Conversation
 
 
 def rows(tokenizer: Any, conversation: Conversation, max_length: int) -> list[TokenizedChat]:
-    return tokenize_chat(tokenizer, conversation, max_length, Counter())
+    return ChatRenderer(tokenizer).tokenize_chat(conversation, max_length, Counter())
 
 
 def one_row(tokenizer: Any, conversation: Conversation, max_length: int) -> TokenizedChat:
@@ -100,8 +99,8 @@ def check_prompts(tokenizer: Any, chat: TokenizedChat, conversation: Conversatio
     turns = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
     for number in range(int(chat.reply.max()) + 1):
         span = np.flatnonzero(chat.reply == number)
-        assert chat.ids[: span[0]].tolist() == prompt_token_ids(
-            tokenizer, messages_of(conversation, turns[number])
+        assert chat.ids[: span[0]].tolist() == ChatRenderer(tokenizer).prompt_token_ids(
+            messages_of(conversation, turns[number])
         )
         assert (np.diff(span) == 1).all()
 
@@ -114,7 +113,7 @@ def test_first_middle_and_last_reply_are_what_a_server_generates(tokenizer: Any,
     check_prompts(tokenizer, chat, THREE_TURNS)
     assert chat.ids.dtype == chat.reply.dtype == np.int32
     # nothing follows the end token of the last reply, since nothing is generated after it
-    assert chat.reply[-1] == 2 and int(chat.ids[-1]) in end_tokens(tokenizer)
+    assert chat.reply[-1] == 2 and int(chat.ids[-1]) in ChatRenderer(tokenizer).end_token_ids
 
 
 def test_a_system_turn_is_given_not_produced(tokenizer: Any) -> None:
@@ -175,7 +174,7 @@ def test_an_incomplete_reply_does_not_learn_its_end(tokenizer: Any) -> None:
 def test_empty_replies_at_the_end_are_left_out_and_counted(tokenizer: Any, complete: bool) -> None:
     turns = [("user", "Hi"), ("assistant", "Hello."), ("user", "Go"), ("assistant", " \n")]
     remarks: Counter[str] = Counter()
-    (chat,) = tokenize_chat(tokenizer, conversation(*turns, complete=complete), PLENTY, remarks)
+    (chat,) = ChatRenderer(tokenizer).tokenize_chat(conversation(*turns, complete=complete), PLENTY, remarks)
     assert replies(tokenizer, chat) == ["Hello.<|im_end|>"]
     assert remarks == {"empty replies at the end are left out": 1}
     with pytest.raises(Unusable, match="an empty reply"):
@@ -215,14 +214,14 @@ def test_a_template_that_rewrites_history_has_a_row_for_each_turn(tokenizer: Any
     for number, chat in enumerate(found):
         first = int(np.flatnonzero(chat.reply == 0)[0])
         messages = messages_of(THREE_TURNS, 2 * number + 1)
-        assert chat.ids[:first].tolist() == prompt_token_ids(tokenizer, messages)
+        assert chat.ids[:first].tolist() == ChatRenderer(tokenizer).prompt_token_ids(messages)
 
 
 def test_rows_beyond_the_length_are_left_out_and_noted(tokenizer: Any) -> None:
     tokenizer.chat_template = FORGETS_THOUGHTS
     remarks: Counter[str] = Counter()
     length = len(rows(tokenizer, THREE_TURNS, PLENTY)[0].ids)
-    (chat,) = tokenize_chat(tokenizer, THREE_TURNS, length, remarks)
+    (chat,) = ChatRenderer(tokenizer).tokenize_chat(THREE_TURNS, length, remarks)
     assert replies(tokenizer, chat) == ["(hmm) Hello.<|im_end|>"]
     assert remarks == {"replies beyond max_length are left out": 1}
 
@@ -262,7 +261,7 @@ def test_a_template_that_refuses_a_role_makes_the_conversation_unusable(tokenize
     with pytest.raises(Unusable, match="no system turns"):
         one_row(tokenizer, talk, PLENTY)
     with pytest.raises(UserError, match="no system turns"):
-        prompt_token_ids(tokenizer, messages_of(talk, 2))
+        ChatRenderer(tokenizer).prompt_token_ids(messages_of(talk, 2))
 
 
 def test_tokens_that_would_merge_across_the_start_of_a_reply_are_kept_apart(tokenizer: Any) -> None:
@@ -275,7 +274,7 @@ def test_tokens_that_would_merge_across_the_start_of_a_reply_are_kept_apart(toke
     first, second = rows(tokenizer, talk, PLENTY)
     assert replies(tokenizer, first) == ["abc\n"] and replies(tokenizer, second) == ["b\n"]
     for chat, turns in ((first, 1), (second, 3)):
-        ids = prompt_token_ids(tokenizer, messages_of(talk, turns))
+        ids = ChatRenderer(tokenizer).prompt_token_ids(messages_of(talk, turns))
         assert chat.ids[chat.reply < 0].tolist() == ids
     assert tokenizer.convert_tokens_to_ids(":a") in second.ids  # in the history, as a server has it
 
@@ -300,28 +299,32 @@ def test_a_tokenizer_without_template_is_a_user_error(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="no chat template"):
         one_row(tokenizer, THREE_TURNS, PLENTY)
     with pytest.raises(UserError, match="no chat template"):
-        prompt_token_ids(tokenizer, messages_of(THREE_TURNS, 1))
+        ChatRenderer(tokenizer).prompt_token_ids(messages_of(THREE_TURNS, 1))
 
 
 def test_named_templates_without_a_default_are_a_user_error(tokenizer: Any) -> None:
     tokenizer.chat_template = {"rag": str(tokenizer.chat_template)}
     with pytest.raises(UserError, match="'rag'.*none of them is the default"):
         one_row(tokenizer, THREE_TURNS, PLENTY)
-    forms = choose_forms(tokenizer)
+    forms = choose_forms(ChatRenderer(tokenizer))
     assert forms.reasoning is None and forms.calls is None
 
 
 def test_only_added_tokens_end_a_turn(tokenizer: Any) -> None:
-    ends = {tokenizer.convert_ids_to_tokens(token) for token in end_tokens(tokenizer)}
+    ends = {tokenizer.convert_ids_to_tokens(token) for token in ChatRenderer(tokenizer).end_token_ids}
     assert ends == {"<|im_end|>"}
     names = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "</s>"]
     names += ["<|call|>", "<｜end▁of▁sentence｜>"]
     for name in names:
         tokenizer.add_tokens([name], special_tokens=True)
-    assert {tokenizer.convert_ids_to_tokens(token) for token in end_tokens(tokenizer)} == set(names)
+    assert {tokenizer.convert_ids_to_tokens(token) for token in ChatRenderer(tokenizer).end_token_ids} == set(
+        names
+    )
     tokenizer.add_tokens(["<|return|>"], special_tokens=True)
     names[names.index("<|end|>")] = "<|return|>"  # in harmony a turn goes on behind a message
-    assert {tokenizer.convert_ids_to_tokens(token) for token in end_tokens(tokenizer)} == set(names)
+    assert {tokenizer.convert_ids_to_tokens(token) for token in ChatRenderer(tokenizer).end_token_ids} == set(
+        names
+    )
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -333,7 +336,7 @@ def test_a_system_message_that_the_template_leaves_out_is_counted(tokenizer: Any
     tokenizer.chat_template = inner.replace("{% endfor %}", "{% endif %}{% endfor %}", 1)
     for talk, dropped in ((turns, 0), (turns * 2, 1)):
         remarks: Counter[str] = Counter()
-        tokenize_chat(tokenizer, conversation(*talk), PLENTY, remarks)
+        ChatRenderer(tokenizer).tokenize_chat(conversation(*talk), PLENTY, remarks)
         assert remarks[NO_SYSTEM] == dropped
 
 
@@ -353,18 +356,18 @@ TWICE = [("user", "a"), ("assistant", "b")] * 2
 def test_the_token_that_a_template_puts_behind_every_reply_ends_it(tokenizer: Any) -> None:
     tokenizer.add_tokens(["<|turn>", "<turn|>"], special_tokens=True)
     tokenizer.chat_template = GEMMA_4
-    (chat,) = tokenize_chat(tokenizer, conversation(*TWICE), PLENTY, Counter())
+    (chat,) = ChatRenderer(tokenizer).tokenize_chat(conversation(*TWICE), PLENTY, Counter())
     assert replies(tokenizer, chat) == ["b<turn|>", "b<turn|>"]
 
     record = {"messages": messages_of(THREE_TURNS, 2), "finish_reasons": ["stop"]}
-    (chat,) = tokenize_chat(tokenizer, to_conversation(record, "x"), PLENTY, Counter())
+    (chat,) = ChatRenderer(tokenizer).tokenize_chat(to_conversation(record, "x"), PLENTY, Counter())
     assert replies(tokenizer, chat)[-1].endswith("<turn|>")
 
 
 def test_a_line_end_that_is_an_added_token_does_not_end_a_reply(tokenizer: Any) -> None:
     tokenizer.add_tokens(["\n"])
     tokenizer.chat_template = NO_END_TOKEN
-    assert "\n" not in end_names(tokenizer)
+    assert "\n" not in ChatRenderer(tokenizer).end_names
 
 
 def test_ends_of_the_generation_config_are_learned(folder: Path, tmp_path: Path) -> None:
@@ -378,7 +381,10 @@ def test_ends_of_the_generation_config_are_learned(folder: Path, tmp_path: Path)
     (tmp_path / "glm" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
 
     tokenizer = load_tokenizer(tmp_path / "glm")
-    assert set(names[:2]) < set(end_names(tokenizer)) and names[2] not in end_names(tokenizer)
+    assert (
+        set(names[:2]) < set(ChatRenderer(tokenizer).end_names)
+        and names[2] not in ChatRenderer(tokenizer).end_names
+    )
     chat = one_row(tokenizer, conversation(*TWICE), PLENTY)
     assert replies(tokenizer, chat) == ["b<|user|>", "b<|user|>"]
     cut = one_row(tokenizer, conversation(("user", "a"), ("assistant", "b"), complete=False), PLENTY)
@@ -392,8 +398,12 @@ def test_ends_of_the_generation_config_are_learned(folder: Path, tmp_path: Path)
 
 def test_replies_that_hold_the_text_of_an_end_token_are_counted(tokenizer: Any) -> None:
     remarks: Counter[str] = Counter()
-    tokenize_chat(tokenizer, conversation(("user", "a"), ("assistant", "b<|im_end|> c")), PLENTY, remarks)
+    ChatRenderer(tokenizer).tokenize_chat(
+        conversation(("user", "a"), ("assistant", "b<|im_end|> c")), PLENTY, remarks
+    )
     assert remarks[LITERAL_END] == 1
     remarks.clear()
-    tokenize_chat(tokenizer, conversation(("user", "a"), ("assistant", "b<|im_end|>\n")), PLENTY, remarks)
+    ChatRenderer(tokenizer).tokenize_chat(
+        conversation(("user", "a"), ("assistant", "b<|im_end|>\n")), PLENTY, remarks
+    )
     assert not remarks

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from chat_templates import tokenizer_for
 
-from eagle_kit.data.chat import template, turns
+from eagle_kit.data.chat import turns
 from eagle_kit.data.chat.forms import Conversation
-from eagle_kit.data.chat.rows import tokenize_chat
-from eagle_kit.data.chat.turns import TurnPrompts, can_be_windowed, sought_texts
+from eagle_kit.data.chat.messages import ChatPrompt
+from eagle_kit.data.chat.renderer import ChatRenderer
+from eagle_kit.data.chat.turns import WindowedPrompts, can_be_windowed, sought_texts
 
 CALL = {"type": "function", "function": {"name": "get", "arguments": {"x": "1"}}}
 TOOL = {
@@ -63,7 +64,7 @@ def replies_of(conversation: Conversation) -> list[int]:
 
 def rows_of(tokenizer: Any, conversation: Conversation) -> tuple[list[tuple[list[int], list[int]]], Counter]:
     remarks: Counter[str] = Counter()
-    rows = tokenize_chat(tokenizer, conversation, 100_000, remarks)
+    rows = ChatRenderer(tokenizer).tokenize_chat(conversation, 100_000, remarks)
     return [(row.ids.tolist(), row.reply.tolist()) for row in rows], remarks
 
 
@@ -96,20 +97,14 @@ def test_rows_from_windows_are_those_of_whole_renderings(
 
 
 def test_a_word_far_before_decides_where_the_template_looks_for_it() -> None:
-    tokenizer = tokenizer_for("chatml")
     conversation = talk(20)
     messages = list(conversation.messages)
     messages[2] = {"role": "user", "content": "/no_think"}
     messages[30] = {"role": "user", "content": "/think"}
     flagged = Conversation("x", tuple(messages), "x")
     assert sought_texts(FLAG) == {"/no_think", "/think"}
-    before = tokenizer.chat_template
-    tokenizer.chat_template = FLAG
-    try:
-        assert can_be_windowed(tokenizer, conversation)
-        assert not can_be_windowed(tokenizer, flagged)
-    finally:
-        tokenizer.chat_template = before
+    assert can_be_windowed(FLAG, conversation)
+    assert not can_be_windowed(FLAG, flagged)
 
 
 def test_rows_of_a_template_that_counts_messages_are_rendered_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,41 +121,37 @@ def test_rows_of_a_template_that_counts_messages_are_rendered_whole(monkeypatch:
         tokenizer.chat_template = before
 
 
-def test_twice_the_turns_are_twice_the_messages_rendered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Counted without the whole renderings that check the others."""
-    tokenizer = tokenizer_for("chatml")
+def test_twice_the_turns_are_twice_the_messages_rendered() -> None:
+    renderer = ChatRenderer(tokenizer_for("chatml"))
     sizes: list[int] = []
-    render = turns.render
 
-    def counted(tokenizer: Any, prompt: Any, **more: Any) -> str:
+    def counted(prompt: ChatPrompt) -> str:
         sizes.append(len(prompt.messages))
-        return render(tokenizer, prompt, **more)
+        return renderer.render(prompt, generation_prompt=True)
 
-    monkeypatch.setattr(turns, "render", counted)
     totals = []
     for num_turns in (50, 100):
         sizes.clear()
         conversation = talk(num_turns)
-        prompts = TurnPrompts(tokenizer, conversation, is_windowed=True)
+        prompts = WindowedPrompts(counted, conversation)
         texts = [prompts.at(turn).text for turn in replies_of(conversation)]
-        assert texts[-1] == prompts.whole(2 * num_turns - 1)
-        totals.append(sum(sizes[:-1]))
+        totals.append(sum(sizes))
+        last = conversation.prompt(2 * num_turns - 1)
+        assert texts[-1] == renderer.render(last, generation_prompt=True)
     assert totals[1] < 2.1 * totals[0]
 
 
 def test_a_long_row_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is tokenised besides are the texts between an added token and a reply."""
-    from eagle_kit.data.chat import rows
-
+    renderer = ChatRenderer(tokenizer_for("chatml"))
     tokenized: list[int] = []
+    token_ids = renderer.token_ids
 
-    def counted(tokenizer: Any, text: str) -> list[int]:
+    def counted(text: str) -> list[int]:
         tokenized.append(len(text))
-        return template.text_token_ids(tokenizer, text)
+        return token_ids(text)
 
-    monkeypatch.setattr(rows, "text_token_ids", counted)
-    (row,) = tokenize_chat(tokenizer_for("chatml"), talk(40), 100_000, Counter())
+    monkeypatch.setattr(renderer, "token_ids", counted)
+    (row,) = renderer.tokenize_chat(talk(40), 100_000, Counter())
     assert row.reply.max() == 39
     assert 0 < sum(tokenized) < 200

@@ -10,7 +10,7 @@ from tiny_run import TEMPLATE, make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.messages import ChatPrompt
-from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.data.tasks import sets
 from eagle_kit.data.tasks.sets import MT_BENCH, SPEC_BENCH, EvalPrompt, Task, load_task, load_tasks
 from eagle_kit.models.loading.source import load_tokenizer
@@ -192,9 +192,9 @@ def test_prompts_with_tools_are_rendered_with_them(tmp_path: Path) -> None:
     assert plain.given() == "And tomorrow?"
     tokenizer = load_tokenizer(make_target(tmp_path / "target"))
     with pytest.raises(UserError, match="no place for tools"):
-        prompt_token_ids(tokenizer, asked.given())
+        ChatRenderer(tokenizer).prompt_token_ids(asked.given())
     tokenizer.chat_template = "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}" + TEMPLATE
-    ids = prompt_token_ids(tokenizer, asked.given())
+    ids = ChatRenderer(tokenizer).prompt_token_ids(asked.given())
     text = "clock <|im_start|>user\nAnd tomorrow?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(ids) == text
 

@@ -15,8 +15,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.forms import Conversation, to_conversation
-from eagle_kit.data.chat.rows import tokenize_chat
-from eagle_kit.data.chat.template import prompt_token_ids
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.datagen.regenerate import regenerate as regeneration
 from eagle_kit.datagen.regenerate.dialogue import (
     EMPTY,
@@ -490,11 +489,13 @@ class Agent:
     max_context = 4000
 
     def __init__(self, thought: str = "hm") -> None:
-        self.tokenizer, self.thought = tokenizer_for("qwen3"), thought
+        self.tokenizer = tokenizer_for("qwen3")
+        self.renderer = ChatRenderer(self.tokenizer)
+        self.thought = thought
         self.prompts: list[str] = []
 
     def tokenize_chat(self, prompt):
-        return prompt_token_ids(self.tokenizer, prompt)
+        return self.renderer.prompt_token_ids(prompt)
 
     def chat(self, prompts, params, on_finish):
         for i, (ids, each) in enumerate(zip(prompts, params, strict=True)):
@@ -549,7 +550,7 @@ def test_results_of_tools_stay_where_they_were_recorded_and_rows_are_what_was_as
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Oslo"}'}
     assert call["id"] == record["messages"][3]["tool_call_id"]
     conversation = to_conversation(record, "x")
-    rows = tokenize_chat(llm.tokenizer, conversation, 4000, remarks)
+    rows = llm.renderer.tokenize_chat(conversation, 4000, remarks)
     prompts, said = [], []
     for row in rows:
         for number in range(row.reply.max() + 1):
@@ -568,7 +569,9 @@ class Writer(Agent):
 
     def __init__(self, name: str, call: str, answer: str) -> None:
         super().__init__()
-        self.tokenizer, self.texts = tokenizer_for(name), (call, answer)
+        self.tokenizer = tokenizer_for(name)
+        self.renderer = ChatRenderer(self.tokenizer)
+        self.texts = call, answer
 
     def chat(self, prompts, params, on_finish):
         for i, ids in enumerate(prompts):
@@ -618,7 +621,7 @@ def test_replies_are_read_for_later_prompts_and_learned_as_they_were_written(
     if thoughts is not None:
         assert (called["reasoning_content"], answered["reasoning_content"]) == thoughts
     prompts, said = [], []
-    for row in tokenize_chat(llm.tokenizer, to_conversation(record, "x"), 4000, remarks):
+    for row in llm.renderer.tokenize_chat(to_conversation(record, "x"), 4000, remarks):
         for number in range(row.reply.max() + 1):
             prompts.append(llm.tokenizer.decode(row.ids[: (row.reply == number).argmax()].tolist()))
             said.append(llm.tokenizer.decode(row.ids[row.reply == number].tolist()))

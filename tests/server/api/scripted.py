@@ -14,7 +14,7 @@ from tiny import tiny_head, tiny_target
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.core.structured_outputs import Grammar
-from eagle_kit.data.chat.template import end_tokens
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.engine.cycle import Emitted, Logprobs
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.graphs.cuda_graph import HostCopy
@@ -161,7 +161,7 @@ class ScriptedEngine(Engine):
 
 def scripted_llm(tokenizer: Any, *, max_batch_size: int = 4, max_context: int = 400) -> LLM:
     """Make a tiny model with ``tokenizer``, whose pool holds a full batch, or two of its longest requests."""
-    ends = tuple(sorted({tokenizer.eos_token_id, *end_tokens(tokenizer)}))
+    ends = tuple(sorted({tokenizer.eos_token_id, *ChatRenderer(tokenizer).end_token_ids}))
     target, head = _models(max(VOCAB_SIZE, len(tokenizer)), ends, max(512, max_context))
     is_long = max_context > 10_000
     num_requests = 2 if is_long else max_batch_size

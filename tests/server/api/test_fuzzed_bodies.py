@@ -12,7 +12,7 @@ from chat_templates import tokenizer_for
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.config.server import ServerConfig
-from eagle_kit.data.chat.template import end_tokens
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.engine.llm import LLM
 from eagle_kit.server.api.app import create_app
 
@@ -312,7 +312,7 @@ KEYWORDS: dict[str, Any] = {
 def make_app(template: str) -> Any:
     """A server of a random target with a published chat template."""
     tokenizer = tokenizer_for(template)
-    ends = tuple(sorted({tokenizer.eos_token_id, *end_tokens(tokenizer)}))
+    ends = tuple(sorted({tokenizer.eos_token_id, *ChatRenderer(tokenizer).end_token_ids}))
     target = tiny_target(len(tokenizer), 1, eos_token_ids=ends, max_position_embeddings=2048)
     sizes = {"max_batch_size": 4, "max_context": 2000, "kv_tokens": 8000, "graph_mode": "off"}
     llm = LLM(target, tiny_head(target), tokenizer=tokenizer, shape="3,1,4", **sizes)

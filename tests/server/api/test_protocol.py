@@ -15,7 +15,7 @@ from eagle_kit.core.output import ReplyLogprobs
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.structured_outputs import Grammar
 from eagle_kit.data.chat.forms import to_conversation
-from eagle_kit.data.chat.rows import tokenize_chat
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.engine.text_stream import Detokenizer
 from eagle_kit.engine.token_names import TokenNames
 from eagle_kit.server.api.logprobs import (
@@ -533,7 +533,7 @@ def test_reasoning_and_template_arguments_reach_the_template_as_in_data_preparat
     body = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]}
     for kwargs in ({}, {"enable_thinking": False}):
         record = body | {"messages": messages, "chat_template_kwargs": kwargs}
-        rows = tokenize_chat(tokenizer, to_conversation(record, "x"), 10_000, Counter())
+        rows = ChatRenderer(tokenizer).tokenize_chat(to_conversation(record, "x"), 10_000, Counter())
         prompts = [
             row.ids[: (row.reply == n).argmax()].tolist() for row in rows for n in range(row.reply.max() + 1)
         ]

@@ -41,7 +41,7 @@ def served(target_folder):
 
         def server(ending: str = ENDING) -> Any:
             llm.tokenizer.chat_template = plain + ending
-            running.service.reply_forms = choose_forms(llm.tokenizer)
+            running.service.reply_forms = choose_forms(llm.renderer)
             return running
 
         yield server

@@ -1,4 +1,5 @@
-"""Which form a target writes its replies in: told by name, or by what its chat template renders."""
+"""The form in which a target writes its replies: given by name, or found in what its chat template
+renders."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.structured_outputs import Thought
 from eagle_kit.data.chat.messages import ChatPrompt, Message, Tool, Unusable
+from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.data.chat.reply.calls import DEEPSEEK, HERMES, LLAMA3, MISTRAL, CallForm
 from eagle_kit.data.chat.reply.checkpoint import CheckpointReader
 from eagle_kit.data.chat.reply.harmony import (
@@ -27,7 +29,6 @@ from eagle_kit.data.chat.reply.tags import (
     closes_thought,
     opens_thought,
 )
-from eagle_kit.data.chat.template import chat_template, end_names, render
 
 CHECKPOINT, HARMONY, TAGS = "checkpoint", "harmony", "think"
 DEEPSEEK_R1 = "deepseek_r1"
@@ -79,12 +80,12 @@ class ReplyForms:
     """How replies of a target are read.
 
     Attributes:
-        tokenizer: of the target.
-        reasoning: form of its thoughts; None leaves them in the content.
-        calls: form of its calls; None leaves them in the content.
+        renderer: of the prompts; its tokenizer is the target's.
+        reasoning: form of thoughts; None leaves them in the content.
+        calls: form of calls; None leaves them in the content.
     """
 
-    tokenizer: Any
+    renderer: ChatRenderer
     reasoning: str | None = None
     calls: CallForm | str | None = None
 
@@ -98,27 +99,27 @@ class ReplyForms:
         calls = self.calls if tools else None
         if self.reasoning is None and calls is None:
             return None
-        decode = self.tokenizer.decode
+        tokenizer = self.renderer.tokenizer
         if CHECKPOINT in (self.reasoning, calls):
             wanted = {"has_thoughts": self.reasoning is not None, "has_calls": calls is not None}
-            prompt = decode(list(prompt_ids), skip_special_tokens=False)
-            return CheckpointReader(self.tokenizer, prompt, tools=tools, **wanted)
-        tail = decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+            prompt = tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
+            return CheckpointReader(tokenizer, prompt, tools=tools, **wanted)
+        tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         return _reader(self.reasoning, calls, tail, tools)
 
     def bound(self, prompt_ids: Sequence[int]) -> BoundReply:
         """Say how a reply to a prompt is read whose answer is held by a grammar, which has no room for the
         markers of calls. It has no reasoning where the prompt has closed that, or where its markers are no
         tokens of their own."""
-        form = _probe_thoughts(self.tokenizer) if self.reasoning == CHECKPOINT else self.reasoning
-        tail = self.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
+        form = _probe_thoughts(self.renderer) if self.reasoning == CHECKPOINT else self.reasoning
+        tail = self.renderer.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         thought = None if form is None else self._thought(form, tail)
         if thought is None:
             return BoundReply()
         make_reader: Callable[[], ReplyReader] = partial(BoundReader, is_opened=thought.opener is None)
         if form == HARMONY:
             make_reader = partial(_reader, form, None, tail, ())
-        return BoundReply(thought, make_reader, ReplyForms(self.tokenizer, form).shown_tokens(False))
+        return BoundReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
 
     def _thought(self, form: str, prompt: str) -> Thought | None:
         if form == HARMONY:
@@ -132,12 +133,12 @@ class ReplyForms:
         return Thought(end, None if is_opened else begin[0])
 
     def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def shown_tokens(self, has_tools: bool) -> frozenset[int]:
         """Special tokens that a reader of replies must see in the text, with tools or without."""
         calls = self.calls if has_tools else None
-        found = self.tokenizer.added_tokens_decoder.items()
+        found = self.renderer.tokenizer.added_tokens_decoder.items()
         if CHECKPOINT in (self.reasoning, calls):
             return frozenset(token for token, about in found if about.special)
         markers = {THINK, END_THINK} if self.reasoning in (TAGS, DEEPSEEK_R1) else set()
@@ -171,10 +172,11 @@ def _reader(
     )
 
 
-def choose_forms(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:
+def choose_forms(renderer: ChatRenderer, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:
     """Choose how the replies of a target are read.
 
     Args:
+        renderer: of the prompts of the target.
         reasoning: ``auto``, ``none`` or one of ``REASONING_PARSERS``.
         calls: ``auto``, ``none`` or one of ``TOOL_CALL_PARSERS``. ``auto`` takes the checkpoint's own
             response template, else the first form that reads back what the chat template renders.
@@ -183,20 +185,20 @@ def choose_forms(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -
         UserError: an unknown name, or harmony for one of them and another form for the other.
     """
     check_names(reasoning, calls)
-    has_own = "auto" in (reasoning, calls) and _has_response_template(tokenizer)
+    has_own = "auto" in (reasoning, calls) and _has_response_template(renderer.tokenizer)
     thought_form: str | None = REASONING_PARSERS.get(reasoning)
     call_form: CallForm | str | None = TOOL_CALL_PARSERS.get(calls)
     if reasoning == "auto":
-        thought_form = CHECKPOINT if has_own else _probe_thoughts(tokenizer)
+        thought_form = CHECKPOINT if has_own else _probe_thoughts(renderer)
     if calls == "auto":
-        call_form = CHECKPOINT if has_own else _probe_calls(tokenizer)
+        call_form = CHECKPOINT if has_own else _probe_calls(renderer)
     for whole in (HARMONY, CHECKPOINT):
         if whole in (thought_form, call_form) and {thought_form, call_form} - {whole, None}:
             raise UserError(
                 f"The form {whole} has both reasoning and tool calls, and another one was given beside it.",
                 "Give the same for --reasoning-parser and --tool-call-parser, or none.",
             )
-    return ReplyForms(tokenizer, thought_form, call_form)
+    return ReplyForms(renderer, thought_form, call_form)
 
 
 def check_names(reasoning: str, calls: str) -> None:
@@ -223,25 +225,25 @@ def _has_response_template(tokenizer: Any) -> bool:
     return True
 
 
-def _probe_thoughts(tokenizer: Any) -> str | None:
+def _probe_thoughts(renderer: ChatRenderer) -> str | None:
     message = {"role": "assistant", "reasoning_content": THOUGHT, "content": "eaglekitanswer"}
-    found = _written(tokenizer, message, ())
+    found = _written(renderer, message, ())
     if found is None:
         return None
     for form in (HARMONY, TAGS):
         if read_reply(_reader(form, None, found[0], ()), found[1]).reasoning == THOUGHT:
             return form
     # A template may drop the thought even of the last reply (DeepSeek-R1).
-    return TAGS if END_THINK in chat_template(tokenizer) else None
+    return TAGS if END_THINK in renderer.template() else None
 
 
-def _probe_calls(tokenizer: Any) -> CallForm | str | None:
+def _probe_calls(renderer: ChatRenderer) -> CallForm | str | None:
     call = {
         "id": "eaglekit1",  # nine letters and digits, as Mistral asks for
         "type": "function",
         "function": {"name": CALL.name, "arguments": CALL.arguments},
     }
-    found = _written(tokenizer, {"role": "assistant", "content": "", "tool_calls": [call]}, (TOOL,))
+    found = _written(renderer, {"role": "assistant", "content": "", "tool_calls": [call]}, (TOOL,))
     if found is None or CALL.name not in found[1]:
         return None
     forms: tuple[CallForm | str, ...] = (HARMONY, HERMES, DEEPSEEK, MISTRAL, LLAMA3)
@@ -251,18 +253,18 @@ def _probe_calls(tokenizer: Any) -> CallForm | str | None:
     return None
 
 
-def _written(tokenizer: Any, message: Message, tools: Sequence[Tool]) -> tuple[str, str] | None:
+def _written(renderer: ChatRenderer, message: Message, tools: Sequence[Tool]) -> tuple[str, str] | None:
     """Prompt, and what the template renders of a reply behind it; None where it refuses them."""
     try:
         asked = ChatPrompt([QUESTION], tools)
-        prompt = render(tokenizer, asked, generation_prompt=True)
-        text = render(tokenizer, ChatPrompt([QUESTION, message], tools), generation_prompt=False)
+        prompt = renderer.render(asked, generation_prompt=True)
+        text = renderer.render(ChatPrompt([QUESTION, message], tools), generation_prompt=False)
         if not text.startswith(prompt):
-            prompt = render(tokenizer, asked, generation_prompt=False)
+            prompt = renderer.render(asked, generation_prompt=False)
     except (Unusable, UserError):
         return None
     if not text.startswith(prompt):
         return None
     reply = text[len(prompt) :]
-    ends = [place for end in end_names(tokenizer) if (place := reply.find(end)) >= 0]
+    ends = [reply.index(end) for end in renderer.end_names if end in reply]
     return prompt, reply[: min(ends, default=len(reply))]

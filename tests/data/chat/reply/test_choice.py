@@ -13,9 +13,9 @@ from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.forms import to_conversation
-from eagle_kit.data.chat.reply.choice import choose_forms
+from eagle_kit.data.chat.renderer import ChatRenderer
+from eagle_kit.data.chat.reply.choice import ReplyForms, choose_forms
 from eagle_kit.data.chat.reply.parts import Call, ReplyParts, read_reply
-from eagle_kit.data.chat.rows import tokenize_chat
 from eagle_kit.engine.text_stream import TextStream
 from eagle_kit.models.loading.source import load_tokenizer
 
@@ -51,9 +51,13 @@ TALK = [
 ]
 
 
+def forms_of(tokenizer: Any, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:
+    return choose_forms(ChatRenderer(tokenizer), reasoning, calls)
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_the_form_is_found_in_the_template(name: str) -> None:
-    assert str(choose_forms(tokenizer_for(name))) == FORMS[name]
+    assert str(forms_of(tokenizer_for(name))) == FORMS[name]
 
 
 def replies(
@@ -62,7 +66,8 @@ def replies(
     """Prompt and tokens of every reply, as a server would be given and generate them."""
     record = {"messages": messages, "tools": tools, "chat_template_kwargs": kwargs}
     found = []
-    for row in tokenize_chat(tokenizer_for(name), to_conversation(record, "x"), 10_000, Counter()):
+    renderer = ChatRenderer(tokenizer_for(name))
+    for row in renderer.tokenize_chat(to_conversation(record, "x"), 10_000, Counter()):
         for number in range(int(row.reply.max()) + 1):
             span = np.flatnonzero(row.reply == number)
             found.append((row.ids[: span[0]].tolist(), row.ids[span].tolist()))
@@ -71,7 +76,7 @@ def replies(
 
 def read_back(name: str, prompt: list[int], reply: list[int], tools: list[dict]) -> ReplyParts:
     tokenizer = tokenizer_for(name)
-    forms = choose_forms(tokenizer)
+    forms = forms_of(tokenizer)
     stream = TextStream(tokenizer, shown=forms.shown_tokens(bool(tools)))
     stream.push(reply[:-1])  # the end of a reply is no text
     stream.finish()
@@ -98,27 +103,28 @@ def test_what_the_template_writes_is_read_back(name: str) -> None:
 def test_thoughts_that_the_prompt_has_closed_are_not_looked_for_in_the_answer() -> None:
     messages = [TALK[0], {"role": "assistant", "content": "A </think> b."}]
     ((prompt, _),) = replies("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
-    forms = choose_forms(tokenizer_for("qwen3"))
+    forms = forms_of(tokenizer_for("qwen3"))
     reader = forms.reader(prompt)
     assert reader is not None
     assert read_reply(reader, messages[1]["content"]) == ReplyParts("", "A </think> b.")
 
 
 def test_calls_are_read_only_where_the_prompt_shows_tools() -> None:
-    assert choose_forms(tokenizer_for("hermes")).reader([1, 2]) is None
-    assert choose_forms(tokenizer_for("deepseek_r1")).shown_tokens(False) == frozenset()
+    assert forms_of(tokenizer_for("hermes")).reader([1, 2]) is None
+    assert forms_of(tokenizer_for("deepseek_r1")).shown_tokens(False) == frozenset()
 
 
 def test_forms_by_the_names_of_vllm_and_sglang_and_none() -> None:
     tokenizer = tokenizer_for("qwen3")
+    renderer = ChatRenderer(tokenizer)
     for reasoning in ("deepseek_v3", "think", "qwen3"):
-        assert choose_forms(tokenizer, reasoning, "hermes") == choose_forms(tokenizer)
-    assert choose_forms(tokenizer, "none", "none").reader([1], [WEATHER]) is None
-    assert str(choose_forms(tokenizer, "none", "llama3_json")) == "reasoning none, tool calls llama3"
+        assert choose_forms(renderer, reasoning, "hermes") == choose_forms(renderer)
+    assert forms_of(tokenizer, "none", "none").reader([1], [WEATHER]) is None
+    assert str(forms_of(tokenizer, "none", "llama3_json")) == "reasoning none, tool calls llama3"
     with pytest.raises(UserError, match="--tool-call-parser is 'pythonic'"):
-        choose_forms(tokenizer, "auto", "pythonic")
+        forms_of(tokenizer, "auto", "pythonic")
     with pytest.raises(UserError, match="another one was given"):
-        choose_forms(tokenizer, "gpt-oss", "auto")
+        forms_of(tokenizer, "gpt-oss", "auto")
 
 
 NAMES = {
@@ -143,18 +149,18 @@ def test_every_documented_name_of_a_form_is_known() -> None:
     tokenizer = tokenizer_for("chatml")
     for form, names in NAMES["reasoning"].items():
         for name in names:
-            assert str(choose_forms(tokenizer, name, "none")) == f"reasoning {form}, tool calls none"
+            assert str(forms_of(tokenizer, name, "none")) == f"reasoning {form}, tool calls none"
     for form, names in NAMES["tool calls"].items():
         for name in names:
-            assert str(choose_forms(tokenizer, "none", name)) == f"reasoning none, tool calls {form}"
+            assert str(forms_of(tokenizer, "none", name)) == f"reasoning none, tool calls {form}"
 
 
 def test_with_the_parser_deepseek_r1_a_grammar_begins_behind_the_first_thought() -> None:
     tokenizer = tokenizer_for("qwen3")
-    forms = choose_forms(tokenizer, "deepseek_r1", "none")
+    forms = forms_of(tokenizer, "deepseek_r1", "none")
     thought = forms.bound(tokenizer("Hi\n")["input_ids"]).thought
     assert thought is not None and thought.opener is None
-    plain = choose_forms(tokenizer, "think", "none").bound(tokenizer("Hi\n")["input_ids"]).thought
+    plain = forms_of(tokenizer, "think", "none").bound(tokenizer("Hi\n")["input_ids"]).thought
     assert plain is not None and tokenizer.decode([plain.opener]) == "<think>"
     assert forms.bound(tokenizer("<think>\n\n</think>\n\n")["input_ids"]).thought is None
 
@@ -163,7 +169,7 @@ def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_ope
     tokenizer = tokenizer_for("qwen3")
     open_prompt, closed = (tokenizer(text)["input_ids"] for text in ("Hi\n", "<think>\n\n</think>\n\n"))
     for name in ("deepseek_r1", "deepseek-r1"):
-        forms = choose_forms(tokenizer, name, "none")
+        forms = forms_of(tokenizer, name, "none")
         for prompt, text, expected in (
             (open_prompt, "hm\n</think>\n\nFour.", ("hm", "Four.")),
             (open_prompt, "<think>\nhm</think>Four.", ("hm", "Four.")),
@@ -172,7 +178,7 @@ def test_replies_of_the_parser_deepseek_r1_begin_with_a_thought_that_nothing_ope
         ):
             reader = forms.reader(prompt)
             assert reader is not None and read_reply(reader, text) == ReplyParts(*expected)
-        assert forms.shown_tokens(False) == choose_forms(tokenizer, "think", "none").shown_tokens(False)
+        assert forms.shown_tokens(False) == forms_of(tokenizer, "think", "none").shown_tokens(False)
 
 
 OWN = {
@@ -214,7 +220,7 @@ def test_a_checkpoints_own_response_template_comes_first(text: str, expected: tu
     tokenizer = tokenizer_for("qwen3")
     tokenizer.response_template = OWN
     try:
-        forms = choose_forms(tokenizer)
+        forms = forms_of(tokenizer)
         assert str(forms) == "reasoning checkpoint, tool calls checkpoint"
         prompt = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
         for size in (1, 2, 5, len(text)):
@@ -241,7 +247,7 @@ def test_parts_that_a_response_template_is_not_asked_for_stay_in_the_content(
 ) -> None:
     tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
     tokenizer.response_template = OWN
-    forms = choose_forms(tokenizer, reasoning, calls)
+    forms = forms_of(tokenizer, reasoning, calls)
     prompt = tokenizer("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     reader = forms.reader(prompt, [WEATHER])
     assert reader is not None
@@ -251,9 +257,9 @@ def test_parts_that_a_response_template_is_not_asked_for_stay_in_the_content(
 def test_with_a_response_template_a_grammar_begins_behind_the_marker_that_the_chat_template_writes() -> None:
     tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
     prompt = tokenizer("<|im_start|>assistant\n")["input_ids"]
-    plain = choose_forms(tokenizer).bound(prompt)
+    plain = forms_of(tokenizer).bound(prompt)
     tokenizer.response_template = OWN
-    bound = choose_forms(tokenizer).bound(prompt)
+    bound = forms_of(tokenizer).bound(prompt)
     assert bound.thought == plain.thought is not None and bound.make_reader is not None
     assert read_reply(bound.make_reader(), "<think>\nhm</think>4") == ReplyParts("hm", "4")
 
@@ -290,21 +296,21 @@ def test_other_published_forms_of_calls_are_found(call: str, form: str) -> None:
         f"{{% for each in m.tool_calls or [] %}}{{% set call = each.function %}}{call}{{% endfor %}}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
-    assert str(choose_forms(tokenizer)) == f"reasoning none, tool calls {form}"
+    assert str(forms_of(tokenizer)) == f"reasoning none, tool calls {form}"
 
 
 def test_a_tokenizer_without_a_chat_template_has_no_form() -> None:
     tokenizer = copy.deepcopy(tokenizer_for("chatml"))
     tokenizer.chat_template = None
-    assert str(choose_forms(tokenizer)) == "reasoning none, tool calls none"
+    assert str(forms_of(tokenizer)) == "reasoning none, tool calls none"
 
 
 def test_a_response_template_that_is_none_is_refused() -> None:
     tokenizer = copy.deepcopy(tokenizer_for("chatml"))
     tokenizer.response_template = {"fields": {"content": {"content": "unheard"}}}
     with pytest.raises(UserError, match="response_template cannot be read"):
-        choose_forms(tokenizer)
-    assert str(choose_forms(tokenizer, "none", "none")) == "reasoning none, tool calls none"
+        forms_of(tokenizer)
+    assert str(forms_of(tokenizer, "none", "none")) == "reasoning none, tool calls none"
 
 
 @pytest.mark.parametrize("names", [("think", "auto"), ("auto", "hermes")])
@@ -312,14 +318,14 @@ def test_a_response_template_beside_another_form_is_refused(names: tuple[str, st
     tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
     tokenizer.response_template = OWN
     with pytest.raises(UserError, match="another one was given"):
-        choose_forms(tokenizer, *names)
+        forms_of(tokenizer, *names)
 
 
 def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
     """By template and prompt; what the template renders has those tokens, and is read as it is held."""
     for name in FORMS:
         tokenizer = tokenizer_for(name)
-        forms = choose_forms(tokenizer)
+        forms = forms_of(tokenizer)
         ((prompt, reply),) = replies(name, [TALK[0], TALK[3]], [])
         bound = forms.bound(prompt)
         if "reasoning none" in FORMS[name]:
@@ -339,16 +345,16 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
         places = [i for i in range(len(reply)) if tuple(reply[i : i + len(thought.end)]) == thought.end]
         assert tokenizer.decode(reply[places[0] + len(thought.end) : -1]) == parts.content
     ((closed, _),) = replies("qwen3", [TALK[0], TALK[3]], [], enable_thinking=False)
-    assert choose_forms(tokenizer_for("qwen3")).bound(closed).thought is None
-    assert choose_forms(tokenizer_for("qwen3"), "none", "none").bound([1]).thought is None
+    assert forms_of(tokenizer_for("qwen3")).bound(closed).thought is None
+    assert forms_of(tokenizer_for("qwen3"), "none", "none").bound([1]).thought is None
     begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>final<|message|>")["input_ids"]
-    assert choose_forms(tokenizer_for("harmony")).bound(begun).thought is None
+    assert forms_of(tokenizer_for("harmony")).bound(begun).thought is None
     begun = tokenizer_for("harmony")("<|start|>assistant<|channel|>analysis<|message|>I")["input_ids"]
-    bound = choose_forms(tokenizer_for("harmony")).bound(begun)
+    bound = forms_of(tokenizer_for("harmony")).bound(begun)
     assert bound.thought is not None and bound.make_reader is not None
     text = " add.<|end|><|start|>assistant<|channel|>final<|message|>4"
     assert read_reply(bound.make_reader(), text) == ReplyParts(" add.", "4")
-    reader = choose_forms(tokenizer_for("harmony")).reader(begun)
+    reader = forms_of(tokenizer_for("harmony")).reader(begun)
     assert reader is not None and read_reply(reader, text) == ReplyParts(" add.", "4")
 
 
@@ -358,4 +364,4 @@ def test_a_grammar_begins_at_once_where_the_marks_of_reasoning_are_several_token
         bare = load_tokenizer(folder)
         for added, is_found in (([], False), ([first], False), ([second], True)):
             bare.add_tokens(added)
-            assert (choose_forms(bare, "think", "none").bound([5]).thought is not None) is is_found
+            assert (forms_of(bare, "think", "none").bound([5]).thought is not None) is is_found

@@ -1,0 +1,779 @@
+"""Chat messages as prompts, and as rows of tokens with a loss mask.
+
+The server, evaluation, regeneration and data preparation use one class, :class:`ChatRenderer`. The tokens
+before a learned reply are therefore those that a server would be given for it.
+
+Legend: n tokens of a row.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from eagle_kit.core.errors import UserError, cut, shown
+from eagle_kit.core.files import is_unicode
+from eagle_kit.data.chat.arguments import check_arguments
+from eagle_kit.data.chat.forms import Conversation, RawText, Record, TokenRow
+from eagle_kit.data.chat.messages import (
+    ChatPrompt,
+    Message,
+    Tool,
+    Unusable,
+    is_empty,
+    read_message,
+    with_text_arguments,
+)
+from eagle_kit.data.chat.reply.tags import END_THINK, OPENED, THINK, opens_thought
+from eagle_kit.data.chat.template import has_chat_template
+from eagle_kit.data.chat.token_prefixes import TokenPrefixes, splitting_tokens
+from eagle_kit.data.chat.turns import TurnPrompt, WindowedPrompts, can_be_windowed, whole_prompt
+
+END_NAMES = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+    "<|return|>",
+    "<|call|>",
+    "<｜end▁of▁sentence｜>",
+)
+"""Names of tokens that end a turn. Harmony's ``<|end|>`` ends a message within a turn."""
+PROBE = "eaglekitprobe"
+"""Beginning of texts that are searched for in a rendering, to see what the chat template leaves out."""
+THOUGHT = re.compile(r"\A(?:\s*<think>)?.*?</think>\s*", re.DOTALL)
+TAG = re.compile(r"\A\s*<think>\n?")
+
+# Remarks on what of a conversation is left out.
+NO_PLACE = "reasoning that the chat template has no place for is left out"
+ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
+TOO_LATE = "replies beyond max_length are left out"
+CUT = "a reply is cut at max_length"
+OTHERWISE = "regenerated replies that the chat template renders otherwise are left out"
+NO_SYSTEM = "a system message that the chat template has no place for is left out"
+LITERAL_END = "a reply that holds the text of an end token is cut there"
+EMPTY_END = "empty replies at the end are left out"
+
+
+class PromptError(UserError):
+    """Messages that a chat template cannot render, or of which it would leave something out."""
+
+
+class NoPlace(Unusable):
+    """A part of a prompt that the chat template does not read."""
+
+
+class Segment(NamedTuple):
+    """A piece of the text of a row.
+
+    Attributes:
+        text: the piece, special tokens included.
+        turn: index of the message whose reply the piece is; None for text that the model is given.
+    """
+
+    text: str
+    turn: int | None = None
+
+
+@dataclass
+class TokenizedChat:
+    """Tokens of a row.
+
+    Attributes:
+        ids: int32 ``[n]``.
+        reply: int32 ``[n]``, the number of the reply that must produce the token, counted from 0 in the row;
+            -1 for tokens that are given.
+        turns: index of the message of each reply; empty where the row is not made of messages.
+    """
+
+    ids: np.ndarray
+    reply: np.ndarray
+    turns: tuple[int, ...] = ()
+
+    @property
+    def num_replies(self) -> int:
+        """Number of the last reply that has a token, and one."""
+        return int(self.reply.max()) + 1
+
+
+class ChatRenderer:
+    """Renders messages by the chat template of a tokenizer, and tokenises the text.
+
+    Tools and arguments of the template come with every prompt. Texts of the end tokens are computed once for
+    a template.
+
+    Args:
+        tokenizer: of the target. Its chat template may be replaced later; no tokens may be added.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._end_names: dict[str, tuple[str, ...]] = {}
+
+    # Rendering.
+
+    def template(self, tools: Sequence[Tool] = ()) -> str:
+        """Source of the chat template that is used with ``tools`` or without. Raises UserError where there is
+        none."""
+        if not has_chat_template(self.tokenizer):
+            raise UserError(
+                "The tokenizer has no chat template.",
+                "Give one with --chat-template FILE (a training: data.chat_template), or texts without turns "
+                "(a server: /v1/completions; a training: text records).",
+            )
+        try:
+            return self.tokenizer.get_chat_template(None, list(tools) or None)
+        except ValueError:
+            names = ", ".join(map(shown, self.tokenizer.chat_template))
+            raise UserError(
+                f"The tokenizer has the chat templates {cut(names)}, and none of them is the default.",
+                "Name one of them default in tokenizer_config.json.",
+            ) from None
+
+    def render(self, prompt: ChatPrompt, *, generation_prompt: bool) -> str:
+        """Render messages as text. A developer is the system of templates that do not know developers, and
+        reasoning is ``thinking`` for templates that call it so.
+
+        Raises:
+            UserError: there is no template.
+            Unusable: the template rejects the messages.
+        """
+        template = self.template(prompt.tools)
+        messages = [_named_for(template, message) for message in prompt.messages]
+        try:
+            return self._apply_template(messages, prompt, generation_prompt)
+        except TypeError as error:  # some templates join arguments to a text, most take an object
+            if not any("tool_calls" in message for message in messages):
+                raise _refused(error) from None
+            messages = [with_text_arguments(message) for message in messages]
+        except Exception as error:  # a template is a foreign program
+            raise _refused(error) from None
+        try:
+            return self._apply_template(messages, prompt, generation_prompt)
+        except Exception as error:
+            raise _refused(error) from None
+
+    def _apply_template(self, messages: list[Message], prompt: ChatPrompt, generation_prompt: bool) -> str:
+        text = self.tokenizer.apply_chat_template(
+            messages,
+            tools=list(prompt.tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **prompt.chat_template_kwargs,
+        )
+        if not is_unicode(text):
+            raise Unusable("half a character (a lone surrogate)")
+        return text
+
+    def token_ids(self, text: str) -> list[int]:
+        """Tokenise a rendered text, which has its special tokens already."""
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    # Prompts.
+
+    def prompt_text(self, prompt: ChatPrompt | Sequence[Message]) -> str:
+        """Render messages with the generation prompt.
+
+        Raises:
+            UserError: there is no template.
+            PromptError: the template refuses the messages or leaves some of the prompt out, or they are no
+                text.
+        """
+        try:
+            if not isinstance(prompt, ChatPrompt):
+                prompt = ChatPrompt([read_message(message) for message in prompt])
+            self.check_prompt(prompt)
+            return self.render(prompt, generation_prompt=True)
+        except NoPlace as reason:
+            raise PromptError(
+                f"The messages cannot be rendered: {reason}.",
+                "Leave it out, or give another template with --chat-template FILE.",
+            ) from None
+        except Unusable as reason:
+            raise PromptError(
+                f"The messages cannot be rendered: {reason}.",
+                "Order and fill the turns as the template asks.",
+            ) from None
+
+    def prompt_token_ids(self, prompt: ChatPrompt | Sequence[Message]) -> list[int]:
+        """Tokenise :meth:`prompt_text`; raises as that does."""
+        return self.token_ids(self.prompt_text(prompt))
+
+    def check_prompt(self, prompt: ChatPrompt) -> None:
+        """Raise :class:`Unusable` where the chat template leaves something out: tools, calls, results or
+        arguments that it does not read."""
+        template = self.template(prompt.tools)
+        check_arguments(self.tokenizer, template, prompt.chat_template_kwargs)
+
+        # Put a probe in place of each.
+        probes: dict[str, str] = {}
+
+        def probe(what: str) -> str:
+            name = f"{PROBE}{len(probes)}x"
+            probes[name] = what
+            return name
+
+        tools = [tool | {"function": tool["function"] | {"name": probe("tools")}} for tool in prompt.tools]
+        messages = [_probed(message, probe) for message in prompt.messages]
+        if not probes:
+            return
+
+        # Look for the probes in the rendering.
+        probed = ChatPrompt(messages, tools, prompt.chat_template_kwargs)
+        text = self.render(probed, generation_prompt=True)
+        for name, what in probes.items():
+            if name not in text:
+                raise NoPlace(f"the chat template has no place for {what}")
+
+    def drops_system(self, prompt: ChatPrompt) -> bool:
+        """True where the chat template leaves out a system's or a developer's message, as some do behind the
+        first. Raises as :meth:`render`."""
+        messages: list[Message] = []
+        names: list[str] = []
+        for message in prompt.messages:
+            if message["role"] in ("system", "developer") and message["content"].strip():
+                names.append(f"{PROBE}{len(names)}x")
+                message = {**message, "content": f"{message['content']} {names[-1]}"}
+            messages.append(message)
+        if not names:
+            return False
+        text = self.render(replace(prompt, messages=messages), generation_prompt=True)
+        return not all(name in text for name in names)
+
+    # Ends of turns.
+
+    @property
+    def end_names(self) -> tuple[str, ...]:
+        """Texts of the tokens that end a turn: the tokenizer's end token, the end tokens of the model's
+        generation config, the added tokens that name one, and the token that the chat template puts right
+        behind every reply."""
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        if template not in self._end_names:
+            self._end_names[template] = self._find_end_names()
+        return self._end_names[template]
+
+    @property
+    def end_token_ids(self) -> set[int]:
+        """Ids of :attr:`end_names`."""
+        return set(self.tokenizer.convert_tokens_to_ids(list(self.end_names)))
+
+    def _find_end_names(self) -> tuple[str, ...]:
+        # Of the tokenizer.
+        added = self.tokenizer.get_added_vocab()
+        names = [name for name in END_NAMES if name in added]
+        if "<|return|>" in added and "<|end|>" in added:
+            names.remove("<|end|>")
+        if self.tokenizer.eos_token:
+            names.append(self.tokenizer.eos_token)
+
+        # Of the model's generation config.
+        decoder = self.tokenizer.added_tokens_decoder
+        ids = getattr(self.tokenizer, "end_token_ids", ())
+        names += [decoder[token].content for token in ids if token in decoder]
+
+        # Of the chat template.
+        special = [token.content for token in decoder.values() if token.special and token.content.strip()]
+        behind = self._texts_behind_reply()
+        for name in special:
+            if behind and all(text.startswith(name) for text in behind):
+                names.append(name)
+        return tuple(dict.fromkeys(names))
+
+    def _texts_behind_reply(self) -> list[str]:
+        """What the chat template writes behind a reply at the end, and behind one with a turn after it;
+        nothing where there is no template, or it refuses a plain talk."""
+        asked: Message = {"role": "user", "content": "Hi"}
+        talk: list[Message] = [asked, {"role": "assistant", "content": PROBE}]
+        texts = []
+        for messages in (talk, [*talk, asked]):
+            try:
+                text = self.render(ChatPrompt(messages), generation_prompt=False)
+            except (Unusable, UserError):
+                return []
+            if PROBE in text:
+                texts.append(text.rpartition(PROBE)[2])
+        return texts
+
+    # Rows of a record.
+
+    def tokenize(self, record: Record, max_length: int, remarks: Counter[str]) -> list[TokenizedChat]:
+        """Tokenise one record of any form; arguments and errors as of :meth:`tokenize_chat`."""
+        if isinstance(record, RawText):
+            return self._tokenize_text(record, max_length)
+        if isinstance(record, TokenRow):
+            return self._cut_tokens(record, max_length, remarks)
+        return self.tokenize_chat(record, max_length, remarks)
+
+    def tokenize_chat(
+        self, conversation: Conversation, max_length: int, remarks: Counter[str]
+    ) -> list[TokenizedChat]:
+        """Tokenise one conversation into rows, each cut at ``max_length`` tokens.
+
+        Args:
+            remarks: counts what of the conversation is left out.
+
+        Raises:
+            Unusable: no reply within ``max_length``, an empty reply before another, something that the
+                template leaves out, or a rendering that serving would not have produced.
+            UserError: the tokenizer has no chat template.
+        """
+        # Tokenise the rows.
+        found: Counter[str] = Counter()
+        chats: list[TokenizedChat] = []
+        for row in self.segments(conversation, found):
+            chats += self.tokenize_segments(row, max_length)
+
+        # Cut them.
+        num_replies = sum(chat.num_replies for chat in chats)
+        if any(len(chat.ids) > max_length and chat.reply[max_length] >= 0 for chat in chats):
+            found[CUT] = 1
+        chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length], chat.turns) for chat in chats]
+        chats = [chat for chat in chats if (chat.reply >= 0).any()]
+        if not chats:
+            raise Unusable("no reply within the length limit")
+        if num_replies > sum(chat.num_replies for chat in chats):
+            found[TOO_LATE] = 1
+        remarks.update(found.keys())
+        return chats
+
+    def _tokenize_text(self, record: RawText, max_length: int) -> list[TokenizedChat]:
+        """Rows of a text, cut every ``max_length`` tokens; it begins as a prompt of the completions API."""
+        bos = self.tokenizer.bos_token
+        has_bos = bool(bos) and record.text.startswith(bos)
+        found = self.tokenizer(record.text, add_special_tokens=not has_bos, verbose=False)["input_ids"]
+        ids = np.asarray(found, dtype=np.int32)
+
+        # The first token of a row is given.
+        rows = []
+        for start in range(0, len(ids), max_length):
+            row = ids[start : start + max_length]
+            if len(row) > 1:
+                reply = np.zeros(len(row), dtype=np.int32)
+                reply[0] = -1
+                rows.append(TokenizedChat(row, reply))
+        if not rows:
+            raise Unusable("a text of one token")
+        return rows
+
+    def _cut_tokens(self, record: TokenRow, max_length: int, remarks: Counter[str]) -> list[TokenizedChat]:
+        """The row of a record of tokens, cut at ``max_length``."""
+        if max(record.ids, default=0) >= len(self.tokenizer):
+            raise Unusable(f"a token id above the tokenizer's last, {len(self.tokenizer) - 1}")
+        ids = np.asarray(record.ids, dtype=np.int32)
+        is_learned = np.asarray(record.is_learned, dtype=bool)
+
+        # Learned tokens side by side are one reply.
+        begins = is_learned & ~np.concatenate(([False], is_learned[:-1]))
+        reply = np.where(is_learned, np.cumsum(begins) - 1, -1).astype(np.int32)
+
+        # Cut the row.
+        row = TokenizedChat(ids[:max_length], reply[:max_length])
+        if not (row.reply >= 0).any():
+            raise Unusable("no token to learn within the length limit")
+        if len(ids) > max_length and (reply[max_length:] >= 0).any():
+            remarks[CUT if reply[max_length] >= 0 else TOO_LATE] += 1
+        return [row]
+
+    # Segments of a conversation.
+
+    def segments(self, conversation: Conversation, remarks: Counter[str]) -> list[list[Segment]]:
+        """Render a conversation as rows of segments: given text and a reply by turns.
+
+        Every assistant turn is rendered as a server renders its prompt. The reply is what the template puts
+        behind the prompt, through the end-of-turn token. Where the prompt of a turn begins with the row of
+        the turn before, both share a row. A template that renders earlier turns differently later on (Qwen3
+        and DeepSeek-R1 drop earlier reasoning) gives the turn a row of its own.
+
+        Args:
+            remarks: counts what of the conversation is left out.
+
+        Raises:
+            Unusable: no reply, an empty reply before another, something that the template leaves out, or a
+                rendering that serving would not have produced.
+            UserError: the tokenizer has no chat template.
+        """
+        # Leave out empty replies at the end.
+        messages = conversation.messages
+        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise Unusable("no assistant turn")
+        if turns[0] == 0:
+            raise Unusable("it starts with a reply")
+        while turns and is_empty(messages[turns[-1]]) and not self._begun_thought(conversation, turns[-1]):
+            turns.pop()
+            conversation = replace(conversation, complete=True)
+            remarks[EMPTY_END] = 1
+        if not turns or any(is_empty(messages[turn]) for turn in turns[:-1]):
+            raise Unusable("an empty reply")
+
+        # Check that the template renders all; a generated last reply is not rendered.
+        last = turns[-1]
+        is_generated = _generated(conversation, last) is not None
+        self.check_prompt(conversation.prompt(last if is_generated else last + 1))
+        if self.drops_system(conversation.prompt(last)):
+            remarks[NO_SYSTEM] = 1
+
+        # Leave out replies that are not learned; the last reply that is learned has its end.
+        if last in conversation.not_learned:
+            conversation = replace(conversation, complete=True)
+        turns = [turn for turn in turns if turn not in conversation.not_learned]
+        if not turns:
+            raise Unusable("no reply that is to be learned")
+
+        # Render the others.
+        rows = self._rows_from_windows(conversation, turns, remarks)
+        if rows is None:
+            rows = self._rows_from_whole_prompts(conversation, turns, remarks)
+        if not rows:
+            raise Unusable("the chat template renders the regenerated replies otherwise")
+        return rows
+
+    def _rows_from_windows(
+        self, conversation: Conversation, turns: list[int], remarks: Counter[str]
+    ) -> list[list[Segment]] | None:
+        """Rows of a long conversation, whose late prompts are rendered from windows of its messages; None
+        where it is short, or windows may give other prompts than whole renderings."""
+        if not can_be_windowed(self.template(conversation.tools), conversation):
+            return None
+        render_prompt = partial(self.render, generation_prompt=True)
+        prompts = WindowedPrompts(render_prompt, conversation)
+        found: Counter[str] = Counter()
+        rows = _Rows()
+        for number, turn in enumerate(turns, 1):
+            is_last = turn == turns[-1]
+            prompt = prompts.at(turn)
+            reply = self._reply(prompt, is_last, found)
+
+            # Compare turns 1, 2, 4, 8 and so on, and the last one, with whole renderings.
+            if is_last or number & (number - 1) == 0:
+                whole = whole_prompt(render_prompt, conversation, turn)
+                if prompt.text != whole.text or reply != self._reply(whole, is_last, Counter()):
+                    return None
+            rows.add(turn, prompt.text, reply, found)
+        remarks.update(found)
+        return rows.rows
+
+    def _rows_from_whole_prompts(
+        self, conversation: Conversation, turns: list[int], remarks: Counter[str]
+    ) -> list[list[Segment]]:
+        """Rows of a conversation, each of whose prompts is rendered whole."""
+        render_prompt = partial(self.render, generation_prompt=True)
+        rows = _Rows()
+        for turn in turns:
+            prompt = whole_prompt(render_prompt, conversation, turn)
+            reply = self._reply(prompt, turn == turns[-1], remarks)
+            rows.add(turn, prompt.text, reply, remarks)
+        return rows.rows
+
+    # The reply behind a prompt.
+
+    def _reply(self, prompt: TurnPrompt, is_last: bool, remarks: Counter[str]) -> str | None:
+        """The reply behind a prompt, with its end; None for a regenerated one that is rendered otherwise."""
+        conversation = prompt.conversation
+        message = conversation.messages[prompt.turn]
+
+        # As it was generated.
+        generated = _generated(conversation, prompt.turn)
+        if generated is not None:
+            return generated
+        if is_last:
+            begun = self._begun_thought(conversation, prompt.turn)
+            if begun:
+                return _behind_opening(prompt, begun)
+
+        # As the template renders it, up to the first end token, where a server stops.
+        rendered = self._rendered_reply(prompt, remarks)
+        ends = self.end_names
+        reply, end = _split_end(rendered, ends)
+        if any(message["content"].partition(name)[2].strip() for name in ends):
+            remarks[LITERAL_END] += 1
+        if not end:
+            end = self._end_of_next(prompt, rendered)
+
+        # Generated text has white space that templates strip.
+        if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
+            text = _behind_opening(prompt, message["content"])
+            if text.split() != reply.split():
+                return None
+            reply = text
+        if is_last and not conversation.complete:
+            return reply
+        return reply + end
+
+    def _rendered_reply(self, prompt: TurnPrompt, remarks: Counter[str]) -> str:
+        """What the model must write behind a prompt for the message of its turn, by the chat template."""
+        conversation = prompt.conversation
+        given = conversation.prompt(prompt.turn)
+        text = prompt.window_text
+
+        def through(message: Message) -> str:
+            """Render the messages through the reply."""
+            messages = [*given.messages, message]
+            return self.render(replace(given, messages=messages), generation_prompt=False)
+
+        # The template renders thought and answer behind the prompt.
+        message = conversation.messages[prompt.turn]
+        thought, plain = _split_thought(message)
+        whole = through(message)
+        if whole.startswith(text) and _without_tags(thought) in whole[len(text) :]:
+            return whole[len(text) :]
+
+        # The template has no place for the thought, or the prompt has ended it.
+        bare = through(plain)
+        knows_thoughts = self._knows_thoughts(conversation)
+        if bare.startswith(text) and (not knows_thoughts or text.rstrip().endswith(END_THINK)):
+            remarks[ENDED if knows_thoughts else NO_PLACE] += 1
+            return bare[len(text) :]
+
+        # The template renders the history otherwise once the reply stands behind it (gpt-oss).
+        opening = OPENED.search(text)
+        head = text[: opening.start()] if opening else text
+        if not knows_thoughts or not bare.startswith(head):
+            mark = text.removeprefix(self.render(given, generation_prompt=False))
+            return _behind_mark(whole, through(_changed(message)), mark, thought)
+
+        # The template drops the thought even of the last reply (DeepSeek-R1): write it as the model does.
+        if "reasoning_content" in message or not thought:
+            thought = f"{THINK}\n{_without_tags(thought)}\n{END_THINK}\n\n"
+        written = TAG.sub("", thought)
+        if not opening:
+            written = f"{THINK}\n{written}"
+        return written + bare[len(head) :]
+
+    def _end_of_next(self, prompt: TurnPrompt, reply: str) -> str:
+        """The end token with which a template begins the turn behind a reply, as GLM-4.5's does, if any."""
+        # Render another turn behind the reply.
+        messages = prompt.conversation.messages
+        role = "tool" if "tool_calls" in messages[-1] else "user"
+        longer = replace(prompt.conversation, messages=(*messages, {"role": role, "content": "~"}))
+        try:
+            text = self.render(longer.prompt(len(longer.messages)), generation_prompt=False)
+        except Unusable:
+            return ""
+
+        # Read what stands between them.
+        start = prompt.window_text + reply
+        if text.startswith(start):
+            for name in self.end_names:
+                if text.startswith(name, len(start)):
+                    return name
+        return ""
+
+    def _begun_thought(self, conversation: Conversation, turn: int) -> str:
+        """The last reply, message ``turn``, as it was generated, if it was cut before its thought ended;
+        empty for any other reply. The template would end the thought, and take it for the answer."""
+        message = conversation.messages[turn]
+        text = message["content"]
+        thought = message.get("reasoning_content")
+        knows_thoughts = self._knows_thoughts(conversation)
+        has_ended = END_THINK in text or "tool_calls" in message or (thought and text.strip())
+        if conversation.complete or not knows_thoughts or has_ended:
+            return ""
+        return f"{THINK}\n{thought}" if thought else text
+
+    def _knows_thoughts(self, conversation: Conversation) -> bool:
+        """True where the chat template writes thoughts between tags."""
+        return END_THINK in self.template(conversation.tools)
+
+    # Tokens of a row.
+
+    def tokenize_segments(self, row: Sequence[Segment], max_length: int | None = None) -> list[TokenizedChat]:
+        """Tokenise a row of segments.
+
+        Prompts and replies whose tokens would merge are tokenised apart, since a server feeds the tokens of
+        the prompt. Each reply of such a row is a row of its own.
+
+        Args:
+            max_length: replies that begin behind so many tokens are not checked; None checks all.
+
+        Raises:
+            Unusable: tokens merge, and the tokenizer writes the two texts apart differently.
+        """
+        chat = self._encode(row, max_length)
+        if chat is not None:
+            return [chat]
+        chats = []
+        given = ""
+        for segment in row:
+            if segment.turn is not None:
+                chats.append(self._encode_reply(given, segment))
+            given += segment.text
+        return chats
+
+    def _encode(self, row: Sequence[Segment], max_length: int | None = None) -> TokenizedChat | None:
+        """Tokens of a row; None where one of them, among the first ``max_length``, has characters of a prompt
+        and of its reply."""
+        # Tokenise the text.
+        text = "".join(segment.text for segment in row)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = np.asarray(encoded["input_ids"], dtype=np.int32)
+        starts = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)[:, 0]
+        prefixes = TokenPrefixes(self.token_ids, self._splitting_tokens, text, ids, starts)
+
+        # Mark the tokens of each reply.
+        reply = np.full(len(ids), -1, dtype=np.int32)
+        turns: list[int] = []
+        stop = 0
+        for segment in row:
+            start = stop
+            stop += len(segment.text)
+            if segment.turn is None:
+                continue
+            first, last = np.searchsorted(starts, (start, stop)).tolist()
+            reply[first:last] = len(turns)
+            turns.append(segment.turn)
+            is_checked = max_length is None or first < max_length
+            if is_checked and not prefixes.are_tokens(start, first):
+                return None
+        return TokenizedChat(ids, reply, tuple(turns))
+
+    def _encode_reply(self, given: str, reply: Segment) -> TokenizedChat:
+        """Tokens of a prompt and its reply, tokenised apart where a token would join them."""
+        assert reply.turn is not None
+        chat = self._encode([Segment(given), reply])
+        if chat is not None:
+            return chat
+        given_ids = self.token_ids(given)
+        reply_ids = self.token_ids(reply.text)
+        ids = [*given_ids, *reply_ids]
+        if self.tokenizer.decode(ids, clean_up_tokenization_spaces=False) != given + reply.text:
+            raise Unusable("tokens merge across the start of a reply")
+        numbers = np.repeat(np.array([-1, 0], dtype=np.int32), [len(given_ids), len(reply_ids)])
+        return TokenizedChat(np.asarray(ids, dtype=np.int32), numbers, (reply.turn,))
+
+    @cached_property
+    def _splitting_tokens(self) -> Mapping[int, str]:
+        return splitting_tokens(self.tokenizer)
+
+
+class _Rows:
+    """Rows of segments, to which turns are added. A row goes on until the template rewrites it."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[Segment]] = []
+        self._text = ""  # of the last row
+
+    def add(self, turn: int, prompt: str, reply: str | None, remarks: Counter[str]) -> None:
+        """Add a reply behind its prompt; None is counted in ``remarks``."""
+        if reply is None:
+            remarks[OTHERWISE] += 1
+            return
+        if not self.rows or not prompt.startswith(self._text):
+            self.rows.append([])
+            self._text = ""
+        self.rows[-1].append(Segment(prompt[len(self._text) :]))
+        self.rows[-1].append(Segment(reply, turn))
+        self._text = prompt + reply
+
+
+def _refused(error: Exception) -> Unusable:
+    """The reason that a chat template gave."""
+    if isinstance(error, Unusable):
+        return error
+    kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
+    return Unusable(f"the chat template refuses it: {kind}{cut(str(error))}")
+
+
+def _named_for(template: str, message: Message) -> Message:
+    """The message in the words of a template."""
+    if message["role"] == "developer" and "developer" not in template:
+        message = {**message, "role": "system"}
+    has_thought = "reasoning_content" in message
+    if has_thought and "reasoning_content" not in template and re.search(r"\bthinking\b", template):
+        message = {**message, "thinking": message["reasoning_content"]}
+    return message
+
+
+def _probed(message: Message, probe: Callable[[str], str]) -> Message:
+    """The message with a probe in place of a tool's result, and of the name of every call."""
+    if message["role"] == "tool":
+        return {**message, "content": probe("results of tools")}
+    if "tool_calls" not in message:
+        return message
+    many = len(message["tool_calls"]) > 1
+    what = "several calls of tools in a turn" if many else "calls of tools"
+    calls = [call | {"function": call["function"] | {"name": probe(what)}} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def _generated(conversation: Conversation, turn: int) -> str | None:
+    """The regenerated reply of message ``turn`` as it was written, with its end; None where it was not read
+    into parts."""
+    return conversation.messages[turn].get("generated") if conversation.regenerated else None
+
+
+def _behind_opening(prompt: TurnPrompt, reply: str) -> str:
+    """A generated reply without the tag that opens its thought, where the prompt has opened it."""
+    return TAG.sub("", reply) if opens_thought(prompt.window_text) else reply
+
+
+def _split_end(text: str, ends: Sequence[str]) -> tuple[str, str]:
+    """A reply up to the first end-of-turn token, and that token; the whole text and an empty one where there
+    is none."""
+    stops = [text.index(end) + len(end) for end in ends if end in text]
+    if not stops:
+        return text, ""
+    text = text[: min(stops)]
+    end = next(end for end in ends if text.endswith(end))
+    return text.removesuffix(end), end
+
+
+def _split_thought(message: Message) -> tuple[str, Message]:
+    """The thought of a reply, from its own field or the beginning of the text (with its tags), and the reply
+    without it."""
+    plain = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if "reasoning_content" in message:
+        return message["reasoning_content"], plain
+    found = THOUGHT.match(message["content"])
+    if found is None:
+        return "", message
+    return found.group(), {**plain, "content": message["content"][found.end() :]}
+
+
+def _without_tags(thought: str) -> str:
+    return thought.strip().removeprefix(THINK).removesuffix(END_THINK).strip()
+
+
+def _behind_mark(text: str, changed: str, mark: str, thought: str) -> str:
+    """The reply in a rendering whose history differs from the prompt's, since the template drops the thought
+    before a call once an answer follows (gpt-oss).
+
+    Args:
+        text: the rendering.
+        changed: the rendering with another reply.
+        mark: the generation prompt. The reply stands behind the last one before the first character at which
+            the renderings differ.
+        thought: of the reply; it must be there.
+
+    Raises:
+        Unusable: there is no such reply.
+    """
+    common = 0
+    for i, (one, other) in enumerate(zip(text, changed, strict=False)):
+        if one != other:
+            common = i
+            break
+    start = text.rfind(mark, 0, common)
+    if not mark or start < 0 or _without_tags(thought) not in text[start:]:
+        raise Unusable("the chat template does not render the reply behind its generation prompt")
+    return text[start + len(mark) :]
+
+
+def _changed(message: Message) -> Message:
+    """Another reply of the same form."""
+    changed = dict(message)
+    for name in ("content", "reasoning_content"):
+        if message.get(name):
+            changed[name] = f"~{message[name]}"
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [
+            call | {"function": call["function"] | {"name": f"~{call['function']['name']}"}}
+            for call in message["tool_calls"]
+        ]
+    return changed
