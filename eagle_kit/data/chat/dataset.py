@@ -53,7 +53,7 @@ FORMAT = 6
 MOST_CATEGORIES = 16
 """Categories of a source's records that are counted apart; where there are more, none is."""
 LONGEST_MODE = 20
-"""Characters of an argument of a chat template that tells modes apart."""
+"""Most characters of an argument of a chat template that is a mode, such as thinking on or off."""
 Group = tuple[str, str, str]
 """What a document is counted as: its source's name, its record's category, and its mode (:func:`_mode`)."""
 Count = Annotated[int, Field(ge=0)]
@@ -104,7 +104,7 @@ class PreparedData:
         vocab_map: the draft vocabulary of these replies.
         heldout_prompts: token ids of the prompts of conversations that are in no row; of a mixture, the
             sources take turns.
-        heldout_groups: the group of each, as a place in ``groups``.
+        heldout_groups: the group of each, as an index into ``groups``.
         groups: names of the groups that documents are counted in: their source, the ``category`` of their
             record where it has one, and the arguments of the chat template where a source has several.
         parts: rows of the sources of a mixture, or of the only one.
@@ -205,8 +205,9 @@ class PreparedData:
 
     def use_vocabulary(self, tokens: np.ndarray) -> None:
         """Take the target ids ``tokens``, int64 ascending, for the draft vocabulary."""
-        counts, old = np.load(self.folder / "counts.npy"), self.vocab_map
-        self.vocab_map = vocab_map_of(tokens, counts, old.fingerprint, old.tokenizer)
+        counts = np.load(self.folder / "counts.npy")
+        replaced = self.vocab_map
+        self.vocab_map = vocab_map_of(tokens, counts, replaced.fingerprint, replaced.tokenizer)
 
     @property
     def skip_file(self) -> Path:
@@ -269,9 +270,9 @@ def _write_without(data: PreparedData, documents: frozenset[int], reason: str, f
     for part in data.parts:
         first = len(rows)
         for row in data.documents[part.first : part.first + part.num_rows]:
-            kept = [document for document in row if document not in documents]
-            if kept:
-                rows.append(kept)
+            left = [document for document in row if document not in documents]
+            if left:
+                rows.append(left)
         lengths = [len(data.chat(document).ids) for row in rows[first:] for document in row]
         parts.append(PartRows(part.name, first, len(rows) - first, sum(lengths), len(lengths)))
     if not rows:
@@ -348,16 +349,13 @@ def load_prepared(
         summary = found.model_dump()
         summary["parts"] = [PartRows(**part) for part in summary["parts"]]
         counts = read_integers(folder / "counts.npy")
-        of = tokenizer_hash(tokenizer)
+        tokenizer_id = tokenizer_hash(tokenizer)
         size = len(counts) if draft_vocab_size is None else draft_vocab_size
-        return PreparedData(
-            folder=folder,
-            vocab_map=build_vocab_map(counts, size, fingerprint, of)
-            if vocab_map is None
-            else load_vocab_map(expand(vocab_map), of, size, counts),
-            fingerprint=fingerprint,
-            **summary,
-        )
+        if vocab_map is None:
+            vocabulary = build_vocab_map(counts, size, fingerprint, tokenizer_id)
+        else:
+            vocabulary = load_vocab_map(expand(vocab_map), tokenizer_id, size, counts)
+        return PreparedData(folder=folder, vocab_map=vocabulary, fingerprint=fingerprint, **summary)
     except UserError:
         raise
     except ValidationError as error:
@@ -455,8 +453,10 @@ def _num_learnable(row: TokenizedChat) -> int:
 def _labelled(settings: DataConfig, source: SourceConfig, skipped: SkipLog) -> Iterator[tuple[str, Record]]:
     """Records of a source's files in turn, at most its limit of each, with the arguments of the chat template
     that the config gives conversations and the name of what they are counted as."""
-    own = source.chat_template_kwargs
-    variants = template_variants(settings.chat_template_kwargs if own is None else own)
+    kwargs = source.chat_template_kwargs
+    if kwargs is None:
+        kwargs = settings.chat_template_kwargs
+    variants = template_variants(kwargs)
     for file in source.files:
         label = source.name or name_of(file)
         for found in read_records(file, limit=source.limit or settings.limit, skipped=skipped):
@@ -469,17 +469,19 @@ def _labelled(settings: DataConfig, source: SourceConfig, skipped: SkipLog) -> I
 
 
 def name_of(source: str) -> str:
-    """Short name of a source: of a package or data set its own, of a file that without its ending."""
+    """Short name of a source: the name of a package or data set, or of a file without its ending."""
     kind, _, rest = source.partition(":")
-    return (
-        rest if kind in ("package", "datasets", "preset") and rest else Path(source.removesuffix(".gz")).stem
-    )
+    if kind in ("package", "datasets", "preset") and rest:
+        return rest
+    return Path(source.removesuffix(".gz")).stem
 
 
 def _same_names(sources: Sequence[SourceConfig]) -> list[str]:
-    """Remarks about sources whose names do not tell them apart."""
-    own = ([source.name] if source.name else map(name_of, source.files) for source in sources)
-    counts = Counter(name for names in own for name in dict.fromkeys(names))
+    """Remarks about sources that have one name."""
+    counts: Counter[str] = Counter()
+    for source in sources:
+        names = [source.name] if source.name else map(name_of, source.files)
+        counts.update(dict.fromkeys(names).keys())
     return [
         f"{count} sources are named {name}, so that their accept lengths are one; data.mix can name them"
         for name, count in counts.items()
@@ -549,7 +551,7 @@ def _finish(
     sources = settings.sources
     found = documents.found
 
-    # Hold out.
+    # Hold documents out, an equal number of each source.
     shares = [
         settings.eval_conversations // len(sources) + (i < settings.eval_conversations % len(sources))
         for i in range(len(sources))
@@ -557,27 +559,27 @@ def _finish(
     held = choose_held_out(found, shares)
     heldout_keys = {prompt.key for part in held for prompt in part.values()}
     heldout: list[tuple[Group, list[int]]] = []
-    for turn in zip_longest(*(part.items() for part in held)):
-        for number, prompt in filter(None, turn):
+    for round_of_sources in zip_longest(*(part.items() for part in held)):
+        for number, prompt in filter(None, round_of_sources):
             ids = row_files.ids(found[number].rows[prompt.row])[: prompt.length]
             heldout.append((found[number].group, ids.tolist()))
 
     # Leave out what begins like them.
-    kept: list[list[_Document]] = [[] for _ in sources]
+    learned_parts: list[list[_Document]] = [[] for _ in sources]
     for number, document in enumerate(found):
         if number in held[document.part]:
             continue
         if heldout_keys.isdisjoint(document.keys):
-            kept[document.part].append(document)
+            learned_parts[document.part].append(document)
         else:
             skipped.add(document.where, "it begins like a held-out conversation")
     skipped.note_counts(documents.remarks, ", ".join(file for source in sources for file in source.files))
     skipped.notes += _same_names(sources)
-    for source, part, held_part in zip(sources, kept, held, strict=True):
+    for source, part, held_part in zip(sources, learned_parts, held, strict=True):
         _check_documents(part, ", ".join(source.files), skipped, len(held_part), settings.eval_conversations)
 
     # Tokens of the others.
-    learned = [document for part in kept for document in part]
+    learned = [document for part in learned_parts for document in part]
     lengths = row_files.keep([number for document in learned for number in document.rows])
     row_files.close()
     counts = np.zeros(vocab_size, dtype=np.int64)
@@ -586,7 +588,7 @@ def _finish(
         counts += np.bincount(ids[reply >= 0], minlength=vocab_size)
         num_supervised += int((reply >= 0).sum())
 
-    # What they are counted as.
+    # Groups that the documents are counted in.
     groups = _groups([*(document.group for document in learned), *(group for group, _ in heldout)])
     numbers = {name: i for i, name in enumerate(dict.fromkeys(groups.values()))}
     of_rows = [numbers[groups[document.group]] for document in learned for _ in document.rows]
@@ -597,13 +599,13 @@ def _finish(
     # Packed rows of each source.
     rows: list[list[int]] = []
     parts: list[PartRows] = []
-    for source, mine in zip(sources, kept, strict=True):
-        first = sum(part.num_documents for part in parts)
-        num_rows = sum(len(document.rows) for document in mine)
-        mine_lengths = lengths[first : first + num_rows]
-        packed = [[first + number for number in row] for row in pack(mine_lengths, settings.max_length)]
+    for source, part in zip(sources, learned_parts, strict=True):
+        first = sum(before.num_documents for before in parts)
+        num_documents = sum(len(document.rows) for document in part)
+        part_lengths = lengths[first : first + num_documents]
+        packed = [[first + number for number in row] for row in pack(part_lengths, settings.max_length)]
         name = source.name or ", ".join(dict.fromkeys(map(name_of, source.files)))
-        parts.append(PartRows(name, len(rows), len(packed), sum(mine_lengths), num_rows))
+        parts.append(PartRows(name, len(rows), len(packed), sum(part_lengths), num_documents))
         rows += packed
     (folder / "rows.json").write_text(json.dumps(rows))
     skipped.write(folder / "skipped.txt")
@@ -633,15 +635,18 @@ def _groups(found: list[Group]) -> dict[Group, str]:
     and the mode, or the source alone, where that would be too many."""
     names: dict[Group, str] = {}
     for label in dict.fromkeys(label for label, _, _ in found):
-        mine = {group: group[1:] for group in found if group[0] == label}
-        if len({mode for _, mode in mine.values()}) == 1:
-            mine = {group: (category, "") for group, (category, _) in mine.items()}
-        if len(set(mine.values())) > MOST_CATEGORIES:
-            mine = {group: ("", mode) for group, (_, mode) in mine.items()}
-        if len(set(mine.values())) > MOST_CATEGORIES:
-            mine = dict.fromkeys(mine, ("", ""))
-        for group, told in mine.items():
-            details = ", ".join(filter(None, told))
+        # Category and mode of each group of the source.
+        shown_parts = {group: group[1:] for group in found if group[0] == label}
+
+        # Leave out what all groups share, or has too many values.
+        if len({mode for _, mode in shown_parts.values()}) == 1:
+            shown_parts = {group: (category, "") for group, (category, _) in shown_parts.items()}
+        if len(set(shown_parts.values())) > MOST_CATEGORIES:
+            shown_parts = {group: ("", mode) for group, (_, mode) in shown_parts.items()}
+        if len(set(shown_parts.values())) > MOST_CATEGORIES:
+            shown_parts = dict.fromkeys(shown_parts, ("", ""))
+        for group, pair in shown_parts.items():
+            details = ", ".join(filter(None, pair))
             names[group] = f"{label}: {details}" if details else label
     return names
 

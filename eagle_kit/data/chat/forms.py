@@ -1,4 +1,4 @@
-"""Conversations out of the records of published sets, each told by its own keys.
+"""Conversations out of the records of published sets, whose form is recognised by their keys.
 
 | keys | form |
 |---|---|
@@ -77,7 +77,7 @@ class Conversation:
             out.
         category: the record's own, or empty.
         remarks: what of the record was left out or read otherwise than it stands.
-        not_learned: places of the assistant's messages that are given and not learned.
+        not_learned: indices of the assistant's messages that are given and not learned.
     """
 
     id: str
@@ -159,7 +159,7 @@ def to_record(record: Any, where: str) -> Record:
 
 
 def _tokens(ids: Any, mask: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Tokens and which of them are learned. Raises :class:`Unusable`."""
+    """Ids of the tokens, and which of them are learned. Raises :class:`Unusable`."""
     if not isinstance(ids, list) or not all(type(number) is int and number >= 0 for number in ids):
         raise Unusable("input_ids that are not a list of token ids")
     if not isinstance(mask, list) or len(mask) != len(ids):
@@ -186,6 +186,8 @@ def to_conversation(record: Any, where: str) -> Conversation:
     if not isinstance(record, dict):
         raise Unusable("not an object")
     record = {key: value for key, value in record.items() if value is not None}
+
+    # Read the turns.
     tools = read_tools(record.get("tools") or record.get("functions"))
     remarks: dict[str, None] = {}
     turns = _with_known_roles(_turns(record, remarks), remarks)
@@ -195,33 +197,43 @@ def to_conversation(record: Any, where: str) -> Conversation:
             remarks[f"the key {shown(key)} of a message is not read"] = None
         if len({json.dumps(turn[name]) for name in REASONING if turn.get(name)}) > 1:
             remarks["of several thoughts of a message one is read"] = None
+
+    # Put a system message of the record itself first.
     system = next((record[key] for key in SYSTEM_KEYS if record.get(key)), "")
     if not isinstance(system, str):
         raise Unusable("a system that is not text")
-    if system.strip() and messages[:1] != [said := {"role": "system", "content": system}]:
+    said = {"role": "system", "content": system}
+    if system.strip() and messages[:1] != [said]:
         messages.insert(0, said)
+
+    # Read calls and results that stand in the text; calls that the target wrote stay as it wrote them.
     regenerated = "finish_reasons" in record
-    if tools and not regenerated:  # calls that the target wrote stay as it wrote them
+    if tools and not regenerated:
         messages = _structured(messages, remarks)
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no user turn")
-    kept = _from_first_user(messages)
-    if len(kept) < len(messages):
+
+    # Leave out replies that nobody asked for.
+    asked = _from_first_user(messages)
+    if len(asked) < len(messages):
         remarks["it begins with a reply, which is left out"] = None
-    not_learned = frozenset(i for i, message in enumerate(kept) if NOT_LEARNED in message)
+
+    # Note which replies are not learned.
+    not_learned = frozenset(i for i, message in enumerate(asked) if NOT_LEARNED in message)
     if not_learned:
         remarks["replies whose weight is 0 are given and not learned"] = None
-    kept = tuple({k: v for k, v in message.items() if k != NOT_LEARNED} for message in kept)
+    asked = tuple({k: v for k, v in message.items() if k != NOT_LEARNED} for message in asked)
+
     category = _category(record, remarks)
     conversation = Conversation(
         str(record.get("id", where)),
-        kept,
+        asked,
         where,
         tools,
         template_kwargs(record.get("chat_template_kwargs", {})),
         complete=_is_complete(record.get("finish_reasons")),
         regenerated=regenerated,
-        from_start=len(kept) == len(messages),
+        from_start=len(asked) == len(messages),
         category=category,
         remarks=tuple(remarks),
         not_learned=not_learned,
@@ -272,8 +284,9 @@ def _turns(record: dict[str, Any], remarks: dict[str, None]) -> list[dict[str, A
 
     # A prompt, and calls or a reply.
     if "query" in record and "answers" in record:
-        answers = record["answers"]
-        calls = parse_json_text(answers, "answers that are not JSON") if isinstance(answers, str) else answers
+        calls = record["answers"]
+        if isinstance(calls, str):
+            calls = parse_json_text(calls, "answers that are not JSON")
         said = {"role": "assistant", "content": "", "tool_calls": calls}
         return [{"role": "user", "content": record["query"]}, said]
     if not _has_pair(record):
@@ -369,9 +382,8 @@ def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
 
 def template_kwargs(value: Any) -> dict[str, Any]:
     """Arguments of a chat template, as an object or its JSON text. Raises :class:`Unusable`."""
-    value = (
-        parse_json_text(value, "chat_template_kwargs that are not JSON") if isinstance(value, str) else value
-    )
+    if isinstance(value, str):
+        value = parse_json_text(value, "chat_template_kwargs that are not JSON")
     if not isinstance(value, dict):
         raise Unusable("chat_template_kwargs that are not an object")
     return value
@@ -382,7 +394,8 @@ def _structured(messages: list[Message], remarks: dict[str, None]) -> list[Messa
     form; a system message that lists the tools is left to the chat template."""
     found: list[Message] = []
     for message in messages:
-        role, text = message["role"], message["content"]
+        role = message["role"]
+        text = message["content"]
         if role == "system" and "<tools>" in text:
             remarks[
                 "a system message that lists the tools is left out, since the chat template writes it"

@@ -109,54 +109,54 @@ def read_data_set(text: str, is_limited: bool) -> Iterator[tuple[str, Any]]:
         raise UserError(
             "The package datasets is not installed.", "Install it with pip install 'eagle_kit[train]'."
         ) from None
-    wanted = DataSet.parse(text)
+    data_set = DataSet.parse(text)
     number = 0
     try:
-        for record in _load(wanted, is_limited):
+        for record in _load(data_set, is_limited):
             number += 1
-            yield f"{wanted.name}#{number}", without_null(record)
+            yield f"{data_set.name}#{number}", without_null(record)
     except UserError:
         raise
     except Exception as error:  # network, access, naming and format errors of many kinds
         reason = (str(error).strip().splitlines() or ["no details"])[0]
         behind = f" behind record {number}" if number else ""
         raise UserError(
-            f"The data set {wanted.name} could not be loaded{behind} ({type(error).__name__}: {reason}).",
+            f"The data set {data_set.name} could not be loaded{behind} ({type(error).__name__}: {reason}).",
             "Check its name, its split and the network, or give a file.",
         ) from error
 
 
-def _load(wanted: DataSet, is_limited: bool) -> Any:
-    """The data set that is ``wanted``, or a stream of it."""
+def _load(data_set: DataSet, is_limited: bool) -> Any:
+    """The data set, or a stream of it."""
     from datasets import load_dataset, load_from_disk
 
     # A folder of save_to_disk.
-    folder = wanted.folder
+    folder = data_set.folder
     if folder is not None and (folder / "dataset_dict.json").is_file():
         splits = load_from_disk(str(folder))
-        if wanted.split not in splits:
+        if data_set.split not in splits:
             raise UserError(
-                f"The data set {wanted.name} has no split {wanted.split!r}.",
+                f"The data set {data_set.name} has no split {data_set.split!r}.",
                 f"Use one of {', '.join(splits)}.",
             )
-        return splits[wanted.split]
+        return splits[data_set.split]
     if folder is not None and (folder / "state.json").is_file():
-        if wanted.split != "train":
+        if data_set.split != "train":
             raise UserError(
-                f"The data set {wanted.name} was saved without splits.", f"Leave out {wanted.split!r}."
+                f"The data set {data_set.name} was saved without splits.", f"Leave out {data_set.split!r}."
             )
         return load_from_disk(str(folder))
 
     # Anything else that the library knows.
     more: dict[str, Any] = {}
-    if wanted.revision is not None:
-        more["revision"] = wanted.revision
-    if wanted.files:
-        more["data_files"] = list(wanted.files)
-    if is_limited and "[" not in wanted.split:  # a stream has no slices
+    if data_set.revision is not None:
+        more["revision"] = data_set.revision
+    if data_set.files:
+        more["data_files"] = list(data_set.files)
+    if is_limited and "[" not in data_set.split:  # a stream has no slices
         more["streaming"] = True
-    names = [wanted.name] if wanted.config is None else [wanted.name, wanted.config]
-    return load_dataset(*names, split=wanted.split, **more)
+    names = [data_set.name] if data_set.config is None else [data_set.name, data_set.config]
+    return load_dataset(*names, split=data_set.split, **more)
 
 
 def without_null(value: Any) -> Any:

@@ -46,14 +46,35 @@ CALLERS = ("function_call", "tool_call")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Names of the thought before a reply: DeepSeek's and SGLang's, vLLM's, and that of gpt-oss."""
 KNOWN_KEYS = {
-    *("role", "content", "tool_calls", "function_call", "tool_call_id", "name", "generated", *REASONING),
-    *("id", "refusal", "audio", "annotations"),
+    "role",
+    "content",
+    "tool_calls",
+    "function_call",
+    "tool_call_id",
+    "name",
+    "generated",
+    *REASONING,
+    "id",
+    "refusal",
+    "audio",
+    "annotations",
 }
 """Keys of a message that are read, or say nothing of its text."""
 JSON_TYPES = {
-    **{"str": "string", "string": "string", "int": "integer", "integer": "integer", "float": "number"},
-    **{"number": "number", "bool": "boolean", "boolean": "boolean", "list": "array", "tuple": "array"},
-    **{"set": "array", "array": "array", "dict": "object", "object": "object"},
+    "str": "string",
+    "string": "string",
+    "int": "integer",
+    "integer": "integer",
+    "float": "number",
+    "number": "number",
+    "bool": "boolean",
+    "boolean": "boolean",
+    "list": "array",
+    "tuple": "array",
+    "set": "array",
+    "array": "array",
+    "dict": "object",
+    "object": "object",
 }
 """JSON Schema's names for the types of Python that function-calling sets name."""
 SCHEMA_KEYWORDS = {
@@ -95,18 +116,29 @@ class ChatPrompt:
 
 def read_message(turn: Any) -> Message:
     """Read a message of OpenAI's form; keys that are null count as missing. Raises :class:`Unusable`."""
+    # The role.
     if not isinstance(turn, dict):
         raise Unusable("a turn that is not an object")
     turn = {key: value for key, value in turn.items() if value is not None}
     role = turn.get("role")
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise Unusable(f"unknown role {shown(role)}")
-    calls = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
+
+    # Calls, and the text, which may be null beside them.
+    calls = turn.get("tool_calls")
+    if not calls and turn.get("function_call"):
+        calls = [turn["function_call"]]
+    content = turn.get("content")
     if role.lower() in CALLERS:
-        calls, turn = parse_json_text(turn.get("content"), "a call that is not JSON"), {**turn, "content": ""}
-    content = turn.get("content") or "" if calls else turn.get("content")
+        calls = parse_json_text(content, "a call that is not JSON")
+        content = ""
+    if calls and not content:
+        content = ""
     message: Message = {"role": ROLES[role.lower()], "content": _text(content)}
-    if thought := next((turn[name] for name in REASONING if turn.get(name)), None):
+
+    # The other keys.
+    thought = next((turn[name] for name in REASONING if turn.get(name)), None)
+    if thought:
         message["reasoning_content"] = _text(thought, "reasoning")
     if calls:
         message["tool_calls"] = read_calls(calls)
@@ -129,12 +161,10 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
         if not isinstance(name, str) or not name:
             raise Unusable("a tool call without a name")
         arguments = function.get("arguments", function.get("parameters"))
+        if isinstance(arguments, str) and not arguments.strip():
+            arguments = {}
         if isinstance(arguments, str):
-            arguments = (
-                parse_json_text(arguments, "the arguments of a tool call are no JSON object")
-                if arguments.strip()
-                else {}
-            )
+            arguments = parse_json_text(arguments, "the arguments of a tool call are no JSON object")
         if not isinstance(arguments, dict | None):
             raise Unusable("the arguments of a tool call are no JSON object")
         about = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -155,7 +185,8 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
         function = tool.get("function", tool)
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise Unusable("a tool without a name")
-        if (parameters := function.get("parameters")) is not None:
+        parameters = function.get("parameters")
+        if parameters is not None:
             if isinstance(parameters, str):  # a column of Parquet, which has no place for schemas that differ
                 parameters = parse_json_text(parameters, "parameters of a tool that are not JSON")
             if not isinstance(parameters, dict):
@@ -171,11 +202,16 @@ def _json_schema(parameters: dict[str, Any]) -> dict[str, Any]:
     is_schema = "properties" in parameters or parameters.keys() <= SCHEMA_KEYWORDS
     if is_schema or not all(isinstance(value, dict) for value in parameters.values()):
         return parameters
-    properties, required = {}, []
+
+    # Describe every parameter.
+    properties = {}
+    required = []
     for name, about in parameters.items():
         kind = str(about.get("type", ""))
         plain = re.split(r"[\[,(\s]", kind.strip().lower(), maxsplit=1)[0]
-        properties[name] = about | ({"type": JSON_TYPES[plain]} if plain in JSON_TYPES else {})
+        properties[name] = dict(about)
+        if plain in JSON_TYPES:
+            properties[name]["type"] = JSON_TYPES[plain]
         if "default" not in about and "optional" not in kind.lower():
             required.append(name)
     return {"type": "object", "properties": properties, "required": required}

@@ -15,8 +15,10 @@ import numpy as np
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+")
 SHINGLE = 3
 """Words of the n-grams that near duplicates share."""
-MINIMA, MOST_ROWS = 128, 4
-"""Minima of a text, and most of them in a band."""
+MINIMA = 128
+"""Minima of a text."""
+MOST_ROWS = 4
+"""Most minima in a band."""
 FOUND = 0.995
 """Least probability to compare two texts that are as similar as the threshold."""
 LEAST_SIMILARITY = 0.05
@@ -68,25 +70,30 @@ class NearDuplicates:
         self._rows = rows_per_band(threshold)
         num_minima = MINIMA // self._rows * self._rows
         self._seeds = _mixed(np.arange(1, num_minima + 1, dtype=np.uint64))[:, None]
-        self._kept: list[frozenset[int]] = []
+        self._shingles: list[frozenset[int]] = []
         self._buckets: dict[tuple[int, bytes], list[int]] = {}
 
     def is_new(self, text: str) -> bool:
         """True where no text before is as similar; it is then one of them."""
+        # Hash the text.
         shingles = frozenset(_hash(gram) for gram in ngrams(words(text), SHINGLE))
         if not shingles:
             return True
         values = np.fromiter(sorted(shingles), dtype=np.uint64)[None]
         minima = _mixed(values ^ self._seeds).min(1).reshape(-1, self._rows)
         keys = [(band, row.tobytes()) for band, row in enumerate(minima)]
+
+        # Compare it with the texts that share a band.
         for number in sorted({number for key in keys for number in self._buckets.get(key, ())}):
-            other = self._kept[number]
+            other = self._shingles[number]
             shared = len(shingles & other)
             if shared >= self._threshold * (len(shingles) + len(other) - shared):
                 return False
+
+        # Keep it.
         for key in keys:
-            self._buckets.setdefault(key, []).append(len(self._kept))
-        self._kept.append(shingles)
+            self._buckets.setdefault(key, []).append(len(self._shingles))
+        self._shingles.append(shingles)
         return True
 
 

@@ -16,9 +16,16 @@ OPEN_ROWS = 16
 
 @dataclass
 class PackedRow:
-    """``ids``, ``reply``, ``doc_start`` and ``group`` int32 ``[T]``: tokens; the reply each must be produced
-    in, unique within the row, or -1; where in the row its document starts, so that position = index -
-    ``doc_start``; and the group of its document."""
+    """Tokens of documents side by side.
+
+    Attributes:
+        ids: int32 ``[T]``.
+        reply: int32 ``[T]``, the reply that must produce the token, unique within the row; -1 for given
+            tokens.
+        doc_start: int32 ``[T]``, index in the row at which the document of the token starts. The position of
+            the token is its index less ``doc_start``.
+        group: int32 ``[T]``, the group of the document.
+    """
 
     ids: np.ndarray
     reply: np.ndarray
@@ -54,12 +61,15 @@ def pack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
 
 def join(chats: list[TokenizedChat], groups: Sequence[int]) -> PackedRow:
     """Lay documents side by side; ``groups`` has a number for each."""
-    replies, starts, offset, numbered = [], [], 0, 0
+    replies = []
+    starts = []
+    offset = 0
+    num_replies = 0
     for chat in chats:
-        replies.append(np.where(chat.reply >= 0, chat.reply + numbered, -1))
+        replies.append(np.where(chat.reply >= 0, chat.reply + num_replies, -1))
         starts.append(np.full(len(chat.ids), offset))
         offset += len(chat.ids)
-        numbered += int(chat.reply.max()) + 1
+        num_replies += chat.num_replies
     ids = np.concatenate([chat.ids for chat in chats])
     return PackedRow(
         ids.astype(np.int32),

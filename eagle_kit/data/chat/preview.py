@@ -8,7 +8,9 @@ import numpy as np
 
 from eagle_kit.data.chat.renderer import TokenizedChat
 
-GREEN, DIM, RESET = "\033[32m", "\033[2m", "\033[0m"
+GREEN = "\033[32m"
+DIM = "\033[2m"
+RESET = "\033[0m"
 
 
 def preview(chat: TokenizedChat, tokenizer: Any, *, color: bool | None = None, max_tokens: int = 400) -> str:
@@ -18,9 +20,10 @@ def preview(chat: TokenizedChat, tokenizer: Any, *, color: bool | None = None, m
         color: None decides by whether standard output is a terminal.
         max_tokens: how much to show.
     """
-    use_color = sys.stdout.isatty() if color is None else color
-    before, after = (GREEN, RESET) if use_color else ("⟦", "⟧")
-    ids, reply = chat.ids[:max_tokens], chat.reply[:max_tokens]
+    if color is None:
+        color = sys.stdout.isatty()
+    ids = chat.ids[:max_tokens]
+    reply = chat.reply[:max_tokens]
     borders = [0, *(np.nonzero(np.diff(reply))[0] + 1).tolist(), len(ids)]
     parts = []
     num_chars = 0
@@ -29,9 +32,11 @@ def preview(chat: TokenizedChat, tokenizer: Any, *, color: bool | None = None, m
         whole = tokenizer.decode(ids[:stop].tolist())
         text = whole[num_chars:]
         num_chars = len(whole)
-        if reply[start] >= 0:
-            parts.append(f"{before}{text}{after}")
-        else:
-            parts.append(f"{DIM}{text}{RESET}" if use_color else text)
+        is_reply = reply[start] >= 0
+        if color:
+            text = f"{GREEN if is_reply else DIM}{text}{RESET}"
+        elif is_reply:
+            text = f"⟦{text}⟧"
+        parts.append(text)
     cut = "" if len(chat.ids) <= max_tokens else f" … ({len(chat.ids) - max_tokens} more tokens)"
     return "".join(parts) + cut

@@ -75,7 +75,8 @@ def reasons_of(counts: Counter[str], most: int = 3) -> str:
     """The ``most`` frequent reasons with their counts, on one line; empty where there is none."""
     ordered = counts.most_common()
     found = [f"{_short(reason)} ({count})" for reason, count in ordered[:most]]
-    if others := sum(count for _, count in ordered[most:]):
+    others = sum(count for _, count in ordered[most:])
+    if others:
         found.append(f"other reasons ({others})")
     return "; ".join(found)
 
@@ -223,8 +224,11 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
     What is damaged before its end is refused: only an end that is missing is a note.
     """
-    decoder, count, line = json.JSONDecoder(), 0, 1
+    decoder = json.JSONDecoder()
+    count = 0
+    line = 1
     with io.TextIOWrapper(_open(path), encoding="utf-8", errors="surrogateescape") as file:
+        # The beginning of the list.
         buffer = file.read(READ_SIZE)
         start = len(buffer) - len(buffer.lstrip("\ufeff \t\r\n"))
         if not buffer.startswith("[", start):
@@ -232,14 +236,17 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                 f"{path} is not a JSON list.", "Give a list of objects, or one object a line as .jsonl."
             )
         line += buffer.count("\n", 0, start)
-        place = start + 1  # from where on the buffer is not read yet
+        place = start + 1  # first character of the buffer that is not read yet
         while True:
+            # What stands before a record, or the end of the list.
             found = BETWEEN.match(buffer, place)
             assert found is not None
             line += buffer.count("\n", place, found.end())
             place = found.end()
             if buffer.startswith("]", place):
                 return _check_end(path, buffer[place + 1 :], file, line)
+
+            # A record.
             try:
                 record, end = decoder.raw_decode(buffer, place)
             except (ValueError, RecursionError) as error:
@@ -247,10 +254,10 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                 if not isinstance(error, json.JSONDecodeError):  # nesting, or digits, that Python cannot hold
                     problem = json_problem(error)
                     raise UserError(f"{where} cannot be read ({problem}).", "Remove that record.") from None
-                whole = (
-                    not error.msg.startswith("Unterminated string") and error.pos < len(buffer) - LONGEST_WORD
-                )
-                if whole:
+
+                # An error that is not at the end of what was read is one of the file.
+                is_cut = error.msg.startswith("Unterminated string")
+                if not is_cut and error.pos < len(buffer) - LONGEST_WORD:
                     at = line + buffer.count("\n", place, error.pos)
                     raise UserError(
                         f"{path}, line {at}, is not JSON ({error.msg}).",
@@ -260,16 +267,23 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                     raise UserError(
                         f"{where} has more than {MAX_TEXT >> 20} MiB.", "Remove that record."
                     ) from None
+
+                # Read more.
                 more = file.read(max(READ_SIZE, len(buffer) - place))
                 if more:
-                    buffer, place = buffer[place:] + more, 0
+                    buffer = buffer[place:] + more
+                    place = 0
                     continue
+
+                # The file is cut off.
                 if count == 0:
                     raise UserError(
                         f"{path} is not JSON ({error}).", "Copy it again from its source."
                     ) from None
                 skipped.notes.append(f"{path.name} is cut off after {count} whole conversations")
                 return
+
+            # The record is whole.
             if NOT_UTF_8.search(buffer, place, end):
                 raise UserError(
                     f"{path}, record {count + 1} from line {line}, is not UTF-8.",
@@ -323,7 +337,7 @@ def _package_records(name: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 
 def package_file_size(name: str) -> int:
-    """Bytes of the file that ``package:name`` reads, which tell its releases apart.
+    """Bytes of the file that ``package:name`` reads; they differ between its releases.
 
     Raises:
         UserError: there is no such package.

@@ -10,7 +10,7 @@ from eagle_kit.config.train import TemplateVariant
 def draw_kwargs(variants: Sequence[TemplateVariant], seed: int, key: str) -> Mapping[str, Any]:
     """Arguments of one of ``variants``, drawn by their weights.
 
-    The draw is a hash of ``seed`` and ``key``, a text that tells the conversation from others: it is the same
+    The draw is a hash of ``seed`` and ``key``, a text that identifies the conversation: it is the same
     in any order and whatever else is read.
     """
     if not variants:

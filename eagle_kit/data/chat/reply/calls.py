@@ -30,15 +30,20 @@ from eagle_kit.data.chat.reply.literals import (
 from eagle_kit.data.chat.reply.parts import Call
 from eagle_kit.data.chat.reply.tape import Reading, Tape
 
-TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-FUNCTION_TAG, END_FUNCTION = "<function=", "</function>"
+TOOL_CALL = "<tool_call>"
+END_TOOL_CALL = "</tool_call>"
+FUNCTION_TAG = "<function="
+END_FUNCTION = "</function>"
 PARAMETER_TAG = "<parameter="
 END_PARAMETER = "</parameter>"
 PARAMETER = re.compile(r"<parameter=([^>\n]++)>")
 END_OF_NAME = re.compile(r"[>\n]")
 IN_FUNCTION = re.compile(f"{END_FUNCTION}|{TOOL_CALL}")
-CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
+CALLS_END = "<｜tool▁calls▁end｜>"
+CALL_BEGIN = "<｜tool▁call▁begin｜>"
+CALL_END = "<｜tool▁call▁end｜>"
+SEPARATOR = "<｜tool▁sep｜>"
 END_OF_CALL = re.compile(CALL_END)
 FENCE = "```"
 TOOL_CALLS = "[TOOL_CALLS]"
@@ -110,7 +115,9 @@ class CallForm:
 
 def make_call(name: Any, arguments: Any) -> Call:
     """Make a call. Raise :class:`Unusable` where the two are none."""
-    (found,) = read_calls({"name": name.strip() if isinstance(name, str) else name, "arguments": arguments})
+    if isinstance(name, str):
+        name = name.strip()
+    (found,) = read_calls({"name": name, "arguments": arguments})
     call = Call(**found["function"])
     try:
         text = json.dumps(call, allow_nan=False, ensure_ascii=False)

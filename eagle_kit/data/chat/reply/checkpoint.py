@@ -37,12 +37,11 @@ class CheckpointReader:
         has_calls: bool,
     ) -> None:
         self._parser = tokenizer.get_response_parser(prefix=prompt, tools=list(tools) or None)
-        self._fields = fields = tokenizer.response_template["fields"]
-        self._texts = {
-            name
-            for name, about in fields.items()
-            if about.get("content", "text") == "text" and (has_thoughts or name not in REASONING)
-        }
+        self._fields = tokenizer.response_template["fields"]
+        self._texts: set[str] = set()
+        for name, about in self._fields.items():
+            if about.get("content", "text") == "text" and (has_thoughts or name not in REASONING):
+                self._texts.add(name)
         self._has_calls = has_calls
         self._raw: deque[str] = deque()  # characters of the reply that have not been handed on
         self._is_broken = False
@@ -81,7 +80,8 @@ class CheckpointReader:
     def _take(self, events: Sequence[dict[str, Any]], num_ahead: int) -> None:
         """Take events of the parser; a marker that is a pattern is known ``num_ahead`` characters late."""
         for i, event in enumerate(events):
-            name, kind = event["field"], event["type"].removeprefix("region_")
+            name = event["field"]
+            kind = event["type"].removeprefix("region_")
             length = num_ahead if f"{kind}_pattern" in self._fields[name] else 0
             behind = len(self._raw) - length
             if kind == "chunk":

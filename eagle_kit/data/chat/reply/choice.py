@@ -1,5 +1,4 @@
-"""The form in which a target writes its replies: given by name, or found in what its chat template
-renders."""
+"""The form in which a target writes its replies: by name, or found in what its chat template renders."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,9 @@ from eagle_kit.data.chat.reply.tags import (
     opens_thought,
 )
 
-CHECKPOINT, HARMONY, TAGS = "checkpoint", "harmony", "think"
+CHECKPOINT = "checkpoint"
+HARMONY = "harmony"
+TAGS = "think"
 DEEPSEEK_R1 = "deepseek_r1"
 """Form ``think`` whose replies begin with a thought, opened or not, unless the prompt has closed it."""
 REASONING_PARSERS: dict[str, str] = {
@@ -49,7 +50,8 @@ TOOL_CALL_PARSERS: dict[str, CallForm | str] = {
 """Forms of calls by their names here, in vLLM and in SGLang."""
 TAIL = 64
 """Last tokens of a prompt that can have begun a reply."""
-THOUGHT, QUESTION = "eaglekitthought", {"role": "user", "content": "eaglekitquestion"}
+THOUGHT = "eaglekitthought"
+QUESTION = {"role": "user", "content": "eaglekitquestion"}
 TOOL: Tool = {
     "type": "function",
     "function": {
@@ -101,9 +103,14 @@ class ReplyForms:
             return None
         tokenizer = self.renderer.tokenizer
         if CHECKPOINT in (self.reasoning, calls):
-            wanted = {"has_thoughts": self.reasoning is not None, "has_calls": calls is not None}
             prompt = tokenizer.decode(list(prompt_ids), skip_special_tokens=False)
-            return CheckpointReader(tokenizer, prompt, tools=tools, **wanted)
+            return CheckpointReader(
+                tokenizer,
+                prompt,
+                tools=tools,
+                has_thoughts=self.reasoning is not None,
+                has_calls=calls is not None,
+            )
         tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         return _reader(self.reasoning, calls, tail, tools)
 
@@ -126,7 +133,8 @@ class ReplyForms:
             final = self._tokens(f"{CHANNEL}final{MESSAGE}")
             is_begun = begun_part(prompt) == "content"
             return None if is_begun else Thought(final, others=self._tokens("analysis")[:1])
-        begin, end = self._tokens(THINK), self._tokens(END_THINK)
+        begin = self._tokens(THINK)
+        end = self._tokens(END_THINK)
         if closes_thought(prompt) or len(begin) != 1 or len(end) != 1:
             return None
         is_opened = opens_thought(prompt) or form == DEEPSEEK_R1

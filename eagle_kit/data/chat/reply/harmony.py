@@ -12,7 +12,10 @@ from eagle_kit.data.chat.messages import Unusable
 from eagle_kit.data.chat.reply.calls import make_call
 from eagle_kit.data.chat.reply.parts import Collected, ReplyParts, blocks, len_of_beginning
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+START = "<|start|>"
+CHANNEL = "<|channel|>"
+MESSAGE = "<|message|>"
+CONSTRAIN = "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 """Ends of a message; ``<|call|>`` and ``<|return|>`` end a reply."""
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
@@ -56,8 +59,11 @@ class HarmonyReader:
         has_calls: bool,
         begun: str = f"{START}assistant",
     ) -> None:
-        self._has_thoughts, self._has_calls = has_thoughts, has_calls
-        self._held = self._name = self._written = ""
+        self._has_thoughts = has_thoughts
+        self._has_calls = has_calls
+        self._held = ""
+        self._name = ""
+        self._written = ""
         self._step = self._in_header
         self._found = Collected()
         self._arguments: list[str] = []
@@ -91,25 +97,32 @@ class HarmonyReader:
         """Read a message's header, as far as the reply has it; one that the end cuts off says nothing."""
         text = self._held
         end = text.find(MESSAGE, 0, MOST_HEADER)
+
+        # What is no header is text.
         if not self._is_header(text) or (end < 0 and len(text) >= MOST_HEADER):
-            # A marker behind blanks is text, where all of it lies in the longest header.
+            # A marker behind blanks is text too, where all of it lies in the longest header.
             head = text[:MOST_HEADER]
             begun = head.lstrip()
             may_be_mark = any(mark.startswith(begun) and mark != begun for mark in (START, CHANNEL))
             if may_be_mark and not is_end and len(text) < MOST_HEADER:
                 return False
-            self._begun, self._target, self._step = "", "content", self._in_text
+            self._begun = ""
+            self._target = "content"
+            self._step = self._in_text
             self._joins = False
             mark = next((mark for mark in (START, CHANNEL) if begun.startswith(mark)), "")
             length = len(head) - len(begun) + len(mark)  # so that no marker is looked at again
             self._say(text[:length])
             self._held = text[length:]
             return True
+
+        # A header that is whole begins a message.
         if end < 0:
             self._held = "" if is_end else text
             return False
         self._begin(self._begun + text[:end], "")
-        self._begun, self._held = "", text[end + len(MESSAGE) :]
+        self._begun = ""
+        self._held = text[end + len(MESSAGE) :]
         return True
 
     def _is_header(self, text: str) -> bool:
@@ -144,7 +157,8 @@ class HarmonyReader:
         place, end = self._end(text)
         if place >= 0:
             self._say(text[:place])
-            self._held, self._step = text[place + len(end) :], self._in_header
+            self._held = text[place + len(end) :]
+            self._step = self._in_header
             return True
         kept = 0 if is_end else len_of_beginning(text, (*ENDS, START, CHANNEL))
         self._say(text[: len(text) - kept])
@@ -152,6 +166,7 @@ class HarmonyReader:
         return False
 
     def _in_call(self, is_end: bool) -> bool:
+        # Read the arguments, up to the end of the message.
         place, end = self._end(self._held)
         kept = 0 if is_end else len_of_beginning(self._held, (*ENDS, START, CHANNEL))
         until = place if place >= 0 else len(self._held) - kept
@@ -159,6 +174,8 @@ class HarmonyReader:
         self._held = self._held[until + len(end) :]
         if place < 0 and not is_end:
             return False
+
+        # Make the call; what is none is text.
         body = "".join(self._arguments)
         self._arguments = []
         self._step = self._in_header
@@ -167,23 +184,25 @@ class HarmonyReader:
             arguments = {} if end and not body.strip() else json.loads(body)
             self._found.calls.append(make_call(self._name.removeprefix(FUNCTIONS), arguments))
         except (Unusable, ValueError, RecursionError):
-            self._target, self._joins = "content", not self._is_first["content"]
+            self._target = "content"
+            self._joins = not self._is_first["content"]
             self._say(self._written + body + end)
         return place >= 0
 
     @staticmethod
     def _end(text: str) -> tuple[int, str]:
         """Place of the first end of a message, and its marker, where that is no part of the next one."""
-        places = [(place, end) for end in ENDS if (place := text.find(end)) >= 0]
-        places += [(place, "") for mark in (START, CHANNEL) if (place := text.find(mark)) >= 0]
-        return min(places, default=(-1, ""))
+        found = [(text.index(end), end) for end in ENDS if end in text]
+        found += [(text.index(mark), "") for mark in (START, CHANNEL) if mark in text]
+        return min(found, default=(-1, ""))
 
     def _say(self, text: str) -> None:
         """Add to the part of this message; messages of a part are apart by a line end."""
         if not text:
             return
         text = f"\n{text}" if self._joins else text
-        self._joins, self._is_first[self._target] = False, False
+        self._joins = False
+        self._is_first[self._target] = False
         if self._target == "reasoning":
             self._found.think(text)
         else:

@@ -13,7 +13,8 @@ from eagle_kit.data.chat.reply.calls import BARE_BEGINNINGS, CallForm, KnownTool
 from eagle_kit.data.chat.reply.parts import Collected, ReplyParts, len_of_beginning
 from eagle_kit.data.chat.reply.tape import Reading, Tape
 
-THINK, END_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_THINK = "</think>"
 OPENED = re.compile(r"<think>\s*+\Z")
 CLOSED = re.compile(r"</think>\s*+\Z")
 MOST_REREAD = 8
@@ -155,7 +156,8 @@ class TagReader:
 
         # Text up to a marker.
         while True:
-            places = [at for opener in form.openers if (at := tape.text.find(opener, tape.at)) >= 0]
+            places = [tape.text.find(opener, tape.at) for opener in form.openers]
+            places = [place for place in places if place >= 0]
             kept = len_of_beginning(tape.text[tape.at :], form.openers)
             until = min(places, default=len(tape.text) - kept)
             self._say(tape.text[tape.at : until])
