@@ -187,7 +187,8 @@ def serving(load: Load, machine: Machine) -> Iterator[Engine]:
         engine.step()
 
     yield engine
-    assert all(request.finish_reason is None and request.slot >= 0 for request in served), "a reply ended"
+    is_running = [request.finish_reason is None and request.sequence.slot >= 0 for request in served]
+    assert all(is_running), "a reply ended"
 
 
 def words() -> Tokenizer:

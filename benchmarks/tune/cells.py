@@ -62,7 +62,7 @@ def compare(
             rates[name].append(each.rate)
             cycle_ms[name].append(each.cycle_ms)
         for request in decoded[AUTO].requests:
-            used.update({str(shape): count for shape, count in request.shapes.items()})
+            used.update({str(shape): count for shape, count in request.stats.shapes.items()})
         ratios = _over_plain(rates)
         stay = PLAIN, AUTO, WHOLE
         running = {name: llms[name] for name in running if name in stay or _may_win(name, ratios)}

@@ -28,7 +28,7 @@ from eagle_kit.engine.grammar.bad_words import MatchWithoutBadWords
 from eagle_kit.engine.grammar.protocols import Grammars, Match
 from eagle_kit.engine.graphs.cpu_graph import CpuGraphs
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphRunner
-from eagle_kit.engine.request import Request, Uncounted
+from eagle_kit.engine.request import Request, UncountedTokens
 from eagle_kit.engine.runner import Results, Runner
 from eagle_kit.engine.scheduler import Chunk, Scheduler
 from eagle_kit.kv.page_pool import PagePool
@@ -242,12 +242,11 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Put a request into the queue. Raise UserError for one that can never be served."""
         self.check_request(request)
-        seed = request.params.seed
-        request.seed = self._seeds.getrandbits(62) if seed is None else seed
-        eos = () if request.params.ignore_eos else self.target.config.eos_token_ids
-        request.ends = frozenset((*request.params.stop_token_ids, *eos))
-        room = self.config.max_context - len(request.prompt_ids)
-        request.most_tokens = min(request.params.max_tokens, room)
+        params, reply = request.params, request.reply
+        reply.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
+        eos = () if params.ignore_eos else self.target.config.eos_token_ids
+        reply.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
+        reply.max_tokens = min(params.max_tokens, self.config.max_context - len(request.prompt_ids))
         self.scheduler.add(request)
 
     def prepare(self, request: Request) -> None:
@@ -258,7 +257,7 @@ class Engine:
             UserError: the grammar cannot be compiled, or words are forbidden without their tokens.
         """
         params = request.params
-        if request.match is not None:
+        if request.reply.match is not None:
             return
         if params.bad_words and request.bad_word_ids is None:
             raise UserError("bad_words need a tokenizer, and the model has none.", "Leave them out.")
@@ -267,7 +266,7 @@ class Engine:
         if request.bad_word_ids:
             vocab_size = self.target.config.vocab_size
             match = MatchWithoutBadWords(request.bad_word_ids, vocab_size, match, params.allowed_token_ids)
-        request.match = match
+        request.reply.match = match
 
     def prepare_grammars(self) -> None:
         """Make the compiler of grammars and compile a first one, so that no request waits for it. Raises
@@ -318,9 +317,11 @@ class Engine:
             self._clock = time.perf_counter()
         plan = self.scheduler.plan()
         self._is_timing = self._is_timing and not plan.chunks
+        for request in plan.preempted:
+            request.stats.num_preemptions += 1
         self.totals.num_preemptions += len(plan.preempted)
         launched, decoding, chunks = len(self._pending), plan.decoding, plan.chunks
-        if self._uses_ngram or any(request.match for request in decoding):
+        if self._uses_ngram or any(request.reply.match for request in decoding):
             # Grammars and n-grams need every token on the host. Taking them in may end requests.
             self._collect_until(0)
             decoding = [request for request in decoding if request.finish_reason is None]
@@ -346,9 +347,10 @@ class Engine:
             return self.shapes.at(self.runner.padded(len(decoding))), None
         eases = []
         for request in decoding:
-            request.ease = request.ease or self.shapes.new_request()
-            request.ease.num_missed = request.num_missed
-            eases.append(request.ease)
+            ease = request.stats.acceptance or self.shapes.new_request()
+            ease.num_missed = request.on_device.num_pending_draft_tokens
+            request.stats.acceptance = ease
+            eases.append(ease)
         chosen = self.shapes.choose(eases, _mean_context(decoding)), self.shapes.num_drafts
         if self.target.ranks is not None:  # choices depend on time
             chosen = self.target.ranks.agree(chosen)
@@ -390,13 +392,14 @@ class Engine:
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
         for request, *_ in chunks:
-            if request.admitted_at == 0.0:
-                request.admitted_at = time.perf_counter()
+            if request.stats.admitted_at == 0.0:
+                request.stats.admitted_at = time.perf_counter()
+                request.stats.num_cached_tokens = request.sequence.num_shared_tokens
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
-                self.totals.num_cached_prompt_tokens += request.num_cached_tokens
+                self.totals.num_cached_prompt_tokens += request.stats.num_cached_tokens
         self._pending += self.runner.prefill(chunks)
         for request, _, stop, _ in chunks:
-            request.num_computed = stop
+            self.scheduler.mark_computed(request, stop)
 
     @property
     def _uses_ngram(self) -> bool:
@@ -428,38 +431,40 @@ class Engine:
         tokens, counts = emitted.tokens.tolist(), emitted.num_emitted.tolist()
         finite = emitted.is_finite.tolist()
         logprobs = None if emitted.logprobs is None else [part.tolist() for part in emitted.logprobs]
-        for i, (request, generation) in enumerate(zip(results.requests, results.generations, strict=True)):
-            if request.generation != generation:
+        for i, (request, sequence) in enumerate(zip(results.requests, results.sequences, strict=True)):
+            if request.sequence is not sequence:
                 continue
             if not finite[i]:
                 logging.getLogger(__name__).error("Request %d ends: %s", request.number, NOT_FINITE)
                 self._finish(request, "error")
                 continue
             if not is_cycle:
-                request.num_verified = results.num_computed[i]
-                if not request.is_prefilling and self._publish(request):
-                    request.num_pages_written = -1
+                self.scheduler.mark_verified(request, results.num_computed[i])
+                if not request.is_prefilling and self.scheduler.publish(request):
+                    self.runner.forget_pages(request)
             if not (count := counts[i]):
                 continue
-            start = len(request.token_ids)
+            start = len(request.reply.token_ids)
             reason = self._take(request, tokens[i][:count], now)
-            kept = len(request.token_ids) - start
+            num_tokens = len(request.reply.token_ids) - start
             if logprobs is not None and (top := request.params.logprobs) is not None:
                 chosen, ids, values = (part[i] for part in logprobs)
-                for j in range(kept):
-                    request.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
-            if policy is not None and (ease := request.ease) is not None and num_drafts is not None:
+                for j in range(num_tokens):
+                    request.reply.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
+            ease = request.stats.acceptance
+            if policy is not None and ease is not None and num_drafts is not None:
                 if shape.steps or ease.is_young:
                     policy.observe(ease, shape, count - 1, num_drafts[i])
                 if confidence is not None or ease.confidence is not None:
                     policy.see(ease, None if confidence is None else confidence[i])
             drafted = None if num_drafts is None else num_drafts[i]
             has_stops = request.stream is not None and request.stream.has_stops
+            new = UncountedTokens(start, num_tokens, count, shape, drafted)
             if has_stops:
-                request.uncounted.append(Uncounted(start, kept, count, shape, drafted))
+                request.stats.uncounted.append(new)
                 self._note_read(request)
             else:
-                self._count(request, kept, count, shape, drafted)
+                self._count(request, new)
             self._news[request] = None
             if reason is not None:
                 self._finish(request, reason)
@@ -473,24 +478,21 @@ class Engine:
     def _note_read(self, request: Request) -> None:
         """Count the tokens of a reply in which no stop text can be any more."""
         assert request.stream is not None
-        num_read, uncounted = request.stream.num_read, request.uncounted
-        while uncounted and uncounted[0].start + uncounted[0].kept <= num_read:
-            self._count(request, *uncounted.popleft()[1:])
+        uncounted = request.stats.uncounted
+        while uncounted and uncounted[0].start + uncounted[0].num_tokens <= request.stream.num_read:
+            self._count(request, uncounted.popleft())
 
-    def _count(
-        self, request: Request, kept: int, num_emitted: int, shape: SpecShape, num_drafts: int | None
-    ) -> None:
-        """Count ``kept`` tokens that have become a part of a reply, of a cycle's ``num_emitted``; without
-        ``num_drafts`` it was no cycle."""
+    def _count(self, request: Request, new: UncountedTokens) -> None:
+        """Count tokens that have become a part of a reply."""
         num_drafts_kept = None
-        if num_drafts is not None and num_drafts == 0:
+        if new.num_drafts == 0:
             # A plain cycle is no verify, also where others of the batch had drafts.
-            request.shapes[NO_SPECULATION] += 1
-        elif num_drafts is not None:
-            request.shapes[shape] += 1
-            num_drafts_kept = min(kept, num_emitted - 1)
-            request.stats.observe(kept, num_drafts_kept)
-        self._counted.append((kept, num_drafts_kept, num_drafts or 0))
+            request.stats.shapes[NO_SPECULATION] += 1
+        elif new.num_drafts is not None:
+            request.stats.shapes[new.shape] += 1
+            num_drafts_kept = min(new.num_tokens, new.num_emitted - 1)
+            request.stats.spec.observe(new.num_tokens, num_drafts_kept)
+        self._counted.append((new.num_tokens, num_drafts_kept, new.num_drafts or 0))
 
     def _sum_up(self) -> None:
         """Add what was counted to the totals, equal counts at once."""
@@ -514,26 +516,27 @@ class Engine:
 
     def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
         """Append new tokens up to the first that ends the reply -> why it does; None where it goes on."""
-        held, reason, is_shown = request.token_ids, None, True
-        if len(held) + len(tokens) >= request.most_tokens or not request.ends.isdisjoint(tokens):
+        reply, reason, is_shown = request.reply, None, True
+        held = reply.token_ids
+        if len(held) + len(tokens) >= reply.max_tokens or not reply.stop_token_ids.isdisjoint(tokens):
             tokens, reason, is_shown = self._cut(request, tokens)
-        if request.match is not None:
-            until_end = request.match.advance(tokens)
-            if request.match.is_complete or request.match.is_stuck:
+        if reply.match is not None:
+            until_end = reply.match.advance(tokens)
+            if reply.match.is_complete or reply.match.is_stuck:
                 is_shown = is_shown or until_end < len(tokens)
-                tokens, reason = tokens[:until_end], "stop" if request.match.is_complete else "abort"
+                tokens, reason = tokens[:until_end], "stop" if reply.match.is_complete else "abort"
         held += tokens
-        request.num_shown = len(held) - (not is_shown)
-        request.num_computed = request.num_verified = request.num_to_compute
-        request.last_token_at = now
-        request.first_token_at = request.first_token_at or now
+        reply.num_shown = len(held) - (not is_shown)
+        self.scheduler.mark_verified(request, request.num_to_compute)
+        request.stats.last_token_at = now
+        request.stats.first_token_at = request.stats.first_token_at or now
         return reason
 
     def _cut(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
         """Tokens up to the first that ends the reply, why it does, and whether that one is a part of the
         text."""
         for i, token in enumerate(tokens, 1):
-            if token in request.ends:
+            if token in request.reply.stop_token_ids:
                 return tokens[:i], "stop", False
             if len(request.token_ids) + i >= request.params.max_tokens:
                 return tokens[:i], "length", True
@@ -544,8 +547,8 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, where a stop text ends it if there is one in its reply."""
         self._news[request] = None
-        if request.slot >= 0:
-            self._publish(request)
+        if request.sequence.slot >= 0:
+            self.scheduler.publish(request)
         self.scheduler.remove(request)
         if request.has_stops:
             reason = self._take_back(request, reason)
@@ -553,36 +556,34 @@ class Engine:
             self._index([request])
             del self._num_indexed[request]
             self.ngram.forget(request.number)
-        if request.ease is not None and isinstance(self.shapes, ShapePolicy):
-            self.shapes.leave(request.ease)
-        request.finish_reason = reason
+        if request.stats.acceptance is not None and isinstance(self.shapes, ShapePolicy):
+            self.shapes.leave(request.stats.acceptance)
+        request.reply.finish_reason = reason
         self.totals.num_finished[reason] += 1
 
     def _take_back(self, request: Request, reason: FinishReason) -> FinishReason:
         """Take back what a reply has behind a stop text, and count the rest -> why it has ended."""
-        stream = request.stream
+        stream, reply = request.stream, request.reply
         assert stream is not None
-        stream.read(request.token_ids, request.num_shown)
+        stream.read(reply.token_ids, reply.num_shown)
         if (kept := stream.num_kept) is not None:
-            del request.token_ids[kept:]
-            request.logprobs.cut(kept)
-            reason, request.num_shown = "stop", kept
+            del reply.token_ids[kept:]
+            reply.logprobs.cut(kept)
+            reply.num_shown = kept
+            reason = "stop"
         elif stream.failure:
             reason = "error"
-        for made in request.uncounted:
-            if (rest := min(made.kept, len(request.token_ids) - made.start)) > 0:
-                self._count(request, rest, *made[2:])
-        request.uncounted.clear()
+        for new in request.stats.uncounted:
+            num_left = min(new.num_tokens, len(reply.token_ids) - new.start)
+            if num_left > 0:
+                self._count(request, new._replace(num_tokens=num_left))
+        request.stats.uncounted.clear()
         self._sum_up()
         return reason
 
-    def _publish(self, request: Request) -> bool:
-        """Cache the pages of a request that are known to hold finite numbers -> whether its pages changed."""
-        return self.page_pool.publish(request.allocation, request.tokens(0, request.num_readable))
-
     def check(self) -> None:
         """Assert that no page is lost, owned twice, or counted wrongly."""
-        self.page_pool.check(request.allocation for request in self.scheduler.running)
+        self.page_pool.check(request.sequence.allocation for request in self.scheduler.running)
 
 
 def _mean_context(requests: Sequence[Request]) -> int:

@@ -1,4 +1,4 @@
-"""Request in service."""
+"""Requests in service: what a user asked for, and the engine's state of it, in parts with one owner each."""
 
 import time
 from collections import Counter, deque
@@ -17,58 +17,154 @@ if TYPE_CHECKING:
     from eagle_kit.engine.text_stream import TextStream
 
 
-class Uncounted(NamedTuple):
-    """Tokens of a reply from ``start`` on, ``kept`` of the ``num_emitted`` of a cycle in a ``shape`` with
-    ``num_drafts`` (None: no cycle, the first one), which count once no stop text has ended it before."""
+class UncountedTokens(NamedTuple):
+    """New tokens of a reply that are in no statistics yet, because a stop text may still remove them.
+
+    Attributes:
+        start: position of the first of them in the reply.
+        num_tokens: tokens that were appended to the reply.
+        num_emitted: tokens that the cycle emitted; those behind the end of the reply were not appended.
+        shape: of the cycle.
+        num_drafts: draft tokens that the cycle verified; None for the first token, which comes from prefill.
+    """
 
     start: int
-    kept: int
+    num_tokens: int
     num_emitted: int
     shape: SpecShape
     num_drafts: int | None
 
 
 @dataclass(eq=False)
+class ReplyState:
+    """The reply so far, and what can end it. Owner: ``engine.py``.
+
+    Attributes:
+        token_ids: tokens of the reply. While stop texts are looked for, the last ones may be removed again.
+        num_shown: tokens of the reply that are text: all but a token that ended the reply.
+        logprobs: one entry per token where log-probabilities were asked for.
+        finish_reason: set once, when the reply has ended.
+        stop_token_ids: tokens that end the reply.
+        max_tokens: most tokens that the reply may have, by the parameters and the context.
+        seed: of the request's random numbers; ``params.seed``, or drawn when the request is added.
+        match: state of the request's grammar and of its forbidden words; None without any.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    num_shown: int = 0
+    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
+    finish_reason: FinishReason | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    max_tokens: int = 0
+    seed: int = 0
+    match: "Match | None" = None
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """Place of a request in the batch and its tokens in the key-value pool. Owner: ``scheduler.py``.
+
+    The scheduler makes one when it admits a request, and another, of no slot, when the request leaves the
+    batch. Results that were computed for an earlier one are dropped.
+
+    Attributes:
+        slot: row of the device's tables; -1 while the request is not in the batch.
+        allocation: pages of the tokens.
+        num_shared_tokens: tokens whose pages were in the prefix cache at admission, those of the request
+            itself before a preemption included.
+        num_computed: tokens whose keys are in the pool, or will be when launched work has ended.
+        num_verified: tokens whose keys are in the pool and led to finite logits.
+        num_branch_pages: cached pages before the place where the prompt leaves another's, if a snapshot of
+            recurrent states is missing there; else 0.
+        has_begun: True once a part of the prompt was planned.
+    """
+
+    slot: int = -1
+    allocation: PageAllocation = field(default_factory=PageAllocation)
+    num_shared_tokens: int = 0
+    num_computed: int = 0
+    num_verified: int = 0
+    num_branch_pages: int = 0
+    has_begun: bool = False
+
+
+@dataclass(eq=False)
+class DeviceState:
+    """What the device has of a request in the batch. Owner: ``runner.py`` with ``slots.py``. The scheduler
+    makes a new one when the request leaves the batch.
+
+    Attributes:
+        num_pages_written: first pages that the device's page table has; -1 when any of them may have changed.
+        num_pending_draft_tokens: last tokens that the draft has not read.
+    """
+
+    num_pages_written: int = -1
+    num_pending_draft_tokens: int = 0
+
+
+@dataclass(eq=False)
+class TurnState:
+    """State of a request in the deficit round robin. Owner: ``scheduler.py``.
+
+    Attributes:
+        deficit: share of earlier steps that the request did not use, in prompt tokens' worth.
+        num_skipped: cycles that the request left to others, because its share did not pay for them.
+        quantum_start: progress of the request when it was last admitted.
+        cached_nodes: cached pages that begin the request's tokens, by part of the pool; found while it waits.
+    """
+
+    deficit: float = 0.0
+    num_skipped: int = 0
+    quantum_start: int = 0
+    cached_nodes: dict[int, list[RadixNode]] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class RequestStats:
+    """Statistics of a request. Owner: ``engine.py``.
+
+    Attributes:
+        spec: acceptance of the drafts.
+        shapes: cycles in each shape.
+        uncounted: new tokens that are not in the statistics yet, the oldest first.
+        acceptance: what the policy of shapes knows of this request; None where shapes are given.
+        num_cached_tokens: prompt tokens that the prefix cache held when prefill began first.
+        num_preemptions: times that the request gave way to another.
+        admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds; 0.0 before.
+    """
+
+    spec: SpecStats = field(default_factory=SpecStats)
+    shapes: Counter[SpecShape] = field(default_factory=Counter)
+    uncounted: deque[UncountedTokens] = field(default_factory=deque)
+    acceptance: "Ease | None" = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    admitted_at: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+
+
+@dataclass(eq=False)
 class Request:
-    """Request and its reply so far. The caller fills in the first six fields and
-    ``bad_word_ids``; the others belong to the engine.
+    """What a user asked for, and the engine's state of it. The caller fills in the first fields, before the
+    request is added to an engine; each of the five states is written by its owner alone.
 
     Attributes:
         number: unique among the requests of an engine; lower ones arrived first.
+        prompt_ids: tokens of the prompt.
+        params: sampling parameters.
         priority: larger is served first.
+        stream: turns tokens into text and finds stop texts; None for token ids only.
         group: number of the first of the requests that share a turn; default itself.
         client: name of the client, between whom slots are shared evenly; empty where there is but one.
-        stream: turns tokens into text and finds stop texts; None for token ids only.
         bad_word_ids: tokens of each of ``params.bad_words``, with and without a leading blank; None where
             there is no tokenizer or there are no such words.
-        token_ids: the reply so far. Where a stop text has not been looked for in its last ones, these may be
-            taken back.
-        num_shown: those of them that are text: all but a token that ended the reply.
-        uncounted: what a stop text may take back; nothing of it is in any statistics yet.
-        ends, most_tokens: tokens that end the reply, and most that it may have.
-        logprobs: one entry per token of the reply when they were asked for.
-        finish_reason: set once.
-        ease: what the policy of shapes knows of it.
-        shapes: cycles in each shape.
-        num_cached_tokens: prompt tokens that the prefix cache held when the request was first admitted.
-        num_shared_tokens: tokens whose pages were shared at the last admission, its own before a preemption
-            included.
-        num_sat_out: cycles that it left to others, because what it reads is worth several.
-        turn_began: its progress when it was last admitted.
-        savings: prompt tokens' worth of earlier steps that were its share and that it did not use.
-        num_computed: tokens whose keys are in the pool or on their way there, while the prompt is computed.
-        num_verified: tokens whose keys are in the pool and led to finite logits, so that others may use them.
-        num_missed: its last tokens that the draft has not read.
-        num_branch_pages: cached pages of its tokens where it leaves those of another, without a state to go
-            on from; 0 without any.
-        matched: cached pages that its tokens were found to begin with while it waited, by part of the pool.
-        has_begun: a part of its prompt was given to the device since it was admitted.
-        slot: row of the device's tables while it runs, else -1.
-        num_pages_written: its first pages that the device's table has; -1 when any of them may have changed.
-        seed: of its draws; ``params.seed``, or drawn when it arrived.
-        match: state of its grammar, and of its forbidden words.
-        generation: raised whenever the request leaves the batch, so that results on their way are dropped.
-        arrived_at, admitted_at, first_token_at, last_token_at: ``time.perf_counter()`` seconds.
+        arrived_at: ``time.perf_counter()`` seconds.
+        reply: tokens of the reply, and what can end it.
+        sequence: place in the batch and in the key-value pool.
+        on_device: what the device has of it.
+        turn: state in the scheduler's deficit round robin.
+        stats: statistics.
     """
 
     number: int
@@ -79,91 +175,26 @@ class Request:
     group: int = -1
     client: str = ""
     bad_word_ids: tuple[tuple[int, ...], ...] | None = None
-    token_ids: list[int] = field(default_factory=list)
-    num_shown: int = 0
-    uncounted: deque[Uncounted] = field(default_factory=deque)
-    ends: frozenset[int] = frozenset()
-    most_tokens: int = 0
-    logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
-    finish_reason: FinishReason | None = None
-    ease: "Ease | None" = None
-    stats: SpecStats = field(default_factory=SpecStats)
-    shapes: Counter[SpecShape] = field(default_factory=Counter)
-    num_cached_tokens: int = 0
-    num_shared_tokens: int = 0
-    num_preemptions: int = 0
-    num_sat_out: int = 0
-    turn_began: int = 0
-    savings: float = 0.0
-    num_computed: int = 0
-    num_verified: int = 0
-    num_missed: int = 0
-    num_branch_pages: int = 0
-    matched: dict[int, list[RadixNode]] = field(default_factory=dict)
-    has_begun: bool = False
-    slot: int = -1
-    generation: int = 0
-    num_pages_written: int = -1
-    seed: int = 0
-    match: "Match | None" = None
-    allocation: PageAllocation = field(default_factory=PageAllocation)
     arrived_at: float = field(default_factory=time.perf_counter)
-    admitted_at: float = 0.0
-    first_token_at: float = 0.0
-    last_token_at: float = 0.0
+    reply: ReplyState = field(default_factory=ReplyState, init=False)
+    sequence: SequenceState = field(default_factory=SequenceState, init=False)
+    on_device: DeviceState = field(default_factory=DeviceState, init=False)
+    turn: TurnState = field(default_factory=TurnState, init=False)
+    stats: RequestStats = field(default_factory=RequestStats, init=False)
 
     def __post_init__(self) -> None:
         if self.group < 0:
             self.group = self.number
 
     @property
-    def has_stops(self) -> bool:
-        """True if a text may end the reply."""
-        return self.stream is not None and self.stream.has_stops
+    def token_ids(self) -> list[int]:
+        """Tokens of the reply so far."""
+        return self.reply.token_ids
 
     @property
-    def progress(self) -> int:
-        """Tokens of the reply, and the cycles that it sat out: in a turn they count alike."""
-        return len(self.token_ids) + self.num_sat_out
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and reply together."""
-        return len(self.prompt_ids) + len(self.token_ids)
-
-    @property
-    def num_readable(self) -> int:
-        """Tokens whose keys others may use, those of the draft included."""
-        return max(0, self.num_verified - self.num_missed)
-
-    @property
-    def num_to_compute(self) -> int:
-        """Tokens that prefill computes: all but the last of the reply, which is the next window's root."""
-        return len(self.prompt_ids) + (len(self.token_ids) - 1 if self.token_ids else 0)
-
-    @property
-    def is_prefilling(self) -> bool:
-        """True if part of the prompt is still to be computed."""
-        done = len(self.token_ids) - 1 if self.token_ids else 0  # asked of every request in every step
-        return self.num_computed < len(self.prompt_ids) + done
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        """Tokens start..stop-1 of prompt and reply."""
-        prompt = len(self.prompt_ids)
-        if stop <= prompt:
-            return self.prompt_ids[start:stop]
-        return self.prompt_ids[start:] + self.token_ids[max(0, start - prompt) : stop - prompt]
-
-    def read(self) -> str:
-        """Read the reply's new tokens -> its text, without what is held back until it has ended. Any thread
-        may call it while another one steps the engine."""
-        if self.stream is None:
-            return ""
-        has_ended = self.finish_reason is not None  # before its last tokens are read
-        self.stream.read(self.token_ids, self.num_shown)
-        if has_ended:
-            self.stream.finish()
-        return self.stream.text
+    def finish_reason(self) -> FinishReason | None:
+        """Why the reply has ended by its tokens; None before the end."""
+        return self.reply.finish_reason
 
     @property
     def reason(self) -> str | None:
@@ -172,18 +203,66 @@ class Request:
             return "error"
         return self.finish_reason
 
+    @property
+    def has_stops(self) -> bool:
+        """True if a text may end the reply."""
+        return self.stream is not None and self.stream.has_stops
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and reply together."""
+        return len(self.prompt_ids) + len(self.reply.token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that prefill computes: all but the last of the reply, which is the next window's root."""
+        token_ids = self.reply.token_ids
+        if not token_ids:
+            return len(self.prompt_ids)
+        return len(self.prompt_ids) + len(token_ids) - 1
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True if part of the prompt is still to be computed."""
+        return self.sequence.num_computed < self.num_to_compute
+
+    @property
+    def num_cacheable(self) -> int:
+        """Tokens whose keys others may use, those of the draft included."""
+        return max(0, self.sequence.num_verified - self.on_device.num_pending_draft_tokens)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Tokens start..stop-1 of prompt and reply."""
+        num_prompt = len(self.prompt_ids)
+        if stop <= num_prompt:
+            return self.prompt_ids[start:stop]
+        return self.prompt_ids[start:] + self.reply.token_ids[max(0, start - num_prompt) : stop - num_prompt]
+
+    def read(self) -> str:
+        """Read the reply's new tokens -> its text, without what is held back until it has ended. Any thread
+        may call it while another one steps the engine."""
+        if self.stream is None:
+            return ""
+        has_ended = self.reply.finish_reason is not None  # before its last tokens are read
+        self.stream.read(self.reply.token_ids, self.reply.num_shown)
+        if has_ended:
+            self.stream.finish()
+        return self.stream.text
+
     def output(self) -> RequestOutput:
         """Make the output for the user."""
         text = self.read()
+        stats = self.stats
+        prefill_s = stats.first_token_at - stats.admitted_at if self.token_ids else 0.0
         return RequestOutput(
             prompt_ids=self.prompt_ids,
             token_ids=self.token_ids,
             text=text,
             finish_reason=self.reason or "",
-            stats=self.stats,
-            shapes=self.shapes,
-            logprobs=list(self.logprobs),
-            num_cached_tokens=self.num_cached_tokens,
-            prefill_s=self.first_token_at - self.admitted_at if self.token_ids else 0.0,
-            decode_s=self.last_token_at - self.first_token_at,
+            stats=stats.spec,
+            shapes=stats.shapes,
+            logprobs=list(self.reply.logprobs),
+            num_cached_tokens=stats.num_cached_tokens,
+            prefill_s=prefill_s,
+            decode_s=stats.last_token_at - stats.first_token_at,
         )

@@ -39,7 +39,7 @@ from eagle_kit.engine.graphs.batch_kind import BatchKind, kind_of
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
 from eagle_kit.engine.measured.linear_forms import LinearForms
 from eagle_kit.engine.measured.prefill_backends import open_backends
-from eagle_kit.engine.request import Request
+from eagle_kit.engine.request import Request, SequenceState
 from eagle_kit.engine.sampling_tables import SamplingTables, is_adjusted
 from eagle_kit.engine.scheduler import Chunk
 from eagle_kit.engine.slots import Slots, Tables
@@ -62,13 +62,13 @@ from eagle_kit.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verif
 
 class Results(NamedTuple):
     """Tokens on their way to the host: ``copy`` of an :class:`Emitted` for ``requests`` that are still in
-    ``generations``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
+    ``sequences``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
     ``num_computed`` tokens are computed, and the first tokens of replies where they end. ``shape``: of the
     cycle. ``is_steady_state``: False for a cycle whose time tells nothing of others: the draft caught up with
     what it had missed, or there was no graph of it yet."""
 
     requests: list[Request]
-    generations: list[int]
+    sequences: list[SequenceState]
     copy: HostCopy
     num_drafts: Sequence[int] | None
     num_computed: Sequence[int] = ()
@@ -88,6 +88,11 @@ def _texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
     return texts
 
 
+def _num_pending(request: Request) -> int:
+    """Number of the last tokens of a request that the draft has not read."""
+    return request.on_device.num_pending_draft_tokens
+
+
 class CycleInputs(NamedTuple):
     """Inputs of a cycle besides the slots: their ``rows`` int64 ``[B]`` and the sampling parameters, without
     counts. In a split cycle also the ``window``, and whether grammars mask its logits (``is_masked``), by the
@@ -103,12 +108,12 @@ class CycleInputs(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Requests that decode together, in their ``generations``, and what is the same in all their cycles:
+    """Requests that decode together, in their ``sequences``, and what is the same in all their cycles:
     ``inputs`` with ``padding`` dummies, alternatives ``num_logprobs`` to compute, whether any request
     ``wants_logprobs``, and the grammars of all rows, ``matches``, None without any."""
 
     requests: list[Request]
-    generations: list[int]
+    sequences: list[SequenceState]
     padding: int
     inputs: CycleInputs
     num_logprobs: int | None
@@ -239,12 +244,12 @@ class Runner:
         open_ends, unfinished = [], []
         lookback = drafter.lookback if drafter is not None else 0
         for request, begin, stop, _ in chunks:
-            start, write_from = max(0, begin - lookback), max(begin, request.num_shared_tokens)
+            start, write_from = max(0, begin - lookback), max(begin, request.sequence.num_shared_tokens)
             ids += request.tokens(start, stop)
             is_last = stop == request.num_to_compute
             known = request.tokens(start + 1, stop + 1)
             next_ids += known if len(known) == stop - start else [*known, 0]
-            table, part = self.slots.page_table[request.slot], request.allocation.part
+            table, part = self.slots.page_table[request.sequence.slot], request.sequence.allocation.part
             segments.append(Segment(table, start, stop, write_from, part))
             if is_last:
                 last.append(len(ids) - 1)
@@ -275,7 +280,7 @@ class Runner:
             draft = drafter.prefill(out, tokens, following, segments, rows, self.kept)
         if not finished:
             return results
-        slots = self._tensor([request.slot for request in finished])
+        slots = self._tensor([request.sequence.slot for request in finished])
         lens = self._tensor([request.num_to_compute for request in finished])
         self.slots.join(slots, lens, roots, draft)
         for i, request in enumerate(finished):
@@ -288,7 +293,7 @@ class Runner:
         requests, stops = [request for request, _ in prompts], [stop for _, stop in prompts]
         none = self._tensor([0] * len(requests))
         emitted = Emitted(none[:, None], none, None, hidden.isfinite().all(-1))
-        return Results(requests, [request.generation for request in requests], HostCopy(emitted), None, stops)
+        return Results(requests, [request.sequence for request in requests], HostCopy(emitted), None, stops)
 
     def _first_tokens(self, requests: list[Request], hidden: torch.Tensor) -> tuple[torch.Tensor, Results]:
         """Sample the token after each prompt -> int64 ``[B]``, and the same on its way to the host; a request
@@ -299,7 +304,7 @@ class Runner:
         lens = self._tensor([request.num_to_compute - 1 for request in requests])
         kind = self._kind(requests)
         sampling = self._sampling.of_requests(requests, None if kind is None else kind.level)
-        matches, allowed = [request.match for request in requests], None
+        matches, allowed = [request.reply.match for request in requests], None
         if any(matches):
             allowed = unpacked(self._allowed_bits(matches, tree), self.vocab_size)
         tokens = choose(logits[:, None], tree, lens, sampling, allowed)
@@ -310,10 +315,10 @@ class Runner:
         if (top := self._num_logprobs(requests, kind)) is not None:
             parts = token_logprobs(logits, tokens[:, 0], top)
             logprobs = Logprobs(*(part[:, None] for part in parts))
-        generations = [request.generation for request in requests]
+        sequences = [request.sequence for request in requests]
         emitted = Emitted(tokens, counts, logprobs, is_finite(logits))
         stops = [request.num_to_compute for request in requests]
-        return tokens[:, 0], Results(requests, generations, HostCopy(emitted), None, stops)
+        return tokens[:, 0], Results(requests, sequences, HostCopy(emitted), None, stops)
 
     def padded(self, batch_size: int) -> int:
         """Size that a batch is padded to."""
@@ -323,6 +328,10 @@ class Runner:
     def set_pages(self, requests: Iterable[Request]) -> None:
         """Bring the device's page tables of ``requests`` up to date, before their prompts or cycles."""
         self.slots.set_pages(requests)
+
+    def forget_pages(self, request: Request) -> None:
+        """Write all pages of a request again before its next prompt or cycle, because some have changed."""
+        request.on_device.num_pages_written = -1
 
     def decode(
         self,
@@ -341,15 +350,15 @@ class Runner:
         (steps, topk, tokens), drafter = shape, self.models.drafter
         is_steady_state, num_warm_ups = True, self.graphs.num_warm_ups
         if drafter is not None and drafter.supports_deferred_draft:
-            if steps and any(each.num_missed for each in requests):
+            if steps and any(map(_num_pending, requests)):
                 self._catch_up(requests)
                 is_steady_state = False
-            elif not steps and any(each.num_missed >= MAX_WINDOW for each in requests):
+            elif not steps and max(map(_num_pending, requests)) >= MAX_WINDOW:
                 self._store_missed(requests)
                 is_steady_state = False
             if not steps:
                 for request in requests:
-                    request.num_missed += 1
+                    request.on_device.num_pending_draft_tokens += 1
         behind = max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + self._appended)
         size = len(batch.inputs.rows)
         settings = self._settings(size, shape, self._columns(requests, behind), batch.num_logprobs)
@@ -371,7 +380,7 @@ class Runner:
         is_steady_state = is_steady_state and self.graphs.num_warm_ups == num_warm_ups
         return Results(
             requests,
-            batch.generations,
+            batch.sequences,
             HostCopy(emitted),
             num_drafts,
             shape=shape,
@@ -381,20 +390,21 @@ class Runner:
 
     def _batch_of(self, requests: list[Request]) -> Batch:
         """What the cycle before had, where the batch is the same, so that nothing is sent to the device."""
-        generations, known = [request.generation for request in requests], self._batch
-        if known is not None and known.requests == requests and known.generations == generations:
+        known = self._batch
+        sequences = [request.sequence for request in requests]
+        if known is not None and known.requests == requests and known.sequences == sequences:
             return known
         padding = self.padded(len(requests)) - len(requests)
-        rows = self._tensor([request.slot for request in requests] + [self.slots.dummy] * padding)
+        rows = self._tensor([request.sequence.slot for request in requests] + [self.slots.dummy] * padding)
         kind, matches = self._kind(requests), None
         sampling = self._sampling.of_cycle(requests, padding, None if kind is None else kind.level)
-        if any(request.match is not None for request in requests):
-            matches = [*(request.match for request in requests), *[None] * padding]
+        if any(request.reply.match is not None for request in requests):
+            matches = [*(request.reply.match for request in requests), *[None] * padding]
         wants_logprobs = any(request.params.logprobs is not None for request in requests)
-        own = self._own([request.allocation.part for request in requests], len(rows))
+        own = self._own([request.sequence.allocation.part for request in requests], len(rows))
         inputs = CycleInputs(rows, sampling, own=own)
         num_logprobs = self._num_logprobs(requests, kind)
-        self._batch = Batch(requests, generations, padding, inputs, num_logprobs, wants_logprobs, matches)
+        self._batch = Batch(requests, sequences, padding, inputs, num_logprobs, wants_logprobs, matches)
         return self._batch
 
     def _own(self, parts: list[int], size: int) -> ShardRequests | None:
@@ -408,23 +418,23 @@ class Runner:
 
     def _catch_up(self, requests: list[Request]) -> None:
         """Let the draft read what it has missed, and draft behind it."""
-        behind = [request for request in requests if request.num_missed]
-        drafter, longest = self.models.drafter, max(request.num_missed for request in behind)
+        behind = [request for request in requests if _num_pending(request)]
+        drafter, longest = self.models.drafter, max(map(_num_pending, behind))
         assert drafter is not None
         if longest > drafter.most_missed(self.kept):
             self._store_missed(requests)
             longest = 1
         self._read_in_parts(self._extend_part, behind, longest, self._appended)
         for request in behind:
-            request.num_missed = 0
+            request.on_device.num_pending_draft_tokens = 0
 
     def _store_missed(self, requests: list[Request]) -> None:
         """Let the draft read what it has missed but the last tokens; nothing is drafted."""
-        behind = [request for request in requests if request.num_missed > 1]
-        longest = max(request.num_missed for request in behind)
+        behind = [request for request in requests if _num_pending(request) > 1]
+        longest = max(map(_num_pending, behind))
         self._read_in_parts(self._store_part, behind, longest - 1, 0)
         for request in behind:
-            request.num_missed = 1
+            request.on_device.num_pending_draft_tokens = 1
 
     def _read_in_parts(
         self, read: Callable[[list[int], int, int], None], behind: list[Request], length: int, appended: int
@@ -437,7 +447,7 @@ class Runner:
             length = 1 << (length - 1).bit_length()
         most = self._most_behind(length + appended)
         for start in range(0, len(behind), most):
-            slots = [request.slot for request in behind[start : start + most]]
+            slots = [request.sequence.slot for request in behind[start : start + most]]
             if self.graphs.has_fixed_shapes:
                 slots += [self.slots.dummy] * (self.padded(len(slots)) - len(slots))
             read(slots, length, columns)

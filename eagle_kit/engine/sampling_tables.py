@@ -36,7 +36,7 @@ class SamplingTables:
                 captured; None sets what is asked for.
         """
         params = [request.params for request in requests] + [SamplingParams()] * padding
-        seeds = [request.seed for request in requests] + [0] * padding
+        seeds = [request.reply.seed for request in requests] + [0] * padding
         return self._without_tables(params, seeds, level)
 
     def of_requests(self, requests: Sequence[Request], level: Level | None = None) -> SamplingBatch | None:
@@ -44,7 +44,8 @@ class SamplingTables:
         params = [request.params for request in requests]
         if level_of(params) == Level.GREEDY:
             return None
-        prompts, seeds = [request.prompt_ids for request in requests], [request.seed for request in requests]
+        prompts = [request.prompt_ids for request in requests]
+        seeds = [request.reply.seed for request in requests]
         made = make_sampling_batch(params, prompts, seeds, self.vocab_size, self.device)
         return made if level is None or level < Level.FILTERED else self._with_filters(made)
 

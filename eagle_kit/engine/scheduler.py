@@ -37,7 +37,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from eagle_kit.config.engine import ResolvedConfig
-from eagle_kit.engine.request import Request
+from eagle_kit.engine.request import DeviceState, Request, SequenceState
 from eagle_kit.kv.page_pool import PagePool, RadixNode
 
 TURN_TOKENS = 32
@@ -142,8 +142,8 @@ class Scheduler:
         """Plan the next step, and allocate its pages."""
         if self.page_pool.has_snapshots:
             for request in self.running:
-                if request.has_begun:
-                    self.page_pool.has_begun(request.allocation)
+                if request.sequence.has_begun:
+                    self.page_pool.has_begun(request.sequence.allocation)
             self._states_stay = self._all_stay()
         decoding = [request for request in self.running if not request.is_prefilling]
         preempted = self._make_room(decoding)
@@ -168,27 +168,27 @@ class Scheduler:
             share *= DRAFTED_SHARE
         if 1.0 + self.reading_cost * self.config.max_context <= share / max(self._num_held.values()):
             for request in decoding:  # none can have so much
-                request.savings = 0.0
+                request.turn.deficit = 0.0
             return decoding
         num_members = Counter(request.group for request in decoding)
         gains = [share / num_members[request.group] for request in decoding]
         costs = [1.0 + self.reading_cost * request.num_tokens for request in decoding]
-        lacks = [max(cost - each.savings, 0.0) for cost, each in zip(costs, decoding, strict=True)]
+        lacks = [max(cost - each.turn.deficit, 0.0) for cost, each in zip(costs, decoding, strict=True)]
         waits = [math.ceil(lack / gain) for lack, gain in zip(lacks, gains, strict=True)]
         now = max(min(waits), 1)  # somebody decodes in every step
         kept = []
         for request, wait, gain in zip(decoding, waits, gains, strict=True):
             if wait <= now:
-                request.savings = 0.0
+                request.turn.deficit = 0.0
                 kept.append(request)
             else:
-                request.savings += now * gain
-                request.num_sat_out += 1
+                request.turn.deficit += now * gain
+                request.turn.num_skipped += 1
         return kept
 
     def remove(self, request: Request) -> None:
         """Take a request out of the queue or the batch, and release its pages."""
-        if request.slot < 0:
+        if request.sequence.slot < 0:
             self._dequeue(request)
             self._forget_client(request.client)
             return
@@ -199,13 +199,27 @@ class Scheduler:
         self._num_held_by_client[request.client] -= 1
         if not self._num_held_by_client[request.client]:
             del self._num_held_by_client[request.client]
-        self._slots.append(request.slot)
-        self._num_in[request.allocation.part] -= 1
-        request.slot, request.num_computed, request.num_verified, request.savings = -1, 0, 0, 0.0
-        request.num_missed, request.has_begun, request.num_pages_written = 0, False, -1
-        request.generation += 1
-        self.page_pool.release(request.allocation)
+        self._slots.append(request.sequence.slot)
+        self._num_in[request.sequence.allocation.part] -= 1
+        self.page_pool.release(request.sequence.allocation)
+        request.sequence = SequenceState()
+        request.on_device = DeviceState()
+        request.turn.deficit = 0.0
         self._forget_client(request.client)
+
+    def mark_computed(self, request: Request, num_tokens: int) -> None:
+        """Note that the first ``num_tokens`` of a request have been sent to the device."""
+        request.sequence.num_computed = num_tokens
+
+    def mark_verified(self, request: Request, num_tokens: int) -> None:
+        """Note that the first ``num_tokens`` of a request are computed and led to finite logits."""
+        sequence = request.sequence
+        sequence.num_verified = num_tokens
+        sequence.num_computed = max(sequence.num_computed, num_tokens)
+
+    def publish(self, request: Request) -> bool:
+        """Cache the pages of a request that are known to hold finite numbers -> whether its pages changed."""
+        return self.page_pool.publish(request.sequence.allocation, request.tokens(0, request.num_cacheable))
 
     def _forget_client(self, client: str) -> None:
         """Forget when a client was admitted last, if it has no request any more."""
@@ -232,14 +246,14 @@ class Scheduler:
         short = [  # but for those that may be; of written pages the host need not count the parts
             request
             for request in decoding
-            if len(request.prompt_ids) + len(request.token_ids) + room > size * request.num_pages_written
+            if request.num_tokens + room > size * request.on_device.num_pages_written
         ]
         for request in sorted(short, key=_rank):
-            if request.slot < 0:
+            if request.sequence.slot < 0:
                 continue
             while not self._has_pages(request):
-                part = request.allocation.part
-                rivals = (each for each in self.running if each.allocation.part == part)
+                part = request.sequence.allocation.part
+                rivals = (each for each in self.running if each.sequence.allocation.part == part)
                 victim = max(rivals, key=self._order)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -248,8 +262,9 @@ class Scheduler:
         return preempted
 
     def _has_pages(self, request: Request) -> bool:
-        missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(request.allocation)
-        return missing <= 0 or self.page_pool.extend(request.allocation, missing)
+        allocation = request.sequence.allocation
+        missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(allocation)
+        return missing <= 0 or self.page_pool.extend(allocation, missing)
 
     def _order(self, request: Request) -> tuple[int, int, int, int, int]:
         """Key of the order in which requests are admitted; running ones give way from the other end."""
@@ -263,9 +278,8 @@ class Scheduler:
         return priority, self._num_held[request.group], number
 
     def _preempt(self, request: Request) -> None:
-        self.page_pool.publish(request.allocation, request.tokens(0, request.num_readable))
+        self.publish(request)
         self.remove(request)
-        request.num_preemptions += 1
         self.add(request)
 
     def _admit_all(self) -> list[Request]:
@@ -294,7 +308,7 @@ class Scheduler:
         behind = self._long_prompts()[1:]
         dispensable = self._dispensable(behind)
         for request in sorted(self._heads(), key=self._order) if dispensable else ():
-            while request.slot < 0 and (victims := self._victims(request, dispensable, behind)):
+            while request.sequence.slot < 0 and (victims := self._victims(request, dispensable, behind)):
                 victim = max(victims, key=self._order)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -302,7 +316,7 @@ class Scheduler:
                 self._num_kept = TURN_TOKENS
                 behind = self._long_prompts()[1:]
                 dispensable = self._dispensable(behind)
-            if request.slot < 0 and self._slots:
+            if request.sequence.slot < 0 and self._slots:
                 break
         return preempted
 
@@ -311,7 +325,7 @@ class Scheduler:
         or a long prompt behind another."""
         if self._num_held[request.group]:
             return len(self._num_held) > 1
-        is_long = not request.token_ids and request.num_to_compute > self._prompt_turn
+        is_long = not request.reply.token_ids and request.num_to_compute > self._prompt_turn
         if not is_long or not self._long_prompts():
             return False
         parts = range(self.page_pool.num_parts)
@@ -337,10 +351,11 @@ class Scheduler:
         if not self.page_pool.can_reuse or not self._num_held[group]:
             return head
         for other in self.running:
-            has_pages_to_share = other.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
+            sequence = other.sequence
+            has_pages_to_share = sequence.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
             if (
                 other.group == group
-                and other.num_verified < other.num_to_compute
+                and sequence.num_verified < other.num_to_compute
                 and has_pages_to_share
                 and other.prompt_ids == head.prompt_ids
             ):
@@ -354,17 +369,18 @@ class Scheduler:
         def may_give_way(request: Request) -> bool:
             if self._num_held[request.group] > 1 or request in behind:
                 return True
-            is_ahead = request.progress >= TURN_TOKENS  # of a request without a token
+            is_ahead = progress(request) >= TURN_TOKENS  # of a request without a token
             has_had_turn = is_ahead and _has_had_turn(request, self._turn_of(request, self._short_turn))
             return has_had_turn or self._has_had_prompt_turn(request)
 
-        return sorted(filter(may_give_way, self.running), key=lambda each: -each.progress)
+        return sorted(filter(may_give_way, self.running), key=lambda each: -progress(each))
 
     def _has_had_prompt_turn(self, request: Request) -> bool:
-        computed = request.num_verified - request.num_shared_tokens
+        sequence = request.sequence
+        computed = sequence.num_verified - sequence.num_shared_tokens
         if self.page_pool.has_snapshots:  # what is behind the last snapshot would be computed again
-            kept = self.page_pool.num_resumable(request.allocation, request.num_verified)
-            computed = kept - request.num_shared_tokens
+            kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
+            computed = kept - sequence.num_shared_tokens
         return self.page_pool.can_reuse and computed >= self._prompt_turn < _rest(request)
 
     def _turn_of(self, request: Request, least: int) -> int:
@@ -374,7 +390,8 @@ class Scheduler:
             return least
         kept = 0
         if self._states_stay:
-            kept = self.page_pool.num_resumable(request.allocation, request.num_verified)
+            sequence = request.sequence
+            kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
         return max(least, min((request.num_tokens - kept) // RECOMPUTED, MOST_TURN_TOKENS))
 
     def _all_stay(self) -> bool:
@@ -391,8 +408,8 @@ class Scheduler:
         """List those that give way to a waiting request."""
         if self._num_held[request.group] or not dispensable:
             return []
-        most = dispensable[0].progress - request.progress
-        if most < TURN_TOKENS and request.token_ids and max(self._num_held.values()) == 1:
+        most = progress(dispensable[0]) - progress(request)
+        if most < TURN_TOKENS and request.reply.token_ids and max(self._num_held.values()) == 1:
             return []  # at once in the usual case of a long queue
 
         behind = behind if request.num_to_compute <= self._prompt_turn else ()
@@ -409,17 +426,17 @@ class Scheduler:
                 return False
             if other in behind:
                 return True
-            ahead = other.progress - request.progress
-            turn = TURN_TOKENS if request.token_ids else self._short_turn
+            ahead = progress(other) - progress(request)
+            turn = TURN_TOKENS if request.reply.token_ids else self._short_turn
             if ahead >= TURN_TOKENS and _has_had_turn(other, self._turn_of(other, turn)):
                 return True
             left = _rest(other) - request.num_to_compute
             is_longer = left > self._prompt_turn
-            return is_longer and self._has_had_prompt_turn(other) and not request.token_ids
+            return is_longer and self._has_had_prompt_turn(other) and not request.reply.token_ids
 
         victims = [other for other in dispensable if gives_way(other)]
         for part in range(self.page_pool.num_parts):
-            there = [other for other in victims if other.allocation.part == part]
+            there = [other for other in victims if other.sequence.allocation.part == part]
             if there and self._would_fit(request, there, part):
                 return there
         return []
@@ -430,19 +447,18 @@ class Scheduler:
         if others >= self.config.own_batch_size:
             return False
         need = self.page_pool.pages_for(request.num_tokens + self.room) + others
-        freed = sum(
-            len(each.allocation.pages) + sum(node.refs == 1 for node in each.allocation.nodes)
-            for each in victims
-        )
+        allocations = [each.sequence.allocation for each in victims]
+        freed = sum(len(each.pages) + sum(node.refs == 1 for node in each.nodes) for each in allocations)
         return need <= self.page_pool.num_available_in(part) + freed
 
     def _matched(self, request: Request, part: int) -> list[RadixNode]:
         """Cached pages of a part that a waiting request begins with: looked for once, then followed."""
         stop = request.num_to_compute - 1
-        tokens = request.tokens(0, stop) if request.token_ids else request.prompt_ids
-        known = request.matched.get(part, ())
+        tokens = request.tokens(0, stop) if request.reply.token_ids else request.prompt_ids
+        known = request.turn.cached_nodes.get(part, ())
         salt = request.params.cache_salt
-        request.matched[part] = found = self.page_pool.match(tokens, stop, known, part=part, salt=salt)
+        found = self.page_pool.match(tokens, stop, known, part=part, salt=salt)
+        request.turn.cached_nodes[part] = found
         return found
 
     def _admit(self, request: Request) -> bool:
@@ -474,16 +490,19 @@ class Scheduler:
             self.page_pool.release(allocation)
             return False
         self._dequeue(request)
-        request.matched = {}
+        request.turn.cached_nodes = {}
         self.page_pool.begin(allocation)
         is_branch = len(cached) > len(shared) and bool(cached[-1].children)
-        request.num_branch_pages = len(cached) if is_branch else 0
-        request.allocation, request.slot = allocation, self._slots.pop()
-        request.turn_began = request.progress
-        request.num_shared_tokens = len(shared) * self.page_pool.page_size
-        request.num_computed = request.num_shared_tokens - (1 if shared and self.needs_last else 0)
-        if not request.num_preemptions:
-            request.num_cached_tokens = request.num_shared_tokens
+        num_shared_tokens = len(shared) * self.page_pool.page_size
+        num_recomputed = 1 if shared and self.needs_last else 0
+        request.sequence = SequenceState(
+            slot=self._slots.pop(),
+            allocation=allocation,
+            num_shared_tokens=num_shared_tokens,
+            num_computed=num_shared_tokens - num_recomputed,
+            num_branch_pages=len(cached) if is_branch else 0,
+        )
+        request.turn.quantum_start = progress(request)
         self.running.append(request)
         self._num_in[part] += 1
         self._num_held[request.group] += 1
@@ -503,7 +522,7 @@ class Scheduler:
         holds_others = len(self._num_held) > 1 and (decodes or any(_rest(each) <= mixed for each in begun))
         left: float = mixed if holds_others else room
         oldest = min(begun, key=_rank)
-        reserved = min(_rest(oldest) * self._cost_at(oldest.num_computed), left / 2)
+        reserved = min(_rest(oldest) * self._cost_at(oldest.sequence.num_computed), left / 2)
         chunks: list[Chunk] = []
         for request in sorted(begun, key=lambda each: (_rest(each), _rank(each))):
             share, rest = left - reserved, min(_rest(request), room)
@@ -512,44 +531,47 @@ class Scheduler:
                 reserved = 0.0
             if share <= 0 or not rest:
                 continue
-            start, cost, reading = request.num_computed, self._cost_at(request.num_computed), 0.0
+            start = request.sequence.num_computed
+            cost = self._cost_at(start)
+            reading = 0.0
             if not holds_others:
                 count = max(int(share / cost), 1 if request is oldest else 0)
             elif rest * cost + self.reading_cost * start <= 2 * mixed:
                 count = rest
             else:
                 reading = self.reading_cost * start + (0.0 if chunks else self.weights_cost)
-                count = int((share + request.savings - reading) / cost)
+                count = int((share + request.turn.deficit - reading) / cost)
                 count = 0 if count < rest and count * cost < reading else count
             if count <= 0:
-                request.savings += share
+                request.turn.deficit += share
                 left -= share
                 continue
             count = min(count, rest)
             chunks.append(Chunk(request, start, start + count))
             room -= count
-            left -= max(count * cost + reading - request.savings, 0.0)
-            request.savings = 0.0
+            left -= max(count * cost + reading - request.turn.deficit, 0.0)
+            request.turn.deficit = 0.0
         return chunks
 
     def _moves(self, chunk: Chunk) -> StateMoves:
         """Choose the states that a part of a prompt begins with and saves: a snapshot where the prompt leaves
         another's, and one behind its last whole page, which gives way to the next part's."""
         request, start, stop, _ = chunk
+        sequence = request.sequence
         first = max(start - self.lookback, 0)
         ends = stop == request.num_to_compute
-        source = request.allocation.source
-        begins_with = request.slot if source is None else source.snapshot
-        request.has_begun = True
+        source = sequence.allocation.source
+        begins_with = sequence.slot if source is None else source.snapshot
+        sequence.has_begun = True
         back = self.lookback + 1 if self.needs_last else 0
         size = self.page_pool.page_size
         last = min(stop, request.num_to_compute - 1) // size
-        saves = [(stop if ends else max(stop - self.lookback, 0), request.slot)]
-        for pages in {request.num_branch_pages, last}:
-            position, is_passing = pages * size - back, pages != request.num_branch_pages and not ends
+        saves = [(stop if ends else max(stop - self.lookback, 0), sequence.slot)]
+        for pages in {sequence.num_branch_pages, last}:
+            position, is_passing = pages * size - back, pages != sequence.num_branch_pages and not ends
             if not pages or not first <= position <= stop:
                 continue
-            number = self.page_pool.take_snapshot(request.allocation, pages, is_passing=is_passing)
+            number = self.page_pool.take_snapshot(sequence.allocation, pages, is_passing=is_passing)
             if number is not None:
                 saves.append((position, number))
         counts = sorted((max(position - first, 0), number) for position, number in saves)
@@ -560,13 +582,18 @@ class Scheduler:
         return 1.0 + self.attention_cost * position
 
 
+def progress(request: Request) -> int:
+    """Tokens of the reply, and the cycles that the request skipped: in a turn they count alike."""
+    return len(request.reply.token_ids) + request.turn.num_skipped
+
+
 def _has_had_turn(request: Request, num_tokens: int) -> bool:
-    return request.progress - request.turn_began >= num_tokens
+    return progress(request) - request.turn.quantum_start >= num_tokens
 
 
 def _rest(request: Request) -> int:
     """Number of prompt tokens that are still to be computed."""
-    return request.num_to_compute - request.num_computed
+    return request.num_to_compute - request.sequence.num_computed
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -66,20 +66,22 @@ class Slots:
         places: list[int] = []
         pages: list[int] = []
         for request in requests:
-            allocation, known = request.allocation, self._written[request.slot]
-            first = request.num_pages_written  # of those before it none has changed
+            sequence = request.sequence
+            allocation = sequence.allocation
+            known = self._written[sequence.slot]
+            first = request.on_device.num_pages_written  # of those before it none has changed
             if first == len(allocation):
                 continue
             first = max(first, 0)
             new = allocation.table_from(first)
             padded = new + [self.dummy_page] * (len(known) - first - len(new))
-            row = request.slot * self.page_table.shape[1]
+            row = sequence.slot * self.page_table.shape[1]
             for place, page in enumerate(padded, first):
                 if place >= len(known) or known[place] != page:
                     places.append(row + place)
                     pages.append(page)
             known[first:] = new
-            request.num_pages_written = len(allocation)
+            request.on_device.num_pages_written = len(allocation)
         if places:
             delta = to_device(places + pages, self.page_table.device)
             self.page_table.view(-1)[delta[: len(places)]] = delta[len(places) :]
@@ -174,7 +176,7 @@ class Slots:
         Args:
             root: ``[1]``, the token behind the prompt, which the host may not know yet.
         """
-        params, slot = request.params, request.slot
+        params, slot = request.params, request.sequence.slot
         if not adjusts_logits(params):
             if self.tables is not None and slot in self._adjusted:
                 self._adjusted.discard(slot)

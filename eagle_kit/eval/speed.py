@@ -161,7 +161,7 @@ def _row(rounds: Sequence[Mapping[str, Decoded]], batch_size: int, shape: str) -
     stats = SpecStats()
     for each in rounds:
         for request in each[shape].requests:
-            stats.add(request.stats)
+            stats.add(request.stats.spec)
     accept_length = stats.accept_length if stats.num_verifies and shape != PLAIN else None
     return SpeedRow(
         batch_size=batch_size,

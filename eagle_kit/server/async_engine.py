@@ -141,7 +141,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         with self._reserved(num_needed, client):
             for request in requests:
-                if request.params.constraint is not None and request.match is None:
+                if request.params.constraint is not None and request.reply.match is None:
                     await self._prepare(request)
         self.check_room(num_needed, client)
         arrivals = [_Arrival(ReplyStream(request, self._abort), loop.create_future()) for request in requests]
@@ -179,7 +179,7 @@ class AsyncEngine:
         rejected at once, those without a token at the end: their readers get :class:`Overloaded`.
         """
         self.draining.set()
-        self._refuse(lambda request: request.admitted_at == 0.0)
+        self._refuse(lambda request: request.stats.admitted_at == 0.0)
         if grace_s > 0 and not self._idle.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -433,7 +433,7 @@ class AsyncEngine:
             if progress is None:
                 continue
             reason = request.finish_reason
-            news.append(News(progress, len(request.token_ids), request.num_shown, reason, now))
+            news.append(News(progress, len(request.token_ids), request.reply.num_shown, reason, now))
             if reason is not None:
                 del known[request.number]
         if news:

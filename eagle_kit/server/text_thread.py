@@ -116,7 +116,7 @@ class TextThread:
         delta = Delta(
             text[progress.num_chars :],
             request.token_ids[new],
-            request.logprobs.part(progress.num_tokens, news.num_tokens),
+            request.reply.logprobs.part(progress.num_tokens, news.num_tokens),
             news.finish_reason,
         )
         if delta.token_ids:

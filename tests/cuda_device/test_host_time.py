@@ -29,11 +29,12 @@ def counted(batch, shape, params, waiting=0):
     with host.serving(host.Load(batch, shape, waiting, params), machine) as engine:
         for _ in range(3):
             engine.step()
-        before = {request.number: len(request.allocation.pages) for request in engine.scheduler.running}
+        running = engine.scheduler.running
+        before = {request.number: len(request.sequence.allocation.pages) for request in running}
         with phase() as found:
             operations = host.operations(engine, 2 * engine.config.page_size)
         for request in engine.scheduler.running:
-            assert len(request.allocation.pages) >= before[request.number] + 2
+            assert len(request.sequence.allocation.pages) >= before[request.number] + 2
     assert found.counts["graph_launches"] == 2 * engine.config.page_size
     return operations, found.counts["copies"]
 

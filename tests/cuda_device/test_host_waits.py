@@ -58,8 +58,8 @@ def requests(sampling: str) -> list[Request]:
     for i, length in enumerate((20, 40, 33)):
         params = SAMPLING_PARAMS[sampling] or SamplingParams(logprobs=2)
         request = Request(i, [(7 * i + j) % 11 for j in range(length)], params)
-        request.slot = i
-        request.allocation.pages = list(range(PAGES * i, PAGES * (i + 1)))
+        request.sequence.slot = i
+        request.sequence.allocation.pages = list(range(PAGES * i, PAGES * (i + 1)))
         made.append(request)
     return made
 
@@ -142,13 +142,13 @@ def test_reading_pending_draft_tokens_waits_for_nothing():
     runner.slots.make_pending(runner.drafter.model)
     everyone = requests("greedy")
     for request in everyone:
-        request.num_missed = 3
+        request.on_device.num_pending_draft_tokens = 3
     with no_waits():
         runner._catch_up(everyone)
-        assert [request.num_missed for request in everyone] == [0, 0, 0]
-        everyone[1].num_missed = 64
+        assert [request.on_device.num_pending_draft_tokens for request in everyone] == [0, 0, 0]
+        everyone[1].on_device.num_pending_draft_tokens = 64
         runner._store_missed(everyone)
-    assert [request.num_missed for request in everyone] == [0, 1, 0]
+    assert [request.on_device.num_pending_draft_tokens for request in everyone] == [0, 1, 0]
 
 
 @torch.inference_mode()

@@ -62,7 +62,7 @@ def serve(llm: LLM, kinds: tuple[dict[str, Any], ...]) -> int:
         params = SamplingParams(max_tokens=24 + 3 * i, ignore_eos=True, **sampling)
         request = llm.make_request(list(PROMPTS[i % len(PROMPTS)]), params)
         if has_grammar:
-            request.match = AnyToken()
+            request.reply.match = AnyToken()
         requests.append(request)
         engine.add_request(request)
     while engine.has_work:

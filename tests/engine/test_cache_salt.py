@@ -24,7 +24,7 @@ def test_pages_are_shared_with_the_same_salt_only(models, page_size, shape, lag)
         request = Request(number, list(PROMPT), SamplingParams(max_tokens=12, cache_salt=salt))
         serve(engine, [request])
         assert request.token_ids == alone.token_ids
-        cached.append(request.num_cached_tokens)
+        cached.append(request.stats.num_cached_tokens)
     assert cached == [32 * is_repeated for is_repeated in IS_REPEATED]
 
 
@@ -41,7 +41,7 @@ def test_a_preempted_request_finds_its_own_pages_again_and_nobody_else_s(models)
     assert [request.token_ids for request in requests] == [alone.token_ids] * 8
     late = Request(9, list(PROMPT), SamplingParams(max_tokens=1, cache_salt="c"))
     serve(engine, [late])
-    assert late.num_cached_tokens == 0
+    assert late.stats.num_cached_tokens == 0
 
 
 def test_n_grams_are_shared_with_the_same_salt_only():

@@ -1,7 +1,6 @@
 """The whole decode cycle runs on fake tensors, where any host read or data-dependent shape raises."""
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +17,11 @@ from tiny_cycle import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.ngram.index import NgramIndex, to_tree
 from eagle_kit.engine.cycle import CycleModels, cycle, finish_cycle
+from eagle_kit.engine.request import Request
 from eagle_kit.ops.backend import use
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 
@@ -83,13 +84,17 @@ def test_catching_up_needs_no_host(backend, make_head):
     but for the last token."""
     _, engine, _, _ = _engine("3,2,6", make_head=make_head)
     engine.runner.slots.make_pending(engine.runner.drafter.model)
-    requests = [SimpleNamespace(slot=i, num_missed=n, num_tokens=20) for i, n in ((0, 3), (2, 5))]
+    requests = [Request(i, [1] * 20, SamplingParams()) for i in range(2)]
+    for request, slot, num_pending in zip(requests, (0, 2), (3, 5), strict=True):
+        request.sequence.slot = slot
+        request.on_device.num_pending_draft_tokens = num_pending
     with _traced(backend):
         engine.runner._catch_up(requests)
-        assert [request.num_missed for request in requests] == [0, 0]
-        requests[0].num_missed, requests[1].num_missed = 64, 2
+        assert [request.on_device.num_pending_draft_tokens for request in requests] == [0, 0]
+        requests[0].on_device.num_pending_draft_tokens = 64
+        requests[1].on_device.num_pending_draft_tokens = 2
         engine.runner._store_missed(requests)
-    assert [request.num_missed for request in requests] == [1, 1]
+    assert [request.on_device.num_pending_draft_tokens for request in requests] == [1, 1]
 
 
 def _trace(backend: str, sampling: str, shape: str, **options) -> None:

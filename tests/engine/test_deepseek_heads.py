@@ -79,7 +79,7 @@ def plain(models):
 def accept_length(requests) -> float:
     stats = SpecStats()
     for request in requests:
-        stats.add(request.stats)
+        stats.add(request.stats.spec)
     return stats.accept_length
 
 
@@ -180,7 +180,7 @@ def test_a_module_that_says_what_the_target_says_is_always_right(tmp_path, kind)
         engine.use_shape(SpecShape(3, 1, 4))
         requests = [Request(i, list(p), SamplingParams(max_tokens=33)) for i, p in enumerate(PROMPTS)]
         serve(engine, requests)
-        assert all(r.stats.num_verifies == 8 for r in requests), "32 tokens after the first, 4 a verify"
+        assert all(r.stats.spec.num_verifies == 8 for r in requests), "32 tokens after the first, 4 a verify"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -34,7 +34,7 @@ def test_max_tokens_is_exact_inside_an_accepted_run(models, plain, max_tokens):
     for request, full in zip(decode(models, "5,4,16", max_tokens=max_tokens), plain, strict=True):
         assert request.token_ids == full.token_ids[:max_tokens]
         assert request.finish_reason == "length"
-        assert len(request.stats.num_accepted_at) < max_tokens, "drafts behind the end were not accepted"
+        assert len(request.stats.spec.num_accepted_at) < max_tokens, "drafts behind the end were not accepted"
 
 
 def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
@@ -43,8 +43,9 @@ def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
         end = full.token_ids.index(stop) + 1 if stop in full.token_ids else 40
         assert request.token_ids == full.token_ids[:end]
         assert request.finish_reason == ("stop" if stop in full.token_ids else "length")
-        assert request.num_shown == end - (stop in full.token_ids), "the stop token is no part of the text"
-        assert request.stats.num_emitted_tokens == end - 1
+        num_shown = end - (stop in full.token_ids)
+        assert request.reply.num_shown == num_shown, "the stop token is no part of the text"
+        assert request.stats.spec.num_emitted_tokens == end - 1
 
 
 def test_the_context_can_be_filled_to_its_last_token(models):
@@ -187,7 +188,7 @@ def test_deep_acceptance_in_a_tree_commits_the_right_rows(models, plain, wrong_a
     serve(engine, requests)
     for request, full in zip(requests, answers, strict=True):
         assert request.token_ids == full
-        assert request.stats.accept_length == pytest.approx(wrong_at + 1, abs=0.01)
+        assert request.stats.spec.accept_length == pytest.approx(wrong_at + 1, abs=0.01)
 
 
 @pytest.mark.parametrize(("page_size", "shape"), [(1, "5,4,16"), (4, None)])
@@ -200,9 +201,9 @@ def test_a_cached_beginning_is_not_computed_again_and_changes_nothing(models, sh
     for i, prompt in enumerate(prompts):
         request = Request(i, list(prompt), SamplingParams(max_tokens=12))
         serve(engine, [request])
-        assert (request.token_ids, request.stats) == (fresh[i].token_ids, fresh[i].stats)
+        assert (request.token_ids, request.stats.spec) == (fresh[i].token_ids, fresh[i].stats.spec)
         whole = (33 if i < 2 else len(prompt) - 1) // page_size * page_size
-        assert request.num_cached_tokens == (0 if i == 0 else whole)
+        assert request.stats.num_cached_tokens == (0 if i == 0 else whole)
 
 
 def test_times_and_totals_count_everything_once(models, monkeypatch):
@@ -221,8 +222,9 @@ def test_times_and_totals_count_everything_once(models, monkeypatch):
         while engine.has_work:
             now[0] += 1
             engine.step()
-            if request.slot >= 0:
-                assert engine.kv_usage == pytest.approx(len(request.allocation) / engine.page_pool.num_pages)
+            if request.sequence.slot >= 0:
+                share = len(request.sequence.allocation) / engine.page_pool.num_pages
+                assert engine.kv_usage == pytest.approx(share)
         return request.output()
 
     # A prompt in three parts, then one whose beginning is cached.
@@ -253,9 +255,9 @@ def test_a_full_pool_sends_the_last_back_and_never_the_first(models, plain):
     engine.use_shape(SpecShape(5, 4, 16))
     requests = [Request(i, list(PROMPTS[i]), SamplingParams(max_tokens=40)) for i in range(4)]
     serve(engine, requests)
-    assert engine.totals.num_preemptions == sum(r.num_preemptions for r in requests) > 0
+    assert engine.totals.num_preemptions == sum(r.stats.num_preemptions for r in requests) > 0
     assert [r.token_ids for r in requests] == [r.token_ids for r in plain[:4]]
-    assert requests[0].num_preemptions == 0, "the first must not wait for those behind it"
+    assert requests[0].stats.num_preemptions == 0, "the first must not wait for those behind it"
 
 
 def test_priority_goes_first_and_nobody_overtakes(models):

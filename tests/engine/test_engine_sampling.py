@@ -65,8 +65,8 @@ def test_logprobs_equal_scoring_the_text_anew(models, shape):
         (request,) = decode(models, shape, prompts=PROMPTS[2:3], logprobs=3, **params)
         ids = request.prompt_ids + request.token_ids
         distributions = llm.logits(ids).log_softmax(-1)[len(request.prompt_ids) - 1 : -1]
-        assert len(request.logprobs) == len(request.token_ids)
-        for row, token, entry in zip(distributions, request.token_ids, request.logprobs, strict=True):
+        assert len(request.reply.logprobs) == len(request.token_ids)
+        for row, token, entry in zip(distributions, request.token_ids, request.reply.logprobs, strict=True):
             assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
             values, _ = row.topk(3)
             assert [value for _, value in entry.top] == pytest.approx(values.tolist(), abs=1e-4)
@@ -176,7 +176,7 @@ def test_penalties_go_on_behind_a_turn_of_another(models, penalties):
     while len(long.token_ids) < 40:
         engine.step()
     serve(engine, [short])
-    assert long.num_preemptions == 1
+    assert long.stats.num_preemptions == 1
     (alone,) = decode(models, prompts=[[1, 2]], max_tokens=60, ignore_eos=True, **penalties)
     assert long.token_ids == alone.token_ids
 

@@ -98,7 +98,7 @@ def test_a_storm_of_events_loses_nothing(
             request = Request(number, _prompt(rng), params, priority=rng.choice((0, 0, 0, 1)))
             request.group = max(0, number - rng.choice((0, 0, number % 8)))
             if rng.random() < share_of_grammars:
-                request.match = RandomMatch(rng)
+                request.reply.match = RandomMatch(rng)
             engine.add_request(request)
             alive.append(request)
             number += 1
@@ -116,25 +116,25 @@ def test_a_storm_of_events_loses_nothing(
     assert engine.page_pool.num_available == engine.page_pool.num_pages and engine.num_running == 0
     for request in finished + alive:
         tokens, params = request.token_ids, request.params
-        assert not request.allocation.nodes and not request.allocation.pages
+        assert not request.sequence.allocation.nodes and not request.sequence.allocation.pages
         assert len(tokens) <= params.max_tokens and request.num_tokens <= 60
         if request.finish_reason == "length":
             assert len(tokens) == params.max_tokens
         elif request.finish_reason == "context":
             assert request.num_tokens == 60
         elif request.finish_reason == "stop":
-            assert request.match or (tokens[-1] == STOP and not params.ignore_eos)
+            assert request.reply.match or (tokens[-1] == STOP and not params.ignore_eos)
         if not params.ignore_eos:
             assert STOP not in tokens[:-1]
-        if request.match is None:
-            assert request.num_shown == len(tokens) - (request.finish_reason == "stop")
+        if request.reply.match is None:
+            assert request.reply.num_shown == len(tokens) - (request.finish_reason == "stop")
     totals = engine.totals
     served = finished + alive
-    admitted = [request for request in served if request.admitted_at > 0.0]
-    assert totals.num_preemptions == sum(request.num_preemptions for request in served)
+    admitted = [request for request in served if request.stats.admitted_at > 0.0]
+    assert totals.num_preemptions == sum(request.stats.num_preemptions for request in served)
     assert totals.num_generated_tokens == sum(len(request.token_ids) for request in served)
     assert totals.num_prompt_tokens == sum(len(request.prompt_ids) for request in admitted)
-    assert totals.num_cached_prompt_tokens == sum(request.num_cached_tokens for request in admitted)
+    assert totals.num_cached_prompt_tokens == sum(request.stats.num_cached_tokens for request in admitted)
     assert totals.num_finished.total() == len(served) == number
     reasons = totals.num_finished
     often = num_events // 700
@@ -160,6 +160,6 @@ def test_the_end_token_ends_a_reply_and_is_no_part_of_its_text(shape):
     for request in ended:
         assert request.token_ids.index(STOP) == len(request.token_ids) - 1
         assert request.finish_reason == "stop"
-        assert request.num_shown == len(request.token_ids) - 1
+        assert request.reply.num_shown == len(request.token_ids) - 1
     assert STOP in unended.token_ids[:-1]
-    assert unended.num_shown == len(unended.token_ids) == 250
+    assert unended.reply.num_shown == len(unended.token_ids) == 250

@@ -27,9 +27,9 @@ def test_page_tables_are_those_of_the_allocations_whoever_had_the_slot(models, l
     def check(requests):
         table = runner.slots.page_table
         for request in requests:
-            pages = request.allocation.table
-            assert table[request.slot, : len(pages)].tolist() == pages
-            assert (table[request.slot, len(pages) :] == runner.slots.dummy_page).all()
+            pages = request.sequence.allocation.table
+            assert table[request.sequence.slot, : len(pages)].tolist() == pages
+            assert (table[request.sequence.slot, len(pages) :] == runner.slots.dummy_page).all()
             seen["pages"] += len(pages)
         assert (table[runner.slots.dummy] == runner.slots.dummy_page).all()
 
@@ -126,13 +126,13 @@ def test_the_cached_prefix_of_a_waiting_request_is_looked_for_once(models):
         node.children = CountingDict(node.children, counts)
     holder = Request(1, [7] * 100, SamplingParams(max_tokens=27, ignore_eos=True), priority=1)
     engine.add_request(holder)
-    while holder.slot < 0 or holder.is_prefilling:
+    while holder.sequence.slot < 0 or holder.is_prefilling:
         engine.step()
     waiting = Request(2, prompt, SamplingParams(max_tokens=40))
     counts.clear()
     engine.add_request(waiting)
     waited = 0
-    while waiting.slot < 0:
+    while waiting.sequence.slot < 0:
         engine.step()
         waited += 1
     assert waited > 5 and counts["pages"] <= 20 + 2 * waited

@@ -96,7 +96,7 @@ def test_a_prompt_is_computed_from_its_snapshot(models, wanted, shape):
         serve(engine, [request])
         assert request.token_ids == wanted[longest]
         cached = (len(PROMPTS[longest]) - 1) // 4 * 4 if number else 0
-        assert request.num_cached_tokens == cached
+        assert request.stats.num_cached_tokens == cached
 
 
 @pytest.mark.parametrize("shape", sweep(SHAPES, fast=["none", "5,4,16"]))
@@ -109,7 +109,7 @@ def test_a_beginning_that_prompts_share_is_cached_from_the_third_on(models, shap
         (request,) = requests_of([prompt], number, max_tokens=12)
         serve(engine, [request])
         assert request.token_ids == greedy(models[0], prompt, 12)
-        assert request.num_cached_tokens == (36 if number > 1 else 0)
+        assert request.stats.num_cached_tokens == (36 if number > 1 else 0)
 
 
 def test_a_conversation_goes_on_from_its_last_prompt(models):
@@ -120,7 +120,7 @@ def test_a_conversation_goes_on_from_its_last_prompt(models):
     (second,) = requests_of([prompt], 1, max_tokens=10)
     serve(engine, [second])
     assert second.token_ids == greedy(models[0], prompt, 10)
-    assert second.num_cached_tokens == (len(PROMPTS[3]) - 1) // 4 * 4
+    assert second.stats.num_cached_tokens == (len(PROMPTS[3]) - 1) // 4 * 4
 
 
 def test_conversations_that_take_turns_keep_a_snapshot_each(models):
@@ -133,7 +133,7 @@ def test_conversations_that_take_turns_keep_a_snapshot_each(models):
             (request,) = requests_of([tokens], 10 * turn + number, max_tokens=6)
             serve(engine, [request])
             assert request.token_ids == greedy(models[0], tokens, 6)
-            assert request.num_cached_tokens == kept[number]
+            assert request.stats.num_cached_tokens == kept[number]
             kept[number] = (len(tokens) - 1) // 4 * 4
             tokens += [*request.token_ids, 1, 2, 3]
 
@@ -166,7 +166,7 @@ def test_a_long_prompt_that_gives_way_keeps_what_it_has_computed(models):
     while engine.has_work:
         engine.step()
         engine.check()
-    assert request.num_preemptions > 1
+    assert request.stats.num_preemptions > 1
     assert request.token_ids == greedy(models[0], long, 4)
 
 

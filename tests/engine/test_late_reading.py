@@ -118,7 +118,7 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
             if engine.has_work:
                 engine.step()
         assert not engine.has_work
-        return [(request.token_ids, request.stats) for request in requests]
+        return [(request.token_ids, request.stats.spec) for request in requests]
 
     reads = watch(monkeypatch, lambda runner, name, slots, length: (name, length))
     later = run()
@@ -151,7 +151,7 @@ def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, 
         for policy.shape in map(SpecShape.parse, ["none"] * NUM_PLAIN + ["4,1,5", "none"] * 100):
             if engine.has_work:
                 engine.step()
-        return [(request.token_ids, request.stats) for request in requests]
+        return [(request.token_ids, request.stats.spec) for request in requests]
 
     later = run(ways=2 * (AT_ONCE[name].bit_length() + 7))
     for drafter in (Drafter, ReadyDrafter):
@@ -184,12 +184,13 @@ def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
         noted(model, name)
     for _ in range(64):
         engine.step()
-        assert not seen and request.num_missed
+        assert not seen and request.on_device.num_pending_draft_tokens
     engine.step()
-    assert seen == ["features"] and request.num_missed == 2
+    assert seen == ["features"] and request.on_device.num_pending_draft_tokens == 2
     policy.shape = SpecShape.parse("4,1,5")
     engine.step()
-    assert seen.count("features") >= 2 and {"readout", "logits"} & {*seen} and not request.num_missed
+    assert seen.count("features") >= 2 and {"readout", "logits"} & {*seen}
+    assert not request.on_device.num_pending_draft_tokens
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,7 +205,7 @@ def test_a_whole_model_waits_in_a_dtype_of_its_own(dtype):
     for policy.shape in map(SpecShape.parse, (*["none"] * 70, *["4,1,5"] * 10)):
         if engine.has_work:
             engine.step()
-    assert request.stats.num_verifies and request.finish_reason
+    assert request.stats.spec.num_verifies and request.finish_reason
 
 
 @pytest.mark.parametrize("name", sweep(AT_ONCE, fast=["eagle3", "dflash"]))

@@ -272,7 +272,7 @@ def test_no_cycle_makes_tensors_on_the_host(options, shape, sampling):
     while request.is_prefilling or not request.token_ids:
         engine.step()
     runner = engine.runner
-    inputs = CycleInputs(torch.tensor([request.slot]), runner._sampling.of_cycle([request], 0))
+    inputs = CycleInputs(torch.tensor([request.sequence.slot]), runner._sampling.of_cycle([request], 0))
     shape = engine.shapes_at(1)[0]
     settings = CycleSettings(shape, 128, None, runner.verifier(shape))
     runner.run_cycle(inputs, settings)

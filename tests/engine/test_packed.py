@@ -111,11 +111,11 @@ def test_packed_windows_change_no_text_and_take_fewer_rows(models, plain, shape,
     expected = packed_rows(4, nodes - 1, sum((4 * drafts)[:4]))
     assert max(rows) == (expected or 4 * nodes) and (expected is None) == (drafts == [4])
     for i, request in enumerate(requests):
-        accepted = request.stats.num_accepted_at
+        accepted = request.stats.spec.num_accepted_at
         assert len([n for n in accepted if n]) <= drafts[i % len(drafts)]
-        assert request.shapes[SpecShape.parse(shape)] == request.stats.num_verifies
+        assert request.stats.shapes[SpecShape.parse(shape)] == request.stats.spec.num_verifies
         if drafts == [0]:
-            assert set(request.shapes) == {NO_SPECULATION} and request.stats.num_verifies == 0
+            assert set(request.stats.shapes) == {NO_SPECULATION} and request.stats.spec.num_verifies == 0
     assert (engine.totals.spec.num_accepted_at[:1] or [0])[0] > 0 or drafts == [0], "nothing was accepted"
     assert (engine.totals.num_draft_tokens == 0) == (drafts == [0])
 
@@ -128,7 +128,7 @@ def test_penalties_and_log_probabilities_are_those_of_whole_windows(models):
         engine, requests = make_engine(models, 4), requests_of(**params)
         engine.use_shape(Fixed(SpecShape.parse("4,1,5"), drafts))
         serve(engine, requests)
-        replies.append([(request.token_ids, request.logprobs) for request in requests])
+        replies.append([(request.token_ids, request.reply.logprobs) for request in requests])
     assert replies[0] == replies[1]
 
 

@@ -49,7 +49,7 @@ def test_shapes_that_change_every_cycle_change_no_text(models, plain, batch, sam
     assert len(policy.used) == 1 + len(SHAPES)
     assert engine.totals.spec.num_accepted_at[0] > 0
     assert set(engine.totals.shapes) == {NO_SPECULATION, *SHAPES}
-    drafting = [count for request in requests for shape, count in request.shapes.items() if shape.steps]
+    drafting = [count for request in requests for shape, count in request.stats.shapes.items() if shape.steps]
     assert sum(drafting) == engine.totals.spec.num_verifies == engine.totals.num_drafts
 
 
@@ -90,10 +90,10 @@ def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, b
     soon = serve_with(Late(0), known, 41)
     assert [request.token_ids[num_plain:] for request in late] == [request.token_ids for request in soon]
     if batch == 1:  # others join some cycles later, and wait for fewer
-        assert [request.stats for request in late] == [request.stats for request in soon]
+        assert [request.stats.spec for request in late] == [request.stats.spec for request in soon]
     accepted = [
-        sum(sum(request.stats.num_accepted_at) for request in requests)
-        / sum(request.stats.num_verifies for request in requests)
+        sum(sum(request.stats.spec.num_accepted_at) for request in requests)
+        / sum(request.stats.spec.num_verifies for request in requests)
         for requests in (late, soon)
     ]
     assert accepted[0] == pytest.approx(accepted[1], abs=0.05)
@@ -116,7 +116,7 @@ def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_fo
         engine.use_shape(Late(36))
         requests = [Request(i, [*PROMPTS[i]][:9], params) for i in range(4)]
         serve(engine, requests)
-        replies.append([(request.token_ids, request.stats) for request in requests])
+        replies.append([(request.token_ids, request.stats.spec) for request in requests])
     assert replies[0][0] == replies[1][0]
     assert 32 <= max(rows) <= max(most, 36), "at most one request's where it alone is more"
 
@@ -176,7 +176,7 @@ def test_the_draft_says_how_sure_it_is_of_its_next_token(models, drafts):
     requests = [Request(i, list(p), SamplingParams(max_tokens=20)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     assert seen
-    assert {id(ease) for ease in left} == {id(request.ease) for request in requests}
+    assert {id(ease) for ease in left} == {id(request.stats.acceptance) for request in requests}
     assert all(0 < probability <= 1 for probability in seen)
     assert len(set(seen)) > 5
 

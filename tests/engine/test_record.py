@@ -29,7 +29,7 @@ def recording(models):
 def decoded(models, shape):
     stats = SpecStats()
     for request in decode(models, shape, batch=3, max_tokens=30):
-        stats.add(request.stats)
+        stats.add(request.stats.spec)
     return stats
 
 

@@ -56,7 +56,7 @@ def decoded(pair, shape) -> SpecStats:
     engine.use_shape(shape)
     serve(engine, mine)
     for request in mine:
-        stats.add(request.stats)
+        stats.add(request.stats.spec)
     return stats
 
 

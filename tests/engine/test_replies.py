@@ -39,5 +39,5 @@ def test_cached_tokens_are_the_prompts_also_behind_a_preemption(llm):
     while engine.has_work:
         engine.step()
         engine.check()
-    assert any(request.num_preemptions for request in requests)
+    assert any(request.stats.num_preemptions for request in requests)
     assert [request.output().num_cached_tokens for request in requests] == [0] * 4

@@ -14,7 +14,7 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
-from eagle_kit.engine.scheduler import Scheduler
+from eagle_kit.engine.scheduler import Scheduler, progress
 from eagle_kit.kv.page_pool import PagePool
 
 SLOTS, TURN = 4, 32
@@ -170,7 +170,7 @@ def test_a_long_prompt_gives_way_to_a_first_token_after_its_turn(prefix_cache):
     (long,) = requests_of([LONG], max_tokens=1)
     begin(engine, [long], steps=10)
     waited = steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=1))
-    assert long.num_preemptions == int(prefix_cache)
+    assert long.stats.num_preemptions == int(prefix_cache)
     assert waited <= 4 if prefix_cache else waited > 30
     begin(engine, [], steps=150)
     assert long.finish_reason == "length"
@@ -274,7 +274,7 @@ def test_nobody_gives_way_for_what_would_not_fit_even_so():
     begin(engine, [holder, small], steps=100)
     (large,) = requests_of([LONG[::-1][:350]], first=100, max_tokens=20)
     begin(engine, [large], steps=20)
-    assert engine.totals.num_preemptions == 0 and large.slot < 0 < len(small.token_ids)
+    assert engine.totals.num_preemptions == 0 and large.sequence.slot < 0 < len(small.token_ids)
 
 
 def test_replies_shorter_than_a_turn_are_never_interrupted():
@@ -377,11 +377,11 @@ def test_replies_that_sit_out_cycles_give_way_after_their_turn_too():
     short[0].priority = 1
     begin(engine, long, steps=2)
     begin(engine, short[:1], steps=2 * TURN + 10)
-    assert all(each.slot >= 0 for each in long), "there is a slot for everyone"
-    assert all(len(each.token_ids) < TURN <= each.progress for each in long)
-    assert all(each.num_sat_out for each in long)
+    assert all(each.sequence.slot >= 0 for each in long), "there is a slot for everyone"
+    assert all(len(each.token_ids) < TURN <= progress(each) for each in long)
+    assert all(each.turn.num_skipped for each in long)
     assert steps_to_first_token(engine, short[1]) <= 3
-    assert sum(each.slot < 0 for each in long) == 1
+    assert sum(each.sequence.slot < 0 for each in long) == 1
 
 
 def test_the_last_token_of_a_long_prompt_that_is_cached_waits_for_its_share(monkeypatch):
@@ -470,15 +470,15 @@ def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of
     scheduler = Scheduler(PagePool(400, 4), config.replace(kv_tokens=1600), room=4, needs_last=False)
     near, far = requests_of([[1], [2]], max_tokens=400)
     assert admitted(scheduler, [near, far]) == [0, 0]
-    near.token_ids = [0] * (TURN + 10)
-    far.token_ids = [0] * (5 * TURN)
+    near.reply.token_ids = [0] * (TURN + 10)
+    far.reply.token_ids = [0] * (5 * TURN)
     for request in (near, far):
-        request.num_computed = request.num_verified = request.num_to_compute
+        scheduler.mark_verified(request, request.num_to_compute)
     (waiting,) = requests_of([[3]], first=10, max_tokens=400)
-    waiting.token_ids = [0] * TURN
+    waiting.reply.token_ids = [0] * TURN
     scheduler.add(waiting)
     assert scheduler.plan().preempted == [far]
-    assert waiting.slot >= 0
+    assert waiting.sequence.slot >= 0
 
 
 @pytest.mark.parametrize(("length", "fits"), [(16, True), (17, False)])
@@ -493,17 +493,17 @@ def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, 
     far, near = requests_of(prompts, max_tokens=400)
     for request in (far, near):
         admitted(scheduler, [request])
-        request.num_computed = request.num_verified = request.num_to_compute
-        pool.publish(request.allocation, request.prompt_ids)
+        scheduler.mark_verified(request, request.num_to_compute)
+        pool.publish(request.sequence.allocation, request.prompt_ids)
     assert pool.num_available == 4
-    assert near.num_cached_tokens == 8 * is_shared
+    assert near.sequence.num_shared_tokens == 8 * is_shared
 
     # A request that does or does not fit into what the victim would free.
-    far.num_sat_out = 3 * TURN
+    far.turn.num_skipped = 3 * TURN
     (waiting,) = requests_of([[3] * length], first=10, max_tokens=400)
     scheduler.add(waiting)
     assert scheduler.plan().preempted == ([far] if fits else [])
-    assert (waiting.slot >= 0) == fits
+    assert (waiting.sequence.slot >= 0) == fits
 
 
 def test_a_second_choice_that_gave_way_returns_after_some_steps():
@@ -511,11 +511,11 @@ def test_a_second_choice_that_gave_way_returns_after_some_steps():
     many = requests_of([[1, 2, 3]] * 2, together=True, max_tokens=300)
     begin(engine, [*many, *requests_of([[4]], first=50, max_tokens=300)], steps=4)
     steps_to_first_token(engine, *requests_of([[5, 6]], first=100, max_tokens=1))
-    assert many[1].num_preemptions == 1
+    assert many[1].stats.num_preemptions == 1
     begin(engine, [], steps=TURN // 2)
-    assert many[1].slot < 0, "the last slot is left to others for a while"
+    assert many[1].sequence.slot < 0, "the last slot is left to others for a while"
     begin(engine, [], steps=TURN)
-    assert many[1].slot >= 0
+    assert many[1].sequence.slot >= 0
 
 
 @pytest.mark.parametrize("decode_prefill_tokens", [16, 11])
@@ -545,7 +545,7 @@ def test_a_request_that_would_take_the_pages_that_others_grow_into_waits():
     begin(engine, running, steps=4)
     (late,) = requests_of([[7, 1, 2]], first=10, max_tokens=8)
     begin(engine, [late], steps=1)
-    assert late.slot < 0
+    assert late.sequence.slot < 0
     begin(engine, [], steps=10)
     assert engine.totals.num_preemptions == 0
     assert late.token_ids
@@ -598,8 +598,8 @@ def admitted(scheduler, requests):
     for request in requests:
         scheduler.add(request)
     scheduler.plan()
-    scheduler.page_pool.check(request.allocation for request in scheduler.running)
-    return [request.allocation.part if request.slot >= 0 else None for request in requests]
+    scheduler.page_pool.check(request.sequence.allocation for request in scheduler.running)
+    return [request.sequence.allocation.part if request.sequence.slot >= 0 else None for request in requests]
 
 
 def test_requests_are_given_to_the_rank_with_most_free_latents():
@@ -617,7 +617,7 @@ def test_a_rank_takes_no_more_than_its_part_of_the_batch():
     assert admitted(scheduler, many) == [0, 1, 0, 1, None]
     scheduler.remove(many[2])
     scheduler.plan()
-    assert many[4].allocation.part == 0 and many[4].slot >= 0
+    assert many[4].sequence.allocation.part == 0 and many[4].sequence.slot >= 0
 
 
 def test_a_request_goes_where_most_of_its_tokens_are_cached():
@@ -625,22 +625,22 @@ def test_a_request_goes_where_most_of_its_tokens_are_cached():
     first, second = requests_of([[1] * 16, [2] * 16])
     assert admitted(scheduler, [first, second]) == [0, 1]
     for request in (first, second):
-        scheduler.page_pool.publish(request.allocation, request.prompt_ids)
+        scheduler.page_pool.publish(request.sequence.allocation, request.prompt_ids)
     scheduler.remove(first)  # the second goes on, so that the first part has more room
     again = requests_of([[*second.prompt_ids, 5], [*second.prompt_ids[:4], *[6] * 13]], first=10)
-    assert admitted(scheduler, again[:1]) == [1] and again[0].num_cached_tokens == 16
-    assert admitted(scheduler, again[1:]) == [0] and again[1].num_cached_tokens == 0
+    assert admitted(scheduler, again[:1]) == [1] and again[0].sequence.num_shared_tokens == 16
+    assert admitted(scheduler, again[1:]) == [0] and again[1].sequence.num_shared_tokens == 0
 
 
 def test_requests_give_way_on_the_rank_that_lacks_pages():
     scheduler = scheduler_of_ranks(4, 16)
     mine = requests_of([[i] * 7 for i in range(4)])
     assert admitted(scheduler, mine) == [0, 1, 0, 1]
-    mine[0].token_ids = [0] * 13  # with the next cycle 6 of 8 pages, of which the third has 3
+    mine[0].reply.token_ids = [0] * 13  # with the next cycle 6 of 8 pages, of which the third has 3
     for request in mine:
-        request.num_computed = request.num_to_compute
+        scheduler.mark_computed(request, request.num_to_compute)
     preempted = scheduler.plan().preempted
-    assert preempted == [mine[2]] and mine[1].slot >= 0 and mine[3].slot >= 0
+    assert preempted == [mine[2]] and mine[1].sequence.slot >= 0 and mine[3].sequence.slot >= 0
 
 
 def test_requests_give_way_on_a_full_rank_where_the_slots_are_taken():
@@ -650,22 +650,23 @@ def test_requests_give_way_on_a_full_rank_where_the_slots_are_taken():
     assert admitted(scheduler, running) == [0, 1, 0]
     scheduler.remove(running[0])
     (late,) = requests_of([[7] * 3], first=10, max_tokens=300)
-    scheduler.page_pool.extend(running[2].allocation, 60)  # so that the second rank has most free pages
+    # Take pages, so that the second rank has most free pages.
+    scheduler.page_pool.extend(running[2].sequence.allocation, 60)
     assert admitted(scheduler, [late]) == [1]
     for request in scheduler.running:
-        request.num_computed = request.num_verified = request.num_to_compute
-    late.token_ids = [0] * (2 * TURN)
+        scheduler.mark_verified(request, request.num_to_compute)
+    late.reply.token_ids = [0] * (2 * TURN)
     (waiting,) = requests_of([[8] * 3], first=20)
     scheduler.add(waiting)
-    assert scheduler.plan().preempted == [late] and waiting.slot >= 0
+    assert scheduler.plan().preempted == [late] and waiting.sequence.slot >= 0
 
 
 def test_the_cache_is_not_followed_to_a_rank_with_far_more_requests():
     scheduler = scheduler_of_ranks(16, 400)
     (first,) = requests_of([[1] * 16])
     assert admitted(scheduler, [first]) == [0]
-    scheduler.page_pool.publish(first.allocation, first.prompt_ids)
+    scheduler.page_pool.publish(first.sequence.allocation, first.prompt_ids)
     chats = requests_of([[*first.prompt_ids, i] for i in range(10)], first=10)
     given = admitted(scheduler, chats)
-    assert given[0] == 0 and chats[0].num_cached_tokens == 16
+    assert given[0] == 0 and chats[0].sequence.num_shared_tokens == 16
     assert abs(given.count(0) + 1 - given.count(1)) <= 2

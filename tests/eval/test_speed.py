@@ -10,6 +10,7 @@ from tiny_run import make_target
 from eagle_kit.cli.app import main
 from eagle_kit.core.stats import SpecStats
 from eagle_kit.drafts.files.draft import save_draft
+from eagle_kit.engine.request import RequestStats
 from eagle_kit.eval import speed
 from eagle_kit.eval.side_by_side import Decoded
 from eagle_kit.models.loading.loader import load_target
@@ -55,7 +56,7 @@ class Request:
     """A request with acceptance statistics."""
 
     def __init__(self, num_verifies, num_emitted_tokens):
-        self.stats = SpecStats(num_verifies, num_emitted_tokens)
+        self.stats = RequestStats(spec=SpecStats(num_verifies, num_emitted_tokens))
 
 
 def test_a_shape_is_compared_within_rounds(folders, tmp_path, monkeypatch, capsys):

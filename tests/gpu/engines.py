@@ -73,7 +73,7 @@ def replies(
         for i, p in enumerate(prompts)
     ]
     for request in requests:
-        request.match = match
+        request.reply.match = match
         engine.add_request(request)
     while engine.has_work:
         engine.step()

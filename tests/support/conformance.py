@@ -331,7 +331,7 @@ class Conformance:
         """Statistics of requests that are served one by one, without any option."""
         case = {"target": target, "draft": draft, "shape": shape, "text": text}
         _, requests = self.run(DEFAULTS | case)
-        return [request.stats for request in requests]
+        return [request.stats.spec for request in requests]
 
     def check(self, case: Case) -> int:
         """Check the texts of a case, and that its options did what they are for -> the number of accepted
@@ -349,7 +349,7 @@ class Conformance:
         is_sent_back_amid = case["lag"] == 1 and case["pool"] == "small"
         has_model = draft not in ("none", "n-grams")
         if has_model and case["policy"] == "one shape" and not is_sent_back_amid:
-            stats = [request.stats for request in requests]
+            stats = [request.stats.spec for request in requests]
             assert stats == self.stats_alone(target, draft, case["shape"], text)
         return num_accepted
 
@@ -418,6 +418,6 @@ def check_options(case: Case, engine: Engine, requests: list[Request]) -> None:
         # States of the first prompt stay where there is one of every request.
         page_pool = engine.scheduler.page_pool
         if not page_pool.has_snapshots or page_pool.num_snapshots >= len(requests):
-            assert requests[-1].num_cached_tokens > 0
+            assert requests[-1].stats.num_cached_tokens > 0
     if case["pool"] == "small" and case["batch"] > 1 and case["page_size"] < 16:
         assert engine.totals.num_preemptions > 0

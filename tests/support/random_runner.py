@@ -71,15 +71,18 @@ class RandomRunner:
 
     def set_pages(self, requests):
         for request in requests:
-            if request.num_pages_written != len(request.allocation):
-                self.tables[request.slot] = request.allocation.table
-                request.num_pages_written = len(request.allocation)
+            if request.on_device.num_pages_written != len(request.sequence.allocation):
+                self.tables[request.sequence.slot] = request.sequence.allocation.table
+                request.on_device.num_pages_written = len(request.sequence.allocation)
+
+    def forget_pages(self, request):
+        request.on_device.num_pages_written = -1
 
     def prefill(self, chunks):
         for request, start, stop, _ in chunks:
-            assert self.tables[request.slot] == request.allocation.table
-            assert 0 <= start < stop <= request.num_to_compute and start <= request.num_computed
-            assert len(request.allocation) * self.page_size >= stop
+            assert self.tables[request.sequence.slot] == request.sequence.allocation.table
+            assert 0 <= start < stop <= request.num_to_compute and start <= request.sequence.num_computed
+            assert len(request.sequence.allocation) * self.page_size >= stop
         requests, _, stops, _ = zip(*chunks, strict=True)
         ends = [request.num_to_compute == stop for request, _, stop, _ in chunks]
         counts = torch.tensor([int(ends[i] and not r.token_ids) for i, r in enumerate(requests)])
@@ -89,12 +92,12 @@ class RandomRunner:
             for chunk, (token,) in zip(chunks, tokens.tolist(), strict=True):
                 self._move(chunk, before)
                 known = chunk.request.token_ids
-                self.roots[chunk.request.slot] = known[-1] if known else token
+                self.roots[chunk.request.sequence.slot] = known[-1] if known else token
             written = [number for chunk in chunks for _, number in chunk.states.saves]
             assert len(set(written)) == len(written), "two prompts save one state"
         emitted = Emitted(tokens, counts, None, self._is_finite(counts))
-        generations = [request.generation for request in requests]
-        return [Results(list(requests), generations, HostCopy(emitted), None, stops)]
+        sequences = [request.sequence for request in requests]
+        return [Results(list(requests), sequences, HostCopy(emitted), None, stops)]
 
     def _move(self, chunk, before):
         request, start, _, (source, saves) = chunk
@@ -107,11 +110,12 @@ class RandomRunner:
 
     def _decode_states(self, requests, tokens, counts):
         for request, emitted, count in zip(requests, tokens, counts, strict=True):
-            state = self.states[request.slot]
+            slot = request.sequence.slot
+            state = self.states[slot]
             known = request.num_tokens - 1
             assert state[:known] == request.tokens(0, known) and len(state) >= known
-            self.states[request.slot] = [*state, self.roots[request.slot], *emitted[: count - 1]]
-            self.roots[request.slot] = emitted[count - 1]
+            self.states[slot] = [*state, self.roots[slot], *emitted[: count - 1]]
+            self.roots[slot] = emitted[count - 1]
 
     def padded(self, batch_size):
         return batch_size
@@ -126,23 +130,21 @@ class RandomRunner:
             draft = ngram.propose(contexts, shape.tokens, shape.steps)
             assert [row[0] for row in draft.tokens] == [context[-1] for context in contexts]
             num_drafts = (draft.parents != range(shape.tokens)).sum(1).tolist()
-        assert len({request.slot for request in requests}) == len(requests)
+        assert len({request.sequence.slot for request in requests}) == len(requests)
         for request in requests:
-            assert self.tables[request.slot] == request.allocation.table
+            assert self.tables[request.sequence.slot] == request.sequence.allocation.table
             unseen = sum(
                 results.copy.wait().tokens.shape[1] for results in self.pending if request in results.requests
             )
-            assert len(request.allocation) * self.page_size >= request.num_tokens - 1 + unseen + width
+            num_slots = len(request.sequence.allocation) * self.page_size
+            assert num_slots >= request.num_tokens - 1 + unseen + width
         counts = torch.tensor([self.rng.randint(1, width) for _ in requests])
         tokens = torch.tensor([[self._token() for _ in range(width)] for _ in requests])
         if self.states:
             self._decode_states(requests, tokens.tolist(), counts.tolist())
-        generations = [request.generation for request in requests]
+        sequences = [request.sequence for request in requests]
         return Results(
-            requests,
-            generations,
-            HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))),
-            num_drafts,
+            requests, sequences, HostCopy(Emitted(tokens, counts, None, self._is_finite(counts))), num_drafts
         )
 
 

@@ -67,6 +67,6 @@ def check_next_turn(models, **options) -> None:
     prompt = [1, 2, 3, *first.token_ids, 9, 9]
     second = Request(1, list(prompt), SamplingParams(max_tokens=20))
     serve(engine, [second])
-    assert second.num_cached_tokens == 20
+    assert second.stats.num_cached_tokens == 20
     (fresh,) = decode(models, "4,1,5", prompts=[prompt], max_tokens=20)
-    assert (second.token_ids, second.stats) == (fresh.token_ids, fresh.stats)
+    assert (second.token_ids, second.stats.spec) == (fresh.token_ids, fresh.stats.spec)

@@ -75,7 +75,7 @@ def record_drafts(
     for request in requests:
         engine.add_request(request)
     while engine.has_work:
-        owners = {request.allocation.table[0]: request for request in engine.scheduler.running}
+        owners = {request.sequence.allocation.table[0]: request for request in engine.scheduler.running}
         for request in engine.step():
             if request.finish_reason is not None:
                 on_finish()

@@ -58,8 +58,8 @@ class Metrics:
 
     def finished(self, request: "Request") -> None:
         """Observe the latency of a request; one without tokens has none."""
-        if request.last_token_at > 0:
-            self._whole.observe(request.last_token_at - request.arrived_at)
+        if request.stats.last_token_at > 0:
+            self._whole.observe(request.stats.last_token_at - request.arrived_at)
 
     def text(self) -> bytes:
         """Render the exposition format."""

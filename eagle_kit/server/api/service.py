@@ -86,7 +86,7 @@ class Generation:
         completion = sum(len(reply.request.token_ids) for reply in self.replies)
         completion = completion if num_sent is None else num_sent
         firsts = self.replies[:: len(self.replies) // len(self.prompts)]
-        cached = sum(reply.request.num_cached_tokens for reply in firsts)
+        cached = sum(reply.request.stats.num_cached_tokens for reply in firsts)
         return Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
@@ -98,14 +98,14 @@ class Generation:
         """Acceptance over all replies."""
         total = SpecStats()
         for reply in self.replies:
-            total.add(reply.request.stats)
+            total.add(reply.request.stats.spec)
         return total
 
     def shapes(self) -> Counter[SpecShape]:
         """Cycles of all replies in each shape."""
         total: Counter[SpecShape] = Counter()
         for reply in self.replies:
-            total.update(reply.request.shapes)
+            total.update(reply.request.stats.shapes)
         return total
 
 

@@ -166,7 +166,7 @@ def test_a_token_map_changes_no_text(target, plain, kind, shape):
         draft = StandaloneDraftModel(tiny_target(vocab_size=11, num_layers=2, seed=5), hot)
     drafted = decode(target, draft, shape, batch=3, prefill_tokens=7)
     assert [r.token_ids for r in drafted] == plain
-    assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
+    assert sum(r.stats.spec.num_emitted_tokens - r.stats.spec.num_verifies for r in drafted) > 0
 
 
 @pytest.mark.parametrize("shape", ["1,1,2", "4,1,5", "7,1,8"])
@@ -175,7 +175,7 @@ def test_a_draft_that_is_the_target_is_always_right(target, shape):
     steps = SpecShape.parse(shape).steps
     for request in decode(target, StandaloneDraftModel(target), shape, batch=2, prefill_tokens=5):
         full = (len(request.token_ids) - 1) // (steps + 1)
-        assert request.stats.histogram[-1] >= full and request.stats.num_verifies <= full + 1
+        assert request.stats.spec.histogram[-1] >= full and request.stats.spec.num_verifies <= full + 1
 
 
 def of_size(target, vocab_size):
@@ -223,11 +223,11 @@ def test_a_draft_with_another_number_of_rows_proposes_what_both_have(target, voc
     assert draft.draft_vocab_size == min(vocab_size, 11)
     if vocab_size > 11 and not params:
         own = replies(StandaloneDraftModel(target), shape)
-        assert [r.stats.histogram for r in drafted] == [r.stats.histogram for r in own]
+        assert [r.stats.spec.histogram for r in drafted] == [r.stats.spec.histogram for r in own]
     if vocab_size < 11:
         emitted = {token for r in drafted for token in r.token_ids} | {t for p in PROMPTS for t in p}
         assert max(emitted) >= vocab_size
-    assert sum(r.stats.num_emitted_tokens - r.stats.num_verifies for r in drafted) > 0
+    assert sum(r.stats.spec.num_emitted_tokens - r.stats.spec.num_verifies for r in drafted) > 0
 
 
 def test_a_token_map_of_a_smaller_draft_keeps_the_ids_that_it_has(target):

@@ -33,7 +33,7 @@ def test_a_static_tree_keeps_more_than_its_first_chain(models):
     drafted = decode(models, SHAPE, batch=3, page_size=4, options={"tree": "static"})
     chain = decode(models, "5,1,6", batch=3)
     assert [r.token_ids for r in drafted] == [r.token_ids for r in chain]
-    verifies = [sum(r.stats.num_verifies for r in requests) for requests in (drafted, chain)]
+    verifies = [sum(r.stats.spec.num_verifies for r in requests) for requests in (drafted, chain)]
     assert verifies[0] < verifies[1]
 
 

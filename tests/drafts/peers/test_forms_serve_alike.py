@@ -312,7 +312,7 @@ def drafted(models: Models, folder: Path, algorithm: str = "auto") -> tuple[list
     engine.use_shape(SHAPE)
     requests = make_requests("greedy", models.prompts)
     serve(engine, requests)
-    return tokens_of(requests), [request.stats.num_accepted_at for request in requests]
+    return tokens_of(requests), [request.stats.spec.num_accepted_at for request in requests]
 
 
 @crossed(

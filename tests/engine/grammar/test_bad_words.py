@@ -188,7 +188,7 @@ def test_speculation_changes_no_token_that_is_drawn(trained, shape, lag, params)
     small = {"kv_tokens": 104, "lag": lag, "max_context": 100}
     found = replies(trained, shape, options=small, **params)
     assert tokens_of_all(found) == alone
-    assert sum(request.num_preemptions for request in found) > 0
+    assert sum(request.stats.num_preemptions for request in found) > 0
 
 
 @pytest.mark.parametrize(

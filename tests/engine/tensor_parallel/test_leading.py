@@ -60,7 +60,7 @@ def test_a_follower_serves_requests_in_the_order_of_rank_0() -> None:
         first.add_request(request)
         follower.execute(rank_call("add_request", RequestData.of(request)))
         copy = follower.requests[number]
-        assert (copy.priority, copy.group, copy.seed) == (priority, group, request.seed)
+        assert (copy.priority, copy.group, copy.reply.seed) == (priority, group, request.reply.seed)
         assert copy.params.cache_salt == "a"
     order = order_of_replies(first)
     assert sorted(order) == list(range(6)) and order != sorted(order)

@@ -55,7 +55,7 @@ def replayed(target, head, steps):
     models = target, head
     stats, texts = SpecStats(), []
     for request in decode(models, f"{steps},1,{steps + 1}", batch=3):
-        stats.add(request.stats)
+        stats.add(request.stats.spec)
         texts.append(Text(list(request.prompt_ids), list(request.token_ids)))
     row = pack(texts)
     return stats, Source(models[0], row, compute_states(models[0], row, range(5)))

@@ -123,16 +123,16 @@ class ScriptedEngine(Engine):
             is_first = is_last and not chunk.request.token_ids
             counts.append(1 if is_first else 0)
         emitted = self._emit(requests, counts, 1)
-        generations = [request.generation for request in requests]
-        return [Results(requests, generations, emitted, None, [chunk.stop for chunk in chunks])]
+        sequences = [request.sequence for request in requests]
+        return [Results(requests, sequences, emitted, None, [chunk.stop for chunk in chunks])]
 
     def _decode_scripted(
         self, requests: list[Request], shape: SpecShape, ngram: Any = None, wanted: Any = None
     ) -> Results:
         """Emit the next tokens of each reply."""
         emitted = self._emit(requests, [self.per_step] * len(requests), shape.steps + 1)
-        generations = [request.generation for request in requests]
-        return Results(requests, generations, emitted, [shape.tokens - 1] * len(requests), shape=shape)
+        sequences = [request.sequence for request in requests]
+        return Results(requests, sequences, emitted, [shape.tokens - 1] * len(requests), shape=shape)
 
     def _emit(self, requests: Sequence[Request], counts: Sequence[int], width: int) -> HostCopy:
         """The next tokens of each reply, at most as many as ``counts``, in rows of ``width``."""

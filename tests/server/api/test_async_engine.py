@@ -355,7 +355,7 @@ async def main():
     inner = Any(has_work=False, prepare=lambda request: time.sleep(60))
     engine = AsyncEngine(inner, capacity=4)
     engine.start()
-    request = Any(params=Any(constraint=Any(text='a')), match=None, client='')
+    request = Any(params=Any(constraint=Any(text='a')), reply=Any(match=None), client='')
     adding = asyncio.ensure_future(engine.add([request]))
     await asyncio.sleep(0.1)
     await engine.shutdown(1)

@@ -641,7 +641,7 @@ def test_latencies_are_seconds_of_each_token_and_of_the_whole_reply(scripted):
     metrics.finished(request)  # without a token
     metrics.emitted(request, 1, 0.75, True)
     metrics.emitted(request, 4, 2.0, False)
-    request.last_token_at = 13.0
+    request.stats.last_token_at = 13.0
     metrics.finished(request)
     found = samples_of(metrics.text().decode())
     for name, count, seconds in (

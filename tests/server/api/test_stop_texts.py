@@ -100,7 +100,7 @@ def test_a_server_replies_the_same(models, expected, lag):
         for delta in deltas:
             whole.add(delta)
         assert (whole.text, whole.token_ids) == (request.stream.text, request.token_ids)
-        assert whole.logprobs == request.logprobs and whole.finish_reason == request.finish_reason
+        assert whole.logprobs == request.reply.logprobs and whole.finish_reason == request.finish_reason
         assert observed[request.number] == len(request.token_ids)
 
     async def main():
