@@ -65,8 +65,8 @@ STATED = [
     # Fair turns.
     f"`--max-running-requests` ({ENGINE.max_batch_size}) replies",
     f"`--max-queued-requests` ({SERVER.max_queued}) more",
-    f"a turn of {scheduler.TURN_TOKENS} tokens",
-    f"more than {scheduler.SHORT_TURN_TOKENS} of that turn",
+    f"a turn of {scheduler.QUANTUM_TOKENS} tokens",
+    f"more than {scheduler.SHORT_QUANTUM_TOKENS} of that turn",
     # Ranks.
     f"after `--rank-timeout` ({ENGINE.rank_timeout_s:g}) seconds",
     f"the limit is {START_TIMEOUT.total_seconds():,.0f} seconds",
