@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -57,6 +58,20 @@ class EngineTotals:
     num_draft_tokens: int = 0
     spec: SpecStats = field(default_factory=SpecStats)
     shapes: Counter[SpecShape] = field(default_factory=Counter)
+
+
+class _End(NamedTuple):
+    """First of some new tokens that ends a reply.
+
+    Attributes:
+        num_tokens: tokens up to it.
+        reason: why the reply ends.
+        is_shown: whether it is a part of the text.
+    """
+
+    num_tokens: int
+    reason: FinishReason
+    is_shown: bool
 
 
 class Engine:
@@ -242,7 +257,8 @@ class Engine:
     def add_request(self, request: Request) -> None:
         """Put a request into the queue. Raise UserError for one that can never be served."""
         self.check_request(request)
-        params, reply = request.params, request.reply
+        params = request.params
+        reply = request.reply
         reply.seed = self._seeds.getrandbits(62) if params.seed is None else params.seed
         eos = () if params.ignore_eos else self.target.config.eos_token_ids
         reply.stop_token_ids = frozenset((*params.stop_token_ids, *eos))
@@ -295,7 +311,7 @@ class Engine:
         """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text, or
         cannot be made; others go on."""
         if request.has_stops and request.finish_reason is None:
-            self._note_read(request)
+            self._count_read(request)
             assert request.stream is not None
             if request.stream.stopped or request.stream.failure:
                 self.end(request, "stop")
@@ -313,32 +329,46 @@ class Engine:
             return self._step()
 
     def _step(self) -> list[Request]:
+        # Plan the step.
         if not self._pending:
             self._clock = time.perf_counter()
         plan = self.scheduler.plan()
+        decoding = plan.decoding
+        chunks = plan.chunks
         self._is_timing = self._is_timing and not plan.chunks
+        self.totals.num_preemptions += len(plan.preempted)
         for request in plan.preempted:
             request.stats.num_preemptions += 1
-        self.totals.num_preemptions += len(plan.preempted)
-        launched, decoding, chunks = len(self._pending), plan.decoding, plan.chunks
+
+        # Grammars and n-grams need every token on the host. Collecting results may end requests.
+        num_earlier = len(self._pending)
         if self._uses_ngram or any(request.reply.match for request in decoding):
-            # Grammars and n-grams need every token on the host. Taking them in may end requests.
             self._collect_until(0)
+            num_earlier = 0
             decoding = [request for request in decoding if request.finish_reason is None]
             chunks = [chunk for chunk in chunks if chunk.request.finish_reason is None]
-            launched = 0
+
+        # Launch the cycle.
         self.runner.set_pages([*decoding, *(chunk.request for chunk in chunks)])
         if decoding:
             if self._uses_ngram:
                 self._index(decoding)
             shape, wanted = self._shape(decoding)
             self._pending.append(self.runner.decode(decoding, shape, self.ngram, wanted))
-        if chunks:  # behind the cycle, whose results do not wait for prompts
+
+        # Launch prefill behind the cycle, whose results do not wait for prompts.
+        if chunks:
             self._prefill(chunks)
-        self._collect_until(len(self._pending) - launched if self.config.lag else 0)
+
+        # Collect the results of the steps before; without a lag those of this step too.
+        num_launched = len(self._pending) - num_earlier
+        self._collect_until(num_launched if self.config.lag else 0)
+
+        # Hand over the requests with new tokens.
         self.totals.num_steps += 1
         self._is_timing = not plan.chunks
-        news, self._news = list(self._news), {}
+        news = list(self._news)
+        self._news = {}
         return news
 
     def _shape(self, decoding: Sequence[Request]) -> tuple[SpecShape, list[int] | None]:
@@ -421,61 +451,100 @@ class Engine:
 
     def _collect(self, results: Results) -> None:
         """Wait for results and append them to the requests that are still in the batch."""
-        emitted, shape, num_drafts = results.copy.wait(self.target.ranks), results.shape, results.num_drafts
+        # Wait for the device.
+        emitted = results.copy.wait(self.target.ranks)
         now = time.perf_counter()
-        confidence = None if emitted.confidence is None else emitted.confidence.tolist()
-        is_cycle, policy = num_drafts is not None, None
+        is_cycle = results.num_drafts is not None
         if is_cycle:
             self._note_cycle(results, now)
-            policy = self.shapes if isinstance(self.shapes, ShapePolicy) else None
-        tokens, counts = emitted.tokens.tolist(), emitted.num_emitted.tolist()
-        finite = emitted.is_finite.tolist()
+
+        # Read the tensors once, for all requests.
+        tokens = emitted.tokens.tolist()
+        counts = emitted.num_emitted.tolist()
+        is_finite = emitted.is_finite.tolist()
+        confidence = None if emitted.confidence is None else emitted.confidence.tolist()
         logprobs = None if emitted.logprobs is None else [part.tolist() for part in emitted.logprobs]
+
         for i, (request, sequence) in enumerate(zip(results.requests, results.sequences, strict=True)):
+            # Drop the results of a request that has left the batch since.
             if request.sequence is not sequence:
                 continue
-            if not finite[i]:
+
+            # End a request whose logits are not finite.
+            if not is_finite[i]:
                 logging.getLogger(__name__).error("Request %d ends: %s", request.number, NOT_FINITE)
                 self._finish(request, "error")
                 continue
+
+            # Cache the pages of a whole prompt.
             if not is_cycle:
                 self.scheduler.mark_verified(request, results.num_computed[i])
                 if not request.is_prefilling and self.scheduler.publish(request):
                     self.runner.forget_pages(request)
-            if not (count := counts[i]):
+
+            # Append the new tokens.
+            num_emitted = counts[i]
+            if num_emitted == 0:
                 continue
             start = len(request.reply.token_ids)
-            reason = self._take(request, tokens[i][:count], now)
+            reason = self._take(request, tokens[i][:num_emitted], now)
             num_tokens = len(request.reply.token_ids) - start
-            if logprobs is not None and (top := request.params.logprobs) is not None:
+            self._news[request] = None
+
+            # Append their log-probabilities.
+            top = request.params.logprobs
+            if logprobs is not None and top is not None:
                 chosen, ids, values = (part[i] for part in logprobs)
                 for j in range(num_tokens):
                     request.reply.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
-            ease = request.stats.acceptance
-            if policy is not None and ease is not None and num_drafts is not None:
-                if shape.steps or ease.is_young:
-                    policy.observe(ease, shape, count - 1, num_drafts[i])
-                if confidence is not None or ease.confidence is not None:
-                    policy.see(ease, None if confidence is None else confidence[i])
-            drafted = None if num_drafts is None else num_drafts[i]
-            has_stops = request.stream is not None and request.stream.has_stops
-            new = UncountedTokens(start, num_tokens, count, shape, drafted)
-            if has_stops:
+
+            # Tell the policy of shapes what was accepted.
+            num_drafts = None
+            if results.num_drafts is not None:
+                num_drafts = results.num_drafts[i]
+                next_confidence = None if confidence is None else confidence[i]
+                self._observe(request, results.shape, num_emitted - 1, num_drafts, next_confidence)
+
+            # Count the tokens. Where a stop text may remove them again, they wait until their text is read.
+            new = UncountedTokens(start, num_tokens, num_emitted, results.shape, num_drafts)
+            if request.has_stops:
                 request.stats.uncounted.append(new)
-                self._note_read(request)
+                self._count_read(request)
             else:
                 self._count(request, new)
-            self._news[request] = None
+
+            # End the request, or look for a stop text.
             if reason is not None:
                 self._finish(request, reason)
-            elif has_stops and not self.config.lag and self.target.ranks is None:
-                # Nothing runs meanwhile, and a cycle in vain would cost more than to read here. (Other ranks
-                # make no text; they are told before the next step.)
+            elif request.has_stops and not self.config.lag and self.target.ranks is None:
+                # Nothing runs meanwhile, and a cycle in vain would cost more than to read the text here. With
+                # several ranks the first one reads it between steps, and the others are told.
                 request.read()
                 self.stop(request)
-        self._sum_up()
+        self._add_to_totals()
 
-    def _note_read(self, request: Request) -> None:
+    def _observe(
+        self,
+        request: Request,
+        shape: SpecShape,
+        num_accepted: int,
+        num_drafts: int,
+        confidence: float | Sequence[float] | None,
+    ) -> None:
+        """Tell the policy of shapes how many of a request's draft tokens were accepted in a cycle.
+
+        Args:
+            confidence: how sure the draft is of its next tokens; None where cycles do not emit it.
+        """
+        acceptance = request.stats.acceptance
+        if acceptance is None or not isinstance(self.shapes, ShapePolicy):
+            return
+        if shape.steps or acceptance.is_young:
+            self.shapes.observe(acceptance, shape, num_accepted, num_drafts)
+        if confidence is not None or acceptance.confidence is not None:
+            self.shapes.see(acceptance, confidence)
+
+    def _count_read(self, request: Request) -> None:
         """Count the tokens of a reply in which no stop text can be any more."""
         assert request.stream is not None
         uncounted = request.stats.uncounted
@@ -494,15 +563,15 @@ class Engine:
             request.stats.spec.observe(new.num_tokens, num_drafts_kept)
         self._counted.append((new.num_tokens, num_drafts_kept, new.num_drafts or 0))
 
-    def _sum_up(self) -> None:
+    def _add_to_totals(self) -> None:
         """Add what was counted to the totals, equal counts at once."""
         totals = self.totals
-        for (kept, num_drafts_kept, num_drafts), times in Counter(self._counted).items():
-            totals.num_generated_tokens += kept * times
+        for (num_tokens, num_drafts_kept, num_drafts), times in Counter(self._counted).items():
+            totals.num_generated_tokens += num_tokens * times
             totals.num_drafts += (num_drafts > 0) * times
             totals.num_draft_tokens += num_drafts * times
             if num_drafts_kept is not None:
-                totals.spec.observe(kept, num_drafts_kept, times)
+                totals.spec.observe(num_tokens, num_drafts_kept, times)
         self._counted.clear()
 
     def _note_cycle(self, results: Results, now: float) -> None:
@@ -516,33 +585,48 @@ class Engine:
 
     def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
         """Append new tokens up to the first that ends the reply -> why it does; None where it goes on."""
-        reply, reason, is_shown = request.reply, None, True
-        held = reply.token_ids
-        if len(held) + len(tokens) >= reply.max_tokens or not reply.stop_token_ids.isdisjoint(tokens):
-            tokens, reason, is_shown = self._cut(request, tokens)
-        if reply.match is not None:
-            until_end = reply.match.advance(tokens)
-            if reply.match.is_complete or reply.match.is_stuck:
+        reply = request.reply
+        reason: FinishReason | None = None
+        is_shown = True
+
+        # Cut the tokens where one ends the reply.
+        most_tokens = len(reply.token_ids) + len(tokens)
+        if most_tokens >= reply.max_tokens or not reply.stop_token_ids.isdisjoint(tokens):
+            end = self._find_end(request, tokens)
+            if end is not None:
+                tokens = tokens[: end.num_tokens]
+                reason = end.reason
+                is_shown = end.is_shown
+
+        # Cut them where the grammar ends.
+        match = reply.match
+        if match is not None:
+            until_end = match.advance(tokens)
+            if match.is_complete or match.is_stuck:
                 is_shown = is_shown or until_end < len(tokens)
-                tokens, reason = tokens[:until_end], "stop" if reply.match.is_complete else "abort"
-        held += tokens
-        reply.num_shown = len(held) - (not is_shown)
+                tokens = tokens[:until_end]
+                reason = "stop" if match.is_complete else "abort"
+
+        # Append them. Their keys are in the pool, but for the last one's.
+        reply.token_ids += tokens
+        num_hidden = 0 if is_shown else 1
+        reply.num_shown = len(reply.token_ids) - num_hidden
         self.scheduler.mark_verified(request, request.num_to_compute)
         request.stats.last_token_at = now
-        request.stats.first_token_at = request.stats.first_token_at or now
+        if request.stats.first_token_at == 0.0:
+            request.stats.first_token_at = now
         return reason
 
-    def _cut(self, request: Request, tokens: list[int]) -> tuple[list[int], FinishReason | None, bool]:
-        """Tokens up to the first that ends the reply, why it does, and whether that one is a part of the
-        text."""
-        for i, token in enumerate(tokens, 1):
+    def _find_end(self, request: Request, tokens: list[int]) -> _End | None:
+        """Find the first of the new tokens that ends the reply; None where it goes on."""
+        for num_tokens, token in enumerate(tokens, 1):
             if token in request.reply.stop_token_ids:
-                return tokens[:i], "stop", False
-            if len(request.token_ids) + i >= request.params.max_tokens:
-                return tokens[:i], "length", True
-            if request.num_tokens + i >= self.config.max_context:
-                return tokens[:i], "context", True
-        return tokens, None, True
+                return _End(num_tokens, "stop", is_shown=False)
+            if len(request.token_ids) + num_tokens >= request.params.max_tokens:
+                return _End(num_tokens, "length", is_shown=True)
+            if request.num_tokens + num_tokens >= self.config.max_context:
+                return _End(num_tokens, "context", is_shown=True)
+        return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request, where a stop text ends it if there is one in its reply."""
@@ -563,7 +647,8 @@ class Engine:
 
     def _take_back(self, request: Request, reason: FinishReason) -> FinishReason:
         """Take back what a reply has behind a stop text, and count the rest -> why it has ended."""
-        stream, reply = request.stream, request.reply
+        stream = request.stream
+        reply = request.reply
         assert stream is not None
         stream.read(reply.token_ids, reply.num_shown)
         if (kept := stream.num_kept) is not None:
@@ -578,7 +663,7 @@ class Engine:
             if num_left > 0:
                 self._count(request, new._replace(num_tokens=num_left))
         request.stats.uncounted.clear()
-        self._sum_up()
+        self._add_to_totals()
         return reason
 
     def check(self) -> None:
