@@ -71,13 +71,14 @@ def run(args: argparse.Namespace) -> int:
     key = next((value for name in KEY_VARIABLES if (value := os.environ.get(name))), "")
     server = None if options.base_url is None else Server(options.base_url, key)
     model = chosen_model(options.draft, options.target)
-    if model.draft is None:
+    draft = model.to_serve
+    if draft is None:
         raise UserError(
             f"{options.draft} is a whole model, not a draft head.",
             "Give the draft, and the model as --target.",
         )
     with naming(model.named):
-        found = diagnose(model.draft, model.target, config, server=server, is_quiet=not sys.stderr.isatty())
+        found = diagnose(draft, model.target, config, server=server, is_quiet=not sys.stderr.isatty())
     print(json.dumps(as_record(found)) if options.json_object else as_text(found, options.draft))
     if found.failure is not None:
         raise found.failure

@@ -2,11 +2,14 @@
 
 import argparse
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from eagle_kit.config.loading.flags import Flag, add_options, options_of
 from eagle_kit.config.options import Options
 from eagle_kit.core.errors import UserError
+
+if TYPE_CHECKING:
+    from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 
 
 class ImportOptions(Options):
@@ -33,29 +36,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ImportOptions)
 
 
-def fitting_format(source: str, target: str) -> "Literal['sglang', 'vllm'] | None":
+def fitting_format(draft: "DraftFolder", target: str) -> "Literal['sglang', 'vllm'] | None":
     """The format by which a draft's layer ids fit its target, where its files do not say how they are meant;
     None where they say it, or where the fit does not decide it.
 
     Raises:
         UserError: a draft of speculators whose ids, which are inputs by its format, fit as outputs.
     """
-    from eagle_kit.drafts.files.draft_files import open_draft
     from eagle_kit.eval.diagnose.numbering import measure_numbering
-    from eagle_kit.models.loading.source import resolve_model
 
-    folder = resolve_model(source, "draft")
-    found = measure_numbering(folder, target)
+    found = measure_numbering(draft, target)
     if found is None:
         return None
     print(f"layer ids: {found.words}")
-    if "speculators_model_type" not in open_draft(folder).config:
+    if "speculators_model_type" not in draft.files.config:
         if found.best is None:
             return None
         return "vllm" if found.best == "input" else "sglang"
     if found.best == "output":
         raise UserError(
-            f"The layer ids of {source} are inputs of layers by its format, and they fit as outputs.",
+            f"The layer ids of {draft} are inputs of layers by its format, and they fit as outputs.",
             f"Write {list(found.layers['output'])} as eagle_aux_hidden_state_layer_ids into its config.json.",
         )
     return None
@@ -64,13 +64,16 @@ def fitting_format(source: str, target: str) -> "Literal['sglang', 'vllm'] | Non
 def run(args: argparse.Namespace) -> int:
     """Import and say what was recognised."""
     options = options_of(args, ImportOptions)
+    from eagle_kit.drafts.files.draft import DraftFolder
     from eagle_kit.drafts.files.export import Facts, import_draft
 
+    draft: AnyDraft = options.source
     format = options.format
     if format is None and options.target is not None:
-        format = fitting_format(options.source, options.target)
+        draft = DraftFolder.as_published(draft)
+        format = fitting_format(draft, options.target)
     facts = Facts(licence=options.license)
-    seen = import_draft(options.source, options.out, format=format, target=options.target, facts=facts)
+    seen = import_draft(draft, options.out, format=format, target=options.target, facts=facts)
     print(f"{options.source}: {seen.kind.name} head, {seen.maker}")
     print(f"{options.out}: check it with eagle-kit validate {options.out} --target TARGET")
     return 0

@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     # Load, prepare, answer.
     try:
         with warnings_as_lines(say), naming(model.named):
-            llm = LLM(model.target, model.draft, config)  # where other ranks of torchrun end
+            llm = LLM(model.target, model.to_serve, config)  # where other ranks of torchrun end
         assert sock is not None
         try:
             engine = llm.engine()
@@ -367,9 +367,9 @@ def say_self_test(model: "ServedModel", llm: "LLM", dtype: str) -> None:
     from eagle_kit.server.api.startup import causes_of_low_acceptance, report, self_test
 
     def causes() -> list[str]:
-        if model.draft is not None:
+        if model.to_serve is not None:
             template = llm.config.chat_template
-            return causes_of_low_acceptance(model.draft, model.target, dtype, template)
+            return causes_of_low_acceptance(model.to_serve, model.target, dtype, template)
         if llm.config.algorithm == "NEXTN":
             return ["The modules in the target's folder may be those of another release of it."]
         return ["The text repeats nothing that could be proposed; NGRAM is for texts that do."]

@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
 
     model = chosen_model(options.draft, options.target)
     with naming(model.named):
-        llm = LLM(model.target, model.draft, options.engine)
+        llm = LLM(model.target, model.to_serve, options.engine)
     with closing(llm):
         return _tune(options, llm, list(zip(whole, tasks, limits, strict=True)))
 
@@ -103,19 +103,18 @@ def run(args: argparse.Namespace) -> int:
 def _tune(options: TuneFlags, llm: "LLM", triples: "list[tuple[Task, Task, int]]") -> int:
     from eagle_kit.autotune.files import acceptance_path, costs_path, ship
     from eagle_kit.core.files import check_writable
-    from eagle_kit.drafts.files.draft import resolve_draft
     from eagle_kit.eval.tune import TuneOptions, tune
     from eagle_kit.eval.tune_check import held_out
 
-    folder = resolve_draft(options.draft, llm.target.config)
-    if options.ship:
+    folder = llm.draft_folder
+    if options.ship and folder is not None:
         check_writable(folder, "Copy the draft to a folder of yours.")
     tuned = tune(
         llm, TuneOptions([task for _, task, _ in triples], options.max_tokens, num_passes=options.passes)
     )
     print(f"costs       {costs_path(tuned.costs.key)}")
     print(f"acceptance  {acceptance_path(tuned.acceptance.draft)}")
-    if options.ship:
+    if options.ship and folder is not None:
         print(f"shipped     {ship(folder, tuned.acceptance, tuned.costs)}")
     print_plan(llm, tuned)
     if options.check:

@@ -3,13 +3,17 @@
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from eagle_kit.cli.arguments import TEMPLATE, TargetFlag, chosen_target
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.config.loading.flags import Flag, FlagsOf, add_options, options_of
+from eagle_kit.core.errors import UserError
+
+if TYPE_CHECKING:
+    from eagle_kit.drafts.files.draft import DraftFolder
 
 
 class ValidateOptions(TargetFlag):
@@ -33,35 +37,46 @@ def run(args: argparse.Namespace) -> int:
     """Print every finding; exit code 2 when one of them is an error."""
     options = options_of(args, ValidateOptions)
     template = options.engine.chat_template
+    from eagle_kit.drafts.files.draft import DraftFolder
     from eagle_kit.drafts.files.named_target import naming
-    from eagle_kit.drafts.files.validate import validate_draft
+    from eagle_kit.drafts.files.validate import unreadable, validate_draft
+    from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import resolve_target
 
     named = chosen_target(options.target, [options.draft])
     with naming(named):
         target = resolve_target(named.name)
-    findings = validate_draft(options.draft, target, template)
+
+    # The files.
+    config = read_target_config(target)
+    draft: DraftFolder | None = None
+    try:
+        draft = DraftFolder.open(options.draft, config)
+    except UserError as error:
+        findings = [unreadable(error)]
+    else:
+        findings = validate_draft(draft, target, template)
     for finding in findings:
         print(f"{finding.level:8}{finding.subject}: {finding.cause}")
         if finding.level != "ok":
             print(f"        -> {finding.remedy}")
     num_errors = sum(finding.level == "error" for finding in findings)
-    if num_errors == 0:
-        print_numbering(options.draft, target)
-    if options.decode is not None and num_errors == 0:
-        num_errors += not decodes_alike(options.draft, target, options.decode, template)
+
+    # What only the weights tell, of files that are right.
+    if draft is not None and num_errors == 0:
+        print_numbering(draft, target)
+        if options.decode is not None:
+            num_errors += not decodes_alike(draft, target, options.decode, template)
     fit = "fits" if num_errors == 0 else "does not fit"
     print(f"\n{options.draft} {fit} {named.name}: {num_errors} error{'' if num_errors == 1 else 's'}.")
     return 2 if num_errors else 0
 
 
-def print_numbering(draft: str, target: Path) -> None:
+def print_numbering(draft: "DraftFolder", target: Path) -> None:
     """Print which numbering of layer ids fits the target, where the draft's files do not say it."""
-    from eagle_kit.drafts.files.draft import resolve_draft
     from eagle_kit.eval.diagnose.numbering import measure_numbering
-    from eagle_kit.models.loading.loader import read_target_config
 
-    found = measure_numbering(resolve_draft(draft, read_target_config(target)), target)
+    found = measure_numbering(draft, target)
     if found is None:
         return
     print(f"{'ok' if found.best == 'input' else 'warning':8}layer ids: {found.words}")
@@ -71,7 +86,7 @@ def print_numbering(draft: str, target: Path) -> None:
         print("        -> Look into its model card, and measure the accept length with eagle-kit eval.")
 
 
-def decodes_alike(draft: str, target: Path, num_tokens: int, chat_template: Path | None) -> bool:
+def decodes_alike(draft: "DraftFolder", target: Path, num_tokens: int, chat_template: Path | None) -> bool:
     """Decode with the draft and plainly and print accept length and differences; False when greedy replies
     differ that must not."""
     from eagle_kit.engine.llm import LLM

@@ -109,30 +109,6 @@ def _tables_of_blocks(config: dict[str, Any]) -> list[dict[str, Any]]:
     return [table for table in tables if isinstance(table, dict)]
 
 
-def find_head_kind(files: DraftFiles) -> HeadKind[Any, Any, Any]:
-    """The kind of a draft head. Raises UserError for a whole model too."""
-    kind = find_kind(files)
-    if not isinstance(kind, HeadKind):
-        raise UserError(
-            f"The model in {files.where} ({files.architecture}) is a whole model, not a draft head.",
-            "A whole model drafts as it is, and modules of MTP are served out of their target's folder.",
-        )
-    return kind
-
-
-def find_serving_kind(files: DraftFiles, algorithm: str = "auto") -> DraftKind:
-    """The kind that drafts from ``files``. Raises UserError when it is not what ``algorithm`` asks for."""
-    kind = find_kind(files)
-    if algorithm == "auto" or algorithm in kind.algorithms:
-        return kind
-    if kind.is_whole_model and (asked := kind_in_target(algorithm)) is not None:
-        return asked
-    raise UserError(
-        f"The draft {files.where} is for the algorithm {kind.algorithm}, and {algorithm} was asked for.",
-        f"Ask for {kind.algorithm}, or give another draft.",
-    )
-
-
 def algorithms() -> tuple[str, ...]:
     """Names that ask for a kind when serving."""
     return tuple(kind.algorithm for kind in KINDS)

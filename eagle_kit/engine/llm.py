@@ -29,7 +29,7 @@ from eagle_kit.data.chat.renderer import ChatRenderer
 from eagle_kit.data.chat.template import has_chat_template, set_chat_template
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.choose_drafter import drafter_class
-from eagle_kit.drafts.files.draft import resolve_draft
+from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.engine.calibrate.policies import can_tune, chooses_ngram, tuned_policy
 from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.engine import Engine
@@ -98,8 +98,9 @@ class LLM:
             language model of transformers, whose weights are shared, or a
             :class:`~eagle_kit.models.targets.target.Target`, which is used as it is. Of one that processes
             share all make the same calls.
-        draft: a draft's folder, hub id or known name, a head (which is copied), any other draft model,
-            ``"NGRAM"`` for drafts out of earlier text, or None for ordinary decoding.
+        draft: a draft's folder, hub id or known name, a draft that is open
+            (:class:`~eagle_kit.drafts.files.draft.DraftFolder`), a head (which is copied), any other draft
+            model, ``"NGRAM"`` for drafts out of earlier text, or None for ordinary decoding.
         config: options of the engine.
         tokenizer: for text prompts, in place of the one in the target's folder; a loaded model has none
             of its own. Only the first rank has one.
@@ -111,6 +112,7 @@ class LLM:
         target: the target.
         tokenizer: its tokenizer, with the chat template of the options where they name one; None without any.
         draft, head: the draft model in use, and its head where it has one.
+        draft_folder: folder of the draft in use; None where it came from no files.
         group: the processes that share the target (``tensor_parallel``); None where this one has all of it.
             Under ``torchrun`` the program goes on in the first of them only.
         memory_plan: of the engine, once it has been made.
@@ -123,7 +125,7 @@ class LLM:
     def __init__(
         self,
         target: str | Path | Target | nn.Module,
-        draft: "str | Path | DraftHead | DraftModel | None" = None,
+        draft: "AnyDraft | DraftHead | DraftModel | None" = None,
         config: EngineConfig | None = None,
         *,
         tokenizer: Any = None,
@@ -138,7 +140,7 @@ class LLM:
         self._leader: Leader | None = None
         self._engine: Engine | None = None
         self._policy: ShapePolicy | ShapeTable | None = None
-        self._draft_folder: Path | None = None
+        self.draft_folder: Path | None = None
         self._numbers = itertools.count()
         # The replies of one HTTP request have the same words, which are tokenised once.
         self._bad_word_ids = lru_cache(maxsize=16)(bad_word_ids)
@@ -153,6 +155,7 @@ class LLM:
 
             target = self._target_name = resolve_target(str(target))
             if self._options.tensor_parallel > 1:
+                draft = _named(draft)
                 self.group = join_ranks(target, draft, self._options, worker)
                 if self.group.ranks.is_first:
                     self._leader = Leader(self.group)
@@ -282,7 +285,7 @@ class LLM:
 
     def set_draft(
         self,
-        draft: "str | Path | DraftHead | DraftModel | None",
+        draft: "AnyDraft | DraftHead | DraftModel | None",
         *,
         algorithm: str = "auto",
         token_map: str | Path | None = None,
@@ -294,6 +297,8 @@ class LLM:
                 "With tensor parallelism every rank loads the draft, and a loaded model was given.",
                 "Give it as a folder, a name or a head.",
             )
+        if self.group is not None:
+            draft = _named(draft)
         with (
             out_of_memory("loading the draft", TOO_LARGE),
             self._on_all_ranks("set_draft", draft, algorithm, token_map),
@@ -302,7 +307,7 @@ class LLM:
 
     def _set_draft(
         self,
-        draft: "str | Path | DraftHead | DraftModel | None",
+        draft: "AnyDraft | DraftHead | DraftModel | None",
         algorithm: str,
         token_map: str | Path | None,
     ) -> None:
@@ -313,11 +318,13 @@ class LLM:
             algorithm = "NGRAM"
         if (bundled := draft_in_target(draft, algorithm, self._target_name)) is not None:
             draft = bundled
-        self._engine = self._policy = self._draft_folder = None
+        self._engine = self._policy = self.draft_folder = None
         self.head, self.draft = None, None
-        if isinstance(draft, str | Path):
-            find = partial(resolve_draft, draft, self.target.config)  # by a hub, which may fail one rank
-            draft = self._draft_folder = find() if self.group is None else self.group.ranks.together(find)
+        if isinstance(draft, AnyDraft):
+            find = partial(DraftFolder.open, draft, self.target.config)  # by a hub, which may fail one rank
+            opened = find() if self.group is None else self.group.ranks.together(find)
+            self.draft_folder = opened.path
+            draft = opened
         if draft is not None:
             self.draft = self._load_draft(draft, algorithm, token_map)
             self.head = self.draft.head
@@ -325,7 +332,7 @@ class LLM:
         self.config = self._resolved()
 
     def _load_draft(
-        self, draft: "str | Path | DraftHead | DraftModel", algorithm: str, token_map: str | Path | None
+        self, draft: "DraftFolder | DraftHead | DraftModel", algorithm: str, token_map: str | Path | None
     ) -> DraftModel:
         """Load a draft, all of it on every rank, and whole ends of the target for it."""
         target = self.target.with_whole_ends()
@@ -476,7 +483,7 @@ class LLM:
             return ShapeTable.parse(default)
         if self._policy is None:
             try:
-                self._policy = tuned_policy(engine, self._draft_folder)
+                self._policy = tuned_policy(engine, self.draft_folder)
             except UserError as error:
                 warnings.warn(f"{error.cause} The default shape is used. {error.remedy}", stacklevel=4)
                 self._policy = ShapeTable.parse(self._default_shape())
@@ -904,6 +911,11 @@ def _params_of_each(
             f"{count} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
         )
     return [replace(params, **fields) for params in given]
+
+
+def _named(draft: Any) -> Any:
+    """The folder of a draft that is open, which every rank opens by itself; anything else as it is."""
+    return draft.path if isinstance(draft, DraftFolder) else draft
 
 
 def _output(replies: Sequence[Request], prompt_logprobs: list[TokenLogprobs | None] | None) -> RequestOutput:

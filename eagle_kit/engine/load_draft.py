@@ -6,19 +6,17 @@ from pathlib import Path
 
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.kind import head_draft_model
-from eagle_kit.drafts.files.draft import resolve_draft
-from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.drafts.files.findings import raise_on_errors
 from eagle_kit.drafts.files.token_map import load_token_map
 from eagle_kit.drafts.files.validate import validate_draft
-from eagle_kit.drafts.registry import find_kind, find_serving_kind
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.linear import packed_parts
 
 
 def load_draft_model(
-    draft: "str | Path | DraftHead | DraftModel",
+    draft: "AnyDraft | DraftHead | DraftModel",
     target: Target,
     *,
     target_name: str | Path | None = None,
@@ -29,8 +27,8 @@ def load_draft_model(
     """Load a draft for ``target``, in its dtype and on its device.
 
     Args:
-        draft: a name (see :func:`~eagle_kit.drafts.files.draft.resolve_draft`), a head (copied), or a draft
-            model (used as it is). With ``"NEXTN"`` it may be the target's own folder.
+        draft: open or a name (see :meth:`~eagle_kit.drafts.files.draft.DraftFolder.open`), a head (copied),
+            or a draft model (used as it is). With ``"NEXTN"`` it may be the target's own folder.
         target_name: where the target came from; a folder is checked against it as ``validate`` does.
         algorithm: ``"auto"``, or what the draft is insisted to be.
         token_map: a file, or a file of the hub, with the target ids that an EAGLE, NEXTN or STANDALONE draft
@@ -42,21 +40,22 @@ def load_draft_model(
     """
     if isinstance(draft, DraftHead):
         return head_draft_model(copy_head(draft), target)
-    if not isinstance(draft, str | Path):
+    if not isinstance(draft, AnyDraft):
         return draft
-    folder = resolve_draft(draft, target.config)
-    files = open_draft(folder)
-    kind = find_serving_kind(files, algorithm)
+
+    # The draft, what it may propose, and whether it fits.
+    opened = DraftFolder.open(draft, target.config)
+    kind = opened.serving_kind(algorithm)
     hot = None
     if token_map is not None:
         hot = load_token_map(token_map, target.config.vocab_size, target_name)
-    if target_name is not None and kind is find_kind(files):
-        findings = validate_draft(folder, target_name, chat_template)
+    if target_name is not None and kind is opened.kind:
+        findings = validate_draft(opened, target_name, chat_template)
         raise_on_errors(findings)
         for finding in findings:
             if finding.level == "warning":
                 warnings.warn(f"{finding.subject}: {finding.cause} {finding.remedy}", stacklevel=4)
-    return kind.draft_model(files, target, hot)
+    return kind.draft_model(opened.files, target, hot)
 
 
 def copy_head(head: DraftHead) -> DraftHead:

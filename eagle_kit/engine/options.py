@@ -10,7 +10,7 @@ import torch
 
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.drafts.files.draft import drafts_in_target
+from eagle_kit.drafts.files.draft import AnyDraft, drafts_in_target
 from eagle_kit.drafts.registry import algorithms, kind_in_target
 from eagle_kit.models.targets.target import Target
 
@@ -20,7 +20,7 @@ def is_ngram(draft: Any) -> bool:
     return isinstance(draft, str) and draft.upper() == "NGRAM"
 
 
-def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) -> str | Path | None:
+def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) -> AnyDraft | None:
     """The draft that ``algorithm`` finds in the target's folder where none is given: the folder itself for
     modules of MTP, or the only folder in it that holds such a draft. None where no draft is needed.
 
@@ -42,7 +42,7 @@ def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) 
         if not found:
             raise UserError(f"The algorithm {algorithm} needs a draft.", "Give a draft, or choose NGRAM.")
         if len(found) > 1:
-            names = ", ".join(folder.name for folder in found)
+            names = ", ".join(each.path.name for each in found)
             raise UserError(
                 f"The target's folder holds several drafts for {algorithm} ({names}).",
                 "Give one of these folders as the draft.",

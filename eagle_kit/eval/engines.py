@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
@@ -10,6 +10,9 @@ from eagle_kit.core.output import RequestOutput
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.data.tasks.sets import Task
+
+if TYPE_CHECKING:
+    from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 
 Messages = list[dict[str, str]]
 
@@ -38,22 +41,22 @@ class EvalEngine(Protocol):
     ) -> list[RequestOutput]: ...
 
 
-MakeEngines = Callable[[str, Sequence[str]], list[EvalEngine]]
+MakeEngines = Callable[[str, Sequence["AnyDraft"]], list[EvalEngine]]
 """(target, drafts) -> engines: the plain one, then one per draft."""
 
 
-def resolve_drafts(target: str | Path, drafts: Mapping[str, str | Path]) -> dict[str, Path]:
-    """Folders of drafts, by the same names; see :func:`~eagle_kit.drafts.files.draft.resolve_draft`."""
-    from eagle_kit.drafts.files.draft import resolve_draft
+def open_drafts(target: str | Path, drafts: Mapping[str, str | Path]) -> "dict[str, DraftFolder]":
+    """Open drafts, by the same names; see :meth:`~eagle_kit.drafts.files.draft.DraftFolder.open`."""
+    from eagle_kit.drafts.files.draft import DraftFolder
     from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import resolve_target
 
     config = read_target_config(resolve_target(target))
-    return {name: resolve_draft(draft, config) for name, draft in drafts.items()}
+    return {name: DraftFolder.open(draft, config) for name, draft in drafts.items()}
 
 
 def make_engines(
-    target: str, drafts: Sequence[str], *, config: EngineConfig, records: bool = True
+    target: str, drafts: Sequence["AnyDraft"], *, config: EngineConfig, records: bool = True
 ) -> list[EvalEngine]:
     """Load the target once and every draft; one that does not fit is refused before the target is loaded.
     With tensor parallelism one engine decodes plainly and with its draft.

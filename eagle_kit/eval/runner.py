@@ -22,7 +22,7 @@ from eagle_kit.eval.answers import (
     fingerprint,
 )
 from eagle_kit.eval.decoder import Decoder
-from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, place, resolve_drafts
+from eagle_kit.eval.engines import MakeEngines, check_prompts, make_engines, open_drafts, place
 from eagle_kit.eval.report import plot, report
 from eagle_kit.eval.summary import summarise
 from eagle_kit.report.environment import command_line, cpu_model, describe_machine, describe_versions, now
@@ -70,7 +70,8 @@ def run_eval(
     if config.plots:
         require_matplotlib("give --no-plots")
     engine = config.engine
-    places = drafts if engines is not None else resolve_drafts(target, drafts)
+    opened = {} if engines is not None else open_drafts(target, drafts)
+    places = {name: opened[name].path if name in opened else draft for name, draft in drafts.items()}
     runs = [PLAIN, *(Setting(name, shape) for name in drafts for shape in config.shapes)]
     kwargs = config.chat_template_kwargs
     loaded = [task.limited(config.limit, config.seed).given(kwargs) for task in load_tasks(config.tasks)]
@@ -104,9 +105,8 @@ def run_eval(
                         f"note: cycles on a CPU are not recorded, {len(runs)} settings would keep too many."
                     )
                 engines = functools.partial(make_engines, config=engine, records=records)
-            made = dict(
-                zip([None, *drafts], engines(str(target), list(map(str, places.values()))), strict=True)
-            )
+            given = [opened.get(name, str(draft)) for name, draft in drafts.items()]
+            made = dict(zip([None, *drafts], engines(str(target), given), strict=True))
             check_prompts(made[None], loaded)
             if not (quiet or has_chat_template(made[None].tokenizer)):
                 print(NO_TEMPLATE)

@@ -22,7 +22,7 @@ from tiny_run import make_config, make_target
 from eagle_kit.cli.app import main
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.eagle3.kind import EAGLE3
-from eagle_kit.drafts.files.draft import load_draft, resolve_draft, save_draft, write_draft
+from eagle_kit.drafts.files.draft import DraftFolder, load_draft, save_draft, write_draft
 from eagle_kit.drafts.files.draft_files import open_draft
 from eagle_kit.drafts.files.export import import_draft
 from eagle_kit.drafts.files.publish import Repository
@@ -132,13 +132,14 @@ def test_an_evaluation_is_not_continued_with_a_newer_commit(hub, target, eagles,
 def test_a_second_start_downloads_and_converts_nothing(hub, target, eagles, capsys, monkeypatch):
     commit = hub.add(NAME, eagles)
     config = read_target_config(target)
-    folder = resolve_draft(NAME, config)
+    folder = DraftFolder.open(NAME, config).path
     assert "Converting the draft org/head" in spoken(capsys)
     written, asked = (folder / "model.safetensors").stat().st_mtime_ns, len(hub.downloads)
-    assert resolve_draft(NAME, config) == resolve_draft(f"{NAME}@{commit}", config) == folder
+    for name in (NAME, f"{NAME}@{commit}"):
+        assert DraftFolder.open(name, config).path == folder
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     num_requests = len(hub.requests)
-    assert resolve_draft(NAME, config) == folder
+    assert DraftFolder.open(NAME, config).path == folder
     assert len(hub.requests) == num_requests and len(hub.downloads) == asked
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert "Converting" not in spoken(capsys)
@@ -147,7 +148,7 @@ def test_a_second_start_downloads_and_converts_nothing(hub, target, eagles, caps
 def test_a_pickled_head_is_the_one_that_import_makes(hub, target, eagles, tmp_path):
     hub.add(NAME, eagles)
     import_draft(eagles, tmp_path / "imported", target=target)
-    ours = resolve_draft(NAME, read_target_config(target))
+    ours = DraftFolder.open(NAME, read_target_config(target)).path
     found, wanted = (load_file(folder / "model.safetensors") for folder in (ours, tmp_path / "imported"))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert open_draft(ours).config == open_draft(tmp_path / "imported").config
@@ -163,7 +164,7 @@ def test_a_head_that_names_no_layers_is_converted_for_each_depth_of_target(hub, 
     hub.add(NAME, eagles)
     few = read_target_config(target)
     for config in (few, replace(few, num_layers=30), few):
-        assert load_draft(resolve_draft(NAME, config)).config.aux_layer_ids == config.default_aux_layer_ids
+        assert DraftFolder.open(NAME, config).load().config.aux_layer_ids == config.default_aux_layer_ids
 
 
 def test_layers_numbered_as_outputs_are_converted(hub, tmp_path):
@@ -175,7 +176,7 @@ def test_layers_numbered_as_outputs_are_converted(hub, tmp_path):
 def test_a_head_of_ours_is_used_as_it_lies_in_the_hubs_cache(hub, target, tmp_path):
     save_draft(tiny_head(load_target(target)), tmp_path / "ours", metadata={})
     commit = hub.add(NAME, tmp_path / "ours")
-    assert resolve_draft(NAME).name == commit
+    assert DraftFolder.open(NAME).path.name == commit
     assert not (tmp_path / "cache" / "drafts").exists()
 
 
@@ -199,7 +200,7 @@ def test_a_branch_or_a_commit_is_named_behind_the_id(hub, target, tmp_path):
 
 def test_whole_models_draft_by_name_and_targets_have_revisions_too(hub, target):
     hub.add("org/small", target)
-    assert resolve_target("org/small@main") == resolve_draft("org/small")
+    assert resolve_target("org/small@main") == DraftFolder.open("org/small").path
     llm = LLM("org/small", "org/small", algorithm="STANDALONE")
     assert llm.draft.is_whole_model
     assert llm.generate([[5, 6, 7]], shape="2,1,3")[0].stats.accept_length > 2
@@ -208,7 +209,7 @@ def test_whole_models_draft_by_name_and_targets_have_revisions_too(hub, target):
 @pytest.mark.nightly
 @pytest.mark.real
 def test_a_packaged_target_drafts_by_name():
-    assert resolve_draft("smollm2-135m-instruct") == resolve_target("smollm2-135m-instruct")
+    assert DraftFolder.open("smollm2-135m-instruct").path == resolve_target("smollm2-135m-instruct")
 
 
 class TestDraftsInTheirTargetsFolder:
@@ -247,15 +248,15 @@ class TestDraftsInTheirTargetsFolder:
         assert hub.downloads == ["DFlash/config.json", "DFlash/eagle_kit.json", "DFlash/model.safetensors"]
         assert load_draft(f"org/model/DSpark@{commit}").config.markov_rank == 5
         with pytest.raises(UserError, match="org/model/Medusa has no config.json"):
-            resolve_draft("org/model/Medusa")
+            DraftFolder.open("org/model/Medusa")
 
     def test_in_another_layout_are_converted_once(self, hub, tmp_path):
         specforges(tmp_path / "bundle" / "eagle3")
         hub.add("org/model", tmp_path / "bundle")
-        folder = resolve_draft("org/model/eagle3")
+        folder = DraftFolder.open("org/model/eagle3").path
         assert folder.parent.name == "models--org--model--eagle3"
         assert load_draft(folder).config.aux_layer_ids == (2, 6, 9)
-        assert resolve_draft("org/model/eagle3") == folder
+        assert DraftFolder.open("org/model/eagle3").path == folder
 
 
 def test_a_target_where_a_head_is_needed_is_refused(hub, target, tmp_path, capsys):
@@ -278,7 +279,7 @@ def test_what_cannot_be_had_is_said(hub, eagles, monkeypatch):
 
     def refused(name: str) -> str:
         with pytest.raises(UserError) as error:
-            resolve_draft(name)
+            DraftFolder.open(name)
         return str(error.value)
 
     assert "no repository that the hub shows you" in refused("org/nothing")
@@ -305,7 +306,7 @@ def test_a_repository_of_something_else_is_refused(hub, tmp_path):
     (tmp_path / "data" / "chats.json").write_text("[]")
     hub.add("org/data", tmp_path / "data")
     with pytest.raises(UserError, match="The draft org/data has no config.json"):
-        resolve_draft("org/data")
+        DraftFolder.open("org/data")
 
 
 class Malicious:
@@ -325,7 +326,7 @@ def test_a_pickle_is_never_executed(hub, target, eagles, tmp_path):
 
 def convert(name: str, target: Path, gate) -> None:
     gate.wait()
-    resolve_draft(name, read_target_config(target))
+    DraftFolder.open(name, read_target_config(target))
 
 
 def test_two_processes_convert_once(hub, target, eagles, tmp_path, capfd):
@@ -361,7 +362,8 @@ def test_an_exported_draft_is_pushed_and_comes_back(hub, target, tmp_path, monke
     assert main([*words, *push, "--private"]) == 0
     assert f"me/draft: {hub.url}/me/draft" in spoken(capsys)
     assert hub.repos["me/draft"].private
-    here, there = open_draft(tmp_path / "out"), open_draft(resolve_draft("me/draft"))
+    here = DraftFolder.open(tmp_path / "out").files
+    there = DraftFolder.open("me/draft").files
     assert (there.config, there.metadata) == (here.config, here.metadata)
     assert there.names == here.names and all(
         torch.equal(there.tensors[n], here.tensors[n]) for n in here.names

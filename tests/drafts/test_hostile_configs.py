@@ -11,12 +11,9 @@ from tiny_mixtures import deepseek_v3_target
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
-from eagle_kit.drafts.files.draft import save_draft
-from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.draft import DraftFolder, save_draft
 from eagle_kit.drafts.files.findings import check_fit
-from eagle_kit.drafts.files.recognise import recognise
 from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
-from eagle_kit.drafts.registry import find_head_kind
 
 TARGET = tiny_target(num_layers=12)
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -57,9 +54,9 @@ def test_a_hostile_value_of_any_field_is_refused_or_read(kind, tmp_path):
     for key, value, config in with_one_other_value(whole):
         (folder / "config.json").write_text(json.dumps(config))
         try:
-            files = open_draft(folder)
-            read = find_head_kind(files).read_config(files, TARGET.config)
-            recognise(files)
+            draft = DraftFolder.open(folder)
+            read = draft.head_kind.read_config(draft.files, TARGET.config)
+            assert draft.layout.kind is draft.kind
             check_fit(read, TARGET.config)
             num_read += 1
         except UserError as error:
@@ -73,9 +70,9 @@ def test_a_wrong_hidden_size_is_named(value, tmp_path):
     save_draft(heads()["eagle3"], tmp_path / "draft", metadata={})
     path = tmp_path / "draft" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": value}))
-    files = open_draft(tmp_path / "draft")
+    draft = DraftFolder.open(tmp_path / "draft")
     with pytest.raises(UserError, match="has no 'hidden_size'" if value is None else "says hidden_size"):
-        find_head_kind(files).read_config(files)
+        draft.head_kind.read_config(draft.files)
 
 
 @pytest.mark.parametrize("layer", [-1, 13])

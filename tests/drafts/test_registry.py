@@ -1,7 +1,11 @@
 """Every registered kind of head, and one that a test adds with one line, through every room that asks."""
 
+import builtins
+import io
 import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,12 +22,13 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.data.chat.vocab_map import VocabMap
 from eagle_kit.drafts import registry
 from eagle_kit.drafts.base.kind import HeadKind, InitContext
-from eagle_kit.drafts.files.draft import load_draft, save_draft
+from eagle_kit.drafts.files.draft import DraftFolder, load_draft, save_draft
 from eagle_kit.drafts.files.draft_files import open_draft
 from eagle_kit.drafts.files.export import export_draft
 from eagle_kit.drafts.files.formats import refuse
 from eagle_kit.drafts.files.validate import validate_draft
 from eagle_kit.engine.llm import LLM
+from eagle_kit.engine.load_draft import load_draft_model
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.train.__main__ import main as train
 from eagle_kit.train.plan.sizes import head_sizes
@@ -66,8 +71,7 @@ def test_a_new_head_is_saved_found_and_loaded_to_the_bit(kind, target, tmp_path)
     head = fresh(kind, target)
     assert any(parameter.requires_grad for parameter in head.parameters())
     save_draft(head, tmp_path / "draft", metadata={})
-    files = open_draft(tmp_path / "draft")
-    assert registry.find_kind(files) is registry.kind_of(head.config) is kind
+    assert DraftFolder.open(tmp_path / "draft").kind is registry.kind_of(head.config) is kind
     loaded = load_draft(tmp_path / "draft", target=target[1])
     assert type(loaded) is kind.head_class and loaded.config.target == "tiny"
     assert kind.write_config(loaded.config) == kind.write_config(head.config)
@@ -89,6 +93,56 @@ def test_a_head_is_checked_and_exported_with_a_card(kind, target, tmp_path):
     config = kind.read_config(open_draft(tmp_path / "out"))
     assert f"# {kind.title} for tiny" in card and kind.describe(config, "bfloat16") in card
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+class Counted:
+    """What a process does with a draft while this is in place.
+
+    Attributes:
+        opened: files in the order in which they were opened.
+        num_classified: times that a draft was given to the first of all kinds to be recognised.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.opened: list[Path] = []
+        self.num_classified = 0
+        first = type(registry.KINDS[0])
+        recognises = first.recognises
+
+        def note(call):
+            def opening(file, *args, **options):
+                if not isinstance(file, int):
+                    self.opened.append(Path(os.fsdecode(file)))
+                return call(file, *args, **options)
+
+            return opening
+
+        def recognising(kind, files):
+            self.num_classified += 1
+            return recognises(kind, files)
+
+        monkeypatch.setattr(io, "open", note(io.open))
+        monkeypatch.setattr(builtins, "open", note(builtins.open))
+        monkeypatch.setattr(first, "recognises", recognising)
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_a_draft_is_opened_and_classified_once_on_the_way_from_its_name(kind, target, tmp_path, monkeypatch):
+    folder, model = target
+    draft = tmp_path / "draft"
+    save_draft(fresh(kind, target), draft, metadata={})
+    json_files = (draft / "config.json", draft / "eagle_kit.json")
+
+    # To a drafter, checked against its target on the way.
+    counted = Counted(monkeypatch)
+    load_draft_model(draft, model, target_name=folder, algorithm=kind.algorithm)
+    assert [counted.opened.count(file) for file in json_files] == [1, 1]
+    assert counted.num_classified == 1
+
+    # To an export with a card.
+    export_draft(draft, tmp_path / "out", target=folder)
+    assert [counted.opened.count(file) for file in json_files] == [2, 2]
+    assert counted.num_classified == 2
 
 
 @pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
@@ -194,10 +248,10 @@ def test_rows_are_left_out_only_where_nothing_needs_them(kind, training, message
 
 def test_whole_models_and_unknown_heads_are_no_heads(target, tmp_path):
     with pytest.raises(UserError, match="is a whole model, not a draft head"):
-        registry.find_head_kind(open_draft(target[0]))
+        _ = DraftFolder.open(target[0]).head_kind
     (tmp_path / "config.json").write_text('{"architectures": ["Gemma4DSparkModel"]}')
     with pytest.raises(UserError, match="is a DSpark draft"):
-        registry.find_kind(open_draft(tmp_path))
+        _ = DraftFolder.open(tmp_path).kind
 
 
 def test_other_engines_have_no_class_for_it(target, tmp_path):

@@ -1,8 +1,7 @@
 """The name by which a draft folder is asked for when serving."""
 
-from eagle_kit.drafts.files.draft_files import open_draft
-from eagle_kit.drafts.registry import find_kind
+from eagle_kit.drafts.files.draft import DraftFolder
 
 
 def algorithm_of(folder) -> str:
-    return find_kind(open_draft(folder)).algorithm
+    return DraftFolder.open(folder).kind.algorithm

@@ -1,16 +1,15 @@
 """Between our layout and the others', by kind of head; a draft from elsewhere goes back as it came."""
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.base.kind import HeadKind
-from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, open_draft
+from eagle_kit.drafts.files.draft_files import OWN, DraftFiles
 from eagle_kit.drafts.files.format_table import converter
 from eagle_kit.drafts.files.formats import FORMATS, Format, Served, config_hash, dtype_name
-from eagle_kit.drafts.files.recognise import Layout, recognise
+from eagle_kit.drafts.files.recognise import Layout
 from eagle_kit.models.config import TargetConfig
 
 IMPORTED = "imported"
@@ -18,37 +17,36 @@ IMPORTED = "imported"
 
 
 def read_draft(
-    folder: str | Path, *, format: Format | None = None, target: TargetConfig | None = None
-) -> tuple[DraftFiles, Layout]:
-    """Any draft -> our layout, and what was recognised.
+    files: DraftFiles, seen: Layout, *, format: Format | None = None, target: TargetConfig | None = None
+) -> DraftFiles:
+    """Any draft -> our layout.
 
     Args:
-        format: what the folder is in; needed only where two formats look the same.
+        seen: the layout of ``files``.
+        format: what they are in; needed only where two formats look the same.
         target: needed only by drafts that name no layer ids.
 
     Raises:
-        UserError: not a draft of ours; two formats that number layers differently are possible; a tensor too
-            many or too few.
+        UserError: two formats that number layers differently are possible; a tensor too many or too few.
     """
-    files = open_draft(folder)
-    seen = recognise(files)
     written = format or seen.format
     if seen.format is not None and format is not None and not _is_possible(format, seen):
         raise UserError(
-            f"The draft in {folder} is not in the format {format}: it was recognised as {seen.maker}.",
+            f"The draft in {files.where} is not in the format {format}: it was recognised as {seen.maker}.",
             f"Import it as {seen.format}, or leave the format out.",
         )
     if written is None:
         raise UserError(
-            f"The draft in {folder} does not say whether it means inputs or outputs of the layers it names.",
+            f"The draft in {files.where} does not say whether it means inputs or outputs of the layers it "
+            "names.",
             "Convert it by eagle-kit import with --format sglang for heads of SpecForge, SGLang and ModelOpt "
             "(outputs), --format vllm for heads of EAGLE and vLLM (inputs).",
         )
     if written == "eagle-kit":
-        return files, seen
+        return files
     ours: DraftFiles = converter(seen.kind).read(files, written, target)
     if OWN in files.config:
-        return ours, seen
+        return ours
     names = {name: theirs for name, theirs in seen.kind.names(files).items() if name in ours.tensors}
     left_out = {name: files.tensors[name] for name in sorted(files.tensors.keys() - set(names.values()))}
     assert not any(bool(tensor.any()) for tensor in left_out.values())
@@ -61,7 +59,7 @@ def read_draft(
         "zeros": {name: [list(zeros.shape), dtype_name(zeros.dtype)] for name, zeros in left_out.items()},
         "config_here": config_hash(ours.config),
     }
-    return DraftFiles(ours.config, ours.tensors, {**files.metadata, IMPORTED: origin}, ours.where), seen
+    return DraftFiles(ours.config, ours.tensors, {**files.metadata, IMPORTED: origin}, ours.where)
 
 
 def _is_possible(format: Format, seen: Layout) -> bool:

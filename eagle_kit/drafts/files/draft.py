@@ -4,6 +4,8 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from eagle_kit.core.files import (
     replacing,
     writing_remedy,
 )
+from eagle_kit.drafts.base.kind import DraftKind, HeadKind
 from eagle_kit.drafts.files.convert import read_draft
-from eagle_kit.drafts.files.draft_files import CONFIG, METADATA, WEIGHTS, open_draft
-from eagle_kit.drafts.files.recognise import recognise
-from eagle_kit.drafts.registry import find_head_kind, find_kind, kind_of
+from eagle_kit.drafts.files.draft_files import CONFIG, METADATA, WEIGHTS, DraftFiles, open_draft
+from eagle_kit.drafts.files.recognise import Layout, recognise
+from eagle_kit.drafts.registry import find_kind, kind_in_target, kind_of
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.source import SET_CACHE, resolve_model, target_revision
@@ -31,7 +34,135 @@ from eagle_kit.models.targets.target import Target
 
 CARD = "README.md"
 CONVERSION_VERSION = 2
-"""Version of what :func:`resolve_draft` writes; increase it to invalidate earlier conversions."""
+"""Version of what :meth:`DraftFolder.open` converts; increase it to invalidate earlier conversions."""
+
+
+@dataclass(frozen=True, eq=False)
+class DraftFolder:
+    """A draft on disk, opened once and classified once, for everything that reads it.
+
+    Attributes:
+        name: the folder, hub id or known name by which it was found.
+        path: its folder.
+        files: its config and metadata, which are read, and its tensors, which are read on demand.
+    """
+
+    name: str
+    path: Path
+    files: DraftFiles
+
+    @classmethod
+    def open(cls, draft: "AnyDraft", target: TargetConfig | None = None) -> "DraftFolder":
+        """Find and open a draft. A draft of the hub in another layout is converted to ours in the cache, once
+        for each commit.
+
+        Args:
+            draft: a name as :func:`~eagle_kit.models.loading.source.resolve_model` takes it, where
+                ``org/target/folder`` is a draft in its target's repository; or a draft that is open already,
+                whose files are not read again.
+            target: gives the usual layer ids to a draft that names none.
+
+        Raises:
+            UserError: it cannot be obtained, or is not a draft or a model that we know.
+        """
+        return cls.as_published(draft).converted(target)
+
+    @classmethod
+    def as_published(cls, draft: "AnyDraft", role: str = "draft") -> "DraftFolder":
+        """Find and open a draft in the layout in which it was published. Raises UserError as :meth:`open`
+        does; ``role`` is what its messages call the draft."""
+        if isinstance(draft, DraftFolder):
+            return draft
+        path = resolve_model(draft, role)
+        return cls(str(draft), path, open_draft(path))
+
+    def converted(self, target: TargetConfig | None) -> "DraftFolder":
+        """This draft, or its conversion to our layout where it is one of the hub in another layout; see
+        :meth:`open`."""
+        commit = target_revision(self.path)
+        if commit is None or self.kind.is_whole_model or self.layout.format == "eagle-kit":
+            return self
+
+        # The place of the conversion: repository, folder in it, commit, and what the conversion depends on.
+        layers = () if target is None else target.default_aux_layer_ids
+        version = "-".join(map(str, (commit, f"v{CONVERSION_VERSION}", *layers)))
+        place = self.path.resolve()
+        inside = [place.name] if place.name != commit else []
+        repository = place.parents[1 + len(inside)].name
+        folder = cache_folder() / "drafts" / "--".join([repository, *inside]) / version
+        if not folder.is_dir():
+            self._convert(folder, target)
+        return DraftFolder(self.name, folder, open_draft(folder))
+
+    def _convert(self, folder: Path, target: TargetConfig | None) -> None:
+        """Write the draft in our layout to ``folder``, unless another process has done it meanwhile."""
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if folder.is_dir():
+                    return
+                print(f"Converting the draft {self.name} in {folder} (once)", file=sys.stderr, flush=True)
+                ours = read_draft(self.files, self.layout, target=target)
+                tensors = {key: tensor.contiguous() for key, tensor in ours.tensors.items()}
+                write_draft(folder, tensors, ours.config, metadata=ours.metadata)
+        except OSError as error:
+            raise UserError(
+                f"The draft {self.name} could not be converted ({error}).", writing_remedy(error, SET_CACHE)
+            ) from error
+
+    @cached_property
+    def kind(self) -> DraftKind:
+        """Its kind. Raises UserError for a draft of a kind that we do not have."""
+        return find_kind(self.files)
+
+    @property
+    def head_kind(self) -> HeadKind[Any, Any, Any]:
+        """Its kind, of a head. Raises UserError for a whole model too."""
+        kind = self.kind
+        if not isinstance(kind, HeadKind):
+            raise UserError(
+                f"The model in {self.files.where} ({self.files.architecture}) is a whole model, not a draft "
+                "head.",
+                "A whole model drafts as it is, and modules of MTP are served out of their target's folder.",
+            )
+        return kind
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Whose layout a head has. Raises UserError for a whole model, and for an unknown layout."""
+        return recognise(self.files, self.head_kind)
+
+    def serving_kind(self, algorithm: str = "auto") -> DraftKind:
+        """The kind that drafts from its files. Raises UserError where it is not what ``algorithm`` asks
+        for."""
+        kind = self.kind
+        if algorithm == "auto" or algorithm in kind.algorithms:
+            return kind
+        if kind.is_whole_model and (asked := kind_in_target(algorithm)) is not None:
+            return asked
+        raise UserError(
+            f"The draft {self.files.where} is for the algorithm {kind.algorithm}, and {algorithm} was asked "
+            "for.",
+            f"Ask for {kind.algorithm}, or give another draft.",
+        )
+
+    def load(
+        self,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        *,
+        target: Target | None = None,
+    ) -> DraftHead:
+        """Load its head, ready to be trained; see :func:`load_draft`."""
+        head: DraftHead = self.head_kind.read(self.files, target, dtype=dtype, device=device)
+        return head
+
+    def __str__(self) -> str:
+        return self.name
+
+
+AnyDraft = str | Path | DraftFolder
+"""A draft that is open, or its name, by which :meth:`DraftFolder.open` finds it."""
 
 
 def save_draft(
@@ -113,62 +244,22 @@ def _check_replaceable(folder: Path) -> None:
         )
 
 
-def resolve_draft(name: str | Path, target: TargetConfig | None = None) -> Path:
-    """Resolve a draft to its folder, as targets are resolved; one of the hub in another layout is converted
-    to ours in the cache, once for each commit.
-
-    Args:
-        name: see :func:`~eagle_kit.models.loading.source.resolve_model`. A local folder stays as it is, and
-            ``org/target/folder`` is a draft in its target's repository.
-        target: gives the usual layer ids to a draft that names none.
-
-    Raises:
-        UserError: it cannot be obtained, or is not a draft or a model that we know.
-    """
-    folder = resolve_model(name, "draft")
-    if (commit := target_revision(folder)) is None:
-        return folder
-    files = open_draft(folder)
-    if find_kind(files).is_whole_model or recognise(files).format == "eagle-kit":
-        return folder
-    layers = () if target is None else target.default_aux_layer_ids
-    version = "-".join(map(str, (commit, f"v{CONVERSION_VERSION}", *layers)))
-    place = folder.resolve()
-    inside = [place.name] if place.name != commit else []
-    repository = place.parents[1 + len(inside)].name
-    converted = cache_folder() / "drafts" / "--".join([repository, *inside]) / version
-    if converted.is_dir():
-        return converted
-    try:
-        converted.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{converted}.lock"):  # another process may be converting it
-            if not converted.is_dir():
-                print(f"Converting the draft {name} in {converted} (once)", file=sys.stderr, flush=True)
-                ours, _ = read_draft(folder, target=target)
-                tensors = {key: tensor.contiguous() for key, tensor in ours.tensors.items()}
-                write_draft(converted, tensors, ours.config, metadata=ours.metadata)
-    except OSError as error:
-        raise UserError(
-            f"The draft {name} could not be converted ({error}).", writing_remedy(error, SET_CACHE)
-        ) from error
-    return converted
-
-
-def drafts_in_target(folder: str | Path, algorithm: str) -> list[Path]:
-    """Folders in a target's that hold a draft head for ``algorithm``, as some are published."""
+def drafts_in_target(folder: str | Path, algorithm: str) -> list[DraftFolder]:
+    """Open the draft heads for ``algorithm`` that lie in folders of a target's, as some are published."""
     found = []
     for config in sorted(Path(folder).glob(f"*/{CONFIG}")):
         try:
-            kind = find_kind(open_draft(config.parent))
+            draft = DraftFolder.as_published(config.parent)
+            kind = draft.kind
         except UserError:  # something else, or a head that is not ours
             continue
         if algorithm in kind.algorithms and not kind.is_whole_model:
-            found.append(config.parent)
+            found.append(draft)
     return found
 
 
 def load_draft(
-    folder: str | Path,
+    draft: AnyDraft,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     *,
@@ -177,7 +268,7 @@ def load_draft(
     """Load a draft head of ours or of another trainer, ready to be trained.
 
     Args:
-        folder: see :func:`resolve_draft`.
+        draft: see :meth:`DraftFolder.open`.
         dtype: of the weights in memory; RoPE frequencies stay fp32.
         target: the head is bound to it. Needed only by drafts that name no layer ids, or have no ``lm_head``
             because they share the target's; heads without an output layer must be bound before they run.
@@ -186,5 +277,5 @@ def load_draft(
         UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible vocabulary
             map; a whole model.
     """
-    files = open_draft(resolve_draft(folder, None if target is None else target.config))
-    return find_head_kind(files).read(files, target, dtype=dtype, device=device)
+    opened = DraftFolder.open(draft, None if target is None else target.config)
+    return opened.load(dtype, device, target=target)

@@ -1,5 +1,6 @@
 """A draft as files, whatever its layout: nothing is built, cast or left out."""
 
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -172,7 +173,8 @@ def old_weight_files(folder: Path) -> list[Path]:
 
 def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        is_mapped = zipfile.is_zipfile(path)  # files of torch before 1.6 are no archives, and are read whole
+        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:  # unpickling raises whatever the broken bytes make it raise
         raise UserError(f"The file {path} is corrupt or truncated.", "Copy or download it again.") from error
     if not isinstance(tensors, dict) or not all(

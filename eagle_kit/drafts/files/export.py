@@ -15,7 +15,7 @@ from eagle_kit.core.files import read_object
 from eagle_kit.drafts.base.kind import HeadKind
 from eagle_kit.drafts.files.card import Card, model_card
 from eagle_kit.drafts.files.convert import IMPORTED, read_draft, write_draft_as
-from eagle_kit.drafts.files.draft import write_draft
+from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder, write_draft
 from eagle_kit.drafts.files.draft_files import OLD_WEIGHTS, OWN, WEIGHTS, DraftFiles, without_keys
 from eagle_kit.drafts.files.findings import raise_on_errors
 from eagle_kit.drafts.files.formats import Format, Served, dtype_name
@@ -92,20 +92,25 @@ def export_draft(
     """
     check_out(out)
     source = find_checkpoint(run_or_checkpoint)
-    name = target_of([source], None if target is None else str(target), default="").name
+    draft = DraftFolder.as_published(source)
+
+    # Check it against its target.
+    name = target_of([draft], None if target is None else str(target), default="").name
     if name:
-        raise_on_errors(validate_draft(source, name))
+        raise_on_errors(validate_draft(draft, name))
+
+    # Bring it into our layout, and write it in the one that was asked for.
     served = served_by(name)
-    files, seen = read_draft(source, target=served.config)
-    files = cast(files, seen.kind, dtype)
+    files = read_draft(draft.files, draft.layout, target=served.config)
+    files = cast(files, draft.head_kind, dtype)
     given = facts.eval_summary
     summary = None if given is None else measured(read_summary(given), (Path(out), source))
-    write_with_card(files, seen.kind, format, served, out, summary=summary, facts=facts)
+    write_with_card(files, draft.head_kind, format, served, out, summary=summary, facts=facts)
     return source
 
 
 def import_draft(
-    folder: str | Path,
+    draft: AnyDraft,
     out: str | Path,
     *,
     format: Format | None = None,
@@ -115,8 +120,9 @@ def import_draft(
     """Write a draft of any layout in ours, every tensor bit for bit.
 
     Args:
-        folder: or a hub id, as targets have.
-        format: what ``folder`` is in; needed only where it cannot be recognised.
+        draft: open as it was published, or its name; see
+            :meth:`~eagle_kit.drafts.files.draft.DraftFolder.as_published`.
+        format: what it is in; needed only where it cannot be recognised.
         target: gives the usual layer ids to a draft that names none.
 
     Returns:
@@ -128,9 +134,10 @@ def import_draft(
     """
     check_out(out)
     served = served_by(str(target or ""))
-    files, seen = read_draft(resolve_model(folder, "draft"), format=format, target=served.config)
-    write_with_card(files, seen.kind, "eagle-kit", served, out, facts=facts)
-    return seen
+    opened = DraftFolder.as_published(draft)
+    files = read_draft(opened.files, opened.layout, format=format, target=served.config)
+    write_with_card(files, opened.head_kind, "eagle-kit", served, out, facts=facts)
+    return opened.layout
 
 
 def check_out(out: str | Path) -> None:

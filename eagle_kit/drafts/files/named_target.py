@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from eagle_kit.core.errors import TargetError, UserError
-from eagle_kit.drafts.files.draft_files import WEIGHTS_KEY, DraftFiles, open_draft
-from eagle_kit.drafts.registry import find_kind
+from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
+from eagle_kit.drafts.files.draft_files import WEIGHTS_KEY
 from eagle_kit.models.loading.places import find_place, note_of
-from eagle_kit.models.loading.source import PACKAGED_TARGETS, is_hub_id, resolve_model, target_revision
+from eagle_kit.models.loading.source import PACKAGED_TARGETS, is_hub_id, target_revision
 
 DEFAULT_ORIGIN = "the default target, since no draft names another"
 
@@ -37,11 +37,11 @@ def naming(target: NamedTarget) -> Iterator[None]:
         raise UserError(cause, error.remedy) from None
 
 
-def target_of(drafts: Sequence[str | Path], given: str | None, default: str) -> NamedTarget:
+def target_of(drafts: Sequence[AnyDraft], given: str | None, default: str) -> NamedTarget:
     """Find the target that drafts shall be used with.
 
     Args:
-        drafts: folders, hub ids or known names; none for plain decoding.
+        drafts: open, or folders, hub ids or known names; none for plain decoding.
         given: with ``--target``; None where it was left out.
         default: where neither the command nor a draft names one.
 
@@ -52,7 +52,7 @@ def target_of(drafts: Sequence[str | Path], given: str | None, default: str) -> 
         return NamedTarget(given, "given with --target")
     found: NamedTarget | None = None
     for draft in drafts:
-        named = named_by(str(draft), open_draft(resolve_model(draft, "draft")))
+        named = named_by(DraftFolder.as_published(draft))
         if named is None:
             continue
         if found is not None and found.name != named.name:
@@ -65,14 +65,15 @@ def target_of(drafts: Sequence[str | Path], given: str | None, default: str) -> 
     return found or NamedTarget(default, DEFAULT_ORIGIN)
 
 
-def named_by(draft: str, files: DraftFiles) -> NamedTarget | None:
+def named_by(draft: DraftFolder) -> NamedTarget | None:
     """The target that a draft's own files name; None where they name none.
 
     Raises:
         UserError: the name is neither a hub id nor a folder, and no folder on this machine has the weights.
     """
-    if find_kind(files).is_whole_model:
+    if draft.kind.is_whole_model:
         return None
+    files = draft.files
     named = files.own.get("target") or files.metadata.get("target")
     if not named:
         return None

@@ -7,7 +7,6 @@ from eagle_kit.drafts.base.kind import HeadKind
 from eagle_kit.drafts.files.draft_files import OWN, DraftFiles
 from eagle_kit.drafts.files.format_table import converter
 from eagle_kit.drafts.files.formats import FORMATS, PEERS, Format
-from eagle_kit.drafts.registry import find_head_kind
 
 
 class Layout(NamedTuple):
@@ -24,13 +23,12 @@ class Layout(NamedTuple):
     maker: str
 
 
-def recognise(files: DraftFiles) -> Layout:
-    """Look at ``config.json`` and the names of the tensors.
+def recognise(files: DraftFiles, kind: HeadKind[Any, Any, Any]) -> Layout:
+    """Recognise the layout of a head of ``kind`` by its ``config.json`` and the names of its tensors.
 
     Raises:
-        UserError: another architecture than ours, with the reason.
+        UserError: a part that our head has not, or a format that is not known.
     """
-    kind = find_head_kind(files)
     if OWN not in files.config:
         found = converter(kind).layout(files)
         return Layout(kind, *found)

@@ -4,23 +4,20 @@ from pathlib import Path
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.files.convert import IMPORTED
-from eagle_kit.drafts.files.draft import resolve_draft
-from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.drafts.files.findings import Finding, TargetFolder
-from eagle_kit.drafts.files.recognise import recognise
-from eagle_kit.drafts.registry import find_kind
 from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 
 
-def validate_draft(draft: str | Path, target: str | Path, chat_template: Path | None = None) -> list[Finding]:
+def validate_draft(draft: AnyDraft, target: str | Path, chat_template: Path | None = None) -> list[Finding]:
     """Check a draft of any kind against a target.
 
     Heads: sizes, vocabulary, layer ids, context, RoPE, template, name, weights. A whole model: vocabulary,
     tokenizer, context.
 
     Args:
-        draft: see :func:`~eagle_kit.drafts.files.draft.resolve_draft`; when it cannot be read, that is a
+        draft: see :meth:`~eagle_kit.drafts.files.draft.DraftFolder.open`; where it cannot be read, that is a
             finding too.
         target: anything that ``resolve_target`` knows; only its config and tokenizer are read.
         chat_template: file of the one in use, in place of the target's.
@@ -31,13 +28,17 @@ def validate_draft(draft: str | Path, target: str | Path, chat_template: Path | 
     folder = resolve_target(target)
     against = TargetFolder(folder, read_target_config(folder), chat_template)
     try:
-        files = open_draft(resolve_draft(draft, against.config))
-        kind = find_kind(files)
-        found = kind.validate(files, against)
-        if kind.is_whole_model:
+        opened = DraftFolder.open(draft, against.config)
+        found = opened.kind.validate(opened.files, against)
+        if opened.kind.is_whole_model:
             return found
-        origin = files.metadata.get(IMPORTED)
+        origin = opened.files.metadata.get(IMPORTED)
         came = f", converted from {origin['layout']}" if origin else ""
-        return [Finding("ok", "layout", f"{recognise(files).maker}{came}."), *found]
+        return [Finding("ok", "layout", f"{opened.layout.maker}{came}."), *found]
     except UserError as error:
-        return [Finding("error", "checkpoint", error.cause, error.remedy)]
+        return [unreadable(error)]
+
+
+def unreadable(error: UserError) -> Finding:
+    """The finding about a draft that cannot be read."""
+    return Finding("error", "checkpoint", error.cause, error.remedy)

@@ -241,10 +241,8 @@ class Planner:
     def _draft(self, target: Target) -> DraftModel | None:
         """The draft behind ``target``, which gets the whole embedding where a draft reads it."""
         algorithm = self.options.algorithm
-        name = self.draft
-        if (bundled := draft_in_target(name, algorithm, self.name)) is not None:
-            name = str(bundled)
-        if name is None:
+        chosen = draft_in_target(self.draft, algorithm, self.name) or self.draft
+        if chosen is None:
             return None
         whole, dtype = copy(target), target.embed_tokens.weight.dtype
         whole._modules = dict(target._modules)
@@ -255,7 +253,7 @@ class Planner:
                 whole.lm_head = Linear(size, num_words, bias=False).to(dtype).requires_grad_(False)
                 if self.config.tie_word_embeddings:
                     whole.lm_head.weight = whole.embed_tokens.weight
-        draft = load_draft_model(name, whole, algorithm=algorithm, token_map=self.options.token_map)
+        draft = load_draft_model(chosen, whole, algorithm=algorithm, token_map=self.options.token_map)
         whole.lm_head = target.lm_head
         if not draft.is_whole_model:
             target.embed_tokens = whole.embed_tokens

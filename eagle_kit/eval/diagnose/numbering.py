@@ -11,8 +11,8 @@ from typing import NamedTuple
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.drafts.eagle3.fused_states import SHIFTS, FusedStatesKind, unstated_ids
-from eagle_kit.drafts.files.draft_files import DraftFiles, open_draft
-from eagle_kit.drafts.registry import find_kind
+from eagle_kit.drafts.files.draft import DraftFolder
+from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose.chain import Source, View, read_chain
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
@@ -55,11 +55,8 @@ class Numbering(NamedTuple):
         return f"{', and '.join(parts)} ({self.num_drafts} drafts), {verdict}."
 
 
-def measure_numbering(draft: str | Path, target: str | Path) -> Numbering | None:
+def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | None:
     """Compare both conventions for the layer ids of a draft.
-
-    Args:
-        draft: a folder.
 
     Returns:
         None for a draft that states its convention or names no layers, and for a target without weights at
@@ -69,8 +66,8 @@ def measure_numbering(draft: str | Path, target: str | Path) -> Numbering | None
         UserError: the draft or the target cannot be read.
     """
     # What there is to decide, by files alone.
-    files = open_draft(draft)
-    kind = find_kind(files)
+    files = draft.files
+    kind = draft.kind
     folder = resolve_target(target)
     ids = unstated_ids(files, kind) if isinstance(kind, FusedStatesKind) else None
     config = read_target_config(folder)

@@ -12,11 +12,9 @@ from eagle_kit.config.diagnose import DiagnoseConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import has_chat_template, template_hash
-from eagle_kit.drafts.files.draft import resolve_draft
-from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.drafts.files.findings import Finding
 from eagle_kit.drafts.files.validate import validate_draft
-from eagle_kit.drafts.registry import find_head_kind
 from eagle_kit.eval.diagnose.causes import Cause, Measured, causes_in_files, name_causes
 from eagle_kit.eval.diagnose.chain import Reading, Source, read_chain
 from eagle_kit.eval.diagnose.compare import Comparison, compare_server, gap
@@ -70,7 +68,7 @@ class Diagnosis:
 
 
 def diagnose(
-    draft: str | Path,
+    draft: AnyDraft,
     target: str | Path,
     config: DiagnoseConfig,
     *,
@@ -80,7 +78,7 @@ def diagnose(
     """Find out why few tokens of a draft head are accepted.
 
     Args:
-        draft: see :func:`~eagle_kit.drafts.files.draft.resolve_draft`.
+        draft: see :meth:`~eagle_kit.drafts.files.draft.DraftFolder.open`.
         server: is asked the same prompts, and whether it is there before anything is loaded.
         is_quiet: without progress bars.
 
@@ -89,15 +87,14 @@ def diagnose(
             does not answer, or one beside a target without a chat template.
     """
     place = resolve_target(target)
-    folder = resolve_draft(draft, read_target_config(place))
-    files = open_draft(folder)
-    find_head_kind(files)
-    findings = tuple(validate_draft(folder, place, config.engine.chat_template))
+    opened = DraftFolder.open(draft, read_target_config(place))
+    _ = opened.head_kind  # a whole model is refused
+    findings = tuple(validate_draft(opened, place, config.engine.chat_template))
     if errors := causes_in_files(findings):
         return Diagnosis(tuple(errors), findings)
     if server is not None:
         server.probe()
-    models = load_models(files, (place, folder), config.engine)
+    models = load_models(opened, place, config.engine)
     return diagnose_models(models, findings, config, server=server, is_quiet=is_quiet)
 
 
@@ -225,7 +222,7 @@ def measure(
         skipped=skipped,
         is_other_template=_is_other_template(models),
         other_copies=models.other_copies,
-        training=models.metadata,
+        training=models.training,
     )
 
 

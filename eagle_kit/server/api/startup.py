@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION
+from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.drafts.files.named_target import DEFAULT_ORIGIN, NamedTarget, named_by
 
 if TYPE_CHECKING:
@@ -39,12 +40,23 @@ CHECKED_CAUSES = {
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Target and perhaps draft that a command line names, as ``resolve_model`` takes them, and where the
-    target's name came from."""
+    """Target and perhaps draft that a command line names.
+
+    Attributes:
+        target, draft: names, as ``resolve_model`` takes them.
+        origin: where the target's name came from.
+        opened: the draft, where it was opened to find its target.
+    """
 
     target: str
     draft: str | None
     origin: str = field(default="given on the command line", compare=False)
+    opened: DraftFolder | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def to_serve(self) -> AnyDraft | None:
+        """What is given to :class:`~eagle_kit.engine.llm.LLM` as the draft."""
+        return None if self.draft is None else self.opened or self.draft
 
     @property
     def named(self) -> NamedTarget:
@@ -63,17 +75,13 @@ def find_model(draft_or_target: str, target: str | None, default_target: str) ->
     Raises:
         UserError: the draft names a target that is not known here.
     """
-    from eagle_kit.drafts.files.draft_files import open_draft
-    from eagle_kit.drafts.registry import find_kind
-    from eagle_kit.models.loading.source import resolve_model
-
     if target is not None:
         return ServedModel(target, draft_or_target)
-    files = open_draft(resolve_model(draft_or_target, "draft or target"))
-    if find_kind(files).is_whole_model:
+    found = DraftFolder.as_published(draft_or_target, "draft or target")
+    if found.kind.is_whole_model:
         return ServedModel(draft_or_target, None)
-    named = named_by(draft_or_target, files) or NamedTarget(default_target, DEFAULT_ORIGIN)
-    return ServedModel(named.name, draft_or_target, named.origin)
+    named = named_by(found) or NamedTarget(default_target, DEFAULT_ORIGIN)
+    return ServedModel(named.name, draft_or_target, named.origin, found)
 
 
 @contextmanager
@@ -187,21 +195,20 @@ def doubts(test: SelfTest, *, exact: bool, low_causes: Callable[[], Sequence[str
 
 
 def causes_of_low_acceptance(
-    draft: str, target: str, dtype: str, chat_template: Path | None = None
+    draft: AnyDraft, target: str, dtype: str, chat_template: Path | None = None
 ) -> list[str]:
     """List causes of low acceptance, the most likely first, without those that a check rules out.
 
     Args:
         chat_template: file of the one in use, in place of the target's.
     """
-    from eagle_kit.drafts.files.draft import resolve_draft
-    from eagle_kit.drafts.files.draft_files import read_metadata
     from eagle_kit.drafts.files.findings import amount_of_training
     from eagle_kit.drafts.files.validate import validate_draft
     from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import resolve_target
 
-    findings = {finding.subject: finding for finding in validate_draft(draft, target, chat_template)}
+    opened = DraftFolder.open(draft, read_target_config(resolve_target(target)))
+    findings = {finding.subject: finding for finding in validate_draft(opened, target, chat_template)}
     causes = [
         f"{cause}: {findings[subject].cause} {findings[subject].remedy}"
         for subject, cause in CHECKED_CAUSES.items()
@@ -209,8 +216,8 @@ def causes_of_low_acceptance(
     ]
 
     # What the files cannot rule out.
-    training = read_metadata(resolve_draft(draft, read_target_config(resolve_target(target))))
-    causes.append(f"A head that was trained too little, or on few texts.{amount_of_training(training)}")
+    training = amount_of_training(opened.files.metadata)
+    causes.append(f"A head that was trained too little, or on few texts.{training}")
     same_name = findings.get("target")
     if same_name is not None and same_name.level == "ok":
         causes.append(f"Another target of the same name: {same_name.cause}")

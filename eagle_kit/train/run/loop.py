@@ -17,7 +17,7 @@ from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
 from eagle_kit.drafts.base.kind import InitContext
-from eagle_kit.drafts.files.draft import resolve_draft, save_draft
+from eagle_kit.drafts.files.draft import DraftFolder, save_draft
 from eagle_kit.drafts.files.draft_files import read_metadata
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.ops.device_memory import out_of_memory, reserve_segment, reserved_again
@@ -406,7 +406,7 @@ class Trainer:
         first_draft = self.config.head.first_draft
         if first_draft is None:
             return 0
-        about = read_metadata(resolve_draft(first_draft, self.components.target.config))
+        about = DraftFolder.open(first_draft, self.components.target.config).files.metadata
         return sum(about.get(name, 0) for name in ("tokens_seen", "tokens_before"))
 
     def _print(self, text: str) -> None:

@@ -11,7 +11,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.drafts.base.kind import InitContext
-from eagle_kit.drafts.files.draft import resolve_draft
+from eagle_kit.drafts.files.draft import DraftFolder
 from eagle_kit.drafts.registry import training_kind
 from eagle_kit.models.config import HeadArchitecture, TargetConfig
 from eagle_kit.models.draft_head import DraftHead
@@ -62,4 +62,5 @@ def _here(head: HeadConfig, target: TargetConfig) -> HeadConfig:
     """``head`` with the folder of the draft that ``start_from`` names."""
     if head.first_draft is None:
         return head
-    return head.model_copy(update={"start_from": str(resolve_draft(head.first_draft, target))})
+    first = DraftFolder.open(head.first_draft, target)
+    return head.model_copy(update={"start_from": str(first.path)})

@@ -15,10 +15,9 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.drafts.dflash.head import spread_layers
 from eagle_kit.drafts.dflash.kind import DFLASH
 from eagle_kit.drafts.dspark.kind import DSPARK
-from eagle_kit.drafts.files.draft import load_draft, save_draft
+from eagle_kit.drafts.files.draft import DraftFolder, load_draft, save_draft
 from eagle_kit.drafts.files.draft_files import open_draft
 from eagle_kit.drafts.files.export import export_draft, import_draft
-from eagle_kit.drafts.files.recognise import recognise
 from eagle_kit.drafts.files.validate import validate_draft
 from eagle_kit.drafts.registry import find_kind, kind_of
 from eagle_kit.engine.llm import LLM
@@ -97,7 +96,7 @@ def test_heads_of_others_are_read_and_go_back_as_they_came(made, corrected, tmp_
     (theirs / "config.json").write_text(json.dumps(config))
     tensors = load_file(tmp_path / peer / "model.safetensors")
     save_file(tensors, theirs / "model.safetensors")
-    assert recognise(open_draft(theirs)).format == peer
+    assert DraftFolder.open(theirs).layout.format == peer
     assert all(finding.level != "error" for finding in validate_draft(theirs, target))
     import_draft(theirs, tmp_path / "imported", target=target)
     for folder in (theirs, tmp_path / "imported"):

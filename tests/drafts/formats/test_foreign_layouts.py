@@ -12,10 +12,8 @@ from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.eagle3.kind import EAGLE3
-from eagle_kit.drafts.files.draft import load_draft
-from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.draft import DraftFolder, load_draft
 from eagle_kit.drafts.files.export import export_draft, import_draft
-from eagle_kit.drafts.files.recognise import recognise
 from eagle_kit.drafts.files.validate import validate_draft
 
 LLAMA = {
@@ -150,14 +148,14 @@ SEEN = {
 def test_a_head_from_elsewhere_is_recognised_imported_and_given_back_as_it_came(tmp_path, target, maker):
     config, tensors = maker()
     theirs = save(tmp_path / "theirs", (config, tensors), pickled=maker in (eagle, eagle1))
-    assert recognise(open_draft(theirs))[1:] == SEEN[maker]
+    assert DraftFolder.open(theirs).layout[1:] == SEEN[maker]
     layout = next(found for found in validate_draft(theirs, target) if found.subject == "layout")
     assert layout.cause == f"{SEEN[maker][1]}."
     seen = import_draft(theirs, tmp_path / "ours", target=target)
     layout = next(f for f in validate_draft(tmp_path / "ours", target) if f.subject == "layout")
     assert layout.cause == f"ours, converted from {SEEN[maker][1]}."
-    assert seen == recognise(open_draft(theirs))
-    assert recognise(open_draft(tmp_path / "ours")).format == "eagle-kit"
+    assert seen == DraftFolder.open(theirs).layout
+    assert DraftFolder.open(tmp_path / "ours").layout.format == "eagle-kit"
     levels = {found.subject: found.level for found in validate_draft(tmp_path / "ours", target)}
     assert "error" not in levels.values() and levels["weights"] == "ok"
     export_draft(tmp_path / "ours", tmp_path / "back", format=seen.format, dtype=None)

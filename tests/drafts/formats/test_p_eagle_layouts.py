@@ -9,10 +9,9 @@ from tiny import tiny_p_eagle
 from tiny_run import make_target
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.drafts.files.draft import load_draft, save_draft
+from eagle_kit.drafts.files.draft import DraftFolder, load_draft, save_draft
 from eagle_kit.drafts.files.draft_files import open_draft
 from eagle_kit.drafts.files.export import export_draft, import_draft
-from eagle_kit.drafts.files.recognise import recognise
 from eagle_kit.drafts.files.validate import validate_draft
 from eagle_kit.drafts.p_eagle.kind import P_EAGLE
 from eagle_kit.models.loading.loader import load_target
@@ -43,7 +42,7 @@ def contents(folder):
 def test_there_and_back_bit_for_bit(made, tmp_path, peer):
     target, ours, model, head = made
     export_draft(ours, tmp_path / peer, format=peer, dtype=None, target=target)
-    assert recognise(open_draft(tmp_path / peer)).format == peer
+    assert DraftFolder.open(tmp_path / peer).layout.format == peer
     (config, _), tensors = contents(tmp_path / peer)
     mask = head.config.mask_token_id
     assert torch.equal(tensors["embed_tokens.weight"][mask], head.mask_embedding)

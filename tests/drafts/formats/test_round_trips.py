@@ -19,11 +19,10 @@ from eagle_kit.drafts.eagle1.kind import EAGLE1
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.eagle3.kind import EAGLE3 as EAGLE3_KIND
 from eagle_kit.drafts.files.convert import write_draft_as
-from eagle_kit.drafts.files.draft import load_draft, save_draft
+from eagle_kit.drafts.files.draft import DraftFolder, load_draft, save_draft
 from eagle_kit.drafts.files.draft_files import open_draft
 from eagle_kit.drafts.files.export import export_draft, import_draft
 from eagle_kit.drafts.files.formats import Served
-from eagle_kit.drafts.files.recognise import recognise
 from eagle_kit.models.loading.loader import load_target
 
 PEERS = ("sglang", "vllm", "speculators", "eagle")
@@ -84,7 +83,7 @@ def assert_same(one: Path, other: Path) -> None:
 
 def there_and_back(source: Path, folder: Path, peer: str) -> None:
     export_draft(source, folder / peer, format=peer, dtype=None)
-    assert recognise(open_draft(folder / peer)).format == peer
+    assert DraftFolder.open(folder / peer).layout.format == peer
     import_draft(folder / peer, folder / f"{peer}-back")
     assert_same(source, folder / f"{peer}-back")
 

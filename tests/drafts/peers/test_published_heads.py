@@ -14,9 +14,9 @@ from peer_files import PeerHead, header_of, peer_names, read_peer, write_peer
 
 from eagle_kit.drafts.base.kind import HeadKind
 from eagle_kit.drafts.files.convert import read_draft, write_draft_as
-from eagle_kit.drafts.files.draft_files import DraftFiles, open_draft
+from eagle_kit.drafts.files.draft import DraftFolder
+from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.drafts.files.formats import Served
-from eagle_kit.drafts.files.recognise import recognise
 from eagle_kit.models.loading.known_targets import known_target
 
 LARGE = "deepseek-v3-mtp"
@@ -69,13 +69,14 @@ def test_a_published_head_is_read_and_goes_back_as_it_came(tmp_path: Path, name:
     target = target_of(peer)
 
     # Recognised by config and names alone.
-    files = open_draft(folder)
-    seen = recognise(files)
+    draft = DraftFolder.open(folder)
+    files = draft.files
+    seen = draft.layout
     assert seen.kind.name == peer.kind
     assert seen.format in (peer.format, None)
 
     # In our layout, every tensor accounted for.
-    ours, _ = read_draft(folder, format=peer.format, target=target)
+    ours = read_draft(files, seen, format=peer.format, target=target)
     if target is not None:
         config = seen.kind.read_config(ours, target)
         errors = [found for found in seen.kind.check(ours, config, target) if found.level == "error"]

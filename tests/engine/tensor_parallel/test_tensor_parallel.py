@@ -655,10 +655,11 @@ def load_without_a_hub(ranks, folder):
 
     def find(*args):
         if ranks.is_first:
-            return folder
+            return opened
         raise UserError("The hub cannot be reached.", "Try again.")
 
-    llms.resolve_draft = find
+    opened = llms.DraftFolder.open(folder)
+    llms.DraftFolder.open = find
     worker = WorkerArgs(ranks.rank, None, folder, None, None)
     with pytest.raises(UserError) as error:
         LLM(folder, "org/head", tensor_parallel=2, worker=worker, **OPTIONS)

@@ -9,7 +9,7 @@ from tiny_rule import learned_head, learned_target, texts
 from tiny_run import make_target
 
 from eagle_kit.cli.app import main
-from eagle_kit.drafts.files.draft import save_draft
+from eagle_kit.drafts.files.draft import DraftFolder, save_draft
 from eagle_kit.eval.diagnose.numbering import compare_numberings, measure_numbering, readings_of
 from eagle_kit.models.loading.loader import load_target
 
@@ -47,7 +47,7 @@ def test_import_and_validate_say_which_numbering_fits(tmp_path, capsys):
     head = tmp_path / "head"
     save_draft(tiny_head(load_target(target), aux_layer_ids=(0, 1, 3)), head, metadata={})
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
-    assert measure_numbering(head, target) is None  # ours says it
+    assert measure_numbering(DraftFolder.open(head), target) is None  # ours says it
     change(head, eagle_config=ids)
     assert main(["validate", str(head), "--target", str(target)]) == 0
     out = capsys.readouterr().out
@@ -58,4 +58,4 @@ def test_import_and_validate_say_which_numbering_fits(tmp_path, capsys):
     assert "does not decide it" in spoken.out and "inputs or outputs" in spoken.err
     # Where vLLM reads them first they are inputs.
     change(head, eagle_config=None, **ids)
-    assert measure_numbering(head, target) is None
+    assert measure_numbering(DraftFolder.open(head), target) is None
