@@ -18,7 +18,7 @@ from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.sampling_params import MAX_LOGPROBS
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.draft_model import DraftModel
-from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter
+from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PromptBatch
 from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.drafts.ngram.index import NgramDraft, NgramIndex, to_tree
@@ -277,7 +277,8 @@ class Runner:
             following[rows] = roots
         draft = None
         if drafter is not None:
-            draft = drafter.prefill(out, tokens, following, segments, rows, self.kept)
+            batch = PromptBatch(out, tokens, following, segments, rows)
+            draft = drafter.prefill(batch, self.kept)
         if not finished:
             return results
         slots = self._tensor([request.sequence.slot for request in finished])

@@ -11,6 +11,7 @@ cycle.
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -59,6 +60,48 @@ class PendingTokens(NamedTuple):
     states: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
+
+
+class PromptBatch(NamedTuple):
+    """Prompt rows of one or several requests, as the target computed them, one request behind the other.
+
+    T rows in all, of R requests, of which the prompts of n end.
+
+    Attributes:
+        out: the target's output at the rows, ``hidden [T, H]`` and the inputs of the captured layers.
+        ids: int64 ``[T]``, the token of each row.
+        next_ids: int64 ``[T]``, the token after each row.
+        segments: the R requests in the order of their rows: page table ``[P]``, first slot, slot behind the
+            last.
+        last: int64 ``[n]``, the last rows of the prompts that end, whose draft states are wanted. Without any
+            the draft state that :meth:`Drafter.prefill` returns has no meaning.
+    """
+
+    out: TargetOutput
+    ids: torch.Tensor
+    next_ids: torch.Tensor
+    segments: Sequence[Segment]
+    last: torch.Tensor
+
+    @property
+    def roots(self) -> torch.Tensor:
+        """The tokens after the rows ``last``, int64 ``[n]``."""
+        return self.next_ids[self.last]
+
+    @property
+    def stops(self) -> list[int]:
+        """The slot behind the last row of each request, R of them."""
+        return [segment.stop for segment in self.segments]
+
+    @property
+    def page_tables(self) -> torch.Tensor:
+        """Page tables of the requests, int64 ``[R, P]``."""
+        return torch.stack([segment.page_table for segment in self.segments])
+
+    def requests_of_last(self) -> torch.Tensor:
+        """The number of the request of each row of ``last``, int64 ``[n]``."""
+        ends = list(accumulate(segment.stop - segment.start for segment in self.segments))
+        return torch.searchsorted(to_device(ends, self.last.device), self.last, right=True)
 
 
 class Drafter:
@@ -303,54 +346,34 @@ class Drafter:
         self.kv.commit_window(page_table, self.numbers[:length].expand(b, length), prefix_lens, num_committed)
         return out
 
-    def prefill(
-        self,
-        out: TargetOutput,
-        ids: torch.Tensor,
-        next_ids: torch.Tensor,
-        segments: Sequence[Segment],
-        last: torch.Tensor,
-        kept: CandidateSpec,
-    ) -> tuple[torch.Tensor, ...]:
-        """Run the draft over prompt rows of one or several requests, and store its entries.
+    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        """Run the draft over prompt rows and store its entries.
 
-        Args:
-            out: the target's output at the T rows.
-            ids: int64 ``[T]``, their tokens.
-            next_ids: int64 ``[T]``, the token after each.
-            segments: requests of the rows, as the target computed them.
-            last: int64 ``[n]``, rows to return the draft state of; for none the result means nothing.
+        Returns:
+            The draft states of the n prompts that end, with the candidates that ``kept`` asks for.
         """
-        return self._state(self._read_prompt(out, ids, next_ids, segments, last), kept)
+        return self._state(self._read_prompt(batch), kept)
 
-    def _read_prompt(
-        self,
-        out: TargetOutput,
-        ids: torch.Tensor,
-        next_ids: torch.Tensor,
-        segments: Sequence[Segment],
-        last: torch.Tensor,
-    ) -> StepOutput:
-        """Run the draft over prompt rows and store its entries -> its output at the rows ``last``; arguments
-        as of :meth:`prefill`."""
-        features = self.model.features(self.model.states(out))
+    def _read_prompt(self, batch: PromptBatch) -> StepOutput:
+        """Run the draft over prompt rows and store its entries -> its output at the rows ``last``."""
+        features = self.model.features(self.model.states(batch.out))
         rows, tokens, positions, mine = [], [], [], []
         arange = partial(torch.arange, device=features.device)
         at, first_slot = 0, self.model.first_slot
-        for table, start, stop, *_ in segments:
+        for table, start, stop, *_ in batch.segments:
             count = stop - start
             # A model whose entries begin at slot 0 enters the first token as well; it has no row of its own.
             head = 1 if start == first_slot == 0 else 0
             first = start + 1 - head
             rows += [arange(at, at + head), arange(at, at + count)]
-            tokens += [ids[at : at + head], next_ids[at : at + count]]
+            tokens += [batch.ids[at : at + head], batch.next_ids[at : at + count]]
             positions.append(arange(first - first_slot, stop + 1 - first_slot))
             mine.append(Segment(table, first, stop + 1, first))
             at += count
         attend = self.kv.prefill_attend(mine)
         given = StepRows(features, torch.cat(tokens), torch.cat(positions), torch.cat(rows))
         # Where no prompt ends, a row that nobody reads: not every layer takes none.
-        wanted = _row_of(mine, segments, last) if len(last) else self.numbers[:1]
+        wanted = _row_of(mine, batch) if len(batch.last) else self.numbers[:1]
         return self.model.step(given, attend, wanted=wanted)
 
     def _state(self, out: StepOutput, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
@@ -373,14 +396,11 @@ class Drafter:
         return self.model.to_target(ids), scores
 
 
-def _row_of(mine: Sequence[Segment], theirs: Sequence[Segment], last: torch.Tensor) -> torch.Tensor:
+def _row_of(mine: Sequence[Segment], batch: PromptBatch) -> torch.Tensor:
     """Map rows ``last`` of the target to rows of the draft, which may have one more per request."""
-    extra, shift, bounds = 0, [], []
-    at = 0
-    for own, segment in zip(mine, theirs, strict=True):
+    extra = 0
+    shift = []
+    for own, segment in zip(mine, batch.segments, strict=True):
         extra += (own.stop - own.start) - (segment.stop - segment.start)
-        at += segment.stop - segment.start
         shift.append(extra)
-        bounds.append(at)
-    segment_of = torch.searchsorted(to_device(bounds, last.device), last, right=True)
-    return last + to_device(shift, last.device)[segment_of]
+    return batch.last + to_device(shift, batch.last.device)[batch.requests_of_last()]

@@ -5,7 +5,6 @@ Legend: B requests, D depths, K candidates of each, S steps of a shape, P 1 or K
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,11 +16,9 @@ from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter
 from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.dspark.roll_out import DraftLogits, roll_out
-from eagle_kit.kv.store import Segment
 from eagle_kit.models.blocks.markov import MarkovHead
 from eagle_kit.ops.best_first import best_first
 from eagle_kit.ops.sampling import SamplingBatch
-from eagle_kit.ops.transfer import to_device
 from eagle_kit.ops.tree_build import chain_build
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 
@@ -161,9 +158,3 @@ class ReadyDrafter(Drafter):
             scores = state.draft[1][:, :steps, :topk, :topk]
             tree = best_first(state.roots, tokens[:, :steps, :topk], scores, shape)
         return DraftOutput(tree, Deterministic())
-
-
-def segments_of(segments: Sequence[Segment], rows: torch.Tensor) -> torch.Tensor:
-    """Numbers of the segments that hold the packed ``rows``, int64 ``[n]`` -> int64 ``[n]``."""
-    ends = list(accumulate(segment.stop - segment.start for segment in segments))
-    return torch.searchsorted(to_device(ends, rows.device), rows, right=True)

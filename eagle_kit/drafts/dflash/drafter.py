@@ -9,20 +9,18 @@ scratch: the new root, whose state is not known, and masks. Its rows attend to a
 root and to each other. Only entries of accepted rows are committed. The chain to propose is then ready.
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
-from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens
-from eagle_kit.drafts.base.ready import ReadyDrafter, segments_of
+from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
+from eagle_kit.drafts.base.ready import ReadyDrafter
 from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.dflash.head import DFlashHead
 from eagle_kit.kv.keys_values import PagedKV
-from eagle_kit.kv.store import PoolLayout, Segment
+from eagle_kit.kv.store import PoolLayout
 from eagle_kit.models.blocks.layers import KVSlots
-from eagle_kit.models.targets.llama import TargetOutput
 from eagle_kit.ops.transfer import to_device
 
 
@@ -71,33 +69,26 @@ class BlockDrafter(ReadyDrafter):
         store."""
         self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
 
-    def prefill(
-        self,
-        out: TargetOutput,
-        ids: torch.Tensor,
-        next_ids: torch.Tensor,
-        segments: Sequence[Segment],
-        last: torch.Tensor,
-        kept: CandidateSpec,
-    ) -> tuple[torch.Tensor, ...]:
+    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
-        context = self.model.features(self.model.states(out))
-        rows, _ = self.kv.prompt_rows(segments)
-        starts = [torch.arange(segment.start, segment.stop) for segment in segments]
-        positions = to_device(torch.cat(starts), context.device)
-        self._enter(context, positions, rows)
-        if not len(last):
+        # Entries of all rows.
+        context = self.model.features(self.model.states(batch.out))
+        rows, _ = self.kv.prompt_rows(batch.segments)
+        slots = [torch.arange(segment.start, segment.stop) for segment in batch.segments]
+        self._enter(context, to_device(torch.cat(slots), context.device), rows)
+        if not len(batch.last):
             return self.empty_state(0, kept)
-        stops, which = [segment.stop for segment in segments], segments_of(segments, last)
-        size = kept.steps + self.first
+
+        # A block behind each prompt that ends.
+        which = batch.requests_of_last()
         return self._block(
             context.new_empty(len(which), 0, context.shape[1]),
-            next_ids[last],
-            torch.stack([segment.page_table for segment in segments])[which],
-            to_device(stops, last.device)[which],
+            batch.roots,
+            batch.page_tables[which],
+            to_device(batch.stops, which.device)[which],
             torch.zeros_like(which),
             kept,
-            max(stops) + size,
+            max(batch.stops) + kept.steps + self.first,
         )
 
     def _block(

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel, StepRows
-from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens
-from eagle_kit.drafts.base.ready import ReadyDrafter, segments_of
+from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
+from eagle_kit.drafts.base.ready import ReadyDrafter
 from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
@@ -163,40 +163,35 @@ class ModulesDrafter(ReadyDrafter):
         rows = StepRows(hidden.flatten(0, 1), tokens.reshape(-1), positions)
         return self.model.step(rows, attend, module).fed_back.view(b, size, -1)
 
-    def prefill(
-        self,
-        out: TargetOutput,
-        ids: torch.Tensor,
-        next_ids: torch.Tensor,
-        segments: Sequence[Segment],
-        last: torch.Tensor,
-        kept: CandidateSpec,
-    ) -> ModulesState:
+    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> ModulesState:
         """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
-        hidden = self.model.features(self.model.states(out)).to(self.model.dtype)
-        following = next_ids
+        # Entries of all modules, and the last state of each in every request.
+        hidden = self.model.features(self.model.states(batch.out)).to(self.model.dtype)
+        following = batch.next_ids
         carries = []
         for module in range(self.model.num_modules):
-            states, sizes = self._prompt(module, hidden, following, segments)
+            states, sizes = self._prompt(module, hidden, following, batch.segments)
             parts, nothing = states.split(sizes), states.new_zeros(1, states.shape[1])
             carries.append(torch.cat([part[-1:] if len(part) else nothing for part in parts]))
             # The next module's slots begin one later, with this one's states up to the last but one.
             hidden = torch.cat([part[:-1] for part in parts])
             following = torch.cat([part[1:] for part in following.split(sizes)])
-        stops, count = [segment.stop for segment in segments], len(segments)
+
+        # A draft behind every request, of which the prompts that end are taken.
+        count = len(batch.segments)
         made = self._draft(
             PendingTokens(
-                out.hidden.new_zeros(count, 0, self.model.state_size),
-                next_ids.new_zeros(count, 0),
-                next_ids.new_zeros(count),
+                batch.out.hidden.new_zeros(count, 0, self.model.state_size),
+                batch.ids.new_zeros(count, 0),
+                batch.ids.new_zeros(count),
             ),
             torch.stack(carries, 1),
-            torch.tensor(stops).to(last.device),
-            torch.stack([segment.page_table for segment in segments]),
-            max(stops) + 1 + self.model.num_modules,
+            torch.tensor(batch.stops).to(batch.last.device),
+            batch.page_tables,
+            max(batch.stops) + 1 + self.model.num_modules,
             kept.topk,
         )
-        which = segments_of(segments, last)
+        which = batch.requests_of_last()
         return ModulesState(*(part[which] for part in made))
 
     def _prompt(

@@ -9,19 +9,17 @@ up to n and to the masks up to itself. Entries of emitted tokens are committed, 
 scratch. The candidates of all depths are then ready.
 """
 
-from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
 from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel
-from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens
-from eagle_kit.drafts.base.ready import ReadyDrafter, segments_of
+from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
+from eagle_kit.drafts.base.ready import ReadyDrafter
 from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.p_eagle.head import PEagleHead
-from eagle_kit.kv.store import PoolLayout, Segment
-from eagle_kit.models.targets.llama import TargetOutput
+from eagle_kit.kv.store import PoolLayout
 from eagle_kit.ops.transfer import to_device
 
 
@@ -69,36 +67,26 @@ class MaskedDrafter(ReadyDrafter):
         self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)
         return self.drafted(read, kept, tokens.gather(1, last[:, None])[:, 0])
 
-    def prefill(
-        self,
-        out: TargetOutput,
-        ids: torch.Tensor,
-        next_ids: torch.Tensor,
-        segments: Sequence[Segment],
-        last: torch.Tensor,
-        kept: CandidateSpec,
-    ) -> tuple[torch.Tensor, ...]:
+    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`; masks follow in a window of their own, once the prompt's entries are
         stored."""
-        read = self._read_prompt(out, ids, next_ids, segments, last).read
-        if kept.steps == 1 or not len(last):
-            return self.drafted(read, kept._replace(steps=1), next_ids[last])
-        stops = [segment.stop for segment in segments]
-        which = segments_of(segments, last)
+        read = self._read_prompt(batch).read
+        if kept.steps == 1 or not len(batch.last):
+            return self.drafted(read, kept._replace(steps=1), batch.roots)
+
+        # Masks behind each prompt that ends.
+        which = batch.requests_of_last()
         nothing = read.new_empty(0, self.masks[0].shape[1]), read.new_empty(0, self.masks[1].shape[1])
         masks = self._window(
             nothing,
-            torch.stack([segment.page_table for segment in segments])[which],
-            to_device(stops, last.device)[which],
+            batch.page_tables[which],
+            to_device(batch.stops, which.device)[which],
             torch.zeros_like(which),
             kept.steps,
-            max(stops) + kept.steps,
+            max(batch.stops) + kept.steps,
         )
-        return self.drafted(
-            torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1).flatten(0, 1),
-            kept,
-            next_ids[last],
-        )
+        rows = torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1)
+        return self.drafted(rows.flatten(0, 1), kept, batch.roots)
 
     def _window(
         self,
