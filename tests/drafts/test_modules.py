@@ -12,8 +12,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.drafts.files.draft import load_draft, save_draft
 from eagle_kit.drafts.files.draft_files import open_draft
+from eagle_kit.drafts.files.formats import Served
 from eagle_kit.drafts.files.validate import validate_draft
-from eagle_kit.drafts.mtp import format as mtp
 from eagle_kit.drafts.mtp.kind import MTP
 from eagle_kit.engine.llm import LLM
 from eagle_kit.engine.load_draft import load_draft_model
@@ -84,7 +84,7 @@ def test_other_engines_read_the_module_from_the_target(made, tmp_path):
     save_draft(MTP.read(open_draft(folder), target), tmp_path / "draft", metadata={})
     files = open_draft(tmp_path / "draft")
     with pytest.raises(UserError, match="out of the target's own checkpoint"):
-        mtp.write(files, "sglang", None)
+        MTP.format.write(files, "sglang", Served())
 
 
 def test_a_module_inside_of_a_model_that_sees_is_read(made, tmp_path):

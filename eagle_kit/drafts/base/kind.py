@@ -8,6 +8,7 @@ kind in a file of this folder, and a line in :mod:`eagle_kit.drafts.registry`.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -23,8 +24,9 @@ from eagle_kit.drafts.base.conventions import Convention, shared_conventions
 from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.copies import is_copy, warn_unless_copy
-from eagle_kit.drafts.files.draft_files import DraftFiles
+from eagle_kit.drafts.files.draft_files import EMBEDDING, OUTPUT, DraftFiles
 from eagle_kit.drafts.files.findings import Finding, TargetFolder
+from eagle_kit.drafts.files.formats import DraftFormat
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.fp8_layout import read_fp8_layout
@@ -38,7 +40,6 @@ from eagle_kit.models.loading.published import (
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.linear import pack_weights
 
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
 FIRST_NORM = 0.1
 """Largest share of the target's final norm that a head with the target's output layer starts with."""
 FIRST_LOGITS = 0.35
@@ -133,6 +134,7 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         trained_as: the values of ``head.kind`` that train it.
         needs_layers: its first weights are read from the target's layers.
         may_own_embedding: a head may have an embedding of its own, which its architecture says.
+        format_class: what converts its files to and from the layouts of other projects.
     """
 
     config_class: type[Config]
@@ -143,8 +145,14 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
     trained_as: ClassVar[tuple[str, ...]]
     needs_layers: ClassVar[bool] = False
     may_own_embedding: ClassVar[bool] = False
+    format_class: ClassVar[type[DraftFormat]] = DraftFormat
 
     # On disk
+
+    @cached_property
+    def format(self) -> DraftFormat:
+        """Conversion of its files to and from the layouts of other projects."""
+        return self.format_class(self)
 
     @abstractmethod
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:

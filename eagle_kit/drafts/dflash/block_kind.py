@@ -17,11 +17,11 @@ from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.conventions import Convention
 from eagle_kit.drafts.base.initial_weights import check_old_head, check_vocab_size, start_output
-from eagle_kit.drafts.base.kind import OUTPUT, HeadKind, InitContext, Weights, describe_attention, soften
+from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, describe_attention, soften
 from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead, spread_layers
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import layer_to_dict, partial_rotary_dim
-from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, open_draft
+from eagle_kit.drafts.files.draft_files import OUTPUT, OWN, DraftFiles, open_draft
 from eagle_kit.drafts.files.findings import OWN_TARGET, Finding
 from eagle_kit.drafts.files.structure import count_layers, drafts_blocks, num_layers
 from eagle_kit.drafts.files.vocab import complete_map, map_fingerprint
@@ -174,6 +174,10 @@ class BlockKind(HeadKind[Config, Head, Settings]):
                 **({CAUSAL: False} if config.sliding_both else {}),  # vLLM reads that
             }
         }
+
+    def part_keys(self, config: Config) -> dict[str, Any]:
+        """Keys of a ``config.json`` for parts beside the body."""
+        return {}
 
     def refuse_other_heads(self, config: dict[str, Any], where: str) -> None:
         """Raise UserError for a head that has more parts than ours of this kind."""

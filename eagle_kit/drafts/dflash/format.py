@@ -6,13 +6,19 @@ their inputs. The proposal of a DFlash block of B is B tokens for SGLang, which 
 B - 1 for the others.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
-from eagle_kit.drafts.base.kind import EMBEDDING, OUTPUT
 from eagle_kit.drafts.dflash.block_kind import NESTED_IDS, ROWS, SLIDING_BOTH, TABLE, BlockKind
 from eagle_kit.drafts.files.config_json import layer_to_dict
-from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, without_keys
-from eagle_kit.drafts.files.formats import CHECKED_VERSIONS, Format, Served, refuse, with_dtype
+from eagle_kit.drafts.files.draft_files import EMBEDDING, OUTPUT, OWN, DraftFiles, without_keys
+from eagle_kit.drafts.files.formats import (
+    CHECKED_VERSIONS,
+    DraftFormat,
+    Format,
+    Served,
+    refuse,
+    with_dtype,
+)
 from eagle_kit.models.config import TargetConfig
 
 LAYER = ("model_type", "num_hidden_layers", "attention_bias", "layer_types")
@@ -20,20 +26,18 @@ WINDOW = ("sliding_window", "use_sliding_window")
 FACTS = ("dtype", "torch_dtype")
 
 
-class BlockConverter:
-    """Between our layout of heads of ``kind`` and the others'.
+class BlockFormat(DraftFormat):
+    """Between our layout of heads that draft blocks and the others'.
 
     Attributes:
         authors: whose layout ours is, for people.
     """
 
-    authors = "DFlash's authors"
-
-    def __init__(self, kind: BlockKind[Any, Any, Any]) -> None:
-        self.kind = kind
+    kind: BlockKind[Any, Any, Any]
+    authors: ClassVar[str] = "DFlash's authors"
 
     def layout(self, files: DraftFiles) -> tuple[Format, str]:
-        """The format of a head from elsewhere, and whose layout it is, for people."""
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
         if "speculators_model_type" in files.config:
             return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()
         return "sglang", f"{self.authors}, as SGLang and vLLM serve it"
@@ -45,12 +49,8 @@ class BlockConverter:
         if config.owns_output and peer == "sglang":
             refuse(peer, "it serves DFlash heads with the target's output layer only", "Export it for vllm.")
 
-    def parts(self, config: Any) -> dict[str, Any]:
-        """Keys of speculators' config for parts beside the body."""
-        return {}
-
     def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
-        """Our layout -> that of ``peer``. Raises UserError where it has no place for the head."""
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
         config, raw, name = self.kind.read_config(files), files.config, self.kind.name
         if peer == "eagle":
             refuse(peer, f"it has no class for {name} heads", "Export it for sglang, vllm or speculators.")
@@ -86,7 +86,7 @@ class BlockConverter:
             NESTED_IDS: list(config.aux_layer_ids),
             "mask_token_id": config.mask_token_id,
             ROWS: config.predicts_next,
-            **self.parts(config),
+            **self.kind.part_keys(config),
             # To vLLM that of every layer.
             **({SLIDING_BOTH: config.sliding_both} if config.sliding_layers else {}),
             "tie_word_embeddings": False,
@@ -96,8 +96,7 @@ class BlockConverter:
         return DraftFiles(made, files.tensors, files.metadata)
 
     def read(self, files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
-        """The layout of ``peer`` -> ours, every tensor accounted for. Raises UserError as
-        :meth:`~eagle_kit.drafts.base.kind.HeadKind.weights` does."""
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
         config = self.kind.read_config(files, target)
         found = self.kind.weights(files, config)
         own = files.own

@@ -8,6 +8,7 @@ from typing import Any
 
 from eagle_kit.config.drafts.blocks import DFlashHeadConfig
 from eagle_kit.drafts.dflash.block_kind import NEMO, BlockKind
+from eagle_kit.drafts.dflash.format import BlockFormat
 from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead
 
 
@@ -18,6 +19,7 @@ class DFlashKind(BlockKind[DFlashConfig, DFlashHead, DFlashHeadConfig]):
     algorithms, vllm_method = ("DFLASH",), "dflash"
     architecture, speculator = "DFlashDraftModel", "DFlashSpeculator"
     other_architectures = (NEMO,)
+    format_class = BlockFormat
     config_class, head_class = DFlashConfig, DFlashHead
     trained_as = ("dflash",)
 

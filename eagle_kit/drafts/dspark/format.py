@@ -7,18 +7,20 @@ confidence head loads in SGLang while its ragged verification is static, as it i
 from typing import Any
 
 from eagle_kit.drafts.dflash.block_kind import ROWS
-from eagle_kit.drafts.dflash.format import BlockConverter
-from eagle_kit.drafts.dspark.kind import DSPARK, FORM, RANK, markov_keys
+from eagle_kit.drafts.dflash.format import BlockFormat
 from eagle_kit.drafts.files.formats import Format, refuse
 
+RANK, FORM = "markov_rank", "markov_head_type"
+"""Keys of a ``config.json`` for the Markov head."""
 
-class DSparkConverter(BlockConverter):
+
+class DSparkFormat(BlockFormat):
     """Between our layout of DSpark heads and the others'."""
 
     authors = "DeepSpec"
 
     def check_served(self, config: Any, peer: Format) -> None:
-        """See :class:`~eagle_kit.drafts.dflash.format.BlockConverter`."""
+        """See :class:`~eagle_kit.drafts.dflash.format.BlockFormat`."""
         elsewhere = "Export it for speculators."
         if not config.markov_rank:
             refuse(peer, f"its DSpark classes have a Markov head ({RANK})", elsewhere)
@@ -30,10 +32,3 @@ class DSparkConverter(BlockConverter):
             refuse(peer, f"it drafts a token for each of block_size rows ({ROWS} false: one less)", elsewhere)
         if config.owns_output:
             refuse(peer, "it serves DSpark heads with the target's output layer only", elsewhere)
-
-    def parts(self, config: Any) -> dict[str, Any]:
-        """See :class:`~eagle_kit.drafts.dflash.format.BlockConverter`."""
-        return markov_keys(config)
-
-
-CONVERTER = DSparkConverter(DSPARK)

@@ -15,6 +15,7 @@ from eagle_kit.config.drafts.blocks import DSparkHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.base.kind import Weights, our_names
 from eagle_kit.drafts.dflash.block_kind import ROWS, TABLE, BlockKind
+from eagle_kit.drafts.dspark.format import FORM, RANK, DSparkFormat
 from eagle_kit.drafts.dspark.head import DSparkConfig, DSparkHead
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.models.blocks.markov import MARKOV_FORMS
@@ -22,7 +23,6 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import read_flag, wrong_value
 from eagle_kit.models.targets.target import Target
 
-RANK, FORM = "markov_rank", "markov_head_type"
 CONFIDENCE, READS_TOKEN = "enable_confidence_head", "confidence_head_with_markov"
 CONFIDENCE_WEIGHT = "confidence_head.proj.weight"
 TABLE_WEIGHT = "markov_head.markov_w1.weight"
@@ -50,6 +50,7 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead, DSparkHeadConfig]):
     known_parts = frozenset({RANK, FORM})
     config_class, head_class = DSparkConfig, DSparkHead
     trained_as = ("dspark",)
+    format_class = DSparkFormat
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.drafts.base.kind.DraftKind`; SpecForge's have the architecture of DFlash."""
@@ -108,7 +109,16 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead, DSparkHeadConfig]):
     def own_keys(self, config: DSparkConfig) -> dict[str, Any]:
         """See :class:`~eagle_kit.drafts.dflash.block_kind.BlockKind`; with the Markov and the confidence
         head."""
-        return {**super().own_keys(config)[TABLE], **markov_keys(config)}
+        return {**super().own_keys(config)[TABLE], **self.part_keys(config)}
+
+    def part_keys(self, config: DSparkConfig) -> dict[str, Any]:
+        """See :class:`~eagle_kit.drafts.dflash.block_kind.BlockKind`."""
+        return {
+            RANK: config.markov_rank,
+            FORM: config.markov_form,
+            CONFIDENCE: config.has_confidence,
+            READS_TOKEN: config.confidence_reads_token,
+        }
 
     def read_rows(self, config: dict[str, Any], where: str) -> bool:
         """See :class:`~eagle_kit.drafts.dflash.block_kind.BlockKind`, and the top of this file."""
@@ -171,16 +181,6 @@ def _shape_of(files: DraftFiles, ours: str) -> tuple[int, ...] | None:
     name = next((name for name in files.names if _our_name(name) == ours), None)
     shape = None if name is None else files.shape_of(name)
     return shape or None
-
-
-def markov_keys(config: DSparkConfig) -> dict[str, Any]:
-    """Keys of a ``config.json`` for what DSpark adds to DFlash."""
-    return {
-        RANK: config.markov_rank,
-        FORM: config.markov_form,
-        CONFIDENCE: config.has_confidence,
-        READS_TOKEN: config.confidence_reads_token,
-    }
 
 
 DSPARK = DSparkKind()

@@ -11,63 +11,96 @@ from typing import Any
 
 import torch
 
-from eagle_kit.drafts.base.kind import OUTPUT
+from eagle_kit.drafts.base.kind import HeadKind
 from eagle_kit.drafts.eagle1.head import Eagle1Config
-from eagle_kit.drafts.eagle1.kind import ARCHITECTURE, EAGLE1, LAYER
-from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, without_keys
-from eagle_kit.drafts.files.formats import Format, Served, refuse, with_dtype, zeros_for
+from eagle_kit.drafts.files.draft_files import OUTPUT, OWN, DraftFiles, without_keys
+from eagle_kit.drafts.files.formats import (
+    DraftFormat,
+    Format,
+    Served,
+    refuse,
+    with_dtype,
+    zeros_for,
+)
 from eagle_kit.models.config import TargetConfig
 
+ARCHITECTURE = "LlamaForCausalLMEagle"
+"""SGLang's class, by which ours are called."""
+LAYER = "layers.0."
 FC_BIAS = "fc.bias"
 BIAS_KEYS = ("bias", "qkv_bias", "attention_bias")
 
 
-def layout(files: DraftFiles) -> tuple[Format, str]:
-    """The format of a head from elsewhere, and whose layout it is, for people."""
-    name = files.architecture
-    if name == ARCHITECTURE:
-        return "sglang", "EAGLE-1, as SGLang names it"
-    if name.startswith("Eagle"):
-        return "vllm", "EAGLE-1, as vLLM names it"
-    return "eagle", f"EAGLE-1, as EAGLE's repository has it ({name} with an fc)"
+class Eagle1Format(DraftFormat):
+    """Between our layout of EAGLE-1 heads and the others'."""
 
+    kind: HeadKind[Any, Any, Any]
 
-def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
-    """Our layout -> that of ``peer``. Raises UserError for what its class cannot hold."""
-    config = EAGLE1.read_config(files)
-    raw, tensors = without_keys(files.config, BIAS_KEYS), dict(files.tensors)
-    zeros: dict[str, torch.Tensor] = {}
-    match peer:
-        case "speculators":
-            refuse(peer, "it has dropped its class for EAGLE-1 heads", "Export it for sglang or eagle.")
-        case "sglang":
-            raw["architectures"] = [ARCHITECTURE]
-            raw["attention_bias"] = config.attention_bias or config.attention_out_bias
-            zeros = _missing_biases(config, tensors, fc=True, attention=raw["attention_bias"])
-        case "vllm":
-            raw["architectures"] = ["EagleLlamaForCausalLM"]
-            raw |= {"attention_bias": config.attention_out_bias, "qkv_bias": config.attention_bias}
-            if OUTPUT in tensors:
-                refuse(peer, f"its EAGLE class has no place for {OUTPUT}")
-            if config.fc_bias:
-                refuse(peer, "the fc of its EAGLE class has no bias", "Export it for sglang or eagle.")
-        case "eagle":
-            if config.attention_out_bias:
-                refuse(peer, "its head has no bias behind its attention")
-            if config.rope_scaling:
-                refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
-            if config.head_dim * config.num_heads != config.hidden_size:
-                refuse(peer, "its heads together are as wide as the hidden size, and this head's are not")
-            raw |= {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
-            raw |= {"qkv_bias": True} if config.attention_bias else {}
-    if config.logit_scale != 1.0 and peer != "vllm":
-        warnings.warn(
-            f"{peer} does not read logit_scale ({config.logit_scale:g}): its trees and sampled drafts will "
-            "be those of other probabilities.",
-            stacklevel=2,
-        )
-    own = {**files.own, "format": peer, **({"zeros": sorted(zeros)} if zeros else {})}
-    return DraftFiles({**raw, OWN: own}, tensors | zeros, files.metadata)
+    def layout(self, files: DraftFiles) -> tuple[Format, str]:
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
+        name = files.architecture
+        if name == ARCHITECTURE:
+            return "sglang", "EAGLE-1, as SGLang names it"
+        if name.startswith("Eagle"):
+            return "vllm", "EAGLE-1, as vLLM names it"
+        return "eagle", f"EAGLE-1, as EAGLE's repository has it ({name} with an fc)"
+
+    def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
+        config = self.kind.read_config(files)
+        raw, tensors = without_keys(files.config, BIAS_KEYS), dict(files.tensors)
+        zeros: dict[str, torch.Tensor] = {}
+        match peer:
+            case "speculators":
+                refuse(peer, "it has dropped its class for EAGLE-1 heads", "Export it for sglang or eagle.")
+            case "sglang":
+                raw["architectures"] = [ARCHITECTURE]
+                raw["attention_bias"] = config.attention_bias or config.attention_out_bias
+                zeros = _missing_biases(config, tensors, fc=True, attention=raw["attention_bias"])
+            case "vllm":
+                raw["architectures"] = ["EagleLlamaForCausalLM"]
+                raw |= {"attention_bias": config.attention_out_bias, "qkv_bias": config.attention_bias}
+                if OUTPUT in tensors:
+                    refuse(peer, f"its EAGLE class has no place for {OUTPUT}")
+                if config.fc_bias:
+                    refuse(peer, "the fc of its EAGLE class has no bias", "Export it for sglang or eagle.")
+            case "eagle":
+                if config.attention_out_bias:
+                    refuse(peer, "its head has no bias behind its attention")
+                if config.rope_scaling:
+                    refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
+                if config.head_dim * config.num_heads != config.hidden_size:
+                    refuse(peer, "its heads together are as wide as the hidden size, and this head's are not")
+                raw |= {"architectures": ["LlamaForCausalLM"], "bias": config.fc_bias}
+                raw |= {"qkv_bias": True} if config.attention_bias else {}
+        if config.logit_scale != 1.0 and peer != "vllm":
+            warnings.warn(
+                f"{peer} does not read logit_scale ({config.logit_scale:g}): its trees and sampled drafts "
+                "will be those of other probabilities.",
+                stacklevel=2,
+            )
+        own = {**files.own, "format": peer, **({"zeros": sorted(zeros)} if zeros else {})}
+        return DraftFiles({**raw, OWN: own}, tensors | zeros, files.metadata)
+
+    def read(self, files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`; copies of the target's matrices are
+        kept."""
+        own = files.own
+        is_ours, zeros = own.pop("format", None) is not None, own.pop("zeros", [])
+        tensors = {
+            plain: tensor
+            for name, tensor in files.tensors.items()
+            if (plain := name.removeprefix("model.")) not in zeros or bool(tensor.any())
+        }
+        raw = without_keys(files.config, BIAS_KEYS)  # the tensors know better
+        plain_files = DraftFiles(raw | {OWN: own}, tensors, files.metadata, files.where)
+        config = self.kind.read_config(plain_files)
+        self.kind.weights(plain_files, config)
+        ours: dict[str, Any] = self.kind.write_config(config)
+        if is_ours:
+            ours = without_keys(raw, ours) | ours
+            ours[OWN] = {**own, **ours[OWN]}
+        return DraftFiles(with_dtype(ours, tensors["fc.weight"]), tensors, files.metadata, files.where)
 
 
 def _missing_biases(
@@ -84,27 +117,3 @@ def _missing_biases(
         if name not in tensors:
             zeros |= zeros_for(tensors, name, rows_of_it)
     return zeros
-
-
-def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
-    """The layout of ``peer`` -> ours, every tensor accounted for; copies of the target's matrices are kept.
-
-    Raises:
-        UserError: missing, unexpected or misshapen tensors, or a config that is not an EAGLE-1 head's.
-    """
-    own = files.own
-    is_ours, zeros = own.pop("format", None) is not None, own.pop("zeros", [])
-    tensors = {
-        plain: tensor
-        for name, tensor in files.tensors.items()
-        if (plain := name.removeprefix("model.")) not in zeros or bool(tensor.any())
-    }
-    raw = without_keys(files.config, BIAS_KEYS)  # the tensors know better
-    plain_files = DraftFiles(raw | {OWN: own}, tensors, files.metadata, files.where)
-    config = EAGLE1.read_config(plain_files)
-    EAGLE1.weights(plain_files, config)
-    ours: dict[str, Any] = EAGLE1.write_config(config)
-    if is_ours:
-        ours = without_keys(raw, ours) | ours
-        ours[OWN] = {**own, **ours[OWN]}
-    return DraftFiles(with_dtype(ours, tensors["fc.weight"]), tensors, files.metadata, files.where)

@@ -16,17 +16,17 @@ import torch
 
 from eagle_kit.config.drafts.eagle1 import Eagle1HeadConfig
 from eagle_kit.core.errors import UserError
-from eagle_kit.drafts.base.kind import OUTPUT, HeadKind, InitContext, Weights, describe_attention
+from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, describe_attention
+from eagle_kit.drafts.eagle1.format import ARCHITECTURE, LAYER, Eagle1Format
 from eagle_kit.drafts.eagle1.head import Eagle1Config, Eagle1Head
 from eagle_kit.drafts.eagle3.head import Eagle3Config
 from eagle_kit.drafts.files.config_json import LAYER_SIZES, OWN_EMBEDDING, layer_to_dict, read_layer
-from eagle_kit.drafts.files.draft_files import DraftFiles
+from eagle_kit.drafts.files.draft_files import OUTPUT, DraftFiles
 from eagle_kit.drafts.files.structure import count_layers, joins_embedding
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_number, read_size
 from eagle_kit.models.targets.target import Target
 
-ARCHITECTURE = "LlamaForCausalLMEagle"
 NAMES = (
     ARCHITECTURE,
     "MistralForCausalLMEagle",
@@ -35,7 +35,6 @@ NAMES = (
     "EagleMistralForCausalLM",
 )
 """SGLang's and vLLM's classes for such heads with Llama's layer."""
-LAYER = "layers.0."
 BIASES = {"bias": "fc.bias", "qkv_bias": f"{LAYER}self_attn.q_proj.bias"}
 """EAGLE's config keys, and the tensors that they promise."""
 
@@ -48,6 +47,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
     config_class, head_class = Eagle1Config, Eagle1Head
     trained_as = ("eagle1",)
     may_own_embedding = True
+    format_class = Eagle1Format
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.drafts.base.kind.DraftKind`. A published head may also call itself a Llama,

@@ -8,7 +8,6 @@ id is 1. All of them capture in ascending order, whatever the order of the list.
 import warnings
 from typing import Any
 
-from eagle_kit.drafts.base.kind import EMBEDDING, OUTPUT
 from eagle_kit.drafts.eagle3.fused_states import (
     CONVENTION,
     FLAGS,
@@ -26,12 +25,12 @@ from eagle_kit.drafts.eagle3.fused_states import (
     refuse_other_parts,
 )
 from eagle_kit.drafts.eagle3.head import Eagle3Config
-from eagle_kit.drafts.eagle3.kind import EAGLE3
 from eagle_kit.drafts.files.config_json import layer_to_dict
 from eagle_kit.drafts.files.copies import is_copy
-from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, without_keys
+from eagle_kit.drafts.files.draft_files import EMBEDDING, OUTPUT, OWN, DraftFiles, without_keys
 from eagle_kit.drafts.files.formats import (
     CHECKED_VERSIONS,
+    DraftFormat,
     Format,
     Served,
     refuse,
@@ -49,76 +48,112 @@ HAS_OWN_EMBEDDING = "it takes the target's embedding, and this head has its own"
 SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
 
 
-def layout(files: DraftFiles) -> tuple[Format | None, str]:
-    """The format of a head from elsewhere, and whose layout it is, for people: layouts differ in names; what
-    matters is how they number layers. Raises UserError for a part that our head has not."""
-    config = flatten_config(files.config, files.where)
-    names = files.names
-    refuse_other_parts(config, files.where)
-    if "speculators_model_type" in files.config:
-        return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()
-    eagle = config.get("eagle_config") or {}
-    ids, convention = eagle.get(LAYER_IDS), numbering(files)
-    is_layers = any(name.removeprefix("model.").startswith("layers.0.") for name in names)
-    if any(key in eagle for key in MODELOPT_KEYS) or (is_layers and "t2d" not in names and "d2t" in names):
-        maker = "ModelOpt (layers.0.*, no t2d)"
-    elif is_layers:
-        maker = "vLLM (layers.0.*)"
-    else:
-        maker = "SpecForge or SGLang (midlayer.*, layer ids)" if ids else "EAGLE (midlayer.*, no layer ids)"
-    if not ids and eagle.get(CONVENTION) is None:
-        return "eagle", maker
-    if convention is None:
-        return None, maker
-    return ("vllm" if convention == "input" else "sglang"), f"{maker}, {convention} of layer i"
+class FusedStatesFormat(DraftFormat):
+    """Between our layout of heads that read fused states and the others'."""
 
+    kind: FusedStatesKind[Any, Any, Any]
 
-def write(files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
-    """Our layout -> that of ``peer``.
+    def layout(self, files: DraftFiles) -> tuple[Format | None, str]:
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`. Layouts differ in names; what
+        matters is how they number layers."""
+        config = flatten_config(files.config, files.where)
+        names = files.names
+        refuse_other_parts(config, files.where)
+        if "speculators_model_type" in files.config:
+            return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()
+        eagle = config.get("eagle_config") or {}
+        ids, convention = eagle.get(LAYER_IDS), numbering(files)
+        is_layers = any(name.removeprefix("model.").startswith("layers.0.") for name in names)
+        has_half_a_map = "t2d" not in names and "d2t" in names
+        if any(key in eagle for key in MODELOPT_KEYS) or (is_layers and has_half_a_map):
+            maker = "ModelOpt (layers.0.*, no t2d)"
+        elif is_layers:
+            maker = "vLLM (layers.0.*)"
+        elif ids:
+            maker = "SpecForge or SGLang (midlayer.*, layer ids)"
+        else:
+            maker = "EAGLE (midlayer.*, no layer ids)"
+        if not ids and eagle.get(CONVENTION) is None:
+            return "eagle", maker
+        if convention is None:
+            return None, maker
+        return ("vllm" if convention == "input" else "sglang"), f"{maker}, {convention} of layer i"
 
-    Raises:
-        UserError: the peer has no place for a part of the head, or would read it otherwise.
-    """
-    return write_fused(EAGLE3.read_config(files), files, peer, served)
+    def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
+        return self.write_fused(self.kind.read_config(files), files, peer, served)
 
+    def write_fused(
+        self, config: Eagle3Config, files: DraftFiles, peer: Format, served: Served
+    ) -> DraftFiles:
+        """:meth:`write` for a head of ``config``."""
+        _check(config, files, peer)
+        if peer == "sglang" and config.target_hidden_size == config.hidden_size:
+            _check_embedding(config, files, served)
+        raw, tensors = dict(files.config), dict(files.tensors)
+        ids = list(config.aux_layer_ids)
+        eagle = {**(raw.get("eagle_config") or {}), CONVENTION: "input"}
+        eagle |= {LAYER_IDS: ids} if ids else {}
+        if raw.get(TIED) and OUTPUT not in tensors and peer != "sglang":  # which alone reads this key
+            embedding = tensors.get(EMBEDDING, served.embedding())
+            if embedding is None:
+                refuse(peer, "its output layer is the target's embedding", "Give it with --target.")
+            tensors[OUTPUT] = embedding.to(tensors["norm.weight"].dtype).clone()
+            raw |= {TIED: False, "draft_vocab_size": config.vocab_size}
+        if config.draft_vocab_size == config.vocab_size and peer in ("vllm", "speculators", "eagle"):
+            if bool(tensors["d2t"].any()):
+                refuse(peer, "its draft vocabulary is the target's in another order")
+            del tensors["d2t"], tensors["t2d"]
+        if config.attention_bias:
+            for name in [name for name in tensors if name.endswith(OUTPUT_WEIGHT)]:
+                bias = name.removesuffix(OUTPUT_WEIGHT) + OUTPUT_BIAS
+                tensors |= zeros_for(tensors, bias, config.hidden_size)
+        if peer in ("vllm", "speculators"):
+            tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        own = {**raw[OWN], "format": peer}
+        match peer:
+            case "sglang" if ids:
+                numbers, convention = _sglang_ids(config, served)
+                eagle |= {LAYER_IDS: numbers, CONVENTION: convention}
+            case "vllm":
+                # deepseek_v3 would be taken for DeepSeek's own MTP modules
+                latent = {"architectures": [LATENT_LAYER[0]], "model_type": "deepseek_v2"}
+                plain = {"architectures": [QWEN_LAYER[0] if config.qk_norm else LLAMA_LAYER[1]]}
+                raw |= latent if config.mla else plain
+            case "speculators":
+                return DraftFiles(_speculators(raw, own, config, files, served), tensors, files.metadata)
+        return DraftFiles({**raw, "eagle_config": eagle, OWN: own}, tensors, files.metadata)
 
-def write_fused(config: Eagle3Config, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
-    """:func:`write` of any head of ``config`` that reads fused states."""
-    _check(config, files, peer)
-    if peer == "sglang" and config.target_hidden_size == config.hidden_size:
-        _check_embedding(config, files, served)
-    raw, tensors = dict(files.config), dict(files.tensors)
-    ids = list(config.aux_layer_ids)
-    eagle = {**(raw.get("eagle_config") or {}), CONVENTION: "input"}
-    eagle |= {LAYER_IDS: ids} if ids else {}
-    if raw.get(TIED) and OUTPUT not in tensors and peer != "sglang":  # which alone reads this key
-        embedding = tensors.get(EMBEDDING, served.embedding())
-        if embedding is None:
-            refuse(peer, "its output layer is the target's embedding", "Give it with --target.")
-        tensors[OUTPUT] = embedding.to(tensors["norm.weight"].dtype).clone()
-        raw |= {TIED: False, "draft_vocab_size": config.vocab_size}
-    if config.draft_vocab_size == config.vocab_size and peer in ("vllm", "speculators", "eagle"):
-        if bool(tensors["d2t"].any()):
-            refuse(peer, "its draft vocabulary is the target's in another order")
-        del tensors["d2t"], tensors["t2d"]
-    if config.attention_bias:
-        for name in [name for name in tensors if name.endswith(OUTPUT_WEIGHT)]:
-            tensors |= zeros_for(tensors, name.removesuffix(OUTPUT_WEIGHT) + OUTPUT_BIAS, config.hidden_size)
-    if peer in ("vllm", "speculators"):
-        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    own = {**raw[OWN], "format": peer}
-    match peer:
-        case "sglang" if ids:
-            numbers, convention = _sglang_ids(config, served)
-            eagle |= {LAYER_IDS: numbers, CONVENTION: convention}
-        case "vllm":
-            # deepseek_v3 would be taken for DeepSeek's own MTP modules
-            latent = {"architectures": [LATENT_LAYER[0]], "model_type": "deepseek_v2"}
-            plain = {"architectures": [QWEN_LAYER[0] if config.qk_norm else LLAMA_LAYER[1]]}
-            raw |= latent if config.mla else plain
-        case "speculators":
-            return DraftFiles(_speculators(raw, own, config, files, served), tensors, files.metadata)
-    return DraftFiles({**raw, "eagle_config": eagle, OWN: own}, tensors, files.metadata)
+    def read(self, files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`; ``target`` gives the usual layer
+        ids to a config that names none."""
+        raw = flatten_config(files.config, files.where, self.kind.speculators_model_type)
+        eagle = dict(raw.get("eagle_config") or {})
+        if eagle.get(LAYER_IDS) == []:  # ModelOpt's word for the usual ones
+            del eagle[LAYER_IDS]
+        if eagle.get(LAYER_IDS) and eagle.get(CONVENTION) is None:
+            eagle[CONVENTION] = "output" if peer == "sglang" else "input"
+        own = files.own
+        is_ours = own.pop("format", None) is not None
+        flat = DraftFiles({**raw, "eagle_config": eagle}, files.tensors, files.metadata, files.where)
+        config = self.kind.read_config(flat, target)
+        found = self.kind.weights(flat, config)
+        ours = self.kind.write_config(config)
+        if found.borrows_output or found.ties_output:
+            ours["draft_vocab_size"] = None
+        if found.ties_output:
+            ours[TIED] = True
+        if is_ours:  # keys that we do not know were ours already
+            known = {*ours, NORM_BEFORE_FC, "embed_requires_grad", "eagle_config"}
+            ours = without_keys(raw, known) | ours
+            ours["eagle_config"] = {**eagle, **own.pop("eagle_config", {}), **ours["eagle_config"]}
+            own.pop("extra", None)
+            ours[OWN] = {**own, **ours[OWN]}
+        ours[OWN] |= {"vocab_map": map_fingerprint(found.buffers["d2t"])}
+        tensors = found.tensors | found.copies | found.buffers
+        return DraftFiles(
+            with_dtype(ours, tensors["midlayer.mlp.gate_proj.weight"]), tensors, files.metadata, files.where
+        )
 
 
 def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
@@ -250,49 +285,3 @@ def _speculators(
         **{key: raw[key] for key in ("dtype", "torch_dtype") if key in raw},
         OWN: own,
     }
-
-
-def read(files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
-    """The layout of ``peer`` -> ours, every tensor accounted for.
-
-    Args:
-        target: gives the usual layer ids to a config that names none.
-
-    Raises:
-        UserError: a part that our head has not; missing, unexpected or misshapen tensors; layer ids that
-            cannot be known.
-    """
-    return read_fused(EAGLE3, files, peer, target)
-
-
-def read_fused(
-    kind: FusedStatesKind[Any, Any, Any], files: DraftFiles, peer: Format, target: TargetConfig | None
-) -> DraftFiles:
-    """:func:`read` of any kind of head that reads fused states."""
-    raw = flatten_config(files.config, files.where, kind.speculators_model_type)
-    eagle = dict(raw.get("eagle_config") or {})
-    if eagle.get(LAYER_IDS) == []:  # ModelOpt's word for the usual ones
-        del eagle[LAYER_IDS]
-    if eagle.get(LAYER_IDS) and eagle.get(CONVENTION) is None:
-        eagle[CONVENTION] = "output" if peer == "sglang" else "input"
-    own = files.own
-    is_ours = own.pop("format", None) is not None
-    flat = DraftFiles({**raw, "eagle_config": eagle}, files.tensors, files.metadata, files.where)
-    config = kind.read_config(flat, target)
-    found = kind.weights(flat, config)
-    ours = kind.write_config(config)
-    if found.borrows_output or found.ties_output:
-        ours["draft_vocab_size"] = None
-    if found.ties_output:
-        ours[TIED] = True
-    if is_ours:  # keys that we do not know were ours already
-        known = {*ours, NORM_BEFORE_FC, "embed_requires_grad", "eagle_config"}
-        ours = without_keys(raw, known) | ours
-        ours["eagle_config"] = {**eagle, **own.pop("eagle_config", {}), **ours["eagle_config"]}
-        own.pop("extra", None)
-        ours[OWN] = {**own, **ours[OWN]}
-    ours[OWN] |= {"vocab_map": map_fingerprint(found.buffers["d2t"])}
-    tensors = found.tensors | found.copies | found.buffers
-    return DraftFiles(
-        with_dtype(ours, tensors["midlayer.mlp.gate_proj.weight"]), tensors, files.metadata, files.where
-    )

@@ -14,11 +14,11 @@ from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
 from eagle_kit.config.drafts.fused_states import FusedStatesHeadConfig
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.drafts.base.initial_weights import check_old_head, check_vocab_size, start_output
-from eagle_kit.drafts.base.kind import EMBEDDING, OUTPUT, HeadKind, InitContext, Weights, our_names, soften
+from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, our_names, soften
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import OWN_EMBEDDING, layer_to_dict, read_layer
-from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, open_draft, without_keys
+from eagle_kit.drafts.files.draft_files import EMBEDDING, OUTPUT, OWN, DraftFiles, open_draft, without_keys
 from eagle_kit.drafts.files.findings import OWN_TARGET, Finding
 from eagle_kit.drafts.files.structure import (
     canonical_name,

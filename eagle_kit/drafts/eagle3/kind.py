@@ -9,6 +9,7 @@ from eagle_kit.config.drafts.fused_states import AnyEagle3HeadConfig, Eagle3Head
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.base.conventions import Convention
 from eagle_kit.drafts.base.kind import InitContext, describe_attention
+from eagle_kit.drafts.eagle3.format import FusedStatesFormat
 from eagle_kit.drafts.eagle3.fused_states import (
     ARCHITECTURES,
     FLAGS,
@@ -35,6 +36,7 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head, AnyEagle3HeadConfig])
     config_class, head_class = Eagle3Config, Eagle3Head
     speculators_model_type = "eagle3"
     trained_as = ("eagle3", "eagle3-mla")
+    format_class = FusedStatesFormat
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.drafts.base.kind.DraftKind`."""

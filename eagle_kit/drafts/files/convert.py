@@ -7,7 +7,6 @@ import torch
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.base.kind import HeadKind
 from eagle_kit.drafts.files.draft_files import OWN, DraftFiles
-from eagle_kit.drafts.files.format_table import converter
 from eagle_kit.drafts.files.formats import FORMATS, Format, Served, config_hash, dtype_name
 from eagle_kit.drafts.files.recognise import Layout
 from eagle_kit.models.config import TargetConfig
@@ -44,7 +43,7 @@ def read_draft(
         )
     if written == "eagle-kit":
         return files
-    ours: DraftFiles = converter(seen.kind).read(files, written, target)
+    ours = seen.kind.format.read(files, written, target)
     if OWN in files.config:
         return ours
     names = {name: theirs for name, theirs in seen.kind.names(files).items() if name in ours.tensors}
@@ -86,8 +85,7 @@ def write_draft_as(
     origin = files.metadata.get(IMPORTED) or {}
     if origin.get("format") == format and origin["config_here"] == config_hash(files.config):
         return DraftFiles(origin["config"], _as_they_came(dict(files.tensors), origin), files.metadata)
-    out: DraftFiles = converter(kind).write(files, format, served)
-    return out
+    return kind.format.write(files, format, served)
 
 
 def _as_they_came(tensors: dict[str, torch.Tensor], origin: dict[str, Any]) -> dict[str, torch.Tensor]:

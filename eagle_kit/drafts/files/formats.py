@@ -1,4 +1,4 @@
-"""Formats of drafts, and what a format wants to know of a target."""
+"""Formats of drafts: what converts a kind of head between ours and others, and what it reads of a target."""
 
 import hashlib
 import json
@@ -9,8 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.drafts.base.kind import EMBEDDING
-from eagle_kit.drafts.files.draft_files import FolderTensors
+from eagle_kit.drafts.files.draft_files import EMBEDDING, DraftFiles, FolderTensors
 from eagle_kit.models.config import TargetConfig
 
 Format = Literal["eagle-kit", "sglang", "vllm", "speculators", "eagle"]
@@ -47,6 +46,49 @@ class Served:
         tensors = {} if self.folder is None else FolderTensors(self.folder)
         names = [name for name in tensors if name.endswith(EMBEDDING)]
         return tensors[names[0]] if len(names) == 1 else None
+
+
+class DraftFormat:
+    """Conversion of heads of one kind between our layout and the others'.
+
+    A kind names its class as ``format_class``. This one is of kinds for which no other project has a layout.
+
+    Args:
+        kind: a :class:`~eagle_kit.drafts.base.kind.HeadKind`, which reads and writes our layout.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def layout(self, files: DraftFiles) -> tuple[Format | None, str]:
+        """The format of a head from elsewhere, and whose layout it is, for people.
+
+        Returns:
+            None for the format where two of them, which number layers differently, are possible.
+
+        Raises:
+            UserError: a part that our head has not.
+        """
+        return "eagle-kit", "ours"
+
+    def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
+        """Our layout -> that of ``peer``. Raises UserError where it has no place for the head, or would read
+        it otherwise."""
+        refuse(peer, "it has no class for heads of this kind", "Serve them with eagle-kit.")
+
+    def read(self, files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
+        """The layout of ``peer`` -> ours, every tensor accounted for.
+
+        Args:
+            target: completes what old configs leave out.
+
+        Raises:
+            UserError: a part that our head has not; missing, unexpected or misshapen tensors.
+        """
+        raise UserError(
+            f"The draft in {files.where} is a {self.kind.title}, and {PEERS[peer]} has no layout for those.",
+            "Leave the format out.",
+        )
 
 
 def refuse(peer: Format, reason: str, remedy: str = "Export it in another format.") -> NoReturn:

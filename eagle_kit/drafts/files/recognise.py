@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.drafts.base.kind import HeadKind
 from eagle_kit.drafts.files.draft_files import OWN, DraftFiles
-from eagle_kit.drafts.files.format_table import converter
 from eagle_kit.drafts.files.formats import FORMATS, PEERS, Format
 
 
@@ -30,7 +29,7 @@ def recognise(files: DraftFiles, kind: HeadKind[Any, Any, Any]) -> Layout:
         UserError: a part that our head has not, or a format that is not known.
     """
     if OWN not in files.config:
-        found = converter(kind).layout(files)
+        found = kind.format.layout(files)
         return Layout(kind, *found)
     written = files.own.get("format", "eagle-kit")
     if written not in FORMATS:

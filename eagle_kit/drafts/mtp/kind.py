@@ -18,8 +18,6 @@ from eagle_kit.config.drafts.mtp import MTPHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.kind import (
-    EMBEDDING,
-    OUTPUT,
     HeadKind,
     InitContext,
     Weights,
@@ -29,7 +27,8 @@ from eagle_kit.drafts.base.kind import (
 )
 from eagle_kit.drafts.files.config_json import layer_to_dict
 from eagle_kit.drafts.files.copies import is_copy
-from eagle_kit.drafts.files.draft_files import OWN, DraftFiles, open_draft
+from eagle_kit.drafts.files.draft_files import EMBEDDING, OUTPUT, OWN, DraftFiles, open_draft
+from eagle_kit.drafts.mtp.format import DEEPSEEK, MTPFormat
 from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead, MTPModule
 from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig, mtp_count, text_config
@@ -39,7 +38,7 @@ from eagle_kit.models.loading.fp8_layout import read_fp8_layout
 from eagle_kit.models.loading.loader import check_activation, check_tensors
 from eagle_kit.models.targets.target import Target
 
-DEEPSEEK, GLM = ("deepseek_v2", "deepseek_v3"), "glm4_moe"
+GLM = "glm4_moe"
 ARCHITECTURES = {
     **dict.fromkeys(DEEPSEEK, ("DeepseekV3ForCausalLMNextN", "DeepseekV3ForCausalLM")),
     GLM: ("Glm4MoeForCausalLMNextN", "Glm4MoeForCausalLM"),
@@ -67,6 +66,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
     algorithms, vllm_method, is_in_target = ("NEXTN", "EAGLE"), "mtp", True
     config_class, head_class = MTPConfig, MTPHead
     trained_as, needs_layers = ("mtp",), True
+    format_class = MTPFormat
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.drafts.base.kind.DraftKind`; only folders of their own are recognised."""

@@ -12,7 +12,7 @@ import torch
 from eagle_kit.config.drafts.fused_states import PEagleHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
-from eagle_kit.drafts.base.kind import EMBEDDING, InitContext, Weights, describe_attention
+from eagle_kit.drafts.base.kind import InitContext, Weights, describe_attention
 from eagle_kit.drafts.eagle3.fused_states import (
     LAYERS,
     FusedStatesKind,
@@ -23,8 +23,9 @@ from eagle_kit.drafts.eagle3.fused_states import (
     start_new_head,
 )
 from eagle_kit.drafts.files.copies import other_rows
-from eagle_kit.drafts.files.draft_files import DraftFiles, without_keys
+from eagle_kit.drafts.files.draft_files import EMBEDDING, DraftFiles, without_keys
 from eagle_kit.drafts.files.structure import fuses_states
+from eagle_kit.drafts.p_eagle.format import MASK_EMBEDDING, PEagleFormat
 from eagle_kit.drafts.p_eagle.head import PEagleConfig, PEagleHead
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.config_parts import wrong_value
@@ -33,7 +34,7 @@ from eagle_kit.models.targets.target import Target
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Keys of configs for the token whose row is the mask's embedding; ours and speculators', vLLM's, and one
 that vLLM reads too."""
-MASK_EMBEDDING, MASK_HIDDEN = "mask_embedding", "mask_hidden"
+MASK_HIDDEN = "mask_hidden"
 
 
 class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
@@ -45,6 +46,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
     speculators_model_type = "peagle"
     has_many_layers = True
     trained_as = ("p-eagle",)
+    format_class = PEagleFormat
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.drafts.base.kind.DraftKind`."""

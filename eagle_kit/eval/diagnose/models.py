@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.drafts.base.kind import EMBEDDING
 from eagle_kit.drafts.files.copies import is_copy
 from eagle_kit.drafts.files.draft import DraftFolder
+from eagle_kit.drafts.files.draft_files import EMBEDDING
 from eagle_kit.engine.llm import LLM
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loader import load_target
