@@ -88,11 +88,11 @@ class StageLog:
 
 
 def run_stages(stages: Iterable[Stage], log: StageLog, num_stages: int) -> int:
-    """Print and run the stages that are not done, one after the other; a stage is asked for when those before
-    it are done.
+    """Print and run the stages that are not done, one after the other.
 
     Args:
-        log: takes their results and seconds; commands that are done are appended to a file beside its own.
+        stages: advanced only when the stage before is done, so a generator can read its result in ``log``.
+        log: takes results and seconds; the commands that are done are appended to a file beside its own.
         num_stages: number of all stages, for messages.
 
     Returns:
