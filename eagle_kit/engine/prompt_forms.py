@@ -16,6 +16,17 @@ Conversation = str | list[int] | list[dict[str, Any]] | ChatPrompt
 """User turn, token ids of a rendered chat, messages, or messages with tools and arguments of the template."""
 ID_KEYS = ("prompt_token_ids", "input_ids")
 """Keys of token ids: vLLM's, and those of a tokenizer's result."""
+TEXT_KEYS = ("prompt", *ID_KEYS)
+"""Keys of the text of a prompt."""
+TOKENIZER_KEYS = ("attention_mask", "token_type_ids")
+"""Keys of a tokenizer's result that say nothing more of a text without padding."""
+REMEDIES = {
+    "cache_salt": "Give SamplingParams(cache_salt=...).",
+    "multi_modal_data": "Leave it out: prompts are text.",
+    "mm_processor_kwargs": "Leave it out: prompts are text.",
+    "prompt_embeds": "Give a text or token ids.",
+}
+"""What to do about a key that prompts of vLLM may have."""
 
 
 def read_texts(given: Any) -> list[TextPrompt]:
@@ -48,10 +59,7 @@ def read_chats(given: Any) -> list[Conversation]:
     if isinstance(given, str | ChatPrompt) or (given and is_token_ids(given)) or _is_messages(given):
         return [_read_chat(given)]
     if isinstance(given, Mapping):
-        raise UserError(
-            "One message was given instead of a conversation.",
-            "Put the messages of a conversation in a list.",
-        )
+        raise _no_conversation(given, "One message was given instead of a conversation.")
     if not isinstance(given, Sequence):
         raise _no_prompt(given)
     return [_read_chat(each) for each in given]
@@ -102,10 +110,35 @@ def _of_mapping(given: Mapping[str, Any]) -> Any:
         raise UserError(
             "generate was given a message, and it continues texts.", "Give the conversation to LLM.chat."
         )
-    for key in ("prompt", *ID_KEYS):
-        if given.get(key) is not None:
-            return _as_lists(given[key])
-    raise _no_prompt(dict(given))
+    values = {key: value for key, value in given.items() if value is not None}
+    found = [key for key in TEXT_KEYS if key in values]
+    if not found:
+        raise _no_prompt(dict(given))
+    _check_keys(values, found)
+    return _as_lists(values[found[0]])
+
+
+def _check_keys(given: Mapping[str, Any], found: list[str]) -> None:
+    """Raise UserError for what a prompt has besides the key ``found``, and nothing would read."""
+    if len(found) > 1:
+        raise UserError(f"A prompt has both {found[0]} and {found[1]}.", "Give one of them.")
+    for key in given:
+        if key not in (*found, *TOKENIZER_KEYS):
+            remedy = REMEDIES.get(key, f"Leave it out; a prompt has one of {', '.join(TEXT_KEYS)}.")
+            raise UserError(f"A prompt has the key {shown(key)}, which nothing here reads.", remedy)
+    if _has_zero(given.get("attention_mask", 1)):
+        raise UserError(
+            "The attention_mask of a prompt has zeros, so its token ids have padding.",
+            "Tokenise without padding; prompts of a call may have different lengths.",
+        )
+
+
+def _has_zero(mask: Any) -> bool:
+    """True if a number of an attention mask, given as numbers, lists or an array, is zero."""
+    mask = _as_lists(mask)
+    if isinstance(mask, Sequence):
+        return any(_has_zero(each) for each in mask)
+    return bool(mask == 0)
 
 
 def _read_chat(given: Any) -> Conversation:
@@ -118,11 +151,18 @@ def _read_chat(given: Any) -> Conversation:
     if _is_messages(given):
         return list(given)
     if isinstance(given, Mapping):
-        raise UserError(
-            "A message stands where a conversation is expected.",
-            "Put the messages of a conversation in a list.",
-        )
+        raise _no_conversation(given, "A message stands where a conversation is expected.")
     raise _no_prompt(given)
+
+
+def _no_conversation(given: Mapping[str, Any], cause: str) -> UserError:
+    """Error for a mapping in place of a conversation: ``cause`` if it is a message."""
+    if "messages" in given:
+        return UserError(
+            "A conversation was given as a mapping with messages.",
+            "Give the list of messages, and tools and chat_template_kwargs as keywords.",
+        )
+    return UserError(cause, "Put the messages of a conversation in a list.")
 
 
 def _no_prompt(given: Any) -> UserError:
