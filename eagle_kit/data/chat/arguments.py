@@ -23,6 +23,10 @@ MOST_PRODUCT = 2**26
 """Most characters of text times the largest number, since a template may repeat a text (``a * b``)."""
 
 
+class WrongArgument(Unusable):
+    """An argument that the chat template does not read, or that is too large."""
+
+
 def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) -> None:
     """Check that a template reads every argument, and that their sizes are within the module's bounds.
 
@@ -32,7 +36,7 @@ def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) ->
         kwargs: the arguments.
 
     Raises:
-        Unusable: an argument is not read by the template, or is too large.
+        WrongArgument: an argument is not read by the template, or is too large.
     """
     if not kwargs:
         return
@@ -43,19 +47,19 @@ def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) ->
     read = names_read(template)
     for name in kwargs:
         if name in reserved:
-            raise Unusable(f"{cut(name)} is no argument of a chat template of its own")
+            raise WrongArgument(f"{cut(name)} is no argument of a chat template of its own")
         if name not in read:
-            raise Unusable(f"the chat template does not read {cut(name)}")
+            raise WrongArgument(f"the chat template does not read {cut(name)}")
 
     # Sizes: before the template can multiply them.
     leaves = list(_leaves(kwargs))
     magnitudes = [abs(leaf) for leaf in leaves if not isinstance(leaf, str)]
     if not all(magnitude <= MOST_NUMBER for magnitude in magnitudes):
-        raise Unusable(f"chat_template_kwargs have a number above {MOST_NUMBER} in magnitude")
+        raise WrongArgument(f"chat_template_kwargs have a number above {MOST_NUMBER} in magnitude")
     largest = max(magnitudes, default=0)
     num_chars = sum(len(leaf) for leaf in leaves if isinstance(leaf, str))
     if largest * num_chars > MOST_PRODUCT:
-        raise Unusable(
+        raise WrongArgument(
             f"chat_template_kwargs have {num_chars} characters and the number {largest:g}, whose product is "
             f"above {MOST_PRODUCT}"
         )

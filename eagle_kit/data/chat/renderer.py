@@ -17,7 +17,7 @@ import numpy as np
 
 from eagle_kit.core.errors import UserError, cut, shown
 from eagle_kit.core.files import is_unicode
-from eagle_kit.data.chat.arguments import check_arguments
+from eagle_kit.data.chat.arguments import WrongArgument, check_arguments
 from eagle_kit.data.chat.forms import Conversation, RawText, Record, TokenRow
 from eagle_kit.data.chat.messages import (
     ChatPrompt,
@@ -195,10 +195,14 @@ class ChatRenderer:
                 f"The messages cannot be rendered: {reason}.",
                 "Leave it out, or give another template with --chat-template FILE.",
             ) from None
+        except WrongArgument as reason:
+            raise PromptError(
+                f"The messages cannot be rendered: {reason}.", "Leave it out of chat_template_kwargs."
+            ) from None
         except Unusable as reason:
             raise PromptError(
                 f"The messages cannot be rendered: {reason}.",
-                "Order and fill the turns as the template asks.",
+                "Give turns of text, in the order that the chat template asks for.",
             ) from None
 
     def prompt_token_ids(self, prompt: ChatPrompt | Sequence[Message]) -> list[int]:

@@ -98,8 +98,10 @@ async def _return_memory() -> None:
 
 async def _raise_in_our_shape(request: Any, error: Any) -> Any:
     """Convert errors of the framework: unknown paths and methods."""
-    path = request.scope[
-        "path"
-    ]  # a URL of the framework would be made with what the client gives as its host
+    # A URL of the framework would be made with what the client gives as its host.
+    path = request.scope["path"]
     message = f"{cut(request.method)} {cut(path)}: {error.detail}."
+    if error.status_code == 404:
+        paths = [route.path for route in request.app.routes if route.include_in_schema]
+        message += f" Use one of {', '.join(dict.fromkeys(paths))}."
     raise ApiError(error.status_code, message, headers=error.headers)

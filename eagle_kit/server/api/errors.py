@@ -33,6 +33,25 @@ LIMITS = {
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
 }
 """Types of pydantic's errors of a value that has the right type and is out of range."""
+GRAMMARS = "Send regex, or response_format with a JSON schema; other grammars are for LLM.generate in Python."
+REMEDIES = {
+    "best_of": "Send n and logprobs, and choose among the choices.",
+    "chat_template": "Start the server with --chat-template FILE.",
+    "ebnf": GRAMMARS,
+    "function_call": "Send tool_choice.",
+    "functions": "Send tools.",
+    "guided_grammar": GRAMMARS,
+    "include_reasoning": "Leave it out: reasoning is in reasoning_content.",
+    "max_new_tokens": "Send max_tokens.",
+    "prompt_logprobs": "Leave it out, or ask LLM.generate in Python.",
+    "reasoning_effort": "Send it in chat_template_kwargs, if the chat template reads it.",
+    "request_id": "Send the header X-Request-Id.",
+    "rid": "Send the header X-Request-Id.",
+    "structured_outputs.grammar": GRAMMARS,
+    "truncate_prompt_tokens": "Shorten the prompt before it is sent.",
+    "use_beam_search": "Send n and a temperature.",
+}
+"""What to do about parameters of vLLM, SGLang and OpenAI that are not supported; others are left out."""
 EXPECTED = "Input should be "
 OBJECT = re.compile("a valid dictionary")
 
@@ -101,9 +120,9 @@ def from_validation(error: ValidationError) -> ApiError:
         return ApiError(400, f"The body is no JSON that can be read: {detail['msg']}.", code="invalid_json")
     param = _path(detail["loc"])
     if detail["type"] == "extra_forbidden":
-        return ApiError(
-            400, f"The parameter {param} is not supported.", param=param, code="unsupported_parameter"
-        )
+        remedy = REMEDIES.get(param, "Leave it out.")
+        message = f"The parameter {param} is not supported. {remedy}"
+        return ApiError(400, message, param=param, code="unsupported_parameter")
     message = detail["msg"].removeprefix("Value error, ")
     if message.startswith(EXPECTED):
         same = [other["msg"] for other in details if _path(other["loc"]) == param]

@@ -254,6 +254,9 @@ class Sampling(Strict):
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
     no_stop_trim: Literal[False] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    min_tokens: Literal[0] | None = None
+    return_token_ids: Literal[False] | None = None
     skip_special_tokens: bool | None = None
     return_hidden_states: Literal[False] | None = None
 
@@ -322,7 +325,9 @@ class ChatRequest(ChatMessages, Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
+    echo: Literal[False] | None = None
     separate_reasoning: Literal[True] | None = None
     stream_reasoning: Literal[True] | None = None
 
@@ -379,7 +384,7 @@ class CompletionRequest(Sampling):
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionRequest":
         if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported, since a prompt's are not computed")
+            raise ValueError("echo with logprobs is not supported; LLM.generate has prompt_logprobs")
         return self
 
     @property
@@ -399,6 +404,7 @@ class TokenizeRequest(Strict):
     tools: Annotated[Several[Tool], Field(max_length=512)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
     add_special_tokens: bool | None = None
+    add_generation_prompt: Literal[True] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> "TokenizeRequest":
@@ -406,6 +412,8 @@ class TokenizeRequest(Strict):
             raise ValueError("give either prompt or messages")
         if self.messages is not None and self.add_special_tokens is not None:
             raise ValueError("add_special_tokens belongs to a prompt; the chat template has its own")
+        if self.messages is None and self.add_generation_prompt is not None:
+            raise ValueError("add_generation_prompt belongs to messages; a prompt is continued as it stands")
         if self.messages is None and (self.tools is not None or self.chat_template_kwargs is not None):
             raise ValueError("tools and chat_template_kwargs belong to messages")
         return self

@@ -3,8 +3,10 @@
 import pytest
 from chat_templates import tokenizer_for
 
+from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.arguments import MOST_NUMBER, MOST_PRODUCT, check_arguments, names_read
-from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.messages import ChatPrompt, Unusable
+from eagle_kit.data.chat.template import prompt_text
 
 READS = "{{ prefix * width }}"
 
@@ -31,6 +33,13 @@ def test_words_of_a_template_that_are_no_variables_are_refused(name):
     assert name in tokenizer.chat_template
     with pytest.raises(Unusable, match=f"does not read {name}"):
         check_arguments(tokenizer, tokenizer.chat_template, {name: 1})
+
+
+def test_what_to_do_about_an_argument_is_not_about_the_turns():
+    prompt = ChatPrompt([{"role": "user", "content": "Hi"}], chat_template_kwargs={"unheard_of": 1})
+    with pytest.raises(UserError, match="does not read unheard_of") as error:
+        prompt_text(tokenizer_for("llama3"), prompt)
+    assert "chat_template_kwargs" in error.value.remedy
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "raise_exception", "bos_token", "tokenize"])

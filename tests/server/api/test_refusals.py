@@ -123,6 +123,30 @@ def test_a_wrong_or_unsupported_parameter_is_named(server, path, change, param):
     refused(server, path, server.http.post(path, json=body), 400, param)
 
 
+@pytest.mark.parametrize(
+    ("path", "name", "value"),
+    [
+        (COMPLETE, "min_tokens", 0),
+        (CHAT, "min_tokens", 0),
+        (CHAT, "include_stop_str_in_output", False),
+        (CHAT, "return_token_ids", False),
+        (CHAT, "add_generation_prompt", True),
+        (CHAT, "echo", False),
+    ],
+)
+def test_values_that_say_what_is_done_anyway_are_taken_and_no_others(server, path, name, value):
+    body = CHAT_BODY if path == CHAT else COMPLETE_BODY
+    assert server.http.post(path, json={**body, name: value}).status_code == 200
+    other = 5 if type(value) is int else not value
+    refused(server, path, server.http.post(path, json={**body, name: other}), 400, name)
+
+
+def test_parameters_of_other_engines_are_refused_with_what_to_send(server):
+    for name, ours in [("max_new_tokens", "max_tokens"), ("rid", "X-Request-Id"), ("suffix", "Leave it out")]:
+        answer = server.http.post(COMPLETE, json={**COMPLETE_BODY, name: 1})
+        assert ours in refused(server, COMPLETE, answer, 400, name)
+
+
 BOUNDS = {
     "top_p": (0, 0.01, 1, 1.01),
     "top_k": (-2, -1, 2**31 - 1, 2**31),
@@ -422,7 +446,8 @@ def test_other_models_paths_and_methods_have_the_same_shape(server):
     answer = server.http.post(CHAT, json={**CHAT_BODY, "model": "gpt-9"})
     refused(server, CHAT, answer, 404, "model")
     assert answer.json()["error"]["code"] == "model_not_found"
-    refused(server, CHAT, server.http.get("/v1/embeddings"), 404)
+    message = refused(server, CHAT, server.http.post("/v1/embeddings", json={"input": "a"}), 404)
+    assert "/v1/completions" in message and "/tokenize" in message
     answer = server.http.get(CHAT)
     refused(server, CHAT, answer, 405)
     assert answer.headers["allow"] == "POST"
