@@ -3,8 +3,9 @@
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from numbers import Real
+from typing import Any, Self
 
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.structured_outputs import Grammar, StructuredOutputs
@@ -18,6 +19,40 @@ MAX_BAD_WORD_CHARS = 256
 MAX_SALT_CHARS = 256
 """Most characters of a cache salt; the base64 of 256 random bits has 43."""
 
+WHOLE_NUMBERS = ("max_tokens", "top_k", "n", "seed", "logprobs", "prompt_logprobs")
+OPTIONAL = ("seed", "logprobs", "prompt_logprobs")
+"""Whole numbers that may be None."""
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
+CONSTRAINT = "Give structured_outputs=StructuredOutputs(json=...), or with regex, choice or grammar."
+WHOLE_TEXT = "Decode token_ids with llm.tokenizer."
+REMEDIES = {
+    "add_generation_prompt": "Leave it out: chat opens the reply; generate continues a text as it stands.",
+    "best_of": "Give n and logprobs=0, and choose among output.outputs by cumulative_logprob.",
+    "chat_template": "Give it to LLM, as chat_template=FILE.",
+    "continue_final_message": "Give the rendered conversation to generate.",
+    "ebnf": CONSTRAINT,
+    "guided_decoding": CONSTRAINT,
+    "include_stop_str_in_output": WHOLE_TEXT,
+    "json_schema": CONSTRAINT,
+    "logits_processors": "Give logit_bias, allowed_token_ids, bad_words or structured_outputs.",
+    "lora_request": "Merge the adapter into the target's weights.",
+    "max_new_tokens": "Give max_tokens.",
+    "min_tokens": "Give ignore_eos=True for replies of exactly max_tokens.",
+    "regex": CONSTRAINT,
+    "skip_special_tokens": WHOLE_TEXT,
+    "truncate_prompt_tokens": "Cut the token ids of the prompt, and give those.",
+    "use_beam_search": "Give n and a temperature.",
+    "use_tqdm": "Give progress=True, or leave it out.",
+}
+"""What to write in place of a parameter that vLLM or SGLang has and we have not."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -27,7 +62,7 @@ class SamplingParams:
     Attributes:
         max_tokens: maximum number of tokens of a reply, at least 1.
         temperature: divides the logits; 0 is greedy.
-        top_k: keep the k most likely tokens; 0 keeps all.
+        top_k: keep the k most likely tokens; 0 keeps all, as -1 does, which becomes 0.
         top_p: then keep the smallest set of most likely tokens whose probabilities sum to at least this.
         min_p: then keep tokens whose probability is at least this share of the largest one.
         seed: seed of the reply's random numbers, which do not depend on the batch; None draws a seed when the
@@ -36,7 +71,7 @@ class SamplingParams:
             prompt or the reply (arXiv 1909.05858).
         frequency_penalty: subtracted from a token's logit for every occurrence in the reply.
         presence_penalty: subtracted from the logit of every token that is in the reply.
-        logit_bias: token id -> number added to its logit.
+        logit_bias: token id, also as a text of digits -> number added to its logit.
         allowed_token_ids: tokens that the reply may have, at least one; None allows all. The reply ends by
             itself only where one of the model's end tokens is among them. Not together with a constraint.
         bad_words: up to 128 words of up to 256 characters that the reply must not have. Each word's tokens,
@@ -59,8 +94,17 @@ class SamplingParams:
             ``{"json": schema}``.
 
     Raises:
-        UserError: a parameter is out of range, or of another type.
+        UserError: a parameter is out of range, of another type, or not known.
     """
+
+    def __new__(cls, *_values: Any, **named: Any) -> Self:
+        """Refuse names that are no parameters, which the dataclass would with a TypeError."""
+        known = [each.name for each in fields(cls)]
+        for name in named:
+            if name not in known:
+                default = f"Use {', '.join(known)}."
+                raise UserError(f"There is no sampling parameter {name}.", REMEDIES.get(name, default))
+        return super().__new__(cls)
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -135,8 +179,10 @@ class SamplingParams:
             object.__setattr__(self, name, _texts(getattr(self, name), name))
         for name in ("stop_token_ids", "allowed_token_ids"):
             object.__setattr__(self, name, _token_ids(getattr(self, name), name))
-        if not isinstance(self.n, int):
-            raise UserError(f"n is {shown(self.n)}.", "Give a whole number.")
+        self._check_types()
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(
                 f"grammar is {shown(self.grammar)}, which is no Grammar.",
@@ -147,6 +193,22 @@ class SamplingParams:
         object.__setattr__(self, "structured_outputs", StructuredOutputs.read(self.structured_outputs))
         if self.grammar is not None:
             raise UserError("grammar and structured_outputs exclude each other.", "Leave out one of them.")
+
+    def _check_types(self) -> None:
+        """Raise UserError for a number or a switch of another type; whole numbers are kept as int."""
+        for name in WHOLE_NUMBERS:
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL:
+                continue
+            if isinstance(value, bool) or not hasattr(value, "__index__"):
+                raise UserError(f"{name} is {shown(value)}.", "Give a whole number.")
+            object.__setattr__(self, name, operator.index(value))
+        for name in NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise UserError(f"{name} is {shown(value)}.", "Give a number.")
+        if not isinstance(self.ignore_eos, bool):
+            raise UserError(f"ignore_eos is {shown(self.ignore_eos)}.", "Give True or False.")
 
     @property
     def constraint(self) -> Grammar | None:
@@ -200,6 +262,24 @@ def _texts(given: Any, name: str) -> tuple[str, ...]:
     if wrong:
         raise UserError(f"{name} has {shown(wrong[0])}, which is no text.", "Give a text or a list of texts.")
     return found
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """Token ids with the numbers added to their logits; None has none. Raises UserError."""
+    if given is None:
+        return {}
+    remedy = "Give a mapping of token ids to numbers."
+    if not isinstance(given, Mapping):
+        raise UserError(f"logit_bias is {shown(given)}.", remedy)
+    biases = {}
+    for token, bias in given.items():
+        is_text = isinstance(token, str) and token.isdecimal()
+        if not is_text and (isinstance(token, bool) or not hasattr(token, "__index__")):
+            raise UserError(f"logit_bias has the key {shown(token)}, which is no token id.", remedy)
+        if isinstance(bias, bool) or not isinstance(bias, Real):
+            raise UserError(f"logit_bias has {shown(bias)}, which is no number.", remedy)
+        biases[int(token)] = float(bias)
+    return biases
 
 
 def _token_ids(given: Any, name: str) -> tuple[int, ...] | None:

@@ -3,7 +3,7 @@
 import copy
 import itertools
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from functools import cached_property, lru_cache, partial
@@ -19,7 +19,7 @@ from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.autotune.shapes import MOST_STEPS
 from eagle_kit.config.engine import EngineConfig, ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
-from eagle_kit.core.errors import RankLost, UserError
+from eagle_kit.core.errors import RankLost, UserError, shown
 from eagle_kit.core.output import ReplyDelta, RequestOutput, TokenLogprobs
 from eagle_kit.core.process import warn_of_spinning
 from eagle_kit.core.sampling_params import SamplingParams
@@ -536,7 +536,7 @@ class LLM:
     def generate(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         progress: bool = False,
@@ -547,7 +547,8 @@ class LLM:
 
         Args:
             prompts: a text or its token ids (a list, an array or a tensor), or a list of these.
-            sampling_params: the same for all, or those of each prompt; default greedy, 256 tokens.
+            sampling_params: the same for all, or those of each prompt; default greedy, 256 tokens. A mapping
+                of fields will do.
             shape: speculation shape of this call, several by batch size, or auto.
             progress: show a progress bar.
             on_finish: called with (index of the prompt, output) when all replies to a prompt have finished.
@@ -569,7 +570,7 @@ class LLM:
     def chat(
         self,
         conversations: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         progress: bool = False,
@@ -596,7 +597,7 @@ class LLM:
     def stream(
         self,
         prompts: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         **fields: Any,
@@ -617,7 +618,7 @@ class LLM:
     def stream_chat(
         self,
         conversations: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         **fields: Any,
@@ -629,7 +630,7 @@ class LLM:
     def acceptance(
         self,
         conversations: Any,
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
         shape: str | SpecShape | ShapeTable | None = None,
         **fields: Any,
@@ -895,7 +896,9 @@ def _check_each(prompts: Sequence[_Checked], check: Callable[[_Checked], None]) 
 
 
 def _params_of_each(
-    count: int, given: SamplingParams | Sequence[SamplingParams] | None, fields: dict[str, Any]
+    count: int,
+    given: SamplingParams | Mapping[str, Any] | Sequence[Any] | None,
+    fields: dict[str, Any],
 ) -> list[SamplingParams]:
     """Sampling parameters of ``count`` prompts: those given, or the default, with ``fields`` replaced.
 
@@ -904,13 +907,28 @@ def _params_of_each(
     """
     if given is None:
         given = SamplingParams()
-    if isinstance(given, SamplingParams):
-        return [replace(given, **fields)] * count
+    if isinstance(given, SamplingParams | Mapping):
+        return [_with_fields(given, fields)] * count
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UserError(f"The sampling parameters are {shown(given)}.", "Give SamplingParams(...).")
     if len(given) != count:
         raise UserError(
             f"{count} prompts have {len(given)} sampling parameters.", "Give one for each prompt."
         )
-    return [replace(params, **fields) for params in given]
+    return [_with_fields(params, fields) for params in given]
+
+
+def _with_fields(params: SamplingParams | Mapping[str, Any], fields: dict[str, Any]) -> SamplingParams:
+    """Sampling parameters, given as such or as a mapping of their fields, with ``fields`` replaced.
+
+    Raises:
+        UserError: something else was given, or a value out of range.
+    """
+    if isinstance(params, Mapping):
+        return SamplingParams(**{**params, **fields})
+    if not isinstance(params, SamplingParams):
+        raise UserError(f"The sampling parameters are {shown(params)}.", "Give SamplingParams(...).")
+    return replace(params, **fields)
 
 
 def _named(draft: Any) -> Any:

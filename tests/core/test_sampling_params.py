@@ -1,24 +1,27 @@
 """Sampling parameters: every bound is kept, on both sides."""
 
 import math
+import pickle
+from dataclasses import replace
 
 import pytest
 
 from eagle_kit.core.errors import UserError
-from eagle_kit.core.sampling_params import SamplingParams
+from eagle_kit.core.sampling_params import REMEDIES, SamplingParams
 
 REFUSED = {
-    "max_tokens": (0, -1, math.inf),
-    "temperature": (-0.01, math.inf, math.nan),
-    "top_k": (-1,),
+    "max_tokens": (0, -1, math.inf, None, 2.0, "8"),
+    "temperature": (-0.01, math.inf, math.nan, "0.5", None, True),
+    "top_k": (-2, 2.0),
     "top_p": (-0.1, 0.0, 1.01),
     "min_p": (-0.01, 1.01, math.nan),
     "repetition_penalty": (-1.0, 0.0, math.inf),
     "frequency_penalty": (-2.01, 2.01),
     "presence_penalty": (-2.01, 2.01),
-    "logprobs": (-1, 21),
-    "seed": (-(2**63) - 1, 2**63),
-    "logit_bias": ({3: 1.0, 4: math.inf}, {3: math.nan}),
+    "logprobs": (-1, 21, True),
+    "seed": (-(2**63) - 1, 2**63, 1.5),
+    "ignore_eos": ("false", 1),
+    "logit_bias": ({3: 1.0, 4: math.inf}, {3: math.nan}, [3], {"a": 1.0}, {3: "1"}, {1.5: 1.0}),
     "stop": (("a", ""),),
     "cache_salt": ("", "s" * 257, 5, b"s", ["s"]),
 }
@@ -56,3 +59,20 @@ def test_each_penalty_alone_makes_logits_depend_on_the_text():
     assert SamplingParams(repetition_penalty=1.1).has_penalties
     assert SamplingParams(frequency_penalty=-0.1).has_penalties
     assert SamplingParams(presence_penalty=0.1).has_penalties
+
+
+def test_other_engines_values_mean_the_same():
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(logit_bias={"7042": -100}) == SamplingParams(logit_bias={7042: -100.0})
+    assert SamplingParams(logit_bias=None) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", ["no_such_field", *REMEDIES])
+def test_a_parameter_that_is_not_known_is_refused_with_what_to_write(name):
+    with pytest.raises(UserError, match=f"no sampling parameter {name}") as error:
+        SamplingParams(**{name: 1})
+    assert error.value.remedy == REMEDIES.get(name, error.value.remedy)
+    assert name not in SamplingParams.__dataclass_fields__
+    with pytest.raises(UserError, match=name):
+        replace(SamplingParams(), **{name: 1})
+    assert pickle.loads(pickle.dumps(SamplingParams(n=2))) == SamplingParams(n=2)

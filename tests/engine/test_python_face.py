@@ -120,8 +120,18 @@ def test_parameters_are_one_object_or_several_or_keywords(llm):
     assert [len(ids) for ids in ids_of(llm.generate(["Hi", "Ho"], several))] == [3, 6]
     with pytest.raises(UserError, match="1 prompts have 2 sampling parameters"):
         llm.generate("Hi", several)
-    with pytest.raises(TypeError, match="no_such_field"):
+    with pytest.raises(UserError, match="no_such_field"):
         llm.generate("Hi", no_such_field=1)
+
+
+def test_parameters_may_be_mappings(llm):
+    expected = ids_of(llm.generate("Hi", SamplingParams(max_tokens=5, ignore_eos=True)))
+    fields = {"max_tokens": 5, "ignore_eos": True}
+    assert ids_of(llm.generate("Hi", fields)) == ids_of(llm.generate(["Hi"], [fields])) == expected
+    assert ids_of(llm.generate("Hi", {"max_tokens": 9, "ignore_eos": True}, max_tokens=5)) == expected
+    for wrong, cause in [({"max_new_tokens": 5}, "max_new_tokens"), ("greedy", "'greedy'"), ([5], "are 5")]:
+        with pytest.raises(UserError, match=cause):
+            llm.generate("Hi", wrong)
 
 
 def test_a_stop_text_is_a_text_or_a_list(llm):

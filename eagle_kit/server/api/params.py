@@ -43,7 +43,7 @@ def sampling_params(
         "max_tokens": _max_tokens(body, num_prompt_tokens, max_context),
         "temperature": 1.0,
         **given,
-        "top_k": max(body.top_k or 0, 0),
+        "top_k": body.top_k or 0,
         "logit_bias": _logit_bias(body.logit_bias, vocab_size),
         "allowed_token_ids": _allowed(body, vocab_size),
         "bad_words": tuple(dict.fromkeys(body.bad_words or ())),
