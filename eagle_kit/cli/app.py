@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from eagle_kit import __version__
 from eagle_kit.config.loading.command_line import print_error
-from eagle_kit.config.loading.flags import Parser
+from eagle_kit.config.loading.flags import UNRECOGNIZED, Parser
 from eagle_kit.core.errors import RankLost, UserError, shown
 from eagle_kit.core.files import CHOOSE_ANOTHER, writing_remedy
 from eagle_kit.core.process import INTERRUPTED, end_at_once
@@ -114,7 +114,7 @@ def parse_with_overrides(parser: argparse.ArgumentParser, argv: Sequence[str]) -
         word for word in rest if word.startswith("-") or "=" not in word or not hasattr(args, "overrides")
     ]
     if stray:
-        parser.error(f"unrecognized arguments: {' '.join(stray)}")
+        getattr(args, "parser", parser).error(f"{UNRECOGNIZED}{' '.join(stray)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
     return args
@@ -135,5 +135,6 @@ def build_parser(names: Sequence[str] = tuple(COMMANDS)) -> argparse.ArgumentPar
         if name in names and name not in DELEGATED:
             module = import_module(command.module)
             module.configure(sub)
-            sub.set_defaults(run=module.run)
+            sub.remedies = getattr(module, "REMEDIES", {})
+            sub.set_defaults(run=module.run, parser=sub)
     return parser

@@ -15,6 +15,7 @@ from eagle_kit.cli.arguments import DEFAULT_TARGET, LOADING, RANKS
 from eagle_kit.config.engine import EngineConfig, NgramConfig
 from eagle_kit.config.loading.flags import Flag, add_flags, add_options, options_of
 from eagle_kit.config.options import Options
+from eagle_kit.config.other_engines import remedies_with
 from eagle_kit.config.server import ServerConfig, WarmUpExtent
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.core.gpus import PLANNED_GPU
@@ -70,6 +71,21 @@ ENGINE_FLAGS = {
     **RANKS,
     **LOADING,
 }
+FLAG_NAMES = {
+    "call": "eagle-kit serve TARGET --draft DRAFT",
+    "draft": "--draft",
+    "no_prefix_cache": "--no-prefix-cache",
+    "no_graphs": "--disable-cuda-graph",
+    "algorithm": "--speculative-algorithm",
+    "seed": "--seed",
+    **DRAFT_FLAGS,
+    **ENGINE_FLAGS,
+}
+REMEDIES = {
+    **remedies_with(FLAG_NAMES),
+    "tokenizer": "Leave it out: the tokenizer is the target's.",
+}
+"""What to give in place of flags of vLLM and SGLang."""
 HTTP = "HTTP"
 SPECULATION = "speculation"
 ENGINE = "engine"

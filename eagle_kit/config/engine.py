@@ -6,12 +6,14 @@ and ``LLM`` takes the fields as keywords.
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from eagle_kit.config.options import Options
+from eagle_kit.config.other_engines import PYTHON_NAMES, remedies_with
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, ShapeTable
 
@@ -90,6 +92,8 @@ class NgramConfig(Options):
 
 class EngineConfig(Options):
     """Options of an engine; None is chosen by the model and the device (:meth:`resolve`)."""
+
+    remedies: ClassVar[Mapping[str, str]] = remedies_with(PYTHON_NAMES)
 
     algorithm: str = "auto"
     """Kind of the draft: auto reads it from the draft; EAGLE3, P-EAGLE, DFLASH, DSPARK, EAGLE and STANDALONE

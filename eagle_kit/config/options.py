@@ -1,6 +1,7 @@
 """Bases of schemas: of sections of a YAML file, and of options that are filled by keyword."""
 
-from typing import Any, Self
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
@@ -44,6 +45,9 @@ class OptionError(UserError):
 class Options(BaseModel):
     """Set of options. The text under a field is its documentation and the help of its flag.
 
+    Attributes:
+        remedies: what to give in place of a name that is not known here and known elsewhere.
+
     Raises:
         UserError: an unknown name or a wrong value, whether the schema or a validator refuses it.
     """
@@ -51,12 +55,13 @@ class Options(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, defer_build=True
     )
+    remedies: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _for_user(error, list(type(self).model_fields)) from None
+            raise _for_user(error, type(self)) from None
 
     @classmethod
     def help_of(cls, name: str) -> str:
@@ -68,15 +73,21 @@ class Options(BaseModel):
         return type(self)(**{**dict(self), **values})
 
 
-def _for_user(error: ValidationError, known: list[str]) -> UserError:
+def _for_user(error: ValidationError, schema: type[Options]) -> UserError:
     problem = error.errors()[0]
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return cause
     name = ".".join(map(str, problem["loc"][:1]))
     if problem["type"] == "extra_forbidden":
-        near = nearest_key(name, known)
-        return UserError(
-            f"There is no option {name}.", f"Did you mean {near}?" if near else f"Use {', '.join(known)}."
-        )
+        return UserError(f"There is no option {name}.", _remedy_of_unknown(name, schema))
     return OptionError(name, problem["input"], f"{problem['msg']}.")
+
+
+def _remedy_of_unknown(name: str, schema: type[Options]) -> str:
+    """What to give in place of a name that ``schema`` lacks."""
+    if name in schema.remedies:
+        return schema.remedies[name]
+    known = list(schema.model_fields)
+    near = nearest_key(name, known)
+    return f"Use {', '.join(known)}." if near is None else f"Did you mean {near}?"

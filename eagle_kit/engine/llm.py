@@ -102,8 +102,8 @@ class LLM:
             (:class:`~eagle_kit.drafts.files.draft.DraftFolder`), a head (which is copied), any other draft
             model, ``"NGRAM"`` for drafts out of earlier text, or None for ordinary decoding.
         config: options of the engine.
-        tokenizer: for text prompts, in place of the one in the target's folder; a loaded model has none
-            of its own. Only the first rank has one.
+        tokenizer: for text prompts, in place of the one in the target's folder: a tokenizer, or the folder,
+            hub id or known name of one. A loaded model has none of its own. Only the first rank has one.
         worker: arguments of a rank that rank 0 has started (:mod:`eagle_kit.engine.tensor_parallel.worker`).
         options: fields of :class:`~eagle_kit.config.engine.EngineConfig`, in place of those of ``config``.
 
@@ -124,7 +124,7 @@ class LLM:
 
     def __init__(
         self,
-        target: str | Path | Target | nn.Module,
+        target: str | Path | Target | nn.Module | None = None,
         draft: "AnyDraft | DraftHead | DraftModel | None" = None,
         config: EngineConfig | None = None,
         *,
@@ -133,8 +133,10 @@ class LLM:
         **options: Any,
     ) -> None:
         self._options = (config or EngineConfig()).replace(**options)
+        if target is None:
+            raise UserError("No target was given.", "Write LLM(TARGET), or LLM(TARGET, draft=DRAFT).")
         keep_large_blocks()
-        self.tokenizer = tokenizer
+        self.tokenizer = _as_tokenizer(tokenizer)
         self._target_name: str | Path | None = None
         self.group: RankGroup | None = None
         self._leader: Leader | None = None
@@ -880,6 +882,15 @@ class LLM:
             return record_drafts(
                 engine.target, engine.draft, engine.config, requests, shape=shape, on_finish=on_finish
             )
+
+
+def _as_tokenizer(given: Any) -> Any:
+    """A tokenizer, or the one of a folder, hub id or known name. Raises UserError where there is none."""
+    if not isinstance(given, str | Path):
+        return given
+    from eagle_kit.models.loading.source import load_tokenizer, resolve_model
+
+    return load_tokenizer(given if Path(given).is_dir() else resolve_model(given, "tokenizer"))
 
 
 _Checked = TypeVar("_Checked")

@@ -151,6 +151,7 @@ def _process(environ: Mapping[str, str]) -> str:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of ``train``."""
     parser = Parser(prog="eagle-kit train", description="Train a draft head from a YAML config.")
+    parser.hint = "Settings of the config are written key=value, such as training.learning_rate=1.0e-4."
     add_options(parser, TrainFlags)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser

@@ -396,3 +396,11 @@ def test_a_model_without_a_tokenizer_takes_token_ids():
     for call in (llm.generate, llm.chat):
         with pytest.raises(UserError, match="without a tokenizer"):
             call("Hi")
+
+
+def test_a_tokenizer_may_be_the_name_of_one(llm, folder):
+    for name in (folder, str(folder)):
+        named = LLM(llm.target, tokenizer=name, max_context=200)
+        assert ids_of(named.generate("Hi", GREEDY)) == ids_of(llm.generate("Hi", GREEDY))
+    with pytest.raises(UserError, match="tokenizer 'no-such-folder' is neither a folder"):
+        LLM(llm.target, tokenizer="no-such-folder")

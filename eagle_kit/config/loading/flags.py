@@ -6,7 +6,7 @@ them is written a second time. Annotations (:class:`Flag`, :class:`FlagsOf`) say
 
 import argparse
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
@@ -18,6 +18,8 @@ from eagle_kit.config.options import OptionError, Options
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import parse_json
 
+UNRECOGNIZED = "unrecognized arguments: "
+"""Beginning of argparse's message about words that are no arguments."""
 METAVARS = {int: "N", float: "X", Path: "FILE"}
 SchemaT = TypeVar("SchemaT", bound=Options)
 
@@ -70,11 +72,40 @@ class ConfigFlags(Options):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of a user: a cause and a remedy."""
+    """A parser whose errors are those of a user: a cause and a remedy.
+
+    Attributes:
+        remedies: what to give in place of a flag that is not known, by its name with underscores.
+        hint: what to do about other arguments that are not known; empty for the help alone.
+    """
+
+    remedies: Mapping[str, str] = {}
+    hint: str = ""
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError with the message of argparse."""
-        raise UserError(f"{message[:1].upper()}{message[1:]}.", f"See {self.prog} --help.")
+        remedy = f"See {self.prog} --help."
+        if message.startswith(UNRECOGNIZED):
+            words = message.removeprefix(UNRECOGNIZED).split()
+            remedy = self._remedy(words) or f"{self.hint} {remedy}".strip()
+        raise UserError(f"{message[:1].upper()}{message[1:]}.", remedy)
+
+    def _remedy(self, words: Sequence[str]) -> str:
+        """What to give in place of the flags among ``words``; empty where none of them is known elsewhere."""
+        found = {}
+        for word in words:
+            if not word.startswith("-"):
+                continue
+            flag = word.partition("=")[0]
+            name = flag.lstrip("-").replace("-", "_")
+            with_dashes = f"--{name.replace('_', '-')}"
+            if with_dashes in self._option_string_actions:
+                found[flag] = f"Write {with_dashes}."
+            elif name in self.remedies:
+                found[flag] = self.remedies[name]
+        if len(found) == 1:
+            return next(iter(found.values()))
+        return " ".join(f"{flag}: {remedy}" for flag, remedy in found.items())
 
 
 def add_options(parser: argparse.ArgumentParser, schema: type[Options]) -> dict[str, Any]:
