@@ -8,6 +8,7 @@ from eagle_kit.config.drafts import HEADS
 from eagle_kit.config.drafts.blocks import DSparkHeadConfig, DSparkTrainingConfig
 from eagle_kit.config.drafts.eagle1 import Eagle1TrainingConfig
 from eagle_kit.config.drafts.fused_states import Eagle3HeadConfig, Eagle3TrainingConfig
+from eagle_kit.config.loading.keys import SYNONYMS, known_keys
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.config.training import TrainingConfig
@@ -62,6 +63,26 @@ def test_a_misspelled_key_is_refused_with_the_nearest_of_its_section(path: Path)
     assert error.remedy == "Did you mean head.fc_bias?"
     error = refusal(path, "training.learningrate=1.0")
     assert error.remedy == "Did you mean training.learning_rate?"
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("training.lr", "training.learning_rate?"),
+        ("training.num_epochs", "training.epochs?"),
+        ("training.batch_size", "training.sequences_per_step?"),
+        ("num_train_epochs", "`training.epochs`?"),
+        ("train_data_path", "`data.source`?"),
+        ("target_model_path", "`target`?"),
+    ],
+)
+def test_a_key_of_another_training_is_refused_with_ours(path: Path, key: str, meant: str) -> None:
+    assert refusal(path, f"{key}=1").remedy == f"Did you mean {meant}"
+
+
+def test_every_synonym_is_a_key_of_ours() -> None:
+    leaves = {key.rpartition(".")[2] for key in known_keys(TrainConfig)}
+    assert set(SYNONYMS.values()) <= leaves
 
 
 @pytest.mark.parametrize("kind", ["standalone", "5", "null", "[eagle3]"])

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from eagle_kit.config.loading.keys import SYNONYMS
 from eagle_kit.config.options import Section
 from eagle_kit.config.training import TrainingConfig
 from eagle_kit.core.errors import UserError
@@ -35,6 +36,8 @@ def refuse_unknown_keys(given: Iterable[str], schema: type[BaseModel], section: 
             remedy = f"The keys of {section} that this kind has, besides those of all kinds, are {own}."
         for nearest in difflib.get_close_matches(key, known, n=1, cutoff=0.8):
             remedy = f"Did you mean {section}.{nearest}?"
+        if SYNONYMS.get(key) in known:
+            remedy = f"Did you mean {section}.{SYNONYMS[key]}?"
         raise UserError(f"{section}.{key} has no meaning for a head of the kind {kind}.", remedy)
 
 

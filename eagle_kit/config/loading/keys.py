@@ -5,6 +5,39 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
+SYNONYMS = {
+    "batch_size": "sequences_per_step",
+    "data_path": "source",
+    "dataset": "source",
+    "eval_interval": "every",
+    "gradient_accumulation_steps": "gradient_accumulation",
+    "gradient_clipping": "clip_norm",
+    "log_interval": "log_every",
+    "logging_steps": "log_every",
+    "lr": "learning_rate",
+    "lr_scheduler_type": "schedule",
+    "max_grad_norm": "clip_norm",
+    "max_seq_length": "max_length",
+    "model": "target",
+    "model_name_or_path": "target",
+    "num_epochs": "epochs",
+    "num_train_epochs": "epochs",
+    "num_train_steps": "max_steps",
+    "per_device_train_batch_size": "sequences_per_step",
+    "save_interval": "save_every",
+    "save_path": "output_dir",
+    "save_steps": "save_every",
+    "target_model": "target",
+    "target_model_path": "target",
+    "total_num_steps": "max_steps",
+    "total_seq_len": "max_length",
+    "train_batch_size": "sequences_per_step",
+    "train_data_path": "source",
+    "ttt_steps": "ttt_length",
+    "verifier_name_or_path": "target",
+}
+"""Names of keys in the trainings of transformers, SpecForge and speculators, and ours."""
+
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
     """Dotted keys of all fields of ``schema``, of sections and the fields inside them, each once."""
@@ -25,7 +58,8 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
 
 
 def nearest_key(key: str, known: list[str]) -> str | None:
-    """The known key most likely meant: the same name in another section, else the closest spelling.
+    """The known key most likely meant: another training's name for it, the same name in another section, or
+    the closest spelling.
 
     Spelling is compared within the key's own section first, then over the last parts of all keys.
     """
@@ -33,8 +67,9 @@ def nearest_key(key: str, known: list[str]) -> str | None:
     leaves: dict[str, str] = {}
     for candidate in known:
         leaves.setdefault(candidate.rpartition(".")[2], candidate)
-    if leaf in leaves:
-        return leaves[leaf]
+    for same in (SYNONYMS.get(leaf), leaf):
+        if same in leaves:
+            return leaves[same]
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     for choices in (siblings, leaves):
         close = difflib.get_close_matches(leaf, choices, n=1, cutoff=0.6)

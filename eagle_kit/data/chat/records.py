@@ -180,7 +180,10 @@ def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]
     if path.is_dir():
         raise UserError(f"The data file {path} is a folder.", f"Name its files, or give datasets:{path}.")
     if not path.is_file():
-        raise UserError(f"The data file {path} does not exist.", "Check its path.")
+        raise UserError(
+            f"The data file {path} does not exist.",
+            "Check its path, or give datasets:ORG/NAME for a data set of the hub.",
+        )
     readers = {".json": _json_records, ".jsonl": _jsonl_records, ".parquet": _parquet_records}
     is_packed = path.suffix == ".gz"
     ending = Path(path.stem).suffix if is_packed else path.suffix
