@@ -114,6 +114,7 @@ class RequestOutput:
         index: number of this reply among the ``n``.
         others: the other replies to the prompt, in order; only the first reply has them.
         prompt_logprobs: one entry per token of the prompt, None for the first one; None unless requested.
+        prompt: the text that was continued; None where token ids or a conversation were given.
     """
 
     prompt_ids: list[int]
@@ -129,6 +130,7 @@ class RequestOutput:
     index: int = 0
     others: "list[RequestOutput]" = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt: str | None = None
 
     @property
     def outputs(self) -> "list[RequestOutput]":

@@ -57,7 +57,7 @@ from eagle_kit.engine.options import (
     is_ngram,
     without_graphs,
 )
-from eagle_kit.engine.prompt_forms import Conversation, is_token_ids, read_chats, read_texts
+from eagle_kit.engine.prompt_forms import Conversation, is_token_ids, read_chats, read_texts, with_arguments
 from eagle_kit.engine.request import Request
 from eagle_kit.engine.tensor_parallel.agreement import AgreedGrammars
 from eagle_kit.engine.tensor_parallel.leading import (
@@ -574,6 +574,8 @@ class LLM:
         conversations: Any,
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         shape: str | SpecShape | ShapeTable | None = None,
         progress: bool = False,
         on_finish: Callable[[int, RequestOutput], None] | None = None,
@@ -586,6 +588,8 @@ class LLM:
                 :class:`~eagle_kit.data.chat.messages.ChatPrompt`, the token ids of a rendered conversation,
                 or a list of these.
             sampling_params, shape, progress, on_finish, fields: see :meth:`generate`.
+            tools: definitions of tools, as OpenAI has them, for the chat template.
+            chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``.
 
         Returns:
             As :meth:`generate`.
@@ -593,7 +597,8 @@ class LLM:
         Raises:
             UserError: there is no chat template, or it refuses the messages; and as :meth:`generate`.
         """
-        asked = self._read_chats(conversations, sampling_params, fields)
+        chats = [with_arguments(each, tools, chat_template_kwargs) for each in read_chats(conversations)]
+        asked = self._read_chats(chats, sampling_params, fields)
         return self._decode(asked, shape, progress, on_finish)
 
     def stream(
@@ -622,12 +627,15 @@ class LLM:
         conversations: Any,
         sampling_params: SamplingParams | Mapping[str, Any] | Sequence[Any] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         shape: str | SpecShape | ShapeTable | None = None,
         **fields: Any,
     ) -> Generator[ReplyDelta, None, None]:
         """Answer one conversation or several, and iterate over the additions to the answers as they come; the
         arguments are those of :meth:`chat`, the rest is as in :meth:`stream`."""
-        return self._stream(self._read_chats(conversations, sampling_params, fields), shape)
+        chats = [with_arguments(each, tools, chat_template_kwargs) for each in read_chats(conversations)]
+        return self._stream(self._read_chats(chats, sampling_params, fields), shape)
 
     def acceptance(
         self,
@@ -698,12 +706,16 @@ class LLM:
             context = TextContext()
             if self.tokenizer is not None:
                 context = text_context(self.tokenizer, ids, is_text=isinstance(text, str))
-            asked.append(self._replies(ids, given, context))
+            replies = self._replies(ids, given, context)
+            for request in replies:
+                request.prompt = text if isinstance(text, str) else None
+            asked.append(replies)
         return asked
 
-    def _read_chats(self, chats: Any, sampling_params: Any, fields: dict[str, Any]) -> list[list[Request]]:
+    def _read_chats(
+        self, conversations: Sequence[Conversation], sampling_params: Any, fields: dict[str, Any]
+    ) -> list[list[Request]]:
         """Requests of the replies to each conversation."""
-        conversations = read_chats(chats)
         params = _params_of_each(len(conversations), sampling_params, fields)
         ids_of_each = [self.tokenize_chat(conversation) for conversation in conversations]
         _check_each(ids_of_each, self._allocated().check_tokens)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.data.chat.messages import ChatPrompt
+from eagle_kit.data.chat.messages import ChatPrompt, Unusable, read_message, read_tools
 
 TextPrompt = str | list[int]
 """Text, or its token ids."""
@@ -63,6 +63,33 @@ def read_chats(given: Any) -> list[Conversation]:
     if not isinstance(given, Sequence):
         raise _no_prompt(given)
     return [_read_chat(each) for each in given]
+
+
+def with_arguments(
+    conversation: Conversation, tools: Any, chat_template_kwargs: Mapping[str, Any] | None
+) -> Conversation:
+    """Add definitions of tools and arguments of the chat template to messages.
+
+    Args:
+        tools: definitions as OpenAI has them; None for none.
+
+    Raises:
+        UserError: the conversation has its own, or is rendered already, or a tool or message is none.
+    """
+    if not tools and not chat_template_kwargs:
+        return conversation
+    if isinstance(conversation, ChatPrompt) or is_token_ids(conversation):
+        raise UserError(
+            "tools or chat_template_kwargs were given beside a conversation that is no list of messages.",
+            "Give messages.",
+        )
+    if isinstance(conversation, str):
+        conversation = [{"role": "user", "content": conversation}]
+    try:
+        messages = [read_message(message) for message in conversation]
+        return ChatPrompt(messages, read_tools(tools), chat_template_kwargs or {})
+    except Unusable as reason:
+        raise UserError(f"The conversation has {reason}.", "Correct it.") from None
 
 
 def is_token_ids(value: Any) -> bool:

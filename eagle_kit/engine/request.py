@@ -159,6 +159,7 @@ class Request:
         client: name of the client, between whom slots are shared evenly; empty where there is but one.
         bad_word_ids: tokens of each of ``params.bad_words``, with and without a leading blank; None where
             there is no tokenizer or there are no such words.
+        prompt: text of the prompt as it was given; None where it was no text.
         arrived_at: ``time.perf_counter()`` seconds.
         reply: tokens of the reply, and what can end it.
         sequence: place in the batch and in the key-value pool.
@@ -175,6 +176,7 @@ class Request:
     group: int = -1
     client: str = ""
     bad_word_ids: tuple[tuple[int, ...], ...] | None = None
+    prompt: str | None = None
     arrived_at: float = field(default_factory=time.perf_counter)
     reply: ReplyState = field(default_factory=ReplyState, init=False)
     sequence: SequenceState = field(default_factory=SequenceState, init=False)
@@ -265,4 +267,5 @@ class Request:
             num_cached_tokens=stats.num_cached_tokens,
             prefill_s=prefill_s,
             decode_s=stats.last_token_at - stats.first_token_at,
+            prompt=self.prompt,
         )

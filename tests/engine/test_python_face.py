@@ -45,6 +45,7 @@ def test_a_text_is_continued_and_messages_are_rendered(llm):
     assert chat.prompt_ids == tokens_of("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert ids_of(llm.chat("Hi", GREEDY)) == ids_of(llm.chat([MESSAGES], GREEDY)) == [chat.token_ids]
     assert raw.outputs[0].text == raw.text and raw.outputs == [raw]
+    assert raw.prompt == "Hi" and chat.prompt is None and llm.generate([[72]], GREEDY)[0].prompt is None
 
 
 @pytest.mark.parametrize(
@@ -404,3 +405,38 @@ def test_a_tokenizer_may_be_the_name_of_one(llm, folder):
         assert ids_of(named.generate("Hi", GREEDY)) == ids_of(llm.generate("Hi", GREEDY))
     with pytest.raises(UserError, match="tokenizer 'no-such-folder' is neither a folder"):
         LLM(llm.target, tokenizer="no-such-folder")
+
+
+READS_ALL = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% if enable_thinking %}(think){% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}>"
+)
+TOOL = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_a_chat_has_tools_and_arguments_of_the_template(llm, tmp_path):
+    (tmp_path / "template.jinja").write_text(READS_ALL)
+    template = tmp_path / "template.jinja"
+    own = LLM(llm.target, tokenizer=llm.tokenizer, chat_template=template, max_context=200)
+    given = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": True}}
+    for conversation in (MESSAGES, [MESSAGES], "Hi"):
+        (output,) = own.chat(conversation, GREEDY, **given)
+        assert output.prompt_ids == tokens_of("[clock](think)<user>Hi>")
+    text = "".join(delta.text for delta in own.stream_chat(MESSAGES, GREEDY, **given))
+    assert text == output.text
+    assert own.chat(MESSAGES, GREEDY)[0].prompt_ids == tokens_of("<user>Hi>")
+
+
+@pytest.mark.parametrize(
+    ("conversation", "given", "cause"),
+    [
+        (MESSAGES, {"tools": [TOOL]}, "no place for tools"),
+        (MESSAGES, {"tools": [{"name": 5}]}, "a tool without a name"),
+        (MESSAGES, {"chat_template_kwargs": {"enable_thinking": False}}, "does not read enable_thinking"),
+        ([72, 105], {"tools": [TOOL]}, "no list of messages"),
+    ],
+)
+def test_what_a_template_would_leave_out_of_a_chat_is_refused(llm, conversation, given, cause):
+    with pytest.raises(UserError, match=cause):
+        llm.chat(conversation, GREEDY, **given)
