@@ -6,7 +6,7 @@ from chat_templates import tokenizer_for
 from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.arguments import MOST_NUMBER, MOST_PRODUCT, check_arguments, names_read
 from eagle_kit.data.chat.messages import ChatPrompt, Unusable
-from eagle_kit.data.chat.template import prompt_text
+from eagle_kit.data.chat.renderer import ChatRenderer
 
 READS = "{{ prefix * width }}"
 
@@ -38,7 +38,7 @@ def test_words_of_a_template_that_are_no_variables_are_refused(name):
 def test_what_to_do_about_an_argument_is_not_about_the_turns():
     prompt = ChatPrompt([{"role": "user", "content": "Hi"}], chat_template_kwargs={"unheard_of": 1})
     with pytest.raises(UserError, match="does not read unheard_of") as error:
-        prompt_text(tokenizer_for("llama3"), prompt)
+        ChatRenderer(tokenizer_for("llama3")).prompt_text(prompt)
     assert "chat_template_kwargs" in error.value.remedy
 
 
