@@ -1,45 +1,51 @@
 """Scheduler of requests: who is in the batch, which pages they get, and what a step computes.
 
-Requests of one group share a turn: the choices of one HTTP request, or all prompts of one offline call.
+Requests of one group share a turn: the choices of one HTTP request, or all prompts of one offline
+call.
 
 Order of admission:
 
-* The keys are priority, the slots that the client has, the client's last admission, the slots that the group
-  has, and arrival.
+* The keys are priority, the slots that the client has, the client's last admission, the slots that
+  the group has, and arrival.
 * A request that does not fit keeps the requests behind it waiting.
-* A preempted request waits again. Its tokens stay in the prefix cache, so that little is computed twice.
+* A preempted request waits again. Its tokens stay in the prefix cache, so that little is computed
+  twice.
 
-A group without a slot does not wait for the end of other replies. It takes a slot, or missing pages, from
+A group without a slot does not wait for the end of other replies. It takes a slot, or missing
+pages, from
 
 * a group that has several slots, whatever its priority;
 * a long prompt behind another long prompt, unless the waiting request is a long prompt itself;
-* a request that is :data:`QUANTUM_TOKENS` tokens ahead of it and has had a quantum since its admission;
+* a request that is :data:`QUANTUM_TOKENS` tokens ahead of it and has had a quantum since its
+  admission;
 * with a prefix cache and for a first token: a longer prompt that has had its own quantum.
 
-The quantum of a reply is :data:`QUANTUM_TOKENS` tokens. For a first token :data:`SHORT_QUANTUM_TOKENS` are
-enough where there is a prefix cache. The quantum of a prompt is :data:`QUANTUM_CHUNKS` chunks. With recurrent
-layers a quantum is longer, because the tokens behind the last snapshot of a state are computed again.
+The quantum of a reply is :data:`QUANTUM_TOKENS` tokens. For a first token
+:data:`SHORT_QUANTUM_TOKENS` are enough where there is a prefix cache. The quantum of a prompt is
+:data:`QUANTUM_CHUNKS` chunks. With recurrent layers a quantum is longer, because the tokens behind
+the last snapshot of a state are computed again.
 
 Limits of preemption:
 
 * Of two clients the one that has no more slots than the other keeps them.
 * No request is preempted for one that would not fit even so.
-* For some steps after a preemption, a group's second request and a second long prompt leave the last free
-  slot to others. Otherwise the same requests would begin again and again.
+* For some steps after a preemption, a group's second request and a second long prompt leave the
+  last free slot to others. Otherwise the same requests would begin again and again.
 
 Work of a step:
 
-* Every decoding request gets the pages that the next cycle may write. If pages are missing, the last request
-  in the order of admission is preempted.
+* Every decoding request gets the pages that the next cycle may write. If pages are missing, the
+  last request in the order of admission is preempted.
 * Waiting requests are admitted.
-* Where a step serves several groups, it computes fewer prompt tokens. A token counts for more the more tokens
-  are before it.
-* Half of these tokens are reserved for the oldest prompt. The others go to the prompts that end soonest.
+* Where a step serves several groups, it computes fewer prompt tokens. A token counts for more the
+  more tokens are before it.
+* Half of these tokens are reserved for the oldest prompt. The others go to the prompts that end
+  soonest.
 * A prompt that two steps' tokens would end is ended, in addition to the reserved half.
-* A long prompt saves its share of several steps as a deficit until a chunk is worth reading the weights and
-  the tokens before it.
-* A long reply skips cycles, and saves its share of them as a deficit, until the deficit pays for a cycle.
-  Skipped cycles count as tokens of a quantum.
+* A long prompt saves its share of several steps as a deficit until a chunk is worth reading the
+  weights and the tokens before it.
+* A long reply skips cycles, and saves its share of them as a deficit, until the deficit pays for a
+  cycle. Skipped cycles count as tokens of a quantum.
 """
 
 import heapq
@@ -53,20 +59,21 @@ from eagle_kit.engine.request import DeviceState, Request, SequenceState
 from eagle_kit.kv.page_pool import PagePool, RadixNode
 
 QUANTUM_TOKENS = 32
-"""Tokens of a reply in a quantum. With a prefix cache each further quantum costs about a page of prefill, 2 %
-of the time of 32 tokens."""
+"""Tokens of a reply in a quantum. With a prefix cache each further quantum costs about a page of
+prefill, 2 % of the time of 32 tokens."""
 SHORT_QUANTUM_TOKENS = 8
 """Tokens of a quantum that ends for a request without a token."""
 MOST_RECOMPUTED = 2
-"""Most tokens that are computed again for one token of a quantum: prompts are faster than replies."""
+"""Most tokens that are computed again for one token of a quantum: prompts are faster than
+replies."""
 MOST_QUANTUM_TOKENS = 512
 """Most tokens of a quantum, whatever has to be computed again."""
 QUANTUM_CHUNKS = 4
 """Quantum of a prompt, in chunks of the size that is computed beside the replies of others."""
 DRAFTED_SHARE = 0.6
-"""Part of its share that a long reply may use where the engine speculates. A share is the time of a plain
-cycle. A reply that decodes alone with drafts needs about this part of it for a token. The cycles that many
-groups share may be plain."""
+"""Part of its share that a long reply may use where the engine speculates. A share is the time of a
+plain cycle. A reply that decodes alone with drafts needs about this part of it for a token. The
+cycles that many groups share may be plain."""
 
 
 class StateMoves(NamedTuple):
@@ -115,10 +122,13 @@ class Scheduler:
         page_pool: pages of the key-value stores.
         config: number of slots, and most prompt tokens of one step.
         room: tokens behind its known ones that a request may need pages for in the next cycle.
-        needs_last: whether the last token of a cached prefix is computed again for its hidden state.
+        needs_last: whether the last token of a cached prefix is computed again for its hidden
+            state.
         lookback: tokens before a chunk that are computed with it.
-        attention_cost: arithmetic of attention per token before, over that of everything else of a token.
-        reading_cost: time to read one token before a chunk, over that to compute a token without any before.
+        attention_cost: arithmetic of attention per token before, over that of everything else of a
+            token.
+        reading_cost: time to read one token before a chunk, over that to compute a token without
+            any before.
         weights_cost: time to read the weights, once for all chunks of a step, in the same unit.
 
     Attributes:
@@ -224,7 +234,8 @@ class Scheduler:
         if not self._num_slots_of_client[request.client]:
             del self._num_slots_of_client[request.client]
 
-        # Give back the pages. Results on their way belong to the old sequence state, and are dropped.
+        # Give back the pages. Results on their way belong to the old sequence state, and are
+        # dropped.
         self.page_pool.release(request.sequence.allocation)
         request.sequence = SequenceState()
         request.on_device = DeviceState()
@@ -290,8 +301,8 @@ class Scheduler:
     def _head(self, group: int) -> Request | None:
         """Return the first waiting request of a group, or None if it cannot begin yet.
 
-        A request waits while another of its group computes the same prompt. Its pages are in the prefix cache
-        afterwards.
+        A request waits while another of its group computes the same prompt. Its pages are in the
+        prefix cache afterwards.
         """
         if group not in self._queues:
             return None
@@ -339,7 +350,8 @@ class Scheduler:
         return preempted
 
     def _extend(self, request: Request) -> bool:
-        """Allocate the pages that a request may write in the next cycle; False if too few are left."""
+        """Allocate the pages that a request may write in the next cycle; False if too few are
+        left."""
         allocation = request.sequence.allocation
         num_missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(allocation)
         return num_missing <= 0 or self.page_pool.extend(allocation, num_missing)
@@ -357,7 +369,8 @@ class Scheduler:
         if not self._free_slots:
             return
 
-        # An admission moves the other requests of a client back, so each client has a heap of its own.
+        # An admission moves the other requests of a client back, so each client has a heap of its
+        # own.
         heaps: dict[str, list[tuple[tuple[int, int, int], Request]]] = {}
         for head in self._heads():
             heaps.setdefault(head.client, []).append((self._order_in_client(head), head))
@@ -379,7 +392,8 @@ class Scheduler:
                 del heaps[client]
 
     def _leaves_last_slot(self, request: Request) -> bool:
-        """Return True if a request leaves the last free slot to others, for some steps after a preemption.
+        """Return True if a request leaves the last free slot to others, for some steps after a
+        preemption.
 
         The second request of a group does so, and a long prompt behind another one.
         """
@@ -400,7 +414,8 @@ class Scheduler:
         return num_left > self._prompt_quantum
 
     def _match(self, request: Request, part: int) -> list[RadixNode]:
-        """Find the cached pages of a part that a waiting request begins with, by what was found before."""
+        """Find the cached pages of a part that a waiting request begins with, by what was found
+        before."""
         stop = request.num_to_compute - 1
         tokens = request.tokens(0, stop) if request.reply.token_ids else request.prompt_ids
         known = request.turn.cached_nodes.get(part, ())
@@ -409,7 +424,8 @@ class Scheduler:
         return found
 
     def _admit(self, request: Request) -> bool:
-        """Admit the first request of its group to the batch; False if there is no slot or it does not fit."""
+        """Admit the first request of its group to the batch; False if there is no slot or it does
+        not fit."""
         if not self._free_slots:
             return False
         parts = []
@@ -423,8 +439,8 @@ class Scheduler:
     def _order_of_part(self, part: int, request: Request) -> tuple[bool, bool, int]:
         """Key of the order in which parts of the pool are tried for a request.
 
-        The first one has most of its tokens cached, or else most free pages. A part with far more requests
-        than another is the last.
+        The first one has most of its tokens cached, or else most free pages. A part with far more
+        requests than another is the last.
         """
         num_cached = 0
         if self.page_pool.can_reuse:
@@ -444,7 +460,8 @@ class Scheduler:
         if allocation is None:
             return False
 
-        # Leave a page for each request of the batch to grow into, or the new one would be preempted at once.
+        # Leave a page for each request of the batch to grow into, or the new one would be preempted
+        # at once.
         if self.page_pool.num_available_in(part) < self._num_running_in[part]:
             self.page_pool.release(allocation)
             return False
@@ -506,7 +523,8 @@ class Scheduler:
         return preempted
 
     def _long_prompts(self) -> list[Request]:
-        """List the requests of the batch with more than a quantum of their prompt left, the oldest first.
+        """List the requests of the batch with more than a quantum of their prompt left, the oldest
+        first.
 
         All but the oldest get few tokens of a step. Empty without a prefix cache.
         """
@@ -519,7 +537,8 @@ class Scheduler:
         return sorted(long, key=_rank)
 
     def _dispensable(self, behind: Sequence[Request]) -> list[Request]:
-        """List the requests of the batch that some waiting request could preempt, most progress first.
+        """List the requests of the batch that some waiting request could preempt, most progress
+        first.
 
         Args:
             behind: long prompts behind another.
@@ -562,14 +581,16 @@ class Scheduler:
         return []
 
     def _gives_way(self, other: Request, request: Request, behind: Sequence[Request]) -> bool:
-        """Return True if a request of the batch, ``other``, may be preempted for a waiting ``request``."""
+        """Return True if a request of the batch, ``other``, may be preempted for a waiting
+        ``request``."""
         # A client keeps the slots that are its share.
         num_slots = self._num_slots_of_client
         has_no_more = num_slots[other.client] <= num_slots[request.client]
         if other.client != request.client and has_no_more and other.priority >= request.priority:
             return False
 
-        # Groups with several slots give way whatever their priority, others to their own priority only.
+        # Groups with several slots give way whatever their priority, others to their own priority
+        # only.
         if self._num_slots_of[other.group] > 1:
             return True
         if other.priority > request.priority:
@@ -590,8 +611,9 @@ class Scheduler:
     def _has_had_quantum(self, request: Request, num_tokens: int) -> bool:
         """Return True if a reply has had a quantum of ``num_tokens`` since its admission.
 
-        With recurrent layers the tokens behind the last snapshot are computed again after a preemption. All
-        tokens are, if the snapshot may be evicted. The quantum is longer in proportion.
+        With recurrent layers the tokens behind the last snapshot are computed again after a
+        preemption. All tokens are, if the snapshot may be evicted. The quantum is longer in
+        proportion.
         """
         if self.page_pool.has_snapshots:
             num_resumable = 0
@@ -614,7 +636,8 @@ class Scheduler:
         return num_kept - sequence.num_shared_tokens >= self._prompt_quantum
 
     def _would_fit(self, request: Request, victims: Sequence[Request], part: int) -> bool:
-        """Return True if all ``victims`` together make room for a request in their part of the pool."""
+        """Return True if all ``victims`` together make room for a request in their part of the
+        pool."""
         num_others = self._num_running_in[part] - len(victims)
         if num_others >= self.config.own_batch_size:
             return False
@@ -628,10 +651,11 @@ class Scheduler:
     # Shares of a step.
 
     def _select_affordable(self, decoding: list[Request]) -> list[Request]:
-        """Select the requests of the next cycle: those whose deficit and share pay for their part of it.
+        """Select the requests of the next cycle: those whose deficit and share pay for their part
+        of it.
 
-        A request with many tokens before it makes the cycle longer for other groups. It skips cycles until
-        its deficit has paid for one.
+        A request with many tokens before it makes the cycle longer for other groups. It skips
+        cycles until its deficit has paid for one.
         """
         # One group has no others to leave cycles to.
         if len(self._num_slots_of) < 2 or all(request.group == decoding[0].group for request in decoding):
@@ -683,7 +707,8 @@ class Scheduler:
         if is_decoding:
             most_tokens = min(most_tokens, self.config.decode_prefill_tokens)
 
-        # The budget, in the cost of a prompt's first token: smaller where other groups wait for the step.
+        # The budget, in the cost of a prompt's first token: smaller where other groups wait for the
+        # step.
         mixed_tokens = self.config.mixed_prefill_tokens
         has_short = any(_num_left(request) <= mixed_tokens for request in prefilling)
         is_shared = len(self._num_slots_of) > 1 and (is_decoding or has_short)
@@ -738,13 +763,15 @@ class Scheduler:
         return chunks
 
     def _token_cost(self, position: int) -> float:
-        """Cost of a prompt's token over that of its first one: attention reads all tokens before it."""
+        """Cost of a prompt's token over that of its first one: attention reads all tokens before
+        it."""
         return 1.0 + self.attention_cost * position
 
     # Snapshots of recurrent states.
 
     def _update_snapshots(self) -> None:
-        """Note which prompts have read their snapshot, and whether the cache will hold all requests."""
+        """Note which prompts have read their snapshot, and whether the cache will hold all
+        requests."""
         for request in self.running:
             if request.sequence.has_begun:
                 self.page_pool.has_begun(request.sequence.allocation)
@@ -759,8 +786,8 @@ class Scheduler:
     def _plan_states(self, chunk: Chunk) -> StateMoves:
         """Choose the state that a chunk begins with and the states that it saves.
 
-        A snapshot is saved where the prompt leaves another's. One behind the last whole page is saved too,
-        and gives way to the next chunk's.
+        A snapshot is saved where the prompt leaves another's. One behind the last whole page is
+        saved too, and gives way to the next chunk's.
         """
         request = chunk.request
         sequence = request.sequence
