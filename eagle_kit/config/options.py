@@ -79,8 +79,13 @@ def _for_user(error: ValidationError, schema: type[Options]) -> UserError:
     if isinstance(cause, UserError):
         return cause
     name = ".".join(map(str, problem["loc"][:1]))
-    if problem["type"] == "extra_forbidden":
-        return UserError(f"There is no option {name}.", _remedy_of_unknown(name, schema))
+    extra = [each for each in error.errors() if each["type"] == "extra_forbidden"]
+    unknown = [".".join(map(str, each["loc"])) for each in extra]
+    if len(unknown) > 1:
+        remedies = [f"{each}: {_remedy_of_unknown(each, schema)}" for each in unknown]
+        return UserError(f"There are no options {', '.join(unknown)}.", " ".join(remedies))
+    if unknown:
+        return UserError(f"There is no option {unknown[0]}.", _remedy_of_unknown(unknown[0], schema))
     return OptionError(name, problem["input"], f"{problem['msg']}.")
 
 

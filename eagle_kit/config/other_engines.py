@@ -89,6 +89,7 @@ OPTIONS = {
     "pp_size": LAYERS,
     "data_parallel_size": REPLICAS,
     "dp_size": REPLICAS,
+    "async_scheduling": LEAVE_OUT,
     "distributed_executor_backend": LEAVE_OUT,
     "disable_custom_all_reduce": LEAVE_OUT,
     "enforce_eager": NO_GRAPHS,

@@ -33,6 +33,12 @@ def test_a_keyword_of_theirs_is_refused_with_ours(name):
     assert error.value.remedy == OPTIONS[name].format_map(PYTHON_NAMES)
 
 
+def test_keywords_of_theirs_are_refused_together():
+    with pytest.raises(UserError, match="no options max_model_len, block_size") as error:
+        LLM("no-such-target", max_model_len=1024, page_size=16, block_size=16)
+    assert error.value.remedy == "max_model_len: Give max_context. block_size: Give page_size."
+
+
 def test_the_keywords_that_remedies_name_exist():
     known = {*EngineConfig.model_fields, *inspect.signature(LLM.__init__).parameters}
     for placeholder in {each for text in OPTIONS.values() for each in PLACEHOLDER.findall(text)}:

@@ -43,15 +43,18 @@ REMEDIES = {
     "guided_grammar": GRAMMARS,
     "include_reasoning": "Leave it out: reasoning is in reasoning_content.",
     "max_new_tokens": "Send max_tokens.",
+    "min_tokens": "Send ignore_eos for replies of exactly max_tokens.",
     "prompt_logprobs": "Leave it out, or ask LLM.generate in Python.",
     "reasoning_effort": "Send it in chat_template_kwargs, if the chat template reads it.",
     "request_id": "Send the header X-Request-Id.",
+    "return_token_ids": "Send the text to /tokenize.",
     "rid": "Send the header X-Request-Id.",
     "structured_outputs.grammar": GRAMMARS,
     "truncate_prompt_tokens": "Shorten the prompt before it is sent.",
     "use_beam_search": "Send n and a temperature.",
 }
-"""What to do about parameters of vLLM, SGLang and OpenAI that are not supported; others are left out."""
+"""What to do about parameters of vLLM, SGLang and OpenAI that are not supported, or at one value only; others
+are left out."""
 EXPECTED = "Input should be "
 OBJECT = re.compile("a valid dictionary")
 
@@ -130,7 +133,10 @@ def from_validation(error: ValidationError) -> ApiError:
         expected = ["an object" if OBJECT.match(other) else other for other in expected]
         if detail["type"] not in LIMITS:
             message = EXPECTED + ", or ".join(dict.fromkeys(expected))
-    return ApiError(400, f"{param}: {message}." if param else f"{message}.", param=param or None)
+    if detail["type"] == "literal_error":
+        message = message.replace("True", "true").replace("False", "false")
+    remedy = f" {REMEDIES[param]}" if param in REMEDIES else ""
+    return ApiError(400, f"{param}: {message}.{remedy}" if param else f"{message}.", param=param or None)
 
 
 def _closeness(detail: Any) -> tuple[bool, int, int]:

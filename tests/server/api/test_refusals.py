@@ -142,8 +142,14 @@ def test_values_that_say_what_is_done_anyway_are_taken_and_no_others(server, pat
 
 
 def test_parameters_of_other_engines_are_refused_with_what_to_send(server):
-    for name, ours in [("max_new_tokens", "max_tokens"), ("rid", "X-Request-Id"), ("suffix", "Leave it out")]:
-        answer = server.http.post(COMPLETE, json={**COMPLETE_BODY, name: 1})
+    for name, ours in [
+        ("max_new_tokens", "max_tokens"),
+        ("min_tokens", "ignore_eos"),
+        ("return_token_ids", "/tokenize"),
+        ("rid", "X-Request-Id"),
+        ("suffix", "Leave it out"),
+    ]:
+        answer = server.http.post(COMPLETE, json={**COMPLETE_BODY, name: name != "min_tokens" or 1})
         assert ours in refused(server, COMPLETE, answer, 400, name)
 
 
