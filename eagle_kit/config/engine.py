@@ -141,7 +141,7 @@ class EngineConfig(Options):
 
     mixed_prefill_tokens: int | None = Field(default=None, ge=1)
     """Share of prompts in a step that also decodes for others, in tokens that have none before them; default
-    8 on a CPU, 1024 on a GPU.
+    12 on a CPU, 1024 on a GPU.
     """
 
     prefill_backend: PrefillBackend = "auto"
@@ -283,7 +283,9 @@ class EngineConfig(Options):
             "decode_prefill_tokens": min(
                 prefill_tokens, self.decode_prefill_tokens or (1024 if on_gpu else prefill_tokens)
             ),
-            "mixed_prefill_tokens": min(prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 8)),
+            "mixed_prefill_tokens": min(
+                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 12)
+            ),
             "lag": int(on_gpu) if self.lag is None else self.lag,
             "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),
             "graph_mode": self.graph_mode or ("cycle" if on_gpu or can_record else "off"),

@@ -76,7 +76,7 @@ def test_devices_decide_what_was_left_open():
     gpu = EngineConfig(max_batch_size=5, lag=0).resolve(on_gpu=True)
     assert (gpu.max_context, gpu.prefill_tokens, gpu.lag, gpu.batch_sizes) == (8192, 8192, 0, (1, 2, 4, 5))
     assert EngineConfig().resolve(on_gpu=False, can_record=False).graph_mode == "off"
-    assert (cpu.mixed_prefill_tokens, gpu.mixed_prefill_tokens) == (8, 1024)
+    assert (cpu.mixed_prefill_tokens, gpu.mixed_prefill_tokens) == (12, 1024)
     assert (cpu.decode_prefill_tokens, gpu.decode_prefill_tokens) == (512, 1024)
     large = EngineConfig(max_batch_size=44).resolve(on_gpu=True)
     assert large.batch_sizes == (1, 2, 4, 8, 16, 24, 32, 40, 44)

@@ -305,7 +305,7 @@ def test_a_reply_that_can_never_fit_is_refused(models):
     ],
 )
 def test_the_shape_follows_the_batch(models, plain, shapes, options):
-    engine = make_engine(models, batch=4, lag=1, mixed_prefill_tokens=12, **options)
+    engine = make_engine(models, batch=4, lag=1, **options)
     table = ShapeTable.parse(shapes)
     engine.use_shape(table)
     used = set()

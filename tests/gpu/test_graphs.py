@@ -115,8 +115,7 @@ def test_shapes_change_with_the_batch(mode, table, sampling):
     models = trained()
     expected = replies(make(models), "none", **SAMPLING_PARAMS[sampling])
     assert replies(make(models), table, **SAMPLING_PARAMS[sampling]) == expected
-    # Prompts are computed in whole, so that all four requests decode together in a rehearsal too.
-    llm = make(models, mode, mixed_prefill_tokens=64)
+    llm = make(models, mode)
     assert replies(llm, table, **SAMPLING_PARAMS[sampling]) == expected and accept_length(llm) > 1
     graphs = runner_of(llm).graphs
     assert {key[1][1].shape for key in graphs._graphs} == set(ShapeTable.parse(table).shapes)
