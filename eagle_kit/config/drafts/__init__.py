@@ -1,6 +1,6 @@
 """The section ``head`` of a training config: a model for each kind of draft, chosen by ``head.kind``."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import Discriminator, Tag
 
@@ -16,16 +16,6 @@ from eagle_kit.config.drafts.mtp import MTPHeadConfig
 from eagle_kit.core.errors import UserError
 
 DEFAULT_KIND = "eagle3"
-HEADS: dict[str, type[HeadConfig]] = {
-    "eagle3": Eagle3HeadConfig,
-    "eagle3-mla": LatentEagle3HeadConfig,
-    "p-eagle": PEagleHeadConfig,
-    "eagle1": Eagle1HeadConfig,
-    "dflash": DFlashHeadConfig,
-    "dspark": DSparkHeadConfig,
-    "mtp": MTPHeadConfig,
-}
-"""Value of ``head.kind`` -> model of the section. A whole model that drafts is not trained as a head."""
 
 
 def kind_of_head(head: Any) -> str:
@@ -38,6 +28,7 @@ def kind_of_head(head: Any) -> str:
     return str(kind)
 
 
+# A new kind is one line here. Its tag is the value of `head.kind`.
 AnyHeadConfig = Annotated[
     Annotated[Eagle3HeadConfig, Tag("eagle3")]
     | Annotated[LatentEagle3HeadConfig, Tag("eagle3-mla")]
@@ -49,3 +40,17 @@ AnyHeadConfig = Annotated[
     Discriminator(kind_of_head),
 ]
 """One of :data:`HEADS`, chosen by its ``kind``."""
+
+
+def _read_union() -> dict[str, type[HeadConfig]]:
+    """Tag and model of each member of :data:`AnyHeadConfig`, in the order of the union."""
+    heads: dict[str, type[HeadConfig]] = {}
+    union = get_args(AnyHeadConfig)[0]
+    for member in get_args(union):
+        schema, tag = get_args(member)
+        heads[tag.tag] = schema
+    return heads
+
+
+HEADS = _read_union()
+"""Value of ``head.kind`` -> model of the section. A whole model that drafts is not trained as a head."""
