@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm, Rope
+from eagle_kit.models.blocks.layers import Attend, Attention, Rope
 from eagle_kit.models.blocks.markov import MarkovHead
 from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.config import HeadArchitecture
@@ -45,7 +45,11 @@ class StepOutput(NamedTuple):
 
 
 class Block(nn.Module, ABC):
-    """Decoder layer over a feature and an embedding, split around its attention."""
+    """Decoder layer over a feature and an embedding, split around its attention.
+
+    Every block has attention: the cache of a head has an entry for each token. :mod:`eagle_kit.train.plan`
+    counts ``self_attn.o_proj`` and parameters under ``mlp`` behind attention, all others in front of it.
+    """
 
     self_attn: Attention | LatentAttention
 
@@ -74,6 +78,9 @@ class Block(nn.Module, ABC):
 class DraftHead(nn.Module, ABC):
     """Base of draft heads. The embedding is the target's, unless the head has its own, and is passed in as
     ``embeds``.
+
+    A new head defines :attr:`blocks`, :attr:`output`, :meth:`features` and :attr:`token_map`.
+    :class:`TiedHead` has all of them but :attr:`blocks`.
 
     Attributes:
         config: its architecture.
@@ -185,10 +192,9 @@ class DraftHead(nn.Module, ABC):
         return None
 
     @property
-    @abstractmethod
-    def last_norm(self) -> RMSNorm:
-        """Norm in front of :attr:`output`, or else the head's last norm; its weight is on the head's
-        device."""
+    def device(self) -> torch.device:
+        """Device of its parameters."""
+        return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -208,12 +208,19 @@ def fresh_heads():
     }
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle1", "mtp"])
+LAST_NORMS = {
+    "eagle3": "norm.weight",
+    "eagle1": "post_attention_layernorm.weight",
+    "mtp": "layers.0.shared_head.norm.weight",
+}
+
+
+@pytest.mark.parametrize("kind", LAST_NORMS)
 @pytest.mark.parametrize("share", [1.0, 0.1])
 def test_new_heads_of_every_kind_have_the_scale_of_a_heads(kind, share):
     head = fresh_heads()[kind]
     with torch.no_grad():
-        head.last_norm.weight *= share  # as kinds begin
+        head.get_parameter(LAST_NORMS[kind]).mul_(share)  # as kinds begin
     check_values(head.state_dict().items())
 
 

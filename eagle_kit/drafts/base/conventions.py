@@ -98,7 +98,7 @@ def _scaled(scaling: dict[str, Any] | None) -> str:
 
 def _rotates_by(size: int, theta: float, scaling: dict[str, Any] | None) -> Callable[[DraftHead], None]:
     def change(head: DraftHead) -> None:
-        head.rope = Rope(size, theta, scaling).to(head.last_norm.weight.device)
+        head.rope = Rope(size, theta, scaling).to(head.device)
 
     return change
 

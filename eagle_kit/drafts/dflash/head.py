@@ -214,11 +214,6 @@ class DFlashHead(DraftHead):
         return layer
 
     @property
-    def last_norm(self) -> RMSNorm:
-        """The norm in front of the output layer."""
-        return self.norm
-
-    @property
     def token_map(self) -> torch.Tensor | None:
         """See :class:`DraftHead`."""
         if self.lm_head is None:

@@ -69,11 +69,6 @@ class Eagle1Head(TiedHead, Block):
         """The head itself."""
         return [self]
 
-    @property
-    def last_norm(self) -> RMSNorm:
-        """The layer's only norm; there is none in front of the output layer."""
-        return self.post_attention_layernorm
-
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`; there is no norm between ``fc`` and
         attention, so both results are the same ``[T, H]``."""

@@ -206,11 +206,6 @@ class Eagle3Head(DraftHead):
         return self.lm_head
 
     @property
-    def last_norm(self) -> RMSNorm:
-        """The norm in front of ``lm_head``."""
-        return self.norm
-
-    @property
     def target_ids(self) -> torch.Tensor:
         """Target id of every draft id, int64 ``[Vd]``."""
         return self.d2t + torch.arange(self.d2t.shape[0], device=self.d2t.device)

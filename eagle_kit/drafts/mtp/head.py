@@ -116,8 +116,3 @@ class MTPHead(TiedHead):
     def output(self) -> Linear:
         """The head's own output layer, or the target's."""
         return self.lm_head or super().output
-
-    @property
-    def last_norm(self) -> RMSNorm:
-        """The last module's ``shared_head.norm``."""
-        return self.layers[-1].shared_head.norm  # type: ignore[union-attr, return-value]

@@ -149,6 +149,6 @@ def copy_head(
 
 def on_device(head: DraftHead, device: torch.device, output: Any = None) -> DraftHead:
     """``head``, or a copy of it where it is elsewhere; ``output`` is the target's output layer there."""
-    if head.last_norm.weight.device == device:
+    if head.device == device:
         return head
     return copy_head(head, head.state_dict(), device, output)
