@@ -64,6 +64,10 @@ ROPE_OPTIONS = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_
 class DecoderConfig:
     """Decoder layer of a target or draft head: its sizes, its attention, grouped-query or latent.
 
+    This is no dataclass. An architecture that derives from it is one, and declares again each field that it
+    takes: the sizes up to ``rope_scaling``, ``attention_bias``, and what its layer can have besides. A field
+    that it does not declare keeps the default here.
+
     Attributes:
         num_kv_heads: equal to ``num_heads`` with latent attention.
         head_dim: size of a query or key.

@@ -1,6 +1,7 @@
 """Every registered kind of head, and one that a test adds with one line, through every room that asks."""
 
 import builtins
+import inspect
 import io
 import json
 import os
@@ -64,6 +65,29 @@ def fresh(kind: HeadKind, target):
     vocab = VocabMap(np.zeros(67, dtype=np.int64), sayable, 1.0, "", "")
     config = replace(kind.new_config(settings, model.config), target="tiny")
     return kind.new_head(settings, config, InitContext(model, folder, vocab, torch.device("cpu")))
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
+def test_a_kind_sets_every_attribute_without_a_default(kind):
+    required = ("name", "title", "algorithms", "trained_as", "config_class", "head_class")
+    missing = [attribute for attribute in required if not getattr(kind, attribute, None)]
+    assert not missing
+
+
+@pytest.mark.parametrize("attribute", ["name", "title", "algorithm", "config_class"])
+def test_no_two_kinds_are_found_by_the_same_value(attribute):
+    values = [getattr(kind, attribute) for kind in HEADS]
+    assert len(values) == len(set(values)), values
+
+
+def test_a_kind_needs_its_abstract_methods_only():
+    """The toy, which every other case of this file runs, defines exactly these."""
+    defined = {name for name, member in vars(ToyKind).items() if inspect.isfunction(member)}
+    assert defined == HeadKind.__abstractmethods__
+
+
+def test_the_tag_of_a_section_is_the_kind_that_its_model_names():
+    assert [schema().kind for schema in drafts.HEADS.values()] == list(drafts.HEADS)
 
 
 @pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)
@@ -260,3 +284,5 @@ def test_other_engines_have_no_class_for_it(target, tmp_path):
         export_draft(tmp_path / "draft", tmp_path / "out", target=target[0], format="vllm")
     with pytest.raises(UserError, match="cannot be written for SGLang: why"):
         refuse("sglang", "why")
+    export_draft(tmp_path / "draft", tmp_path / "ours", target=target[0])
+    assert "tags: [toy, speculative-decoding]" in (tmp_path / "ours" / "README.md").read_text()

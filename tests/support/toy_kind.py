@@ -59,11 +59,6 @@ class ToyHead(TiedHead, Block):
         """The head itself."""
         return [self]
 
-    @property
-    def last_norm(self) -> RMSNorm:
-        """The only norm, in front of attention."""
-        return self.norm
-
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`."""
         x = self.fc(torch.cat((embeds, hidden), -1))
@@ -94,7 +89,6 @@ class ToyKind(HeadKind[ToyConfig, ToyHead, ToyHeadConfig]):
     name = "toy"
     title = "Toy draft head"
     algorithms = ("TOY",)
-    vllm_method = "toy"
     config_class = ToyConfig
     head_class = ToyHead
     trained_as = ("toy",)

@@ -286,12 +286,14 @@ def test_twenty_steps_have_the_losses_and_gradient_norms_of_the_golden_file(
 
 
 def test_every_kind_that_can_be_trained_has_a_golden_curve() -> None:
+    """A new kind has an entry in RECIPES; CONTRIBUTING.md has the command that writes its curve."""
     trainable = {name for kind in head_kinds() for name in kind.trained_as}
     assert trainable == {recipe.head.get("kind", "eagle3") for recipe in RECIPES.values()}
     assert {path.stem for path in GOLDEN.iterdir()} == set(RECIPES)
 
 
 def test_every_setting_of_head_and_training_is_varied() -> None:
+    """A new setting has a value in one of RECIPES, or the test that varies it in ELSEWHERE."""
     varied = set(ELSEWHERE)
     for recipe in RECIPES.values():
         varied |= {f"head.{name}" for name in recipe.head}

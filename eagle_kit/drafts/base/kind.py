@@ -1,8 +1,7 @@
-"""A kind of draft: everything that tells it from another.
+"""Contracts of a kind of draft, by which files, trainer, engine and cards treat all kinds alike.
 
-A :class:`DraftKind` drafts, and may be a whole model. A :class:`HeadKind` reads a target's states: it is
-also trained, saved, exported and planned. To add one, write its module (:mod:`eagle_kit.models.heads`), its
-kind in a file of this folder, and a line in :mod:`eagle_kit.drafts.registry`.
+A :class:`DraftKind` drafts, and may be a whole model. A :class:`HeadKind` reads a target's hidden states, and
+is also trained, saved, exported and planned. "Add a drafting algorithm" in CONTRIBUTING.md has the steps.
 """
 
 from abc import ABC, abstractmethod
@@ -54,9 +53,9 @@ class DraftKind(ABC):
     """Anything that drafts, seen as files and as a model that serves.
 
     Attributes:
-        name: for people and ``head.kind``.
-        algorithms: names that ask for it when serving, its own one first.
-        is_whole_model: it reads no states of a target.
+        name: of the kind, lower case, for example ``eagle3``.
+        algorithms: values of ``--speculative-algorithm`` that accept it, its own name first.
+        is_whole_model: it reads no hidden states of a target.
         is_in_target: a target's own folder may hold it.
     """
 
@@ -125,34 +124,33 @@ class InitContext(NamedTuple):
 class HeadKind(DraftKind, Generic[Config, Head, Settings]):
     """A draft head: how it is published, checked, described, planned, trained and served.
 
+    A new kind sets six attributes: ``name``, ``title``, ``algorithms``, ``trained_as``, ``config_class`` and
+    ``head_class``. It writes five methods: :meth:`recognises`, :meth:`read_config`, :meth:`write_config`,
+    :meth:`describe` and :meth:`new_config`. All other members have defaults.
+
     Attributes:
-        config_class: of its architecture.
-        head_class: of its module.
-        title: for people.
-        vllm_method: its name in vLLM's ``--speculative-config``, and the tag of its card.
-        vllm_options: what else it needs there.
-        trained_as: the values of ``head.kind`` that train it.
+        title: name of such a head in cards and messages, for example ``EAGLE-3 draft head``.
+        trained_as: values of ``head.kind`` in training configs that train it.
+        config_class: of its architecture, a dataclass. No two kinds have the same one.
+        head_class: of its module, made from a ``config_class`` alone.
+        vllm_method: its name in vLLM's ``--speculative-config``; None where vLLM has no such heads.
+        vllm_options: further entries of that option.
         needs_layers: its first weights are read from the target's layers.
-        may_own_embedding: a head may have an embedding of its own, which its architecture says.
-        format_class: what converts its files to and from the layouts of other projects.
+        may_own_embedding: the architecture has a field ``own_embedding``, true for an embedding of its own.
+        format_class: converts its files to and from the layouts of other projects.
     """
 
     config_class: type[Config]
     head_class: type[Head]
     title: ClassVar[str]
-    vllm_method: ClassVar[str]
-    vllm_options: ClassVar[Mapping[str, Any]] = {}
     trained_as: ClassVar[tuple[str, ...]]
+    vllm_method: ClassVar[str | None] = None
+    vllm_options: ClassVar[Mapping[str, Any]] = {}
     needs_layers: ClassVar[bool] = False
     may_own_embedding: ClassVar[bool] = False
     format_class: ClassVar[type[DraftFormat]] = DraftFormat
 
-    # On disk
-
-    @cached_property
-    def format(self) -> DraftFormat:
-        """Conversion of its files to and from the layouts of other projects."""
-        return self.format_class(self)
+    # Every kind writes these, and `recognises`.
 
     @abstractmethod
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:
@@ -169,40 +167,120 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
     def write_config(self, config: Config) -> dict[str, Any]:
         """Make the ``config.json`` of a head."""
 
-    def names(self, files: DraftFiles) -> dict[str, str]:
-        """Name the tensors of the head: published name -> name in ``files``. Raises UserError for one tensor
-        under two names."""
-        return our_names(((name.removeprefix("model."), name) for name in files.tensors), files.where)
+    @abstractmethod
+    def describe(self, config: Config, dtype: str) -> str:
+        """Say in a sentence or two what the head is, for its card; ``dtype`` of its weights, in words."""
+
+    @abstractmethod
+    def new_config(self, settings: Settings, target: TargetConfig) -> Config:
+        """The architecture that a training config asks for. Raises UserError when the target has no use for
+        it."""
+
+    # Replaced where files have more than the head's parameters under other names: a prefix of layers, a
+    # vocabulary map, matrices of the target.
 
     def published_name(self, part: str) -> str:
-        """Published name of a part of a parameter (:func:`published_parts`)."""
+        """Published name of a tensor, from its name in our module (:func:`published_parts`)."""
         return part
 
+    def names(self, files: DraftFiles) -> dict[str, str]:
+        """Name the tensors of the head: published name -> name in ``files``.
+
+        Raises:
+            UserError: one tensor under two names.
+        """
+        return our_names(((name.removeprefix("model."), name) for name in files.tensors), files.where)
+
     def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
-        """Sort the tensors of ``files``, without checking those of parameters.
+        """Sort the tensors of ``files``, without checking the shapes of parameters.
 
         Args:
-            target: tells copies of its matrices from a head's own.
+            target: distinguishes a copy of its matrices from a matrix of the head.
         """
-        names = self.names(files)
-        tensors = {ours: files.tensors[theirs] for ours, theirs in names.items()}
-        copies = {name: tensors.pop(name) for name in (EMBEDDING,) if name in tensors}
+        tensors: dict[str, torch.Tensor] = {}
+        for published, stored in self.names(files).items():
+            tensors[published] = files.tensors[stored]
+        copies: dict[str, torch.Tensor] = {}
+        if EMBEDDING in tensors:
+            copies[EMBEDDING] = tensors.pop(EMBEDDING)
         return Weights(config, tensors, copies, {})
 
-    def with_own_embedding(self, found: Weights, target: Target | None) -> Weights:
-        """Give a head the embedding that its files bring, where it is its own: the architecture says so, or
-        it has other values than the target's. A head that reads the target's needs none."""
-        brought = found.copies.get(EMBEDDING)
-        if brought is None or not self.may_own_embedding:
-            return found
-        is_own = found.config.own_embedding
-        if not is_own and target is not None:
-            is_own = not is_copy(brought, target.embed_tokens.weight)
-        if not is_own:
-            return found
-        config = replace(found.config, own_embedding=True)
-        copies = {name: copy for name, copy in found.copies.items() if name != EMBEDDING}
-        return found._replace(config=config, tensors={**found.tensors, EMBEDDING: brought}, copies=copies)
+    def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
+        """Publish a head: tensors on the CPU in ``dtype``, but for biases of gates; nothing of the target."""
+        parts = self.parts(head, ())
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parameter in head.named_parameters():
+            group = parts[name]
+            stored_dtype = parameter.dtype if stays_exact(head, name) else dtype
+            value = parameter.detach().to("cpu", stored_dtype).reshape(-1, *group[0].shape[1:])
+            pieces = value.split([part.shape[0] for part in group])
+            for part, piece in zip(group, pieces, strict=True):
+                tensors[part.name] = piece.clone()
+        return DraftFiles(self.write_config(head.config), tensors)
+
+    # Replaced where sizes or the usual shape differ.
+
+    def check(self, files: DraftFiles, config: Config, target: TargetConfig) -> list[Finding]:
+        """Compare sizes with the target's."""
+        pairs = {
+            "hidden size": (config.target_hidden_size, target.hidden_size),
+            "vocabulary": (config.vocab_size, target.vocab_size),
+        }
+        return findings.check_sizes(pairs)
+
+    def suggested_shape(self, config: Config) -> SpecShape:
+        """The shape in the commands of its card."""
+        return SpecShape(5, 4, 16)
+
+    # Replaced where first weights are not those of the module, or a layer saves other states.
+
+    def new_head(self, settings: Settings, config: Config, start: InitContext) -> Head:
+        """A head with first weights, in fp32 and bound to the target. Raises UserError when they cannot be
+        had."""
+        head = self.head_class(config).to(device=start.device, dtype=torch.float32)
+        return head.bind(start.target.lm_head)
+
+    def saved_states(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
+        """Bytes that a row of the layer saves for the backward pass for each value of its state, before its
+        attention and behind it; what attention and MLP save themselves is not counted.
+
+        Args:
+            width: bytes of a matmul's operand.
+            is_gpu: norms are kernels, whose results have the dtype of that operand.
+        """
+        return 4 * width, 2 * width
+
+    # Replaced where `diagnose` can try other readings of the weights.
+
+    def joint_layers(self, head: Head) -> list[str]:
+        """Names of the linear layers that read embedding and feature side by side."""
+        return []
+
+    def conventions(self, head: Head, target: TargetConfig) -> list[Convention]:
+        """Other readings of its weights that load as well and cost acceptance."""
+        return shared_conventions(head, target, self.joint_layers(head))
+
+    def token_conventions(self, head: Head, tokens: Iterable[int]) -> list[Convention]:
+        """Readings by which one of the target's ``tokens`` that texts do not have is the head's mask."""
+        return []
+
+    def usual_layers(self, config: Config, target: TargetConfig) -> tuple[int, ...]:
+        """Inputs of the target's layers that such heads read as a rule."""
+        return target.default_aux_layer_ids
+
+    def layers_remedy(self, layers: tuple[int, ...]) -> str:
+        """What to do where the inputs of ``layers`` are those that a head was trained on, a sentence."""
+        return (
+            f'Write {list(layers)} as eagle_aux_hidden_state_layer_ids with the convention "input" into the '
+            "draft's config.json."
+        )
+
+    # Shared by all kinds.
+
+    @cached_property
+    def format(self) -> DraftFormat:
+        """Conversion of its files to and from the layouts of other projects, by :attr:`format_class`."""
+        return self.format_class(self)
 
     def weights(self, files: DraftFiles, config: Config, target: Target | None = None) -> Weights:
         """Read every tensor and account for it.
@@ -211,27 +289,56 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
             UserError: a corrupt file; missing, unexpected or misshapen tensors by name; an impossible map.
         """
         found = self.with_own_embedding(self.take(files, config, target), target)
+
+        # Shapes that the architecture asks for, by published names.
         with torch.device("meta"):
             head = self.head_class(found.config)
         parts = (part for group in self.parts(head, found.tensors).values() for part in group)
         expected = expected_shapes(parts, found.tensors, read_fp8_layout(files.config, files.where))
-        tensors = dict(found.tensors)
         if found.borrows_output or found.ties_output:
             del expected[OUTPUT]
+
+        # A copy of the target's embedding is checked as well.
+        tensors = dict(found.tensors)
         if EMBEDDING in found.copies:
             expected[EMBEDDING] = (config.vocab_size, config.hidden_size)
             tensors[EMBEDDING] = found.copies[EMBEDDING]
         check_tensors(tensors, expected, files.where)
         return found
 
+    def with_own_embedding(self, found: Weights, target: Target | None) -> Weights:
+        """Move the embedding from the copies to the head's tensors, where it is the head's own.
+
+        It is its own if the architecture says so, or if its values differ from the target's.
+        """
+        brought = found.copies.get(EMBEDDING)
+        if brought is None or not self.may_own_embedding:
+            return found
+
+        is_own = found.config.own_embedding
+        if not is_own and target is not None:
+            is_own = not is_copy(brought, target.embed_tokens.weight)
+        if not is_own:
+            return found
+
+        copies = dict(found.copies)
+        del copies[EMBEDDING]
+        return found._replace(
+            config=replace(found.config, own_embedding=True),
+            tensors={**found.tensors, EMBEDDING: brought},
+            copies=copies,
+        )
+
     def parts(self, head: DraftHead, names: Iterable[str]) -> dict[str, list[Part]]:
-        """Published tensors that each parameter of ``head`` is made of, one on top of the other; ``names``
-        are those of the checkpoint."""
-        found = published_parts(head.named_parameters(), head.config.layer, names)
-        return {
-            name: [Part(self.published_name(part.name), part.shape) for part in parts]
-            for name, parts in found.items()
-        }
+        """List the published tensors that are stacked into each parameter of ``head``.
+
+        Args:
+            names: tensors of the checkpoint.
+        """
+        found: dict[str, list[Part]] = {}
+        for name, group in published_parts(head.named_parameters(), head.config.layer, names).items():
+            found[name] = [Part(self.published_name(part.name), part.shape) for part in group]
+        return found
 
     def read(
         self,
@@ -254,14 +361,18 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         found = self.weights(files, config, target)
         # Tensors of a file are unaligned, where matmuls add up in another order than a run's own did.
         tensors = {name: tensor.clone() for name, tensor in found.tensors.items()}
+
+        # The target must fit. Its matrices may stand in for those that the files lack.
         if target is not None:
             findings.check_fit(config, target.config)
-            for name, own in ((EMBEDDING, target.embed_tokens.weight), (OUTPUT, target.head_weight)):
-                warn_unless_copy(name, found.copies.get(name), own, files.where)
+            warn_unless_copy(EMBEDDING, found.copies.get(EMBEDDING), target.embed_tokens.weight, files.where)
+            warn_unless_copy(OUTPUT, found.copies.get(OUTPUT), target.head_weight, files.where)
         if found.borrows_output:
             tensors[OUTPUT] = _borrowed_output(config, target, files.where)
         if found.ties_output:
             tensors[OUTPUT] = _tied_output(config, tensors.get(EMBEDDING), target, files.where)
+
+        # Parameters, then buffers, which the meta device did not make.
         with torch.device("meta"):
             head = self.head_class(found.config)
         layout = read_fp8_layout(files.config, files.where)
@@ -271,19 +382,6 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
             head.get_buffer(name).copy_(buffer)
         head.to(device)
         return head if target is None else head.bind(target.lm_head)
-
-    def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
-        """Publish a head: tensors on the CPU in ``dtype``, but for biases of gates; nothing of the target."""
-        parts = self.parts(head, ())
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in head.named_parameters():
-            kept = parameter.dtype if stays_exact(head, name) else dtype
-            value = parameter.detach().to("cpu", kept).reshape(-1, *parts[name][0].shape[1:])
-            pieces = value.split([part.shape[0] for part in parts[name]])
-            tensors |= {part.name: piece.clone() for part, piece in zip(parts[name], pieces, strict=True)}
-        return DraftFiles(self.write_config(head.config), tensors)
-
-    # Checked and described
 
     def validate(self, files: DraftFiles, target: TargetFolder) -> list[Finding]:
         """See :class:`DraftKind`."""
@@ -296,14 +394,6 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
             findings.check_target(config, files.metadata, target),
             self._check_weights(files, config),
         ]
-
-    def check(self, files: DraftFiles, config: Config, target: TargetConfig) -> list[Finding]:
-        """Compare sizes with the target's."""
-        pairs = {
-            "hidden size": (config.target_hidden_size, target.hidden_size),
-            "vocabulary": (config.vocab_size, target.vocab_size),
-        }
-        return findings.check_sizes(pairs)
 
     def _check_weights(self, files: DraftFiles, config: Config) -> Finding:
         try:
@@ -321,67 +411,9 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         ok = f"every tensor is there, is finite and has the shape and scale of a head's.{brought}"
         return Finding("ok", "weights", ok)
 
-    @abstractmethod
-    def describe(self, config: Config, dtype: str) -> str:
-        """Say in a sentence or two what the head is, for its card; ``dtype`` of its weights, in words."""
-
-    def suggested_shape(self, config: Config) -> SpecShape:
-        """The shape in the commands of its card."""
-        return SpecShape(5, 4, 16)
-
-    def conventions(self, head: Head, target: TargetConfig) -> list[Convention]:
-        """Other readings of its weights that load as well and cost acceptance."""
-        return shared_conventions(head, target, self.joint_layers(head))
-
-    def token_conventions(self, head: Head, tokens: Iterable[int]) -> list[Convention]:
-        """Readings by which one of the target's ``tokens`` that texts do not have is the head's mask."""
-        return []
-
-    def usual_layers(self, config: Config, target: TargetConfig) -> tuple[int, ...]:
-        """Inputs of the target's layers that such heads read as a rule."""
-        return target.default_aux_layer_ids
-
-    def layers_remedy(self, layers: tuple[int, ...]) -> str:
-        """What to do where the inputs of ``layers`` are those that a head was trained on, a sentence."""
-        return (
-            f'Write {list(layers)} as eagle_aux_hidden_state_layer_ids with the convention "input" into the '
-            "draft's config.json."
-        )
-
-    def joint_layers(self, head: Head) -> list[str]:
-        """Names of the linear layers that read embedding and feature side by side."""
-        return []
-
-    # Planned
-
-    def saved_states(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
-        """Bytes that a row of the layer saves for the backward pass for each value of its state, before its
-        attention and behind it; what attention and MLP save themselves is not counted.
-
-        Args:
-            width: bytes of a matmul's operand.
-            is_gpu: norms are kernels, whose results have the dtype of that operand.
-        """
-        return 4 * width, 2 * width
-
-    # Trained
-
-    @abstractmethod
-    def new_config(self, settings: Settings, target: TargetConfig) -> Config:
-        """The architecture that a training config asks for. Raises UserError when the target has no use for
-        it."""
-
-    def new_head(self, settings: Settings, config: Config, start: InitContext) -> Head:
-        """A head with first weights, in fp32 and bound to the target. Raises UserError when they cannot be
-        had."""
-        head = self.head_class(config).to(device=start.device, dtype=torch.float32)
-        return head.bind(start.target.lm_head)
-
     def runs_target(self, config: TrainConfig) -> bool:
         """True when training needs the target's layers: not with captured states and nothing to judge."""
         return config.data.store is None or config.judge.every > 0 or self.needs_layers
-
-    # Served
 
     def draft_model(
         self, files: DraftFiles, target: Target, token_map: torch.Tensor | None = None

@@ -15,12 +15,16 @@ from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead
 class DFlashKind(BlockKind[DFlashConfig, DFlashHead, DFlashHeadConfig]):
     """DFlash (arXiv 2602.06036)."""
 
-    name, title = "dflash", "DFlash draft head"
-    algorithms, vllm_method = ("DFLASH",), "dflash"
-    architecture, speculator = "DFlashDraftModel", "DFlashSpeculator"
+    name = "dflash"
+    title = "DFlash draft head"
+    algorithms = ("DFLASH",)
+    vllm_method = "dflash"
+    architecture = "DFlashDraftModel"
+    speculator = "DFlashSpeculator"
     other_architectures = (NEMO,)
     format_class = BlockFormat
-    config_class, head_class = DFlashConfig, DFlashHead
+    config_class = DFlashConfig
+    head_class = DFlashHead
     trained_as = ("dflash",)
 
     def read_rows(self, config: dict[str, Any], where: str) -> bool:

@@ -42,13 +42,17 @@ MAX_RANK = 65_536
 class DSparkKind(BlockKind[DSparkConfig, DSparkHead, DSparkHeadConfig]):
     """DSpark (arXiv 2607.05147)."""
 
-    name, title = "dspark", "DSpark draft head"
-    algorithms, vllm_method = ("DSPARK",), "dspark"
-    architecture, speculator = "Qwen3DSparkModel", "DSparkSpeculator"
+    name = "dspark"
+    title = "DSpark draft head"
+    algorithms = ("DSPARK",)
+    vllm_method = "dspark"
+    architecture = "Qwen3DSparkModel"
+    speculator = "DSparkSpeculator"
     other_architectures = ("DSparkDraftModel",)
     keys_of_both_places = (*BlockKind.keys_of_both_places, RANK, FORM, CONFIDENCE, READS_TOKEN)
     known_parts = frozenset({RANK, FORM})
-    config_class, head_class = DSparkConfig, DSparkHead
+    config_class = DSparkConfig
+    head_class = DSparkHead
     trained_as = ("dspark",)
     format_class = DSparkFormat
 

@@ -42,9 +42,12 @@ BIASES = {"bias": "fc.bias", "qkv_bias": f"{LAYER}self_attn.q_proj.bias"}
 class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
     """EAGLE-1 (arXiv 2401.15077), which EAGLE-2 (arXiv 2406.16858) serves unchanged."""
 
-    name, title = "eagle1", "EAGLE-1 draft head"
-    algorithms, vllm_method = ("EAGLE", "NEXTN"), "eagle"
-    config_class, head_class = Eagle1Config, Eagle1Head
+    name = "eagle1"
+    title = "EAGLE-1 draft head"
+    algorithms = ("EAGLE", "NEXTN")
+    vllm_method = "eagle"
+    config_class = Eagle1Config
+    head_class = Eagle1Head
     trained_as = ("eagle1",)
     may_own_embedding = True
     format_class = Eagle1Format

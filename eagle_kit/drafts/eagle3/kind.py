@@ -31,9 +31,12 @@ PLACES = ("norm_output", "norm_before_residual")
 class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head, AnyEagle3HeadConfig]):
     """EAGLE-3 (arXiv 2503.01840), with a Llama layer or latent attention."""
 
-    name, title = "eagle3", "EAGLE-3 draft head"
-    algorithms, vllm_method = ("EAGLE3",), "eagle3"
-    config_class, head_class = Eagle3Config, Eagle3Head
+    name = "eagle3"
+    title = "EAGLE-3 draft head"
+    algorithms = ("EAGLE3",)
+    vllm_method = "eagle3"
+    config_class = Eagle3Config
+    head_class = Eagle3Head
     speculators_model_type = "eagle3"
     trained_as = ("eagle3", "eagle3-mla")
     format_class = FusedStatesFormat

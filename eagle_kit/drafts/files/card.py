@@ -94,7 +94,7 @@ def model_card(card: Card) -> str:
     shape = kind.suggested_shape(card.config)
     draft = DraftInfo(kind, shape, card.format, card.folder, card.target_flag, hub_id)
     sections = [
-        _front_matter(hub_id, kind.vllm_method, card.licence),
+        _front_matter(hub_id, kind.vllm_method or kind.name, card.licence),
         f"# {kind.title} for {target}",
         text,
         "## Training\n\n"

@@ -18,7 +18,11 @@ LAYER_SIZES = (
 
 
 def layer_to_dict(config: HeadArchitecture, eps: float) -> dict[str, Any]:
-    """Sizes of a decoder layer, with both spellings of RoPE, and our own part."""
+    """Sizes of a decoder layer, with both spellings of RoPE, and our own part.
+
+    ``hidden_act`` and ``mlp_bias`` describe a SwiGLU MLP without biases. A kind with another MLP adds keys of
+    its own for it, because :func:`read_layer` refuses another ``hidden_act``.
+    """
     layer = config.layer
     scaling, theta = layer.rope_scaling, layer.rope_theta
     is_partial = layer.mla is None and layer.rotary_dim is not None

@@ -62,10 +62,15 @@ LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.*)")
 class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
     """Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
-    name, title = "mtp", "MTP draft module"
-    algorithms, vllm_method, is_in_target = ("NEXTN", "EAGLE"), "mtp", True
-    config_class, head_class = MTPConfig, MTPHead
-    trained_as, needs_layers = ("mtp",), True
+    name = "mtp"
+    title = "MTP draft module"
+    algorithms = ("NEXTN", "EAGLE")
+    vllm_method = "mtp"
+    is_in_target = True
+    config_class = MTPConfig
+    head_class = MTPHead
+    trained_as = ("mtp",)
+    needs_layers = True
     format_class = MTPFormat
 
     def recognises(self, files: DraftFiles) -> bool:

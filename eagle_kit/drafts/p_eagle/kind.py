@@ -5,7 +5,8 @@ The mask's embedding is a parameter here, ``mask_embedding``. Other projects kee
 rows are not the target's, that embedding is the head's own.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,9 +41,13 @@ MASK_HIDDEN = "mask_hidden"
 class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
     """P-EAGLE (arXiv 2602.01469), with Llama or Qwen3 layers."""
 
-    name, title = "p-eagle", "P-EAGLE draft head"
-    algorithms, vllm_method, vllm_options = ("P-EAGLE",), "eagle3", {"parallel_drafting": True}
-    config_class, head_class = PEagleConfig, PEagleHead
+    name = "p-eagle"
+    title = "P-EAGLE draft head"
+    algorithms = ("P-EAGLE",)
+    vllm_method = "eagle3"
+    vllm_options: ClassVar[Mapping[str, Any]] = {"parallel_drafting": True}
+    config_class = PEagleConfig
+    head_class = PEagleHead
     speculators_model_type = "peagle"
     has_many_layers = True
     trained_as = ("p-eagle",)

@@ -21,7 +21,9 @@ OTHER_FAMILY = "Use a smaller model of the target's own family."
 class StandaloneKind(DraftKind):
     """Any model that is a target too."""
 
-    name, algorithms, is_whole_model = "standalone", ("STANDALONE",), True
+    name = "standalone"
+    algorithms = ("STANDALONE",)
+    is_whole_model = True
 
     def recognises(self, files: DraftFiles) -> bool:
         """See :class:`~eagle_kit.drafts.base.kind.DraftKind`: everything that is no head."""
