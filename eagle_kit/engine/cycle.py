@@ -50,7 +50,7 @@ class CycleSettings(NamedTuple):
             draft-extend appends.
         num_logprobs: alternatives to report for every emitted token; None reports nothing.
         verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
-        kept: candidates that the draft keeps for the next cycle, whatever its shape.
+        candidate_spec: candidates that the draft keeps for the next cycle, whatever its shape.
         reads_confidence: emit the draft's confidence.
         num_rows: rows of the target's forward, into which the nodes to verify are packed; None is one for
             every node.
@@ -60,7 +60,7 @@ class CycleSettings(NamedTuple):
     num_columns: int
     num_logprobs: int | None = None
     verifier: Verifier = TargetOnly()
-    kept: CandidateSpec | None = None
+    candidate_spec: CandidateSpec | None = None
     reads_confidence: bool = False
     num_rows: int | None = None
 
@@ -90,12 +90,12 @@ class Emitted(NamedTuple):
 
 class CycleOutput(NamedTuple):
     """The ``state`` of the next cycle, the ``emitted`` tokens, ``counts`` of ``SamplingBatch`` after them,
-    and what the draft ``missed`` of them: a cycle that drafts nothing leaves that for later."""
+    and what the draft ``pending`` of them: a cycle that drafts nothing leaves that for later."""
 
     state: CycleState
     emitted: Emitted
     counts: torch.Tensor | None
-    missed: PendingTokens | None = None
+    pending: PendingTokens | None = None
 
 
 class WindowRead(NamedTuple):
@@ -162,15 +162,15 @@ def finish_cycle(
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
     verified = verify_and_commit(models, state, window, settings, sampling, allowed)
-    drafter, missed = models.drafter, None
+    drafter, pending = models.drafter, None
     if drafter is not None and defers_draft(drafter, settings):
         states = drafter.model.states(verified.out)
-        missed = PendingTokens(states[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
+        pending = PendingTokens(states[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
         drafter = None
     next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted
     if settings.reads_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
-    return CycleOutput(next_state, emitted, verified.counts, missed)
+    return CycleOutput(next_state, emitted, verified.counts, pending)
 
 
 def defers_draft(drafter: Drafter, settings: CycleSettings) -> bool:
@@ -256,8 +256,10 @@ def draft_extend(
     accepted, num_emitted = verified.accepted, verified.emitted.num_emitted
     draft = state.draft
     if drafter is not None and draft is not None:
-        kept = settings.kept or drafter.kept([settings.shape])
-        draft = drafter.draft_extend(state, verified.out, accepted, num_emitted, kept, settings.num_columns)
+        candidate_spec = settings.candidate_spec or drafter.candidate_spec([settings.shape])
+        draft = drafter.draft_extend(
+            state, verified.out, accepted, num_emitted, candidate_spec, settings.num_columns
+        )
     after = verified.outcome
     return state._replace(seq_lens=after.seq_lens, roots=after.roots, draft=draft)
 

@@ -65,7 +65,7 @@ class Results(NamedTuple):
     ``sequences``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
     ``num_computed`` tokens are computed, and the first tokens of replies where they end. ``shape``: of the
     cycle. ``is_steady_state``: False for a cycle whose time tells nothing of others: the draft caught up with
-    what it had missed, or there was no graph of it yet."""
+    what it had pending, or there was no graph of it yet."""
 
     requests: list[Request]
     sequences: list[SequenceState]
@@ -213,22 +213,22 @@ class Runner:
         self.steps = max(shape.steps for shape in shapes)
         self._reads_confidence = reads_confidence and self.steps > 0
         drafter = self.models.drafter
-        self.kept = CandidateSpec(1, 1)
+        self.candidate_spec = CandidateSpec(1, 1)
         if drafter is not None:
-            self.kept = drafter.kept(shapes, reads_confidence=self._reads_confidence)
-        self._kept_at: dict[int, CandidateSpec] = {}
+            self.candidate_spec = drafter.candidate_spec(shapes, reads_confidence=self._reads_confidence)
+        self._candidate_specs: dict[int, CandidateSpec] = {}
         if drafter is not None and drafter.has_spec_by_size:
-            self._kept_at = {
-                size: drafter.kept(mine, reads_confidence=self._reads_confidence)
+            self._candidate_specs = {
+                size: drafter.candidate_spec(mine, reads_confidence=self._reads_confidence)
                 for size, mine in by_size.items()
             }
-        kind = (drafter is not None, self.kept)
+        kind = (drafter is not None, self.candidate_spec)
         if kind not in self._slots:  # graphs know the slots that they were captured with
             sizes = self.config.max_batch_size, self.config.max_pages, self.config.num_pages
-            self._slots[kind] = Slots(*sizes, drafter, self.kept, self.device)
+            self._slots[kind] = Slots(*sizes, drafter, self.candidate_spec, self.device)
         self.slots = self._slots[kind]
         if drafter is not None and drafter.supports_deferred_draft and NO_SPECULATION in shapes:
-            others = (slots.missed for slots in self._slots.values() if slots.missed is not None)
+            others = (slots.pending for slots in self._slots.values() if slots.pending is not None)
             self.slots.make_pending(drafter.model, next(others, None))
         self._batch = None
 
@@ -278,7 +278,7 @@ class Runner:
         draft = None
         if drafter is not None:
             batch = PromptBatch(out, tokens, following, segments, rows)
-            draft = drafter.prefill(batch, self.kept)
+            draft = drafter.prefill(batch, self.candidate_spec)
         if not finished:
             return results
         slots = self._tensor([request.sequence.slot for request in finished])
@@ -352,10 +352,10 @@ class Runner:
         is_steady_state, num_warm_ups = True, self.graphs.num_warm_ups
         if drafter is not None and drafter.supports_deferred_draft:
             if steps and any(map(_num_pending, requests)):
-                self._catch_up(requests)
+                self._backfill_draft(requests)
                 is_steady_state = False
             elif not steps and max(map(_num_pending, requests)) >= MAX_WINDOW:
-                self._store_missed(requests)
+                self._store_pending_keys(requests)
                 is_steady_state = False
             if not steps:
                 for request in requests:
@@ -417,27 +417,27 @@ class Runner:
         most = sizes[bisect_left(sizes, max(Counter(parts).values()))]
         return shard_requests(parts, self._share, most, size, self.device)
 
-    def _catch_up(self, requests: list[Request]) -> None:
-        """Let the draft read what it has missed, and draft behind it."""
+    def _backfill_draft(self, requests: list[Request]) -> None:
+        """Let the draft read what it has pending, and draft behind it."""
         behind = [request for request in requests if _num_pending(request)]
         drafter, longest = self.models.drafter, max(map(_num_pending, behind))
         assert drafter is not None
-        if longest > drafter.most_missed(self.kept):
-            self._store_missed(requests)
+        if longest > drafter.max_pending_tokens(self.candidate_spec):
+            self._store_pending_keys(requests)
             longest = 1
-        self._read_in_parts(self._extend_part, behind, longest, self._appended)
+        self._run_in_batches(self._backfill_batch, behind, longest, self._appended)
         for request in behind:
             request.on_device.num_pending_draft_tokens = 0
 
-    def _store_missed(self, requests: list[Request]) -> None:
-        """Let the draft read what it has missed but the last tokens; nothing is drafted."""
+    def _store_pending_keys(self, requests: list[Request]) -> None:
+        """Let the draft read what it has pending but the last tokens; nothing is drafted."""
         behind = [request for request in requests if _num_pending(request) > 1]
         longest = max(map(_num_pending, behind))
-        self._read_in_parts(self._store_part, behind, longest - 1, 0)
+        self._run_in_batches(self._store_batch, behind, longest - 1, 0)
         for request in behind:
             request.on_device.num_pending_draft_tokens = 1
 
-    def _read_in_parts(
+    def _run_in_batches(
         self, read: Callable[[list[int], int, int], None], behind: list[Request], length: int, appended: int
     ) -> None:
         """Let the draft read up to ``length`` tokens of each request, in forwards of at most
@@ -446,61 +446,61 @@ class Runner:
         columns = self._columns(behind, length + 2 + appended)
         if self.graphs.has_fixed_shapes:  # so that kernels are compiled for few
             length = 1 << (length - 1).bit_length()
-        most = self._most_behind(length + appended)
+        most = self._max_requests_per_forward(length + appended)
         for start in range(0, len(behind), most):
             slots = [request.sequence.slot for request in behind[start : start + most]]
             if self.graphs.has_fixed_shapes:
                 slots += [self.slots.dummy] * (self.padded(len(slots)) - len(slots))
             read(slots, length, columns)
 
-    def catch_up_idle(self) -> int:
+    def warm_up_backfill(self) -> int:
         """Let the draft read nothing in every size in which it may have to catch up -> their number."""
-        if self.slots.missed is None or self.models.drafter is None:
+        if self.slots.pending is None or self.models.drafter is None:
             return 0
-        most, ways = self.models.drafter.most_missed(self.kept), 0
+        most, ways = self.models.drafter.max_pending_tokens(self.candidate_spec), 0
         for read, longest, appended in (
-            (self._extend_part, most, self._appended),
-            (self._store_part, MAX_WINDOW, 0),
+            (self._backfill_batch, most, self._appended),
+            (self._store_batch, MAX_WINDOW, 0),
         ):
             for length in (1 << i for i in range(longest.bit_length())):
                 for size in self.config.batch_sizes:
-                    if size <= self._most_behind(length + appended):
+                    if size <= self._max_requests_per_forward(length + appended):
                         columns = self._columns((), length + 2 + appended)
                         read([self.slots.dummy] * size, length, columns)
                         ways += 1
         return ways
 
-    def _most_behind(self, num_rows: int) -> int:
-        """Most requests whose missed tokens are read in one forward, ``num_rows`` of each; a batch size where
-        shapes are fixed."""
+    def _max_requests_per_forward(self, num_rows: int) -> int:
+        """Most requests whose pending tokens are read in one forward, ``num_rows`` of each; a batch
+        size where shapes are fixed."""
         most = max(1, self.config.prefill_tokens // num_rows)
         if self.graphs.has_fixed_shapes:
             sizes = self.config.batch_sizes
             most = max([size for size in sizes if size <= most], default=sizes[0])
         return most
 
-    def _extend_part(self, slots: list[int], length: int, columns: int) -> None:
-        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
+    def _backfill_batch(self, slots: list[int], length: int, columns: int) -> None:
+        """Let the draft read up to ``length`` tokens that it has pending of each of ``slots``, over
         ``columns``, and draft behind them."""
         drafter, rows = self.models.drafter, self._tensor(slots)
         assert drafter is not None
-        before, missed = self.slots.before_missed(rows, length)
+        before, pending = self.slots.state_before_pending(rows, length)
         with self.linear_forms.using():
-            last = (missed.counts - 1).clamp(min=0)  # padding has none
-            draft = drafter.extend(before, missed, last, self.kept, columns)
-        after = before._replace(seq_lens=before.seq_lens + missed.counts, draft=draft)
+            last = (pending.counts - 1).clamp(min=0)  # padding has none
+            draft = drafter.extend(before, pending, last, self.candidate_spec, columns)
+        after = before._replace(seq_lens=before.seq_lens + pending.counts, draft=draft)
         self.slots.scatter(rows, after, None)
-        self.slots.drop_missed(rows)
+        self.slots.drop_pending(rows)
 
-    def _store_part(self, slots: list[int], length: int, columns: int) -> None:
-        """Let the draft read up to ``length`` tokens that it has missed of each of ``slots``, over
+    def _store_batch(self, slots: list[int], length: int, columns: int) -> None:
+        """Let the draft read up to ``length`` tokens that it has pending of each of ``slots``, over
         ``columns``, all but the last one."""
         drafter, rows = self.models.drafter, self._tensor(slots)
         assert drafter is not None
-        before, missed = self.slots.before_missed(rows, length)
+        before, pending = self.slots.state_before_pending(rows, length)
         with self.linear_forms.using():
-            drafter.store(before, missed._replace(counts=(missed.counts - 1).clamp(min=0)), columns)
-        self.slots.keep_last_missed(rows)
+            drafter.store(before, pending._replace(counts=(pending.counts - 1).clamp(min=0)), columns)
+        self.slots.keep_last_pending(rows)
 
     def run_idle(
         self, size: int, own_size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None
@@ -519,9 +519,9 @@ class Runner:
     def _settings(
         self, size: int, shape: SpecShape, num_columns: int, num_logprobs: int | None
     ) -> CycleSettings:
-        kept = self._kept_at.get(size, self.kept)
+        candidate_spec = self._candidate_specs.get(size, self.candidate_spec)
         return CycleSettings(
-            shape, num_columns, num_logprobs, self.verifier(shape), kept, self._reads_confidence
+            shape, num_columns, num_logprobs, self.verifier(shape), candidate_spec, self._reads_confidence
         )
 
     def _columns(self, requests: Sequence[Request], behind: int) -> int:
@@ -539,7 +539,7 @@ class Runner:
     def _appended(self) -> int:
         """Rows that draft-extend has behind the emitted ones."""
         drafter = self.models.drafter
-        return 0 if drafter is None else drafter.num_appended(self.kept)
+        return 0 if drafter is None else drafter.num_appended(self.candidate_spec)
 
     def _run(
         self,
@@ -622,8 +622,8 @@ class Runner:
         if drafter is not None and state.draft is not None and self.slots.draft is not None:
             state = state._replace(draft=drafter.widened(state.draft, self.slots.draft))
         self.slots.scatter(inputs.rows, state, out.counts)
-        if out.missed is not None:
-            self.slots.miss(inputs.rows, out.missed)
+        if out.pending is not None:
+            self.slots.append_pending(inputs.rows, out.pending)
         return out.emitted
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:

@@ -36,7 +36,7 @@ class Slots:
     Args:
         dummy_page: entry of page tables where a request has no page.
         drafter: of the draft states; None in ordinary decoding.
-        kept: candidates of a draft state.
+        candidate_spec: candidates of a draft state.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Slots:
         max_pages: int,
         dummy_page: int,
         drafter: Drafter | None,
-        kept: CandidateSpec,
+        candidate_spec: CandidateSpec,
         device: torch.device,
     ) -> None:
         self.dummy, self.dummy_page = count, dummy_page
@@ -55,10 +55,10 @@ class Slots:
         self.roots = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self.active = torch.ones(count + 1, dtype=torch.bool, device=device)
         self.active[count] = False
-        self.draft = drafter.empty_state(count + 1, kept) if drafter is not None else None
+        self.draft = drafter.empty_state(count + 1, candidate_spec) if drafter is not None else None
         self.tables: Tables | None = None
         self._adjusted: set[int] = set()
-        self.missed: PendingTokens | None = None
+        self.pending: PendingTokens | None = None
         self.masks: torch.Tensor | None = None
 
     def set_pages(self, requests: Iterable[Request]) -> None:
@@ -99,8 +99,8 @@ class Slots:
         if draft is not None and self.draft is not None:
             for mine, new in zip(self.draft, draft, strict=True):
                 mine[slots] = new
-        if self.missed is not None:
-            self.drop_missed(slots)
+        if self.pending is not None:
+            self.drop_pending(slots)
 
     def gather(self, rows: torch.Tensor, *, drafts: bool = True) -> CycleState:
         """Gather the state of the batch in ``rows`` int64 ``[B]``, that of its ``drafts`` too unless the
@@ -120,10 +120,10 @@ class Slots:
             mine, new = [*mine, self.tables.counts], [*new, counts]
         write_rows(mine, rows, new)
 
-    def miss(self, rows: torch.Tensor, new: PendingTokens) -> None:
-        """Append a token of each of ``rows [B]`` to what the draft has missed."""
-        assert self.missed is not None
-        states, tokens, counts = self.missed
+    def append_pending(self, rows: torch.Tensor, new: PendingTokens) -> None:
+        """Append a token of each of ``rows [B]`` to what the draft has pending."""
+        assert self.pending is not None
+        states, tokens, counts = self.pending
         append_rows([states, tokens], counts, rows, [new.states[:, 0], new.tokens[:, 0]], new.counts)
 
     def make_masks(self, vocab_size: int) -> torch.Tensor:
@@ -137,34 +137,34 @@ class Slots:
     def make_pending(self, model: DraftModel, others: PendingTokens | None = None) -> None:
         """Make room for a window of a request's tokens that a draft misses in plain cycles, unless there is
         some. ``others`` have it of other slots: nothing is running when these change."""
-        self.missed = self.missed or others
-        if self.missed is not None:
+        self.pending = self.pending or others
+        if self.pending is not None:
             return
         shape, device = (self.dummy + 1, MAX_WINDOW), self.roots.device
         states = torch.zeros(*shape, model.state_size, dtype=model.state_dtype, device=device)
         tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.missed = PendingTokens(states, tokens, torch.zeros(shape[0], dtype=torch.int64, device=device))
+        self.pending = PendingTokens(states, tokens, torch.zeros(shape[0], dtype=torch.int64, device=device))
 
-    def before_missed(self, rows: torch.Tensor, length: int) -> tuple[CycleState, PendingTokens]:
-        """State of ``rows [B]`` before the tokens that the draft has missed, and the first ``length`` of
+    def state_before_pending(self, rows: torch.Tensor, length: int) -> tuple[CycleState, PendingTokens]:
+        """State of ``rows [B]`` before the tokens that the draft has pending, and the first ``length`` of
         these."""
-        assert self.missed is not None
-        states, tokens, counts = self.missed
-        state, missed = (
+        assert self.pending is not None
+        states, tokens, counts = self.pending
+        state, pending = (
             self.gather(rows),
             PendingTokens(states[rows, :length], tokens[rows, :length], counts[rows]),
         )
-        return state._replace(seq_lens=state.seq_lens - missed.counts), missed
+        return state._replace(seq_lens=state.seq_lens - pending.counts), pending
 
-    def drop_missed(self, rows: torch.Tensor) -> None:
-        """Drop what the draft has missed of ``rows``."""
-        assert self.missed is not None
-        self.missed.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
+    def drop_pending(self, rows: torch.Tensor) -> None:
+        """Drop what the draft has pending of ``rows``."""
+        assert self.pending is not None
+        self.pending.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
 
-    def keep_last_missed(self, rows: torch.Tensor) -> None:
-        """Drop what the draft has missed of ``rows`` but the last token, which its next state depends on."""
-        assert self.missed is not None
-        states, tokens, counts = self.missed
+    def keep_last_pending(self, rows: torch.Tensor) -> None:
+        """Drop what the draft has pending of ``rows`` but the last token, which its next state depends on."""
+        assert self.pending is not None
+        states, tokens, counts = self.pending
         last = (counts[rows] - 1).clamp(min=0)  # dummies have none
         states[rows, 0], tokens[rows, 0] = states[rows, last], tokens[rows, last]
         counts[rows] = counts[rows].clamp(max=1)

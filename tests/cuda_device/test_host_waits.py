@@ -144,10 +144,10 @@ def test_reading_pending_draft_tokens_waits_for_nothing():
     for request in everyone:
         request.on_device.num_pending_draft_tokens = 3
     with no_waits():
-        runner._catch_up(everyone)
+        runner._backfill_draft(everyone)
         assert [request.on_device.num_pending_draft_tokens for request in everyone] == [0, 0, 0]
         everyone[1].on_device.num_pending_draft_tokens = 64
-        runner._store_missed(everyone)
+        runner._store_pending_keys(everyone)
     assert [request.on_device.num_pending_draft_tokens for request in everyone] == [0, 1, 0]
 
 

@@ -89,11 +89,11 @@ def test_catching_up_needs_no_host(backend, make_head):
         request.sequence.slot = slot
         request.on_device.num_pending_draft_tokens = num_pending
     with _traced(backend):
-        engine.runner._catch_up(requests)
+        engine.runner._backfill_draft(requests)
         assert [request.on_device.num_pending_draft_tokens for request in requests] == [0, 0]
         requests[0].on_device.num_pending_draft_tokens = 64
         requests[1].on_device.num_pending_draft_tokens = 2
-        engine.runner._store_missed(requests)
+        engine.runner._store_pending_keys(requests)
     assert [request.on_device.num_pending_draft_tokens for request in requests] == [1, 1]
 
 

@@ -64,7 +64,7 @@ def plain(pairs):
 
 
 def watch(monkeypatch, noted):
-    """List what is ``noted`` of every forward in which a draft reads what it has missed."""
+    """List what is ``noted`` of every forward in which a draft reads what it has pending."""
     found = []
 
     def watched(name, read):
@@ -74,8 +74,8 @@ def watch(monkeypatch, noted):
 
         monkeypatch.setattr(Runner, name, noting)
 
-    watched("_extend_part", Runner._extend_part)
-    watched("_store_part", Runner._store_part)
+    watched("_backfill_batch", Runner._backfill_batch)
+    watched("_store_batch", Runner._store_batch)
     return found
 
 
@@ -122,8 +122,8 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
 
     reads = watch(monkeypatch, lambda runner, name, slots, length: (name, length))
     later = run()
-    assert max(length for name, length in reads if name == "_extend_part") <= AT_ONCE[name]
-    assert max(length for name, length in reads if name == "_store_part") == 63
+    assert max(length for name, length in reads if name == "_backfill_batch") <= AT_ONCE[name]
+    assert max(length for name, length in reads if name == "_store_batch") == 63
     for drafter in (Drafter, ReadyDrafter):
         monkeypatch.setattr(drafter, "supports_deferred_draft", False)
     assert later == run()
@@ -141,7 +141,7 @@ def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, 
         engine.runner.graphs = UncapturedGraphs()
         policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
         engine.use_shape(policy)
-        assert engine.runner.catch_up_idle() == ways
+        assert engine.runner.warm_up_backfill() == ways
         requests = [
             Request(i, prompt, SamplingParams(max_tokens=n))
             for i, (prompt, n) in enumerate(zip(PROMPTS, LENGTHS, strict=True))
@@ -218,7 +218,7 @@ def test_rows_of_a_reading_are_planned_for(pairs, monkeypatch, name):
         engine.add_request(Request(i, prompt, SamplingParams(max_tokens=60)))
 
     def rows_of(runner, name, slots, length):
-        return len(slots) * (length + (runner._appended if name == "_extend_part" else 0))
+        return len(slots) * (length + (runner._appended if name == "_backfill_batch" else 0))
 
     rows = watch(monkeypatch, rows_of)
     for policy.shape in map(SpecShape.parse, (*["none"] * 30, *["4,1,5"] * 60)):

@@ -73,7 +73,7 @@ class Late(Restless):
     ),
 )
 def test_a_draft_that_has_waited_accepts_what_it_would_behind_a_prompt(models, batch, num_plain):
-    """What it missed fills a window of the scratch, and is read in several where it is more. The batch is
+    """What it pending fills a window of the scratch, and is read in several where it is more. The batch is
     full, so that a row too many would be another request's, or nobody's."""
     prompts = [list(prompt) for prompt in PROMPTS[:batch]]
 
@@ -106,9 +106,9 @@ def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_fo
     params, replies, rows = SamplingParams(max_tokens=60, ignore_eos=True), [], []
     extend = Drafter.extend
 
-    def watched(self, state, missed, *args):
-        rows.append(missed.tokens.numel())
-        return extend(self, state, missed, *args)
+    def watched(self, state, pending, *args):
+        rows.append(pending.tokens.numel())
+        return extend(self, state, pending, *args)
 
     monkeypatch.setattr(Drafter, "extend", watched)
     for engine in engines:
@@ -124,11 +124,11 @@ def test_a_batch_that_catches_up_computes_no_more_rows_than_memory_is_planned_fo
 def test_only_shapes_that_wait_keep_what_the_draft_misses(models):
     engine = make_engine(models, 2)
     engine.use_shape(SHAPES[1])
-    assert engine.runner.slots.missed is None
+    assert engine.runner.slots.pending is None
     engine.use_shape(Restless(0, SHAPES[1:2]))
-    assert engine.runner.slots.missed is not None
+    assert engine.runner.slots.pending is not None
     without = make_engine((models[0], None), 2)
-    assert without.runner.slots.missed is None
+    assert without.runner.slots.pending is None
 
 
 def test_slots_of_other_shapes_keep_what_is_missed_in_one_place(models):
@@ -140,7 +140,7 @@ def test_slots_of_other_shapes_keep_what_is_missed_in_one_place(models):
         request = Request(0, list(PROMPTS[0]), SamplingParams(max_tokens=30))
         serve(engine, [request])
         assert request.token_ids == plain
-        kept.add(id(engine.runner.slots.missed.states))
+        kept.add(id(engine.runner.slots.pending.states))
     assert len(engine.runner._slots) > 2 and len(kept) == 1
 
 

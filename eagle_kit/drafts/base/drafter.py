@@ -147,7 +147,7 @@ class Drafter:
         return MAX_WINDOW - 1
 
     @classmethod
-    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: CandidateSpec) -> int:
+    def logits_bytes(cls, model: DraftModel, batch_size: int, spec: CandidateSpec) -> int:
         """Bytes of logits, in all their copies, that draft-extend holds at the same time for a batch."""
         own = 0 if model.dtype.itemsize == 4 else model.dtype.itemsize  # beside those in fp32
         return batch_size * model.draft_vocab_size * (own + 4)
@@ -168,7 +168,7 @@ class Drafter:
         return auto_shape(model_type, drafts_are_expensive=model.is_whole_model)
 
     @classmethod
-    def kept(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
+    def candidate_spec(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
         """Candidates that a draft state must keep to be proposed from in any of ``shapes``.
 
         Args:
@@ -183,25 +183,25 @@ class Drafter:
         """Return a draft state ``made`` with as many candidates as the ones in ``slots``."""
         return made
 
-    def num_appended(self, kept: CandidateSpec) -> int:
+    def num_appended(self, spec: CandidateSpec) -> int:
         """Rows that draft-extend has behind the emitted ones."""
         return 0
 
-    def most_missed(self, kept: CandidateSpec) -> int:
+    def max_pending_tokens(self, spec: CandidateSpec) -> int:
         """Tokens that :meth:`extend` reads at once at most, a power of two: what a window has room for."""
-        return 1 << ((MAX_WINDOW - self.num_appended(kept)).bit_length() - 1)
+        return 1 << ((MAX_WINDOW - self.num_appended(spec)).bit_length() - 1)
 
     @property
     def capture(self) -> tuple[int, ...]:
         """Ids of the target layers whose inputs the draft reads."""
         return self.model.capture
 
-    def empty_state(self, count: int, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+    def empty_state(self, count: int, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """Make the draft state of ``count`` requests that have not been prefilled."""
         device = self.model.device
         return DraftState(
-            torch.zeros(count, kept.topk, dtype=torch.int64, device=device),
-            torch.zeros(count, kept.topk, device=device),
+            torch.zeros(count, spec.topk, dtype=torch.int64, device=device),
+            torch.zeros(count, spec.topk, device=device),
             torch.zeros(count, self.model.feature_size, dtype=self.model.dtype, device=device),
         )
 
@@ -281,7 +281,7 @@ class Drafter:
         out: TargetOutput,
         accepted: Accepted,
         num_committed: torch.Tensor,
-        kept: CandidateSpec,
+        spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """Run the draft over the emitted tokens and the target states that predicted them, and store its
@@ -292,14 +292,14 @@ class Drafter:
             out: the target's output over the window, ``[B * N]`` rows.
             accepted: the path and the emitted tokens ``[B, S + 1]``.
             num_committed: int64 ``[B]``, emitted tokens that are stored: all, or 0 for padding.
-            kept: candidates to return.
+            spec: candidates to return.
 
         Returns:
             The draft state of the next cycle.
         """
         states = self.model.states(out, self._path_rows(out, accepted))
-        missed = PendingTokens(states.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
-        return self.extend(state, missed, accepted.num_accepted, kept, num_columns)
+        pending = PendingTokens(states.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
+        return self.extend(state, pending, accepted.num_accepted, spec, num_columns)
 
     def _path_rows(self, out: TargetOutput, accepted: Accepted) -> torch.Tensor:
         """Rows int64 ``[B * (S + 1)]`` of ``out`` that hold the accepted path."""
@@ -310,9 +310,9 @@ class Drafter:
     def extend(
         self,
         state: CycleState,
-        missed: "PendingTokens",
+        pending: "PendingTokens",
         last: torch.Tensor,
-        kept: CandidateSpec,
+        spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """Run the draft over tokens behind ``state``, and store its entries.
@@ -320,22 +320,22 @@ class Drafter:
         Args:
             last: int64 ``[B]``, the token to return the draft state of.
         """
-        b, length = missed.tokens.shape
+        b, length = pending.tokens.shape
         wanted = torch.add(last, self.numbers[:b], alpha=length)
-        return self._state(self._read(state, missed, wanted, num_columns), kept)
+        return self._state(self._read(state, pending, wanted, num_columns), spec)
 
-    def store(self, state: CycleState, missed: "PendingTokens", num_columns: int) -> None:
+    def store(self, state: CycleState, pending: "PendingTokens", num_columns: int) -> None:
         """Store the entries of up to a window's tokens behind ``state``; the draft state behind them is not
         made."""
-        self._read(state, missed, self.numbers[:1], num_columns)  # not every layer takes no row
+        self._read(state, pending, self.numbers[:1], num_columns)  # not every layer takes no row
 
     def _read(
-        self, state: CycleState, missed: "PendingTokens", wanted: torch.Tensor, num_columns: int
+        self, state: CycleState, pending: "PendingTokens", wanted: torch.Tensor, num_columns: int
     ) -> StepOutput:
         """Run the draft over tokens behind ``state`` and store its entries -> its output at the rows
         ``wanted``."""
         page_table, seq_lens = state.page_table, state.seq_lens
-        states, tokens, num_committed = missed
+        states, tokens, num_committed = pending
         b, length = tokens.shape
         prefix_lens, skipped = seq_lens + 1, 1 - self.model.first_slot
         bits = self.chain_bits[:length].expand(b, length)
@@ -346,13 +346,13 @@ class Drafter:
         self.kv.commit_window(page_table, self.numbers[:length].expand(b, length), prefix_lens, num_committed)
         return out
 
-    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+    def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """Run the draft over prompt rows and store its entries.
 
         Returns:
-            The draft states of the n prompts that end, with the candidates that ``kept`` asks for.
+            The draft states of the n prompts that end, with the candidates that ``spec`` asks for.
         """
-        return self._state(self._read_prompt(batch), kept)
+        return self._state(self._read_prompt(batch), spec)
 
     def _read_prompt(self, batch: PromptBatch) -> StepOutput:
         """Run the draft over prompt rows and store its entries -> its output at the rows ``last``."""
@@ -376,8 +376,8 @@ class Drafter:
         wanted = _row_of(mine, batch) if len(batch.last) else self.numbers[:1]
         return self.model.step(given, attend, wanted=wanted)
 
-    def _state(self, out: StepOutput, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
-        tokens, scores = self._candidates(out.read, kept.topk)
+    def _state(self, out: StepOutput, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
+        tokens, scores = self._candidates(out.read, spec.topk)
         return DraftState(tokens, scores, self._fed_back(out))
 
     def _fed_back(self, out: StepOutput) -> torch.Tensor:

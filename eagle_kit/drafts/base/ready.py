@@ -53,14 +53,14 @@ class ReadyDrafter(Drafter):
         return min(MAX_WINDOW // 2 - 1, model.head.most_steps or MAX_WINDOW)
 
     @classmethod
-    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: CandidateSpec) -> int:
+    def logits_bytes(cls, model: DraftModel, batch_size: int, spec: CandidateSpec) -> int:
         """See :class:`Drafter`: those of all depths, and, where they are rolled out, of a depth behind K
         candidates, the correction, the sum, and what the depth before has left."""
-        of_depths = kept.steps * super().logits_bytes(model, batch_size, kept)
+        of_depths = spec.steps * super().logits_bytes(model, batch_size, spec)
         head = model.head
-        if head is None or (head.markov is None and not (kept.reads_confidence and head.predicts_confidence)):
+        if head is None or (head.markov is None and not (spec.reads_confidence and head.predicts_confidence)):
             return of_depths
-        return of_depths + 3 * kept.topk * super().logits_bytes(model, batch_size, kept)
+        return of_depths + 3 * spec.topk * super().logits_bytes(model, batch_size, spec)
 
     @classmethod
     def check_shape(cls, model: DraftModel, shape: SpecShape) -> None:
@@ -80,10 +80,10 @@ class ReadyDrafter(Drafter):
         return SpecShape(steps, 1, steps + 1)
 
     @classmethod
-    def kept(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
+    def candidate_spec(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
         """See :class:`Drafter`."""
-        kept = super().kept(shapes, reads_confidence=reads_confidence)
-        return kept._replace(steps=max(1, *(shape.steps for shape in shapes)))
+        spec = super().candidate_spec(shapes, reads_confidence=reads_confidence)
+        return spec._replace(steps=max(1, *(shape.steps for shape in shapes)))
 
     def widened(
         self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
@@ -97,41 +97,41 @@ class ReadyDrafter(Drafter):
             parts.append(pad(part, sides, value=value) if any(missing) else part)
         return type(made)(*parts)
 
-    def empty_state(self, count: int, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+    def empty_state(self, count: int, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        return self.empty_candidates(count, kept)
+        return self.empty_candidates(count, spec)
 
-    def empty_candidates(self, count: int, kept: CandidateSpec) -> Candidates:
+    def empty_candidates(self, count: int, spec: CandidateSpec) -> Candidates:
         """Candidates of ``count`` requests that have not been prefilled."""
-        (steps, topk, _), device = kept, self.model.device
+        (steps, topk, _), device = spec, self.model.device
         tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
-        scores = torch.zeros(count, steps, self.num_given(kept), topk, device=device)
-        return Candidates(tokens, scores, torch.zeros(count, self.num_told(kept), device=device))
+        scores = torch.zeros(count, steps, self.num_parent_candidates(spec), topk, device=device)
+        return Candidates(tokens, scores, torch.zeros(count, self.num_confidence_depths(spec), device=device))
 
-    def num_told(self, kept: CandidateSpec) -> int:
+    def num_confidence_depths(self, spec: CandidateSpec) -> int:
         """Depths whose confidence the head predicts, where that is read."""
         head = self.model.head
-        return kept.steps if kept.reads_confidence and head is not None and head.predicts_confidence else 0
+        return spec.steps if spec.reads_confidence and head is not None and head.predicts_confidence else 0
 
     @property
     def markov(self) -> MarkovHead | None:
         """Correction of the draft's logits."""
         return None if self.model.head is None else self.model.head.markov
 
-    def num_given(self, kept: CandidateSpec) -> int:
+    def num_parent_candidates(self, spec: CandidateSpec) -> int:
         """P of the candidates."""
-        return kept.topk if self.markov is not None or self.num_told(kept) else 1
+        return spec.topk if self.markov is not None or self.num_confidence_depths(spec) else 1
 
     def drafted(
-        self, read: torch.Tensor, kept: CandidateSpec, roots: torch.Tensor
+        self, read: torch.Tensor, spec: CandidateSpec, roots: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The draft state that D rows a request, ``read [B * D, H]``, give behind the tokens ``roots`` int64
         ``[B]``."""
-        if self.markov is not None or self.num_told(kept):
-            logits = DraftLogits(self.model, read.unflatten(0, (-1, kept.steps)))
-            return Candidates(*roll_out(logits, roots, kept.topk, reads_confidence=kept.reads_confidence))
-        tokens, scores = self._candidates(read, kept.topk)
-        tokens, scores = tokens.view(-1, kept.steps, kept.topk), scores.view(-1, kept.steps, 1, kept.topk)
+        if self.markov is not None or self.num_confidence_depths(spec):
+            logits = DraftLogits(self.model, read.unflatten(0, (-1, spec.steps)))
+            return Candidates(*roll_out(logits, roots, spec.topk, reads_confidence=spec.reads_confidence))
+        tokens, scores = self._candidates(read, spec.topk)
+        tokens, scores = tokens.view(-1, spec.steps, spec.topk), scores.view(-1, spec.steps, 1, spec.topk)
         return Candidates(tokens, scores, scores.new_zeros(len(tokens), 0))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:

@@ -42,7 +42,7 @@ class SampledDrafter(Drafter):
         super().check_shape(model, shape)
         check_chain(shape)
 
-    def empty_state(self, count: int, kept: CandidateSpec) -> SampledDraftState:
+    def empty_state(self, count: int, spec: CandidateSpec) -> SampledDraftState:
         """See :class:`Drafter`."""
         model = self.model
         logits = torch.zeros(count, model.draft_vocab_size, device=model.device)
@@ -87,7 +87,7 @@ class SampledDrafter(Drafter):
             tree, SampledChain(torch.stack(distributions, 1)) if distributions else Deterministic()
         )
 
-    def _state(self, out: StepOutput, kept: CandidateSpec) -> SampledDraftState:
+    def _state(self, out: StepOutput, spec: CandidateSpec) -> SampledDraftState:
         return SampledDraftState(self.model.logits(out.read).float(), self._fed_back(out))
 
 

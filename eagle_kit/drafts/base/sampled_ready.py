@@ -51,23 +51,23 @@ class SampledReadyDrafter(ReadyDrafter):
         super().check_shape(model, shape)
         check_chain(shape)
 
-    def empty_state(self, count: int, kept: CandidateSpec) -> ReadyRows:
+    def empty_state(self, count: int, spec: CandidateSpec) -> ReadyRows:
         """See :class:`~eagle_kit.drafts.base.drafter.Drafter`."""
         model = self.model
-        read = torch.zeros(count, kept.steps, model.feature_size, dtype=model.dtype, device=model.device)
-        return ReadyRows(read, self._unasked(count, kept))
+        read = torch.zeros(count, spec.steps, model.feature_size, dtype=model.dtype, device=model.device)
+        return ReadyRows(read, self._unasked(count, spec))
 
-    def _unasked(self, count: int, kept: CandidateSpec) -> torch.Tensor:
-        told = self.num_told(kept)
-        return torch.zeros((count, told) if told else (count,), device=self.model.device)
+    def _unasked(self, count: int, spec: CandidateSpec) -> torch.Tensor:
+        num_depths = self.num_confidence_depths(spec)
+        return torch.zeros((count, num_depths) if num_depths else (count,), device=self.model.device)
 
-    def drafted(self, read: torch.Tensor, kept: CandidateSpec, roots: torch.Tensor) -> ReadyRows:
+    def drafted(self, read: torch.Tensor, spec: CandidateSpec, roots: torch.Tensor) -> ReadyRows:
         """See :class:`~eagle_kit.drafts.base.ready.ReadyDrafter`."""
-        rows = read.unflatten(0, (-1, kept.steps))
-        confidence = self._unasked(len(rows), kept)
-        if self.num_told(kept):
+        rows = read.unflatten(0, (-1, spec.steps))
+        confidence = self._unasked(len(rows), spec)
+        if self.num_confidence_depths(spec):
             confidence = roll_out(DraftLogits(self.model, rows), roots, 1, reads_confidence=True).survival
-        elif kept.reads_confidence:
+        elif spec.reads_confidence:
             first = DraftLogits(self.model, rows[:, :1]).behind(0, roots[:, None])
             confidence = first[:, 0].softmax(-1).amax(-1)
         return ReadyRows(rows, confidence)

@@ -35,30 +35,30 @@ class BlockDrafter(ReadyDrafter):
         self.head = cast(DFlashHead, model.head)  # as its step form says
         self.first = self.head.config.first_drafted
 
-    def num_appended(self, kept: CandidateSpec) -> int:
+    def num_appended(self, spec: CandidateSpec) -> int:
         """See :class:`Drafter`."""
-        return kept.steps + self.first
+        return spec.steps + self.first
 
     def extend(
         self,
         state: CycleState,
-        missed: PendingTokens,
+        pending: PendingTokens,
         last: torch.Tensor,
-        kept: CandidateSpec,
+        spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        states, tokens, num_committed = missed
+        states, tokens, num_committed = pending
         context = self.model.features(states.flatten(0, 1)).unflatten(0, tokens.shape)
         roots = tokens.gather(1, last[:, None])[:, 0]
-        drafted = self._block(context, roots, state.page_table, state.seq_lens, last + 1, kept, num_columns)
+        drafted = self._block(context, roots, state.page_table, state.seq_lens, last + 1, spec, num_columns)
         nodes = self.numbers[: tokens.shape[1]].expand(tokens.shape)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens, num_committed)
         return drafted
 
-    def store(self, state: CycleState, missed: PendingTokens, num_columns: int) -> None:
+    def store(self, state: CycleState, pending: PendingTokens, num_columns: int) -> None:
         """See :class:`Drafter`; no block is drafted."""
-        states, tokens, num_committed = missed
+        states, tokens, num_committed = pending
         positions = state.seq_lens[:, None] + self.numbers[: tokens.shape[1]]
         is_there = positions < (state.seq_lens + num_committed)[:, None]
         rows = torch.where(is_there, self.kv.slots(state.page_table, positions), self.kv.trash_row)
@@ -69,7 +69,7 @@ class BlockDrafter(ReadyDrafter):
         store."""
         self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
 
-    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+    def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""
         # Entries of all rows.
         context = self.model.features(self.model.states(batch.out))
@@ -77,7 +77,7 @@ class BlockDrafter(ReadyDrafter):
         slots = [torch.arange(segment.start, segment.stop) for segment in batch.segments]
         self._enter(context, to_device(torch.cat(slots), context.device), rows)
         if not len(batch.last):
-            return self.empty_state(0, kept)
+            return self.empty_state(0, spec)
 
         # A block behind each prompt that ends.
         which = batch.requests_of_last()
@@ -87,8 +87,8 @@ class BlockDrafter(ReadyDrafter):
             batch.page_tables[which],
             to_device(batch.stops, which.device)[which],
             torch.zeros_like(which),
-            kept,
-            max(batch.stops) + kept.steps + self.first,
+            spec,
+            max(batch.stops) + spec.steps + self.first,
         )
 
     def _block(
@@ -98,7 +98,7 @@ class BlockDrafter(ReadyDrafter):
         page_table: torch.Tensor,
         seq_lens: torch.Tensor,
         counts: torch.Tensor,
-        kept: CandidateSpec,
+        spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """Write entries of context rows and run a block behind them, in the scratch.
@@ -109,7 +109,7 @@ class BlockDrafter(ReadyDrafter):
             roots: int64 ``[B]``, the token behind them.
         """
         b, length, _ = context.shape
-        size = kept.steps + self.first
+        size = spec.steps + self.first
         inputs = self.head.block_inputs(roots, self.model.target.embed_tokens.weight, size)
         offsets = torch.cat(
             (self.numbers[:length].expand(b, length), counts[:, None] + self.numbers[:size]), 1
@@ -126,4 +126,4 @@ class BlockDrafter(ReadyDrafter):
         attends = [ways[is_causal] for is_causal in causal]
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         read = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)
-        return self.drafted(read, kept, roots)
+        return self.drafted(read, spec, roots)

@@ -67,18 +67,18 @@ class ModulesDrafter(ReadyDrafter):
         return model.num_modules
 
     @classmethod
-    def logits_bytes(cls, model: DraftModel, batch_size: int, kept: CandidateSpec) -> int:
+    def logits_bytes(cls, model: DraftModel, batch_size: int, spec: CandidateSpec) -> int:
         """See :class:`Drafter`: those of one module after the other."""
-        return super().logits_bytes(model, batch_size, kept._replace(steps=1, reads_confidence=False))
+        return super().logits_bytes(model, batch_size, spec._replace(steps=1, reads_confidence=False))
 
-    def num_appended(self, kept: CandidateSpec) -> int:
+    def num_appended(self, spec: CandidateSpec) -> int:
         """See :class:`Drafter`."""
         return self.model.num_modules - 1
 
-    def empty_state(self, count: int, kept: CandidateSpec) -> ModulesState:
+    def empty_state(self, count: int, spec: CandidateSpec) -> ModulesState:
         """See :class:`Drafter`."""
         modules, size, device = self.model.num_modules, self.model.feature_size, self.model.device
-        empty = self.empty_candidates(count, kept._replace(steps=modules))
+        empty = self.empty_candidates(count, spec._replace(steps=modules))
         return ModulesState(
             empty.tokens,
             empty.scores,
@@ -91,7 +91,7 @@ class ModulesDrafter(ReadyDrafter):
         out: TargetOutput,
         accepted: Accepted,
         num_committed: torch.Tensor,
-        kept: CandidateSpec,
+        spec: CandidateSpec,
         num_columns: int,
     ) -> ModulesState:
         """See :class:`Drafter`."""
@@ -100,7 +100,7 @@ class ModulesDrafter(ReadyDrafter):
         b, length = accepted.tokens.shape
         states = self.model.states(out, self._path_rows(out, accepted)).view(b, length, -1)
         emitted = PendingTokens(states, accepted.tokens, accepted.num_accepted + 1)
-        made = self._draft(emitted, state.draft.carries, seq_lens, page_table, num_columns, kept.topk)
+        made = self._draft(emitted, state.draft.carries, seq_lens, page_table, num_columns, spec.topk)
         nodes, prefix_lens = self.numbers[:length].expand(b, length), seq_lens + 1
         for store in self.stores:
             store.commit_window(page_table, nodes, prefix_lens, num_committed)
@@ -108,7 +108,7 @@ class ModulesDrafter(ReadyDrafter):
 
     def _draft(
         self,
-        missed: PendingTokens,
+        pending: PendingTokens,
         carries: torch.Tensor,
         seq_lens: torch.Tensor,
         page_table: torch.Tensor,
@@ -118,15 +118,15 @@ class ModulesDrafter(ReadyDrafter):
         """Run all modules over a window behind slot ``seq_lens [B]``, whose states are ``carries [B, D, H]``.
 
         Args:
-            missed: the emitted tokens and the target's states; there may be none.
+            pending: the emitted tokens and the target's states; there may be none.
             topk: K.
         """
-        read, emitted, counts = missed
+        read, emitted, counts = pending
         b, length = emitted.shape
         features = self.model.features(read.flatten(0, 1)).view(b, length, self.model.feature_size)
         modules, request = self.model.num_modules, self.numbers[:b]
         tokens = torch.cat((emitted, emitted.new_zeros(b, modules)), 1)
-        hidden, drafted, scores, kept = features.to(carries.dtype), [], [], []
+        hidden, drafted, scores, next_carries = features.to(carries.dtype), [], [], []
         for module in range(modules):
             size = length + module
             states = carries[:, module, None]
@@ -138,9 +138,9 @@ class ModulesDrafter(ReadyDrafter):
             tokens = tokens.scatter(1, (counts + module)[:, None], ids[:, :1])
             drafted.append(ids)
             scores.append(logprobs[:, None])
-            kept.append(states[request, counts])
+            next_carries.append(states[request, counts])
             hidden = states
-        return ModulesState(*(torch.stack(part, 1) for part in (drafted, scores, kept)))
+        return ModulesState(*(torch.stack(part, 1) for part in (drafted, scores, next_carries)))
 
     def _window(
         self,
@@ -163,7 +163,7 @@ class ModulesDrafter(ReadyDrafter):
         rows = StepRows(hidden.flatten(0, 1), tokens.reshape(-1), positions)
         return self.model.step(rows, attend, module).fed_back.view(b, size, -1)
 
-    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> ModulesState:
+    def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> ModulesState:
         """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
         # Entries of all modules, and the last state of each in every request.
         hidden = self.model.features(self.model.states(batch.out)).to(self.model.dtype)
@@ -189,7 +189,7 @@ class ModulesDrafter(ReadyDrafter):
             torch.tensor(batch.stops).to(batch.last.device),
             batch.page_tables,
             max(batch.stops) + 1 + self.model.num_modules,
-            kept.topk,
+            spec.topk,
         )
         which = batch.requests_of_last()
         return ModulesState(*(part[which] for part in made))

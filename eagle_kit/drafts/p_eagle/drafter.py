@@ -44,35 +44,35 @@ class MaskedDrafter(ReadyDrafter):
         """See :class:`Drafter`."""
         return SpecShape(5, 1, 6)
 
-    def num_appended(self, kept: CandidateSpec) -> int:
+    def num_appended(self, spec: CandidateSpec) -> int:
         """See :class:`Drafter`."""
-        return kept.steps - 1
+        return spec.steps - 1
 
     def extend(
         self,
         state: CycleState,
-        missed: PendingTokens,
+        pending: PendingTokens,
         last: torch.Tensor,
-        kept: CandidateSpec,
+        spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        states, tokens, num_committed = missed
+        states, tokens, num_committed = pending
         b, length = tokens.shape
         embedding = self.head.embedding(self.model.target.embed_tokens.weight)
         features = self.model.features(states.flatten(0, 1))
         inputs = self.head.midlayer.inputs_of(features, None, tokens.reshape(-1), embedding)
-        read = self._window(inputs, state.page_table, state.seq_lens, last + 1, kept.steps, num_columns)
+        read = self._window(inputs, state.page_table, state.seq_lens, last + 1, spec.steps, num_columns)
         nodes = self.numbers[:length].expand(b, length)
         self.kv.commit_window(state.page_table, nodes, state.seq_lens + 1, num_committed)
-        return self.drafted(read, kept, tokens.gather(1, last[:, None])[:, 0])
+        return self.drafted(read, spec, tokens.gather(1, last[:, None])[:, 0])
 
-    def prefill(self, batch: PromptBatch, kept: CandidateSpec) -> tuple[torch.Tensor, ...]:
+    def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`; masks follow in a window of their own, once the prompt's entries are
         stored."""
         read = self._read_prompt(batch).read
-        if kept.steps == 1 or not len(batch.last):
-            return self.drafted(read, kept._replace(steps=1), batch.roots)
+        if spec.steps == 1 or not len(batch.last):
+            return self.drafted(read, spec._replace(steps=1), batch.roots)
 
         # Masks behind each prompt that ends.
         which = batch.requests_of_last()
@@ -82,11 +82,11 @@ class MaskedDrafter(ReadyDrafter):
             batch.page_tables[which],
             to_device(batch.stops, which.device)[which],
             torch.zeros_like(which),
-            kept.steps,
-            max(batch.stops) + kept.steps,
+            spec.steps,
+            max(batch.stops) + spec.steps,
         )
-        rows = torch.cat((read[:, None], masks.view(len(which), kept.steps - 1, -1)), 1)
-        return self.drafted(rows.flatten(0, 1), kept, batch.roots)
+        rows = torch.cat((read[:, None], masks.view(len(which), spec.steps - 1, -1)), 1)
+        return self.drafted(rows.flatten(0, 1), spec, batch.roots)
 
     def _window(
         self,

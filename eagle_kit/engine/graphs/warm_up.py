@@ -109,7 +109,7 @@ def warm_up(
         begun = time.perf_counter()
         forwards = 0
         if extent != "none":
-            forwards = runner.catch_up_idle()
+            forwards = runner.warm_up_backfill()
         if forwards:
             works.append(Work("forwards of drafts that catch up", forwards, time.perf_counter() - begun))
 

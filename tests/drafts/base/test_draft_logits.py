@@ -21,7 +21,7 @@ def target():
 
 
 @pytest.mark.parametrize(
-    ("kept", "dtype"),
+    ("spec", "dtype"),
     [
         (CandidateSpec(5, 8, True), torch.float32),
         (CandidateSpec(5, 8), torch.float32),
@@ -31,15 +31,15 @@ def target():
     ids=str,
 )
 @pytest.mark.parametrize("name", HEADS)
-def test_draft_logits_are_planned_as_they_are_made(target, name, kept, dtype):
+def test_draft_logits_are_planned_as_they_are_made(target, name, spec, dtype):
     make, size = HEADS[name]
     head = make(target, draft_vocab_size=size) if name == "p-eagle" else make(target)
     models = copy.deepcopy((target, head.eval()))
     drafter = make_engine([model.to(dtype) for model in models], batch=3).runner.drafter
-    rows = torch.randn(3 * kept.steps, drafter.model.feature_size, dtype=dtype)
+    rows = torch.randn(3 * spec.steps, drafter.model.feature_size, dtype=dtype)
     with torch.no_grad(), LiveBytes() as live:
-        drafter.drafted(rows, kept, torch.tensor([1, 2, 3]))
-    planned = drafter.logits_bytes(drafter.model, 3, kept)
+        drafter.drafted(rows, spec, torch.tensor([1, 2, 3]))
+    planned = drafter.logits_bytes(drafter.model, 3, spec)
     spare = 1.35 if dtype == torch.float32 else 1.6  # of a correction in half precision less is held at once
     assert planned / spare < live.peak < 1.1 * planned
 
