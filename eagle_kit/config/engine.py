@@ -317,28 +317,31 @@ class ResolvedConfig(EngineConfig):
         return -(-num_tokens // self.page_size)
 
     @property
-    def num_parts(self) -> int:
-        """Parts of the pool, each of another process: those of data-parallel attention, or one."""
+    def num_shards(self) -> int:
+        """Shards of the page pool: one for each rank of data-parallel attention, else 1."""
         return self.tensor_parallel if self.data_parallel_attention else 1
 
     @property
-    def own_batch_size(self) -> int:
-        """Most requests decoded together of a part of the pool."""
-        return -(-self.max_batch_size // self.num_parts)
+    def shard_batch_size(self) -> int:
+        """Most requests of one shard in a batch."""
+        return -(-self.max_batch_size // self.num_shards)
 
-    def own_sizes(self, size: int) -> tuple[int, ...]:
-        """Sizes, ascending, that each part's requests of a batch of ``size`` are padded to: an even share,
-        and its doubles up to the most that a part may have."""
-        most = min(size, self.own_batch_size)
-        sizes = [-(-size // self.num_parts)]
+    def shard_batch_sizes(self, size: int) -> tuple[int, ...]:
+        """Sizes that the requests of each shard are padded to, in a batch of ``size``.
+
+        The first is an even share. Each of the others is the double of the one before, up to the most
+        requests of a shard.
+        """
+        most = min(size, self.shard_batch_size)
+        sizes = [-(-size // self.num_shards)]
         while sizes[-1] < most:
             sizes.append(min(2 * sizes[-1], most))
         return tuple(sizes)
 
     @property
-    def own_pages(self) -> int:
-        """Pages of a part of the pool."""
-        return self.num_pages // self.num_parts
+    def num_shard_pages(self) -> int:
+        """Pages of one shard of the pool."""
+        return self.num_pages // self.num_shards
 
     @property
     def num_snapshots(self) -> int:
@@ -362,9 +365,9 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool; all parts are equal."""
+        """Pages of the pool; all shards are equal."""
         assert self.kv_tokens is not None, "the memory plan gives the pool its size"
-        return self.num_pages_of(self.kv_tokens) // self.num_parts * self.num_parts
+        return self.num_pages_of(self.kv_tokens) // self.num_shards * self.num_shards
 
     @property
     def max_pages(self) -> int:

@@ -204,7 +204,7 @@ def read_window(
 ) -> WindowRead:
     """Run the target over the window's nodes, or those of a packing."""
     out, attend = _forward(models, tree, state, settings.num_columns, packing)
-    logits = models.target.own_logits(out.hidden)
+    logits = models.target.local_logits(out.hidden)
     return WindowRead(out if packing is None else packing.whole(out), attend, logits, packing)
 
 
@@ -234,7 +234,7 @@ def accept_and_commit(
     num_emitted = after.num_emitted
     given = state.page_table, accepted.path, seq_lens, num_emitted
     if isinstance(models.kv, DataParallelLatents):
-        models.kv.shard_commit_window(_own(state), *given)
+        models.kv.shard_commit_window(_shard_of(state), *given)
     else:
         models.kv.commit_window(*given)
     if isinstance(attend, StateWindow):
@@ -273,7 +273,7 @@ def _forward(
     given = state.page_table, state.seq_lens, tree.ancestors
     attend: Attend
     if isinstance(models.kv, DataParallelLatents):
-        attend = models.kv.shard_window_attend(_own(state), *given, num_columns)
+        attend = models.kv.shard_window_attend(_shard_of(state), *given, num_columns)
     else:
         attend = models.kv.window_attend(*given, n, num_columns)
     if models.states is not None:
@@ -290,9 +290,9 @@ def _forward(
     return models.target(tokens[rows], positions[rows], packing.attend(attend), capture), attend
 
 
-def _own(state: CycleState) -> ShardRequests:
-    assert state.own is not None, "data-parallel attention needs the rows of this rank"
-    return state.own
+def _shard_of(state: CycleState) -> ShardRequests:
+    assert state.shard is not None, "data-parallel attention needs the requests of this rank"
+    return state.shard
 
 
 def root_only(roots: torch.Tensor) -> Tree:

@@ -106,7 +106,7 @@ class Engine:
             config.page_size,
             prefix_cache=config.prefix_cache,
             snapshots=None if target.config.states is None else config.snapshots,
-            num_parts=config.num_parts,
+            num_shards=config.num_shards,
         )
         self.runner = Runner(target, draft, config, _graphs(target, config))
         verifier = make_verifier(config)
@@ -234,8 +234,8 @@ class Engine:
         self.check_tokens(prompt_ids)
         config = self.config
         tokens = min(len(prompt_ids) + max_tokens, config.max_context)
-        if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.own_pages:
-            of_rank = "" if config.num_parts == 1 else f", {config.own_pages * config.page_size} of each rank"
+        if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.num_shard_pages:
+            of_rank = "" if config.num_shards == 1 else f", {config.num_shard_pages * config.page_size} of each rank"
             raise UserError(
                 f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
                 f"key-value pool of {config.num_pages * config.page_size} tokens{of_rank}.",

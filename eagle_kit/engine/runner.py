@@ -149,7 +149,7 @@ class Runner:
         kv_dtype = KV_DTYPES[config.kv_dtype]
         layout = PoolLayout(config.num_pages, config.page_size, config.max_batch_size, dtype=kv_dtype)
         place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        self._share = target.ranks.share if config.num_parts > 1 and target.ranks is not None else None
+        self._share = target.ranks.share if config.num_shards > 1 and target.ranks is not None else None
         self.kv = open_store(
             target.config.cache,
             layout,
@@ -413,7 +413,7 @@ class Runner:
         are padded for the rank with most."""
         if self._share is None:
             return None
-        sizes = self.config.own_sizes(size)
+        sizes = self.config.shard_batch_sizes(size)
         most = sizes[bisect_left(sizes, max(Counter(parts).values()))]
         return shard_requests(parts, self._share, most, size, self.device)
 
@@ -503,14 +503,14 @@ class Runner:
         self.slots.keep_last_pending(rows)
 
     def run_idle(
-        self, size: int, own_size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None
+        self, size: int, shard_size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None
     ) -> None:
-        """Run a cycle of dummies, ``own_size`` of them of one part of the pool, which changes nothing, so
+        """Run a cycle of dummies, ``shard_size`` of them of one part of the pool, which changes nothing, so
         that its graphs are captured, the forms of its linear layers measured and its kernels compiled."""
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
         settings = self._settings(size, shape, self._columns((), MAX_WINDOW), num_logprobs)
         rows, sampling = self._tensor([self.slots.dummy] * size), self._sampling.of_level(kind.level, size)
-        inputs = CycleInputs(rows, sampling, own=self._own([0] * own_size, size))
+        inputs = CycleInputs(rows, sampling, own=self._own([0] * shard_size, size))
         tree = None
         if ngram is not None and shape.steps:
             tree = to_tree(self._ngram_draft([], size, ngram, shape), self.device)

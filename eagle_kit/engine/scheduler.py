@@ -159,7 +159,7 @@ class Scheduler:
         # The batch, and who has its slots.
         self.running: list[Request] = []
         self._free_slots = list(range(config.max_batch_size - 1, -1, -1))
-        self._num_running_in = [0] * page_pool.num_parts
+        self._num_running_in = [0] * page_pool.num_shards
         self._num_slots_of: Counter[int] = Counter()
         self._num_slots_of_client: Counter[str] = Counter()
 
@@ -226,7 +226,7 @@ class Scheduler:
         # Give back the slot.
         self.running.remove(request)
         self._free_slots.append(request.sequence.slot)
-        self._num_running_in[request.sequence.allocation.part] -= 1
+        self._num_running_in[request.sequence.allocation.shard] -= 1
         self._num_slots_of[request.group] -= 1
         if not self._num_slots_of[request.group]:
             del self._num_slots_of[request.group]
@@ -334,14 +334,14 @@ class Scheduler:
             if request.num_tokens + self.room > page_size * request.on_device.num_pages_written:
                 short.append(request)
 
-        # Preempt others in the same part of the pool until the pages are there.
+        # Preempt others in the same shard of the pool until the pages are there.
         preempted: list[Request] = []
         for request in sorted(short, key=_rank):
             if request.sequence.slot < 0:
                 continue  # it was preempted for one before it
-            part = request.sequence.allocation.part
+            shard = request.sequence.allocation.shard
             while not self._extend(request):
-                rivals = [each for each in self.running if each.sequence.allocation.part == part]
+                rivals = [each for each in self.running if each.sequence.allocation.shard == shard]
                 victim = max(rivals, key=self._order)
                 self._preempt(victim)
                 preempted.append(victim)
@@ -408,19 +408,19 @@ class Scheduler:
 
         # The prompt may be short but for what is cached.
         num_cached = 0
-        for part in range(self.page_pool.num_parts):
-            num_cached = max(num_cached, len(self.page_pool.reusable(self._match(request, part))))
+        for shard in range(self.page_pool.num_shards):
+            num_cached = max(num_cached, len(self.page_pool.reusable(self._match(request, shard))))
         num_left = request.num_to_compute - num_cached * self.page_pool.page_size
         return num_left > self._prompt_quantum
 
-    def _match(self, request: Request, part: int) -> list[RadixNode]:
-        """Find the cached pages of a part that a waiting request begins with, by what was found
+    def _match(self, request: Request, shard: int) -> list[RadixNode]:
+        """Find the cached pages of a shard that a waiting request begins with, by what was found
         before."""
         stop = request.num_to_compute - 1
         tokens = request.tokens(0, stop) if request.reply.token_ids else request.prompt_ids
-        known = request.turn.cached_nodes.get(part, ())
-        found = self.page_pool.match(tokens, stop, known, part=part, salt=request.params.cache_salt)
-        request.turn.cached_nodes[part] = found
+        known = request.turn.cached_nodes.get(shard, ())
+        found = self.page_pool.match(tokens, stop, known, shard=shard, salt=request.params.cache_salt)
+        request.turn.cached_nodes[shard] = found
         return found
 
     def _admit(self, request: Request) -> bool:
@@ -428,41 +428,41 @@ class Scheduler:
         not fit."""
         if not self._free_slots:
             return False
-        parts = []
-        for part, num_running in enumerate(self._num_running_in):
-            if num_running < self.config.own_batch_size:
-                parts.append(part)
-        if len(parts) > 1:
-            parts.sort(key=lambda part: self._order_of_part(part, request))
-        return any(self._admit_to(part, request) for part in parts)
+        shards = []
+        for shard, num_running in enumerate(self._num_running_in):
+            if num_running < self.config.shard_batch_size:
+                shards.append(shard)
+        if len(shards) > 1:
+            shards.sort(key=lambda shard: self._order_of_shard(shard, request))
+        return any(self._admit_to(shard, request) for shard in shards)
 
-    def _order_of_part(self, part: int, request: Request) -> tuple[bool, bool, int]:
-        """Key of the order in which parts of the pool are tried for a request.
+    def _order_of_shard(self, shard: int, request: Request) -> tuple[bool, bool, int]:
+        """Key of the order in which shards of the pool are tried for a request.
 
-        The first one has most of its tokens cached, or else most free pages. A part with far more
+        The first one has most of its tokens cached, or else most free pages. A shard with far more
         requests than another is the last.
         """
         num_cached = 0
         if self.page_pool.can_reuse:
-            num_cached = len(self._match(request, part)) * self.page_pool.page_size
+            num_cached = len(self._match(request, shard)) * self.page_pool.page_size
         has_most = 2 * num_cached >= request.num_tokens
-        most_running = min(self._num_running_in) + max(2, self.config.own_batch_size // 4)
-        is_ahead = self._num_running_in[part] >= most_running
-        return not has_most or is_ahead, is_ahead, -self.page_pool.num_available_in(part)
+        most_running = min(self._num_running_in) + max(2, self.config.shard_batch_size // 4)
+        is_ahead = self._num_running_in[shard] >= most_running
+        return not has_most or is_ahead, is_ahead, -self.page_pool.num_available_in(shard)
 
-    def _admit_to(self, part: int, request: Request) -> bool:
-        """Admit a request to a part of the pool; False if it does not fit."""
+    def _admit_to(self, shard: int, request: Request) -> bool:
+        """Admit a request to a shard of the pool; False if it does not fit."""
         # Allocate its pages.
-        cached = self._match(request, part) if self.page_pool.can_reuse else []
+        cached = self._match(request, shard) if self.page_pool.can_reuse else []
         shared = self.page_pool.reusable(cached)
         num_pages = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
-        allocation = self.page_pool.allocate(shared, num_pages, part, request.params.cache_salt)
+        allocation = self.page_pool.allocate(shared, num_pages, shard, request.params.cache_salt)
         if allocation is None:
             return False
 
         # Leave a page for each request of the batch to grow into, or the new one would be preempted
         # at once.
-        if self.page_pool.num_available_in(part) < self._num_running_in[part]:
+        if self.page_pool.num_available_in(shard) < self._num_running_in[shard]:
             self.page_pool.release(allocation)
             return False
 
@@ -484,7 +484,7 @@ class Scheduler:
 
         # Count its slot.
         self.running.append(request)
-        self._num_running_in[part] += 1
+        self._num_running_in[shard] += 1
         self._num_slots_of[request.group] += 1
         self._num_slots_of_client[request.client] += 1
         self._num_admissions += 1
@@ -558,7 +558,7 @@ class Scheduler:
     def _victims(
         self, request: Request, dispensable: Sequence[Request], behind: Sequence[Request]
     ) -> list[Request]:
-        """List the requests of one part of the pool that a waiting request may preempt."""
+        """List the requests of one shard of the pool that a waiting request may preempt."""
         if self._num_slots_of[request.group] or not dispensable:
             return []
 
@@ -572,12 +572,12 @@ class Scheduler:
         if request.num_to_compute > self._prompt_quantum:
             behind = ()
 
-        # All victims together must make room in their part.
+        # All victims together must make room in their shard.
         victims = [other for other in dispensable if self._gives_way(other, request, behind)]
-        for part in range(self.page_pool.num_parts):
-            in_part = [other for other in victims if other.sequence.allocation.part == part]
-            if in_part and self._would_fit(request, in_part, part):
-                return in_part
+        for shard in range(self.page_pool.num_shards):
+            in_shard = [other for other in victims if other.sequence.allocation.shard == shard]
+            if in_shard and self._would_fit(request, in_shard, shard):
+                return in_shard
         return []
 
     def _gives_way(self, other: Request, request: Request, behind: Sequence[Request]) -> bool:
@@ -635,23 +635,23 @@ class Scheduler:
             num_kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
         return num_kept - sequence.num_shared_tokens >= self._prompt_quantum
 
-    def _would_fit(self, request: Request, victims: Sequence[Request], part: int) -> bool:
-        """Return True if all ``victims`` together make room for a request in their part of the
+    def _would_fit(self, request: Request, victims: Sequence[Request], shard: int) -> bool:
+        """Return True if all ``victims`` together make room for a request in their shard of the
         pool."""
-        num_others = self._num_running_in[part] - len(victims)
-        if num_others >= self.config.own_batch_size:
+        num_others = self._num_running_in[shard] - len(victims)
+        if num_others >= self.config.shard_batch_size:
             return False
         num_freed = 0
         for victim in victims:
             allocation = victim.sequence.allocation
             num_freed += len(allocation.pages) + sum(node.refs == 1 for node in allocation.nodes)
         num_needed = self.page_pool.pages_for(request.num_tokens + self.room) + num_others
-        return num_needed <= self.page_pool.num_available_in(part) + num_freed
+        return num_needed <= self.page_pool.num_available_in(shard) + num_freed
 
     # Shares of a step.
 
     def _select_affordable(self, decoding: list[Request]) -> list[Request]:
-        """Select the requests of the next cycle: those whose deficit and share pay for their part
+        """Select the requests of the next cycle: those whose deficit and share pay for their shard
         of it.
 
         A request with many tokens before it makes the cycle longer for other groups. It skips

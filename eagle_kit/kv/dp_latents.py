@@ -1,9 +1,9 @@
 """Latent store of one rank in data-parallel attention (MLA only).
 
 Each request's latents live on one rank, which computes all heads of its attention (SGLang's
-``--enable-dp-attention``). Every rank gets the tokens of the whole batch: it attends for its own requests,
-and the ranks gather each other's outputs. Page numbers are global, and every rank stores one part of the pool
-(:class:`~eagle_kit.kv.page_pool.PagePool`); drafts are replicated and store all pages.
+``--enable-dp-attention``). Every rank runs the whole batch, computes attention for the requests of its shard,
+and gathers the outputs of the other ranks. Page numbers are global: every rank stores one shard of the pool
+(:class:`~eagle_kit.kv.page_pool.PagePool`), and drafts, which are replicated, store all pages.
 
 Legend: B requests, N window nodes, P pages of a request, T tokens of a forward, R ranks, M most requests of a
 rank, m tokens of this rank.
@@ -29,43 +29,43 @@ class ShardRequests(NamedTuple):
 
     Attributes:
         rows: int64 ``[M]``, their rows of the batch, padded with row 0 to the number of the rank with most.
-        is_own: bool ``[M]``, False for padding.
-        places: int64 ``[B]``, index of each request of the batch in the gathered ``R M`` ones.
+        is_real: bool ``[M]``, False for padding.
+        indices: int64 ``[B]``, index of each request of the batch in the gathered ``R M`` ones.
     """
 
     rows: torch.Tensor
-    is_own: torch.Tensor
-    places: torch.Tensor
+    is_real: torch.Tensor
+    indices: torch.Tensor
 
 
 def shard_requests(
-    parts: Sequence[int], share: Share, most: int, size: int, device: torch.device
+    shards: Sequence[int], share: Share, most: int, size: int, device: torch.device
 ) -> ShardRequests:
     """Assign the requests of a batch to ranks.
 
     Args:
-        parts: part of the pool of each request, which is the number of its rank.
+        shards: shard of the pool of each request, which is the number of its rank.
         share: this rank.
         most: M.
         size: B, to which the batch is padded.
         device: device of the result.
     """
     rows: list[list[int]] = [[] for _ in range(share.size)]
-    places = [0] * size
-    for row, part in enumerate(parts):
-        places[row] = part * most + len(rows[part])
-        rows[part].append(row)
+    indices = [0] * size
+    for row, shard in enumerate(shards):
+        indices[row] = shard * most + len(rows[shard])
+        rows[shard].append(row)
 
     # One transfer to the device for all three tensors.
     mine = rows[share.rank]
     padding = [0] * (most - len(mine))
-    numbers = to_device([*mine, *padding, *[1] * len(mine), *padding, *places], device)
-    chosen, is_own, where = numbers.split((most, most, size))
-    return ShardRequests(chosen, is_own.bool(), where)
+    numbers = to_device([*mine, *padding, *[1] * len(mine), *padding, *indices], device)
+    chosen, is_real, where = numbers.split((most, most, size))
+    return ShardRequests(chosen, is_real.bool(), where)
 
 
 class DataParallelLatents(PagedLatents):
-    """Paged latents of this rank's part of the pool.
+    """Paged latents of this rank's shard of the pool.
 
     Args:
         layout: sizes of the pool of all ranks together.
@@ -86,67 +86,66 @@ class DataParallelLatents(PagedLatents):
 
     def shard_window_attend(
         self,
-        own: ShardRequests,
+        requests: ShardRequests,
         page_table: torch.Tensor,
         prefix_lens: torch.Tensor,
         ancestors: torch.Tensor,
         num_columns: int,
     ) -> LatentAttend:
-        """Like ``window_attend``, for the rank's own requests; the arguments are those of the whole batch."""
+        """Like ``window_attend``, for the requests of this rank's shard; the arguments are those of the whole batch."""
         num_nodes = ancestors.shape[1]
         attend = super().window_attend(
-            self.local_pages(page_table[own.rows]),
-            prefix_lens[own.rows] * own.is_own,
-            ancestors[own.rows],
+            self.local_pages(page_table[requests.rows]),
+            prefix_lens[requests.rows] * requests.is_real,
+            ancestors[requests.rows],
             num_nodes,
             num_columns,
         )
 
         # Rows of nodes from rows of requests.
         nodes = torch.arange(num_nodes, device=self.device)
-        rows = (own.rows[:, None] * num_nodes + nodes).flatten()
-        places = (own.places[:, None] * num_nodes + nodes).flatten()
-        return _OwnAttend(attend, ShardRows(rows, places, len(own.rows) * num_nodes))
+        rows = (requests.rows[:, None] * num_nodes + nodes).flatten()
+        indices = (requests.indices[:, None] * num_nodes + nodes).flatten()
+        return _ShardAttend(attend, ShardRows(rows, indices, len(requests.rows) * num_nodes))
 
     def shard_commit_window(
         self,
-        own: ShardRequests,
+        requests: ShardRequests,
         page_table: torch.Tensor,
         nodes: torch.Tensor,
         first_position: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
-        """Like ``commit_window``, for the rank's own requests; the arguments are those of the whole batch."""
-        table = self.local_pages(page_table[own.rows])
-        counts = num_committed[own.rows] * own.is_own
-        self.commit_window(table, nodes[own.rows], first_position[own.rows], counts)
+        """Like ``commit_window``, for the requests of this rank's shard; the arguments are those of the whole batch."""
+        table = self.local_pages(page_table[requests.rows])
+        counts = num_committed[requests.rows] * requests.is_real
+        self.commit_window(table, nodes[requests.rows], first_position[requests.rows], counts)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> LatentAttend:
-        """See :class:`~eagle_kit.kv.store.PagedStore`; only the rank's own
-        requests are computed."""
-        own_segments = []
-        own_tokens: list[int] = []
+        """See :class:`~eagle_kit.kv.store.PagedStore`; only requests of this rank's shard are computed."""
+        shard_segments = []
+        shard_tokens: list[int] = []
         owners: list[tuple[int, int]] = []
         counts = [0] * self.share.size
         num_tokens = 0
         for segment in segments:
             size = segment.stop - segment.start
-            if segment.part == self.share.rank:
+            if segment.shard == self.share.rank:
                 table = self.local_pages(segment.page_table)
-                own_segments.append(segment._replace(page_table=table))
-                own_tokens += range(num_tokens, num_tokens + size)
-            owners += [(segment.part, counts[segment.part] + i) for i in range(size)]
-            counts[segment.part] += size
+                shard_segments.append(segment._replace(page_table=table))
+                shard_tokens += range(num_tokens, num_tokens + size)
+            owners += [(segment.shard, counts[segment.shard] + i) for i in range(size)]
+            counts[segment.shard] += size
             num_tokens += size
 
         # Index of each token in what the ranks gather, which is padded to the rank with most tokens.
         most = max(counts)
-        places = to_device([part * most + i for part, i in owners], self.device)
-        rows = ShardRows(to_device(own_tokens, self.device), places, most)
-        return _OwnAttend(super().prefill_attend(own_segments) if own_segments else None, rows)
+        indices = to_device([shard * most + i for shard, i in owners], self.device)
+        rows = ShardRows(to_device(shard_tokens, self.device), indices, most)
+        return _ShardAttend(super().prefill_attend(shard_segments) if shard_segments else None, rows)
 
 
-class _OwnAttend:
+class _ShardAttend:
     """Attention of this rank's rows of a forward, ``shard_rows``; None where it has none."""
 
     def __init__(self, attend: LatentAttend | None, shard_rows: ShardRows) -> None:

@@ -78,7 +78,7 @@ class PageAllocation:
         passing: node and index of the passing snapshot that was published last.
         source: node whose snapshot the request continues from; None once it is read.
         began: the same node, kept after it is read.
-        part: part of the pool that all pages belong to.
+        shard: number of the shard that all pages belong to.
         salt: cache salt of the request; None without one.
     """
 
@@ -88,7 +88,7 @@ class PageAllocation:
     passing: tuple[RadixNode, int] | None = None
     source: RadixNode | None = None
     began: RadixNode | None = None
-    part: int = 0
+    shard: int = 0
     salt: str | None = None
 
     def __len__(self) -> int:
@@ -110,13 +110,13 @@ class PageAllocation:
 class PagePool:
     """Allocator of the page numbers 0..num_pages-1, with a prefix cache.
 
-    For data-parallel attention the pool has several parts of equal size, each with a prefix cache of its own.
-    All pages of a request come from one part.
+    For data-parallel attention the pool has several shards of equal size, one for each rank. Each has a prefix
+    cache of its own. All pages of a request come from one shard.
 
     Args:
         prefix_cache: keep the pages of finished requests until their memory is needed.
         snapshots: indices of the states that may hold snapshots; None for targets without recurrent layers.
-        num_parts: number of parts, a divisor of ``num_pages``.
+        num_shards: number of shards, a divisor of ``num_pages``.
     """
 
     def __init__(
@@ -126,25 +126,25 @@ class PagePool:
         *,
         prefix_cache: bool = True,
         snapshots: range | None = None,
-        num_parts: int = 1,
+        num_shards: int = 1,
     ) -> None:
-        assert num_pages % num_parts == 0, "all parts have the same size"
+        assert num_pages % num_shards == 0, "all shards have the same size"
         self.num_pages = num_pages
         self.page_size = page_size
         self.prefix_cache = prefix_cache
-        self.num_parts = num_parts
-        self.pages_of_part = num_pages // num_parts
+        self.num_shards = num_shards
+        self.pages_per_shard = num_pages // num_shards
         self.num_evicted = 0
 
-        # Free pages of each part, the lowest number last, which is taken first.
-        size = self.pages_of_part
-        self._free = [list(range((i + 1) * size - 1, i * size - 1, -1)) for i in range(num_parts)]
+        # Free pages of each shard, the lowest number last, which is taken first.
+        size = self.pages_per_shard
+        self._free = [list(range((i + 1) * size - 1, i * size - 1, -1)) for i in range(num_shards)]
 
-        # Radix trees of each part by cache salt, and their pages that nobody holds, least recently used
+        # Radix trees of each shard by cache salt, and their pages that nobody holds, least recently used
         # first. A request holds all ancestors of a node and releases the deepest first, so the oldest unused
         # node never has children.
-        self._roots: list[dict[str | None, RadixRoot]] = [{} for _ in range(num_parts)]
-        self._unused: list[OrderedDict[RadixNode, None]] = [OrderedDict() for _ in range(num_parts)]
+        self._roots: list[dict[str | None, RadixRoot]] = [{} for _ in range(num_shards)]
+        self._unused: list[OrderedDict[RadixNode, None]] = [OrderedDict() for _ in range(num_shards)]
 
         # Snapshots of recurrent states, least recently used first.
         self.has_snapshots = snapshots is not None
@@ -164,12 +164,12 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that are free, or cached and not held, in all parts."""
-        return sum(map(self.num_available_in, range(self.num_parts)))
+        """Number of pages that are free, or cached and not held, in all shards."""
+        return sum(map(self.num_available_in, range(self.num_shards)))
 
-    def num_available_in(self, part: int) -> int:
-        """Number of pages of ``part`` that are free, or cached and not held."""
-        return len(self._free[part]) + len(self._unused[part])
+    def num_available_in(self, shard: int) -> int:
+        """Number of pages of ``shard`` that are free, or cached and not held."""
+        return len(self._free[shard]) + len(self._unused[shard])
 
     def pages_for(self, num_tokens: int) -> int:
         """Number of pages that ``num_tokens`` tokens need."""
@@ -181,7 +181,7 @@ class PagePool:
         stop: int | None = None,
         known: Sequence[RadixNode] = (),
         *,
-        part: int = 0,
+        shard: int = 0,
         salt: str | None = None,
     ) -> list[RadixNode]:
         """Find the longest cached prefix of ``tokens``, in whole pages. No page is held by it.
@@ -190,7 +190,7 @@ class PagePool:
             tokens: token ids of a request.
             stop: number of tokens to look for; None for all.
             known: result of an earlier call for the same tokens and salt, from which the search continues.
-            part: part of the pool to search.
+            shard: shard of the pool to search.
             salt: cache salt of the request.
         """
         # Drop known pages that have been evicted since.
@@ -199,7 +199,7 @@ class PagePool:
             nodes.pop()
 
         # Descend from the last known page, or from the root.
-        node: RadixNode | None = self._roots[part].get(salt)
+        node: RadixNode | None = self._roots[shard].get(salt)
         if nodes:
             node = nodes[-1]
         if node is None:
@@ -313,17 +313,17 @@ class PagePool:
             self._with_snapshot.move_to_end(began, last=False)
 
     def allocate(
-        self, nodes: Iterable[RadixNode], num_pages: int, part: int = 0, salt: str | None = None
+        self, nodes: Iterable[RadixNode], num_pages: int, shard: int = 0, salt: str | None = None
     ) -> PageAllocation | None:
         """Hold the cached ``nodes`` and ``num_pages`` private pages.
 
         Args:
-            nodes: result of :meth:`match` with the same ``part`` and ``salt``.
+            nodes: result of :meth:`match` with the same ``shard`` and ``salt``.
 
         Returns:
             None, with no change, where too few pages are available.
         """
-        allocation = PageAllocation(part=part, salt=salt)
+        allocation = PageAllocation(shard=shard, salt=salt)
         for node in nodes:
             self._hold(node)
             allocation.nodes.append(node)
@@ -335,12 +335,12 @@ class PagePool:
     def extend(self, allocation: PageAllocation, num_pages: int) -> bool:
         """Add private pages to ``allocation``, all or none. Cached pages are evicted, least recently used
         first."""
-        part = allocation.part
-        if num_pages > self.num_available_in(part):
+        shard = allocation.shard
+        if num_pages > self.num_available_in(shard):
             return False
-        while len(self._free[part]) < num_pages:
-            self._evict(part)
-        allocation.pages += [self._free[part].pop() for _ in range(num_pages)]
+        while len(self._free[shard]) < num_pages:
+            self._evict(shard)
+        allocation.pages += [self._free[shard].pop() for _ in range(num_pages)]
         return True
 
     def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
@@ -365,7 +365,7 @@ class PagePool:
                 child = RadixNode(node, key, page)
                 node.children[key] = child
             else:
-                self._free[allocation.part].append(page)
+                self._free[allocation.shard].append(page)
                 changed = True
             self._hold(child)
             allocation.nodes.append(child)
@@ -375,7 +375,7 @@ class PagePool:
 
     def _root(self, allocation: PageAllocation) -> RadixRoot:
         """Find or make the root of the radix tree of the allocation's salt."""
-        roots = self._roots[allocation.part]
+        roots = self._roots[allocation.shard]
         root = roots.get(allocation.salt)
         if root is None:
             root = RadixRoot(allocation.salt)
@@ -387,8 +387,8 @@ class PagePool:
         for node in reversed(allocation.nodes):
             node.refs -= 1
             if node.refs == 0:
-                self._unused[allocation.part][node] = None
-        self._free[allocation.part] += reversed(allocation.pages)
+                self._unused[allocation.shard][node] = None
+        self._free[allocation.shard] += reversed(allocation.pages)
         self._free_snapshots += [each.number for each in allocation.snapshots.values()]
         self.has_begun(allocation)
         allocation.nodes = []
@@ -399,26 +399,26 @@ class PagePool:
 
     def clear(self) -> None:
         """Evict every cached page that is not held."""
-        for part, unused in enumerate(self._unused):
+        for shard, unused in enumerate(self._unused):
             while unused:
-                self._evict(part)
+                self._evict(shard)
 
     def _hold(self, node: RadixNode) -> None:
         if node.refs == 0:
-            self._unused[node.page // self.pages_of_part].pop(node, None)
+            self._unused[node.page // self.pages_per_shard].pop(node, None)
         node.refs += 1
 
-    def _evict(self, part: int) -> None:
-        node, _ = self._unused[part].popitem(last=False)
+    def _evict(self, shard: int) -> None:
+        node, _ = self._unused[shard].popitem(last=False)
         assert not node.children and node.parent is not None
         if node.snapshot is not None:
             self._drop_snapshot(node)
         parent = node.parent
         del parent.children[node.key]
         if isinstance(parent, RadixRoot) and not parent.children:
-            del self._roots[part][parent.salt]
+            del self._roots[shard][parent.salt]
         node.parent = None
-        self._free[part].append(node.page)
+        self._free[shard].append(node.page)
         self.num_evicted += 1
 
     def check(self, allocations: Iterable[PageAllocation]) -> None:
@@ -429,15 +429,15 @@ class PagePool:
         """
         allocations = list(allocations)
 
-        # Free, cached and private pages of a part are together all of its pages.
+        # Free, cached and private pages of a shard are together all of its pages.
         cached: list[RadixNode] = []
-        for part, roots in enumerate(self._roots):
+        for shard, roots in enumerate(self._roots):
             assert all(root.children for root in roots.values()), "a salt without pages has a root"
             nodes = _descendants(roots.values())
-            private = [page for each in allocations if each.part == part for page in each.pages]
-            pages = sorted(self._free[part] + private + [node.page for node in nodes])
-            first = part * self.pages_of_part
-            last = first + self.pages_of_part
+            private = [page for each in allocations if each.shard == shard for page in each.pages]
+            pages = sorted(self._free[shard] + private + [node.page for node in nodes])
+            first = shard * self.pages_per_shard
+            last = first + self.pages_per_shard
             assert pages == list(range(first, last)), "a page was lost or has two owners"
             cached += nodes
 
@@ -445,7 +445,7 @@ class PagePool:
         holders = Counter(node for allocation in allocations for node in allocation.nodes)
         readers = Counter(allocation.source for allocation in allocations if allocation.source is not None)
         for node in cached:
-            unused = self._unused[node.page // self.pages_of_part]
+            unused = self._unused[node.page // self.pages_per_shard]
             assert node.refs == holders[node], "a cached page has a wrong number of holders"
             assert (node.refs == 0) == (node in unused), "a cached page is in the wrong list"
             assert (node.snapshot is not None) == (node in self._with_snapshot), "a snapshot is in no list"

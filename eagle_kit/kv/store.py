@@ -47,15 +47,21 @@ class PoolLayout:
 
 
 class Segment(NamedTuple):
-    """Prompt tokens of one request at slots start..stop-1 of ``page_table [P]``. Those before ``write_from``
-    lie in pages shared with other requests and are computed again without being stored. The pages are of a
-    ``part`` of the pool."""
+    """Prompt tokens of one request that a forward computes.
+
+    Attributes:
+        page_table: int64 ``[P]``, the request's pages.
+        start, stop: the tokens are those at slots start..stop-1.
+        write_from: tokens before this slot lie in pages that other requests share. They are computed again
+            and not stored.
+        shard: shard of the page pool that the pages belong to (data-parallel attention).
+    """
 
     page_table: torch.Tensor
     start: int
     stop: int
     write_from: int
-    part: int = 0
+    shard: int = 0
 
 
 class PagedStore(ABC):
@@ -204,8 +210,8 @@ class PagedStore(ABC):
         for table, start, stop, write_from, _ in segments:
             positions = torch.arange(self.first_slot, stop, device=self.device)
             rows = self.slots(table[None], positions[None])[0]
-            own = rows[start - self.first_slot :]
+            segment_rows = rows[start - self.first_slot :]
             keep = positions[start - self.first_slot :] >= write_from
-            written.append(torch.where(keep, own, self.trash_row))
+            written.append(torch.where(keep, segment_rows, self.trash_row))
             cached.append(rows[: start - self.first_slot])
         return torch.cat(written), cached

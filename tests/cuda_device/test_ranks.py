@@ -85,9 +85,9 @@ def capture_cycle(target, shape, sampling, parts=None) -> None:
     runner = engine.runner
     rows = torch.arange(BATCH, device=CUDA)
     batch = sampling_batch(sampling, config.vocab_size, CUDA)
-    own = None
+    shard = None
     if parts is not None:
-        own = shard_requests(parts, ranks.share, 2, BATCH, CUDA)
+        shard = shard_requests(parts, ranks.share, 2, BATCH, CUDA)
     if batch is not None and batch.counts is not None:
         runner.slots.make_tables(config.vocab_size)
     settings = cycle_settings(engine, shape)
@@ -101,13 +101,13 @@ def capture_cycle(target, shape, sampling, parts=None) -> None:
             return runner.run_cycle(inputs, settings)
 
     with torch.inference_mode():
-        Graph(body, CycleInputs(rows, batch, own=own))
+        Graph(body, CycleInputs(rows, batch, shard=shard))
 
     parsed = SpecShape.parse(shape)
     nodes = BATCH * parsed.tokens
     states = config.num_layers * config.hidden_size * target.embed_tokens.weight.element_size()
-    gathered = 0 if own is None else len(own.rows) * parsed.tokens
-    num_sums = 2 if own is None else 1
+    gathered = 0 if shard is None else len(shard.rows) * parsed.tokens
+    num_sums = 2 if shard is None else 1
     assert volume["sum"] == num_sums * nodes * states
     assert volume["first"] == 8 * BATCH * (2 * (parsed.steps + 1) + 1) + 32 * nodes * (parsed.steps > 0)
     of_node = 16  # the best logit and its token

@@ -64,7 +64,7 @@ def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models)
     """8 requests of which a rank of 8 has two are padded to two each, 16 rows to gather."""
     target, draft = models
     config = resolved(tensor_parallel=8, data_parallel_attention=True)
-    sizes = {size: config.own_sizes(size) for size in config.batch_sizes}
+    sizes = {size: config.shard_batch_sizes(size) for size in config.batch_sizes}
     assert sizes == {
         1: (1,),
         2: (1, 2),

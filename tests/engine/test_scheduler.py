@@ -589,7 +589,7 @@ def test_giving_way_changes_no_reply(models, shape, temperature, lag):
 def scheduler_of_ranks(batch, num_pages):
     """Scheduler of two ranks of data-parallel attention; a request needs a page more than its tokens."""
     config = resolved(batch, 64, page_size=4, tensor_parallel=2, data_parallel_attention=True)
-    pool = PagePool(num_pages, 4, num_parts=2)
+    pool = PagePool(num_pages, 4, num_shards=2)
     return Scheduler(pool, config.replace(kv_tokens=4 * num_pages), room=4, needs_last=False)
 
 
@@ -599,7 +599,7 @@ def admitted(scheduler, requests):
         scheduler.add(request)
     scheduler.plan()
     scheduler.page_pool.check(request.sequence.allocation for request in scheduler.running)
-    return [request.sequence.allocation.part if request.sequence.slot >= 0 else None for request in requests]
+    return [request.sequence.allocation.shard if request.sequence.slot >= 0 else None for request in requests]
 
 
 def test_requests_are_given_to_the_rank_with_most_free_latents():
@@ -617,7 +617,7 @@ def test_a_rank_takes_no_more_than_its_part_of_the_batch():
     assert admitted(scheduler, many) == [0, 1, 0, 1, None]
     scheduler.remove(many[2])
     scheduler.plan()
-    assert many[4].sequence.allocation.part == 0 and many[4].sequence.slot >= 0
+    assert many[4].sequence.allocation.shard == 0 and many[4].sequence.slot >= 0
 
 
 def test_a_request_goes_where_most_of_its_tokens_are_cached():
@@ -626,7 +626,7 @@ def test_a_request_goes_where_most_of_its_tokens_are_cached():
     assert admitted(scheduler, [first, second]) == [0, 1]
     for request in (first, second):
         scheduler.page_pool.publish(request.sequence.allocation, request.prompt_ids)
-    scheduler.remove(first)  # the second goes on, so that the first part has more room
+    scheduler.remove(first)  # the second goes on, so that the first shard has more room
     again = requests_of([[*second.prompt_ids, 5], [*second.prompt_ids[:4], *[6] * 13]], first=10)
     assert admitted(scheduler, again[:1]) == [1] and again[0].sequence.num_shared_tokens == 16
     assert admitted(scheduler, again[1:]) == [0] and again[1].sequence.num_shared_tokens == 0

@@ -60,16 +60,16 @@ def test_pages_that_were_evicted_since_they_were_found_are_not_found_again():
 
 
 def test_pages_of_one_salt_are_not_found_with_another_nor_without_one():
-    pool = PagePool(16, 2, num_parts=2)
+    pool = PagePool(16, 2, num_shards=2)
     salts = [None, "a", "b"]
     held = []
     for salt in salts:
-        for part in range(2):
-            allocation = pool.allocate([], 2, part, salt)
+        for shard in range(2):
+            allocation = pool.allocate([], 2, shard, salt)
             pool.publish(allocation, [1, 2, 3, 4])
             held.append(allocation)
     for allocation in held:
-        found = pool.match([1, 2, 3, 4, 5], part=allocation.part, salt=allocation.salt)
+        found = pool.match([1, 2, 3, 4, 5], shard=allocation.shard, salt=allocation.salt)
         assert found == allocation.nodes
     assert pool.match([1, 2], salt="c") == []
     pool.check(held)
@@ -250,16 +250,16 @@ def test_a_prefix_ends_at_the_token_that_it_is_asked_for():
 
 
 def test_parts_of_the_pool_have_pages_and_caches_of_their_own():
-    """In any order of events: every request has its pages from one part, whose cache alone it finds."""
-    pool, rng = PagePool(12, 2, num_parts=3), random.Random(1)
+    """In any order of events: every request has its pages from one shard, whose cache alone it finds."""
+    pool, rng = PagePool(12, 2, num_shards=3), random.Random(1)
     held, texts = [], [[i % 3, *[rng.randrange(4) for _ in range(6)]] for i in range(6)]
     for _ in range(400):
-        part, tokens = rng.randrange(3), rng.choice(texts)
-        shared = pool.match(tokens, part=part)
-        assert all(node.page // 4 == part for node in shared)
-        allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared), part)
+        shard, tokens = rng.randrange(3), rng.choice(texts)
+        shared = pool.match(tokens, shard=shard)
+        assert all(node.page // 4 == shard for node in shared)
+        allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared), shard)
         if allocation is not None:
-            assert {page // 4 for page in allocation.table} == {part}
+            assert {page // 4 for page in allocation.table} == {shard}
             pool.publish(allocation, tokens)
             held.append(allocation)
         while held and (allocation is None or rng.random() < 0.4):
@@ -270,4 +270,4 @@ def test_parts_of_the_pool_have_pages_and_caches_of_their_own():
     for allocation in held:
         pool.release(allocation)
     pool.clear()
-    assert pool.num_available == 12 and [pool.num_available_in(part) for part in range(3)] == [4] * 3
+    assert pool.num_available == 12 and [pool.num_available_in(shard) for shard in range(3)] == [4] * 3

@@ -1,4 +1,4 @@
-"""State of a batch between two cycles."""
+"""State of a batch between two decode cycles (the drafter's part of it is ``DraftState`` or its like)."""
 
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ class CycleState(NamedTuple):
         active: bool ``[B]``, False for padding, whose state does not change.
         draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
         slots: int64 ``[B]``, the states of recurrent layers (``kv/states.py``); None where there are none.
-        own: the requests that this rank attends for, of data-parallel attention.
-        num_drafts: int64 ``[B]``, nodes behind the root to verify, where windows are packed.
+        shard: requests that this rank computes attention for, in data-parallel attention; else None.
+        num_drafts: int64 ``[B]``, nodes behind the root to verify; None where all are (``engine/packed.py``).
     """
 
     page_table: torch.Tensor
@@ -28,5 +28,5 @@ class CycleState(NamedTuple):
     active: torch.Tensor
     draft: tuple[torch.Tensor, ...] | None
     slots: torch.Tensor | None = None
-    own: ShardRequests | None = None
+    shard: ShardRequests | None = None
     num_drafts: torch.Tensor | None = None

@@ -180,8 +180,8 @@ def whole_plan(engine: Engine) -> Plan:
 def _fits(engine: Engine, batch_size: int, context: int) -> bool:
     config = engine.config
     tokens = min(context + ROOM, config.max_context) + config.room(MOST_STEPS)
-    of_part = -(-batch_size // config.num_parts)
-    return of_part == 1 or of_part * config.num_pages_of(tokens) <= config.own_pages
+    of_part = -(-batch_size // config.num_shards)
+    return of_part == 1 or of_part * config.num_pages_of(tokens) <= config.num_shard_pages
 
 
 def engine_key(engine: Engine) -> dict[str, Any]:

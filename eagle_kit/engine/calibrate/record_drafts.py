@@ -53,7 +53,7 @@ def record_drafts(
     topk = min(shape.topk, draft.draft_vocab_size)
     batch_size = min(config.max_batch_size, len(requests))
     longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
-    parts = config.num_parts
+    parts = config.num_shards
     config = config.replace(
         graph_mode="off",
         prefix_cache=False,

@@ -66,7 +66,7 @@ class _Cycle(NamedTuple):
     """A batch size, that of each part of the pool, a shape and a kind of batch."""
 
     size: int
-    own_size: int
+    shard_size: int
     shape: SpecShape
     kind: BatchKind
 
@@ -162,9 +162,9 @@ def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:
     if engine.target.ranks is not None:
         wanted = engine.target.ranks.agree(wanted)
     for size in sorted(engine.config.batch_sizes, reverse=True):
-        for own_size in reversed(engine.config.own_sizes(size)):
+        for shard_size in reversed(engine.config.shard_batch_sizes(size)):
             for shape in engine.shapes_at(size):
-                yield from (_Cycle(size, own_size, shape, kind) for kind in wanted)
+                yield from (_Cycle(size, shard_size, shape, kind) for kind in wanted)
 
 
 def can_have_grammars(engine: Engine) -> bool:
@@ -177,7 +177,7 @@ def representative_prompts(engine: Engine) -> Iterator[list[Request]]:
     size of a tile, which are powers of two, a full step and more, a cached prefix, and all kinds of first
     tokens. The longest prompts come first, so that the others find room in the memory that these reserved."""
     config, rng = engine.config, random.Random(0)
-    most = min(config.max_context - 2, (config.own_pages - 2) * config.page_size - config.room(63))
+    most = min(config.max_context - 2, (config.num_shard_pages - 2) * config.page_size - config.room(63))
     if most < 1:  # no room for a prompt
         return
     step = min(config.prefill_tokens, most)

@@ -169,8 +169,8 @@ def plan_memory(
     width = (KV_DTYPES[config.kv_dtype] or weight.dtype).itemsize
     of_draft = 0 if draft is None else draft.cache.values_per_token * width
     of_target = model.cache.values_per_token * width
-    scratch = (of_target * config.own_batch_size + of_draft * batch) * MAX_WINDOW
-    per_token = of_target // config.num_parts + of_draft
+    scratch = (of_target * config.shard_batch_size + of_draft * batch) * MAX_WINDOW
+    per_token = of_target // config.num_shards + of_draft
 
     # States that the draft reads later, tables of sampling, and masks of grammars.
     if draft is not None and _waits(draft, config, chooses_shapes=chooses_shapes):
@@ -226,7 +226,7 @@ def plan_memory(
     kv_tokens = config.kv_tokens
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
-    all_parts = config.own_batch_size * config.num_parts
+    all_parts = config.shard_batch_size * config.num_shards
     wanted = all_parts * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
     shared = room if kv_tokens is None else free - needed
     extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)

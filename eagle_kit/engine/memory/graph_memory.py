@@ -66,25 +66,25 @@ def graphs_of(
             if config.algorithm == "NGRAM" and shape.steps:
                 proposals = 0
             of_window = _bytes_of_window(target, draft, config, shape)
-            num_own = len(config.own_sizes(size))
-            total += size * num_own * len(wanted) * _bytes_of_output(shape)
+            num_shard_sizes = len(config.shard_batch_sizes(size))
+            total += size * num_shard_sizes * len(wanted) * _bytes_of_output(shape)
             launched = _launches(target, draft, shape)
-            for launches, num_windows in _graphs(wanted, *launched, proposals, num_own):
+            for launches, num_windows in _graphs(wanted, *launched, proposals, num_shard_sizes):
                 number += 1
                 total += launches * BYTES_OF_LAUNCH + size * num_windows * of_window
     return Graphs(number, total)
 
 
 def _graphs(
-    wanted: Sequence[BatchKind], drafted: int, verified: int, proposals: int, num_own: int
+    wanted: Sequence[BatchKind], drafted: int, verified: int, proposals: int, num_shard_sizes: int
 ) -> Iterator[tuple[int, int]]:
     """Iterate over the graphs of a size and a shape: launches, and windows that it keeps for each request.
     Grammars split a cycle, and n-grams, which have no graphs of ``proposals``: one for all kinds with
-    grammars, or for each where drafts are sampled. What attends has a graph for each of ``num_own`` sizes of
+    grammars, or for each where drafts are sampled. What attends has a graph for each of ``num_shard_sizes`` sizes of
     a rank's own requests."""
     for kind in wanted:
         one = (verified, 1) if kind.has_grammar or not proposals else (drafted + verified, 0)
-        yield from [one] * num_own
+        yield from [one] * num_shard_sizes
     if any(kind.has_grammar for kind in wanted):
         yield from [(drafted, 1)] * proposals
 

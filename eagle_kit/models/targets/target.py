@@ -145,14 +145,14 @@ class Target(nn.Module, ABC):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, V]`` of final-normed ``hidden [T, H]``."""
-        return self.whole_logits(self.own_logits(hidden))
+        return self.whole_logits(self.local_logits(hidden))
 
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[T, V]`` of final-normed ``hidden [T, H]``, or this rank's part of their columns."""
         return self.logit_form(self.lm_head(hidden))
 
     def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
-        """Logits ``[..., V]`` of every rank's :meth:`own_logits`."""
+        """Logits ``[..., V]`` of every rank's :meth:`local_logits`."""
         return own if self.ranks is None else self.ranks.join(own, self.config.vocab_size)
 
     def with_whole_ends(self) -> Self:
