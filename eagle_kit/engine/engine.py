@@ -235,7 +235,9 @@ class Engine:
         config = self.config
         tokens = min(len(prompt_ids) + max_tokens, config.max_context)
         if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.num_shard_pages:
-            of_rank = "" if config.num_shards == 1 else f", {config.num_shard_pages * config.page_size} of each rank"
+            of_rank = ""
+            if config.num_shards > 1:
+                of_rank = f", {config.num_shard_pages * config.page_size} of each rank"
             raise UserError(
                 f"A prompt of {len(prompt_ids)} tokens and a reply of up to {max_tokens} do not fit the "
                 f"key-value pool of {config.num_pages * config.page_size} tokens{of_rank}.",

@@ -110,7 +110,7 @@ class TurnState:
         deficit: share of earlier steps that the request did not use, in prompt tokens' worth.
         num_skipped: cycles that the request left to others, because its share did not pay for them.
         quantum_start: progress of the request when it was last admitted.
-        cached_nodes: cached pages that begin the request's tokens, by shard of the pool; found while it waits.
+        cached_nodes: cached pages that begin the request's tokens, by shard; found while it waits.
     """
 
     deficit: float = 0.0

@@ -1,7 +1,9 @@
-"""Device side of a step: prompts in one packed forward, then a cycle. Nothing here waits for
-results, except that a grammar reads the window.
+"""Device side of an engine step: a decode cycle over the batch, and one packed forward over prompt chunks.
 
-Legend: B requests, T packed prompt tokens, S steps.
+The runner owns the key-value stores, the slots and the graphs. Nothing here waits for results, except that a
+grammar reads the window on the host before it is verified.
+
+Legend: B requests (padded), T packed prompt tokens, N window nodes, S draft steps, H hidden.
 """
 
 from bisect import bisect_left
@@ -61,11 +63,20 @@ from eagle_kit.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verif
 
 
 class Results(NamedTuple):
-    """Tokens on their way to the host: ``copy`` of an :class:`Emitted` for ``requests`` that are still in
-    ``sequences``. ``num_drafts``: draft tokens that were verified for each; None for prompts, of which
-    ``num_computed`` tokens are computed, and the first tokens of replies where they end. ``shape``: of the
-    cycle. ``is_steady_state``: False for a cycle whose time tells nothing of others: the draft caught up with
-    what it had pending, or there was no graph of it yet."""
+    """Results of a cycle or of a prefill, on their way to the host.
+
+    Attributes:
+        requests: requests of the results, in the order of their rows.
+        sequences: the requests' sequence states at launch. The results of a request whose state is another
+            one by now are dropped.
+        copy: copy of an :class:`Emitted` to the host.
+        num_drafts: draft tokens that the cycle verified for each request; None for a prefill.
+        num_computed: prompt tokens of each request that are computed after a prefill.
+        shape: shape of the cycle.
+        is_steady_state: False if the cycle included draft backfill or graph capture; its time is not used for
+            tuning.
+        num_rows: rows of the target's forward if the windows were packed, else None.
+    """
 
     requests: list[Request]
     sequences: list[SequenceState]
@@ -77,40 +88,38 @@ class Results(NamedTuple):
     num_rows: int | None = None
 
 
-def _texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
-    """Parts of prompts as they are packed, with their states."""
-    texts, start = [], 0
-    for chunk, segment in zip(chunks, segments, strict=True):
-        assert chunk.states is not None
-        stop = start + segment.stop - segment.start
-        texts.append(Text(start, stop, *chunk.states))
-        start = stop
-    return texts
-
-
-def _num_pending(request: Request) -> int:
-    """Number of the last tokens of a request that the draft has not read."""
-    return request.on_device.num_pending_draft_tokens
-
-
 class CycleInputs(NamedTuple):
-    """Inputs of a cycle besides the slots: their ``rows`` int64 ``[B]`` and the sampling parameters, without
-    counts. In a split cycle also the ``window``, and whether grammars mask its logits (``is_masked``), by the
-    masks of the slots. ``own``: of data-parallel attention. ``num_drafts`` int64 ``[B]``: nodes to verify of
-    each window where they are packed."""
+    """Tensors that a cycle reads besides the slots.
+
+    Attributes:
+        rows: int64 ``[B]``, the slots of the batch.
+        sampling: sampling parameters; None if all requests are greedy. The tables of the vocabulary are not
+            in it: the cycle gathers them from the slots.
+        window: the window to verify, if the host needs it before verification; None if the cycle proposes it.
+        is_masked: True if grammars mask the logits of ``window``, by the masks of the slots.
+        shard: requests that this rank computes attention for, in data-parallel attention; else None.
+        num_drafts: int64 ``[B]``, nodes behind the root to verify if the windows are packed, else None.
+    """
 
     rows: torch.Tensor
     sampling: SamplingBatch | None
     window: DraftOutput | None = None
     is_masked: bool = False
-    own: ShardRequests | None = None
+    shard: ShardRequests | None = None
     num_drafts: torch.Tensor | None = None
 
 
 class Batch(NamedTuple):
-    """Requests that decode together, in their ``sequences``, and what is the same in all their cycles:
-    ``inputs`` with ``padding`` dummies, alternatives ``num_logprobs`` to compute, whether any request
-    ``wants_logprobs``, and the grammars of all rows, ``matches``, None without any."""
+    """Requests that decode together, and what stays the same in all their cycles.
+
+    Attributes:
+        requests, sequences: the requests, and their sequence states when the batch was made.
+        padding: number of dummy rows behind the requests.
+        inputs: inputs of the cycles, on the device.
+        num_logprobs: alternatives to compute for every emitted token; None computes no log-probabilities.
+        wants_logprobs: True if a request asked for log-probabilities.
+        matches: grammar state of every row, None for rows without; None if no request has a grammar.
+    """
 
     requests: list[Request]
     sequences: list[SequenceState]
@@ -121,15 +130,44 @@ class Batch(NamedTuple):
     matches: list[Match | None] | None
 
 
-class Runner:
-    """Owner of the models' stores and of the slots.
-
-    Args:
-        config: resolved, with a size of the pool.
-        graphs: runs the cycle's parts; default eagerly.
+class _PackedPrompts(NamedTuple):
+    """Prompt chunks of a step as the rows of one forward, T in all.
 
     Attributes:
-        drafter: of the draft model, whether the current shapes speculate or not.
+        ids: token of each row.
+        next_ids: token after each row; 0 where the model has to choose it.
+        segments: place of each chunk in the key-value pool.
+        finished: requests whose prompts end in this step.
+        finished_rows: last row of each of them.
+        unfinished: the other requests, each with the number of its tokens that are computed afterwards.
+        unfinished_rows: last row of each of them.
+    """
+
+    ids: list[int]
+    next_ids: list[int]
+    segments: list[Segment]
+    finished: list[Request]
+    finished_rows: list[int]
+    unfinished: list[tuple[Request, int]]
+    unfinished_rows: list[int]
+
+
+class Runner:
+    """Run prompts and decode cycles on the device.
+
+    Args:
+        target: the model that verifies.
+        draft: the draft model; None for ordinary decoding and for n-grams.
+        config: resolved, with a size of the page pool.
+        graphs: runs the functions of a cycle, eagerly or as graphs; default eagerly.
+
+    Attributes:
+        kv: the target's key-value store.
+        states: recurrent states of the target; None if it has no recurrent layers.
+        drafter: drafter of the draft model, also while the current shapes do not speculate; None without one.
+        slots: device state of the requests of the batch.
+        steps: draft steps of the deepest current shape.
+        candidate_spec: candidates that the draft state of a slot holds.
 
     Raises:
         UserError: the drafts or the verifier that the options ask for do not fit the draft, or the prefill
@@ -143,41 +181,53 @@ class Runner:
         config: ResolvedConfig,
         graphs: CycleGraphs | None = None,
     ) -> None:
-        self.target, self.config, self.graphs = target, config, graphs or GraphRunner("off")
+        self.target = target
+        self.config = config
+        self.graphs = graphs or GraphRunner("off")
         weight = target.embed_tokens.weight
-        self.device, self.vocab_size = weight.device, target.config.vocab_size
+        self.device = weight.device
+        self.vocab_size = target.config.vocab_size
+
+        # The target's key-value store. With data-parallel attention it is this rank's shard.
         kv_dtype = KV_DTYPES[config.kv_dtype]
         layout = PoolLayout(config.num_pages, config.page_size, config.max_batch_size, dtype=kv_dtype)
         place: dict[str, Any] = {"dtype": weight.dtype, "device": weight.device}
-        self._share = target.ranks.share if config.num_shards > 1 and target.ranks is not None else None
-        self.kv = open_store(
-            target.config.cache,
-            layout,
-            target.variants,
-            share=self._share,
-            **place,
-        )
+        self._share = None
+        if config.num_shards > 1 and target.ranks is not None:
+            self._share = target.ranks.share
+        self.kv = open_store(target.config.cache, layout, target.variants, share=self._share, **place)
+
+        # States of recurrent layers.
         self.states: StatePool | None = None
         if target.config.states is not None:
             self.states = StatePool(
                 target.config.states, config.max_batch_size, config.num_snapshots, **place
             )
+
+        # Backends that are chosen by measurement.
         self.linear_forms = LinearForms(weight.device)
         self.prefill_backends = open_backends(config.prefill_backend, self.kv)
         self.prefill_backends.serve(self.kv)
+
+        # The drafter, with the draft's key-value store.
         self.drafter: Drafter | None = None
         if draft is not None:
             self.drafter = drafter_class(draft, config)(draft, self.vocab_size, layout)
+
+        # Verification and sampling.
         self._verifier = make_verifier(config)
         self._sampling = SamplingTables(self.vocab_size, self.device)
+
+        # Device state of requests, and the batch of the last cycle.
         self._slots: dict[tuple[bool, CandidateSpec], Slots] = {}
         self._batch: Batch | None = None
         self.use_shape([NO_SPECULATION])
 
     @property
     def models(self) -> CycleModels:
-        """Models of a cycle in the current shapes; in ordinary decoding without the drafter."""
-        return CycleModels(self.target, self.kv, self.drafter if self.steps else None, self.states)
+        """Models of a cycle in the current shapes; without the drafter if none of them speculates."""
+        drafter = self.drafter if self.steps else None
+        return CycleModels(self.target, self.kv, drafter, self.states)
 
     @property
     def verifiers(self) -> tuple[type, ...]:
@@ -186,16 +236,21 @@ class Runner:
 
     @property
     def packs(self) -> bool:
-        """True if windows can be packed: nothing depends on their layout, and no graph on their number of
-        rows."""
+        """True if windows can be packed: no recurrent state and no DP-attention shard depends on their
+        layout, and no graph on their number of rows."""
         return not self.graphs.has_fixed_shapes and self.states is None and self._share is None
 
     def verifier(self, shape: SpecShape) -> Verifier:
-        """Verifier of the drafts of requests that sample. Windows without a draft model are deterministic."""
+        """Return the verifier of the drafts of requests that sample.
+
+        It is the one that the options ask for, if it is sound for the proposals of ``shape``. Windows without
+        a draft model are deterministic.
+        """
         drafter = self.models.drafter if shape.steps else None
-        kinds = drafter.verifiers if drafter is not None else (TargetOnly, Relaxed)
-        fits = isinstance(self._verifier, kinds)
-        return self._verifier if fits else kinds[0]()  # type: ignore[return-value]
+        sound = (TargetOnly, Relaxed) if drafter is None else drafter.verifiers
+        if isinstance(self._verifier, sound):
+            return self._verifier  # type: ignore[return-value]
+        return sound[0]()  # type: ignore[no-any-return]
 
     def use_shape(
         self,
@@ -207,119 +262,201 @@ class Runner:
         """Speculate with any of ``shapes`` from now on; nothing may be running.
 
         Args:
-            by_size: those that batches of some sizes may have.
-            reads_confidence: let cycles emit how sure the draft is of its next token.
+            by_size: shapes that batches of some sizes may have.
+            reads_confidence: let cycles emit the draft's confidence in its next tokens.
         """
         self.steps = max(shape.steps for shape in shapes)
         self._reads_confidence = reads_confidence and self.steps > 0
         drafter = self.models.drafter
+
+        # Candidates of a draft state: enough for all shapes, or for those of a batch size.
         self.candidate_spec = CandidateSpec(1, 1)
+        self._candidate_specs: dict[int, CandidateSpec] = {}
         if drafter is not None:
             self.candidate_spec = drafter.candidate_spec(shapes, reads_confidence=self._reads_confidence)
-        self._candidate_specs: dict[int, CandidateSpec] = {}
-        if drafter is not None and drafter.has_spec_by_size:
-            self._candidate_specs = {
-                size: drafter.candidate_spec(mine, reads_confidence=self._reads_confidence)
-                for size, mine in by_size.items()
-            }
-        kind = (drafter is not None, self.candidate_spec)
-        if kind not in self._slots:  # graphs know the slots that they were captured with
-            sizes = self.config.max_batch_size, self.config.max_pages, self.config.num_pages
-            self._slots[kind] = Slots(*sizes, drafter, self.candidate_spec, self.device)
-        self.slots = self._slots[kind]
+            if drafter.has_spec_by_size:
+                for size, shapes_of_size in by_size.items():
+                    spec = drafter.candidate_spec(shapes_of_size, reads_confidence=self._reads_confidence)
+                    self._candidate_specs[size] = spec
+
+        # Slots whose draft states have this layout. Graphs hold the slots that they were captured with, so
+        # slots of other layouts stay.
+        layout = (drafter is not None, self.candidate_spec)
+        if layout not in self._slots:
+            self._slots[layout] = Slots(
+                self.config.max_batch_size,
+                self.config.max_pages,
+                self.config.num_pages,
+                drafter,
+                self.candidate_spec,
+                self.device,
+            )
+        self.slots = self._slots[layout]
+
+        # Room for the tokens that plain cycles leave to the draft; one for all slots.
         if drafter is not None and drafter.supports_deferred_draft and NO_SPECULATION in shapes:
-            others = (slots.pending for slots in self._slots.values() if slots.pending is not None)
-            self.slots.make_pending(drafter.model, next(others, None))
+            existing = None
+            for slots in self._slots.values():
+                existing = existing or slots.pending
+            self.slots.make_pending(drafter.model, existing)
         self._batch = None
 
+    # Prompts.
+
     def prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
-        """Compute prompt chunks; requests whose prompt ends here join the slots -> their first tokens, and of
-        the others whether all is finite."""
+        """Compute prompt chunks in one forward of the target, and in one of the draft.
+
+        Requests whose prompt ends here join the slots.
+
+        Returns:
+            The first tokens of those requests. For the others, whether all their numbers are finite.
+        """
         with self.linear_forms.using():
             return self._prefill(chunks)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
         drafter = self.models.drafter
-        ids, next_ids, segments, last, finished = [], [], [], [], []
-        open_ends, unfinished = [], []
-        lookback = drafter.lookback if drafter is not None else 0
-        for request, begin, stop, _ in chunks:
-            start, write_from = max(0, begin - lookback), max(begin, request.sequence.num_shared_tokens)
-            ids += request.tokens(start, stop)
-            is_last = stop == request.num_to_compute
-            known = request.tokens(start + 1, stop + 1)
-            next_ids += known if len(known) == stop - start else [*known, 0]
-            table, part = self.slots.page_table[request.sequence.slot], request.sequence.allocation.part
-            segments.append(Segment(table, start, stop, write_from, part))
-            if is_last:
-                last.append(len(ids) - 1)
-                finished.append(request)
-            else:
-                open_ends.append(len(ids) - 1)
-                unfinished.append((request, stop))
-        tokens = self._tensor(ids)
-        following = self._tensor(next_ids)
-        positions = self._tensor([i for segment in segments for i in range(segment.start, segment.stop)])
-        capture = drafter.capture if drafter is not None else ()
-        attend = self.kv.prefill_attend(segments)
+
+        # Pack the tokens of all chunks, and send them to the device.
+        prompts = self._pack(chunks, 0 if drafter is None else drafter.lookback)
+        ids = self._tensor(prompts.ids)
+        next_ids = self._tensor(prompts.next_ids)
+        positions = self._tensor(
+            [slot for segment in prompts.segments for slot in range(segment.start, segment.stop)]
+        )
+
+        # Run the target. It stores its keys and values.
+        attend = self.kv.prefill_attend(prompts.segments)
         if self.states is not None:
-            attend = self.states.prompts(attend, _texts(chunks, segments))
-        out = self.target(tokens, positions, attend, capture)
-        rows = self._tensor(last)
-        roots, results = rows, []
-        if unfinished:
-            results.append(self._soundness(unfinished, out.hidden[self._tensor(open_ends)]))
-        if finished:
-            first, first_results = self._first_tokens(finished, out.hidden[rows])
+            attend = self.states.prompts(attend, _recurrent_texts(chunks, prompts.segments))
+        capture = () if drafter is None else drafter.capture
+        out = self.target(ids, positions, attend, capture)
+
+        # Where a prompt goes on, only report whether its hidden states are finite.
+        last_rows = self._tensor(prompts.finished_rows)
+        results = []
+        if prompts.unfinished:
+            hidden = out.hidden[self._tensor(prompts.unfinished_rows)]
+            results.append(self._finite_results(prompts.unfinished, hidden))
+
+        # Where a prompt ends, sample the first token. A request that was preempted has its tokens already.
+        roots = last_rows
+        if prompts.finished:
+            first, first_results = self._first_tokens(prompts.finished, out.hidden[last_rows])
             results.append(first_results)
-            last_ids = self._tensor([r.token_ids[-1] if r.token_ids else -1 for r in finished])
-            roots = torch.where(last_ids >= 0, last_ids, first)
-            following[rows] = roots
+            known = [request.token_ids[-1] if request.token_ids else -1 for request in prompts.finished]
+            known_roots = self._tensor(known)
+            roots = torch.where(known_roots >= 0, known_roots, first)
+            next_ids[last_rows] = roots
+
+        # Run the draft over the same rows. It stores its keys and makes the first draft states.
         draft = None
         if drafter is not None:
-            batch = PromptBatch(out, tokens, following, segments, rows)
+            batch = PromptBatch(out, ids, next_ids, prompts.segments, last_rows)
             draft = drafter.prefill(batch, self.candidate_spec)
-        if not finished:
+        if not prompts.finished:
             return results
-        slots = self._tensor([request.sequence.slot for request in finished])
-        lens = self._tensor([request.num_to_compute for request in finished])
-        self.slots.join(slots, lens, roots, draft)
-        for i, request in enumerate(finished):
+
+        # Requests whose prompt has ended join the slots.
+        slots = self._tensor([request.sequence.slot for request in prompts.finished])
+        seq_lens = self._tensor([request.num_to_compute for request in prompts.finished])
+        self.slots.join(slots, seq_lens, roots, draft)
+        for i, request in enumerate(prompts.finished):
             self.slots.adjust(request, self.vocab_size, roots[i : i + 1])
         return results
 
-    def _soundness(self, prompts: list[tuple[Request, int]], hidden: torch.Tensor) -> Results:
-        """Whether the last states of prompts that go on, ``hidden [n, H]``, are finite, and so all their
-        keys."""
-        requests, stops = [request for request, _ in prompts], [stop for _, stop in prompts]
+    def _pack(self, chunks: Sequence[Chunk], lookback: int) -> _PackedPrompts:
+        """Pack chunks behind each other, each with the ``lookback`` tokens before it."""
+        prompts = _PackedPrompts([], [], [], [], [], [], [])
+        for request, chunk_start, stop, _ in chunks:
+            sequence = request.sequence
+
+            # The tokens of the chunk, and the token after each. The last one may not be known yet.
+            start = max(0, chunk_start - lookback)
+            next_ids = request.tokens(start + 1, stop + 1)
+            if len(next_ids) < stop - start:
+                next_ids = [*next_ids, 0]
+            prompts.ids.extend(request.tokens(start, stop))
+            prompts.next_ids.extend(next_ids)
+
+            # Tokens before the chunk, and those of shared pages, are in the pool already.
+            write_from = max(chunk_start, sequence.num_shared_tokens)
+            page_table = self.slots.page_table[sequence.slot]
+            shard = sequence.allocation.shard
+            prompts.segments.append(Segment(page_table, start, stop, write_from, shard))
+
+            # The row that the next token is sampled from, if the prompt ends here.
+            last_row = len(prompts.ids) - 1
+            if stop == request.num_to_compute:
+                prompts.finished.append(request)
+                prompts.finished_rows.append(last_row)
+            else:
+                prompts.unfinished.append((request, stop))
+                prompts.unfinished_rows.append(last_row)
+        return prompts
+
+    def _finite_results(self, prompts: list[tuple[Request, int]], hidden: torch.Tensor) -> Results:
+        """Make the results of prompts that go on: no tokens, and whether their last hidden states are finite.
+
+        Attention reads all keys of a prompt, so its last hidden state shows whether they are finite.
+
+        Args:
+            prompts: requests, each with the number of its computed tokens.
+            hidden: ``[n, H]``.
+        """
+        requests = [request for request, _ in prompts]
+        num_computed = [stop for _, stop in prompts]
         none = self._tensor([0] * len(requests))
         emitted = Emitted(none[:, None], none, None, hidden.isfinite().all(-1))
-        return Results(requests, [request.sequence for request in requests], HostCopy(emitted), None, stops)
+        sequences = [request.sequence for request in requests]
+        return Results(requests, sequences, HostCopy(emitted), None, num_computed)
 
     def _first_tokens(self, requests: list[Request], hidden: torch.Tensor) -> tuple[torch.Tensor, Results]:
-        """Sample the token after each prompt -> int64 ``[B]``, and the same on its way to the host; a request
-        that was preempted has its tokens already."""
+        """Sample the token after each prompt.
+
+        Args:
+            hidden: ``[n, H]``, the hidden state of the last token of each prompt.
+
+        Returns:
+            The tokens int64 ``[n]``, and the results that hold them. The results of a request that was
+            preempted hold none: it has its tokens already.
+        """
         logits = self.target.logits(hidden)
-        zero = self._tensor([request.tokens(0, 1)[0] for request in requests])
-        tree = root_only(zero)  # a window whose root is the prompt's last token: it adds nothing to a path
-        lens = self._tensor([request.num_to_compute - 1 for request in requests])
+
+        # A prompt is a window of one node at its last token. Its penalties count no drafted token, so which
+        # token the node has does not matter.
+        any_token = self._tensor([request.tokens(0, 1)[0] for request in requests])
+        tree = root_only(any_token)
+        seq_lens = self._tensor([request.num_to_compute - 1 for request in requests])
+
+        # Sampling parameters, and the tokens that grammars allow.
         kind = self._kind(requests)
         sampling = self._sampling.of_requests(requests, None if kind is None else kind.level)
-        matches, allowed = [request.reply.match for request in requests], None
+        matches = [request.reply.match for request in requests]
+        allowed = None
         if any(matches):
             allowed = unpacked(self._allowed_bits(matches, tree), self.vocab_size)
-        tokens = choose(logits[:, None], tree, lens, sampling, allowed)
-        if (ranks := self.target.ranks) is not None:
-            tokens = ranks.first(tokens)
-        counts = self._tensor([0 if request.token_ids else 1 for request in requests])
+
+        # Sample. All ranks take the token of the first one.
+        tokens = choose(logits[:, None], tree, seq_lens, sampling, allowed)
+        if self.target.ranks is not None:
+            tokens = self.target.ranks.first(tokens)
+
+        # Log-probabilities.
         logprobs = None
-        if (top := self._num_logprobs(requests, kind)) is not None:
-            parts = token_logprobs(logits, tokens[:, 0], top)
+        num_logprobs = self._num_logprobs(requests, kind)
+        if num_logprobs is not None:
+            parts = token_logprobs(logits, tokens[:, 0], num_logprobs)
             logprobs = Logprobs(*(part[:, None] for part in parts))
+
+        # Send the results to the host.
+        num_emitted = self._tensor([0 if request.token_ids else 1 for request in requests])
+        emitted = Emitted(tokens, num_emitted, logprobs, is_finite(logits))
         sequences = [request.sequence for request in requests]
-        emitted = Emitted(tokens, counts, logprobs, is_finite(logits))
-        stops = [request.num_to_compute for request in requests]
-        return tokens[:, 0], Results(requests, sequences, HostCopy(emitted), None, stops)
+        num_computed = [request.num_to_compute for request in requests]
+        return tokens[:, 0], Results(requests, sequences, HostCopy(emitted), None, num_computed)
+
+    # Decoding.
 
     def padded(self, batch_size: int) -> int:
         """Size that a batch is padded to."""
@@ -339,207 +476,307 @@ class Runner:
         requests: list[Request],
         shape: SpecShape,
         ngram: NgramIndex | None = None,
-        wanted: Sequence[int] | None = None,
+        num_to_verify: Sequence[int] | None = None,
     ) -> Results:
-        """Run one cycle for ``requests`` in one of the shapes.
+        """Launch one cycle for ``requests`` in one of the current shapes.
 
         Args:
             ngram: drafts in place of a model; every token of the requests must be known to the host.
-            wanted: drafts of each request to verify, the first of its window; None for all.
+            num_to_verify: draft tokens of each request to verify, the first ones of its window; None for all.
         """
         batch = self._batch_of(requests)
-        (steps, topk, tokens), drafter = shape, self.models.drafter
-        is_steady_state, num_warm_ups = True, self.graphs.num_warm_ups
-        if drafter is not None and drafter.supports_deferred_draft:
-            if steps and any(map(_num_pending, requests)):
-                self._backfill_draft(requests)
-                is_steady_state = False
-            elif not steps and max(map(_num_pending, requests)) >= MAX_WINDOW:
-                self._store_pending_keys(requests)
-                is_steady_state = False
-            if not steps:
-                for request in requests:
-                    request.on_device.num_pending_draft_tokens += 1
-        behind = max(tokens, 1 + max(steps - 1, 0) * topk, steps + 2 + self._appended)
+        num_warm_ups = self.graphs.num_warm_ups
+
+        # Bring the draft up to date, as far as this cycle needs it.
+        has_backfill = self._prepare_draft(requests, shape)
+
+        # Constants of the cycle.
         size = len(batch.inputs.rows)
-        settings = self._settings(size, shape, self._columns(requests, behind), batch.num_logprobs)
-        tree, num_drafts = None, [tokens - 1] * len(requests)
-        if ngram is not None and steps:
+        num_drafted = 1 + max(shape.steps - 1, 0) * shape.topk
+        num_new = max(shape.tokens, num_drafted, shape.steps + 2 + self._num_appended)
+        settings = self._settings(size, shape, self._num_columns(requests, num_new), batch.num_logprobs)
+
+        # N-gram drafts come from the host.
+        tree = None
+        num_drafts = [shape.tokens - 1] * len(requests)
+        if ngram is not None and shape.steps:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
-            tree, num_drafts = to_tree(found, self.device), found.num_drafts[: len(requests)].tolist()
-            tree = agree_tree(tree, self.target.ranks)  # the log may have what a stop text took back
-            wanted = num_drafts if self.target.ranks is None else None
+            num_drafts = found.num_drafts[: len(requests)].tolist()
+            # The first rank's log may hold tokens that a stop text removed, so all ranks take its drafts.
+            tree = agree_tree(to_tree(found, self.device), self.target.ranks)
+            num_to_verify = num_drafts if self.target.ranks is None else None
+
+        # Pack the nodes to verify, if that saves rows.
         inputs = batch.inputs
-        if wanted is not None and self.packs:
-            num_rows = packed_rows(size, tokens - 1, sum(wanted))
+        if num_to_verify is not None and self.packs:
+            num_rows = packed_rows(size, shape.tokens - 1, sum(num_to_verify))
             if num_rows is not None:
-                num_drafts, settings = list(wanted), settings._replace(num_rows=num_rows)
-                inputs = inputs._replace(num_drafts=self._tensor([*wanted, *[0] * batch.padding]))
+                num_drafts = list(num_to_verify)
+                settings = settings._replace(num_rows=num_rows)
+                padded = self._tensor([*num_to_verify, *[0] * batch.padding])
+                inputs = inputs._replace(num_drafts=padded)
+
+        # Launch the cycle, and send its results to the host.
         emitted = self._run(batch.matches, inputs, settings, tree)
         if emitted.logprobs is not None and not batch.wants_logprobs:
             emitted = emitted._replace(logprobs=None)
-        is_steady_state = is_steady_state and self.graphs.num_warm_ups == num_warm_ups
+        has_capture = self.graphs.num_warm_ups != num_warm_ups
         return Results(
             requests,
             batch.sequences,
             HostCopy(emitted),
             num_drafts,
             shape=shape,
-            is_steady_state=is_steady_state,
+            is_steady_state=not (has_backfill or has_capture),
             num_rows=settings.num_rows,
         )
 
     def _batch_of(self, requests: list[Request]) -> Batch:
-        """What the cycle before had, where the batch is the same, so that nothing is sent to the device."""
+        """Make the batch of ``requests``, or return that of the last cycle if it has the same requests.
+
+        Then nothing has to be sent to the device.
+        """
         known = self._batch
         sequences = [request.sequence for request in requests]
         if known is not None and known.requests == requests and known.sequences == sequences:
             return known
+
+        # Rows of the batch: the slots of the requests, then dummies.
         padding = self.padded(len(requests)) - len(requests)
-        rows = self._tensor([request.sequence.slot for request in requests] + [self.slots.dummy] * padding)
-        kind, matches = self._kind(requests), None
+        slots = [request.sequence.slot for request in requests]
+        rows = self._tensor(slots + [self.slots.dummy] * padding)
+
+        # Sampling parameters, grammars and log-probabilities.
+        kind = self._kind(requests)
         sampling = self._sampling.of_cycle(requests, padding, None if kind is None else kind.level)
+        matches = None
         if any(request.reply.match is not None for request in requests):
             matches = [*(request.reply.match for request in requests), *[None] * padding]
-        wants_logprobs = any(request.params.logprobs is not None for request in requests)
-        own = self._own([request.sequence.allocation.part for request in requests], len(rows))
-        inputs = CycleInputs(rows, sampling, own=own)
         num_logprobs = self._num_logprobs(requests, kind)
+        wants_logprobs = any(request.params.logprobs is not None for request in requests)
+
+        # Requests of this rank, in data-parallel attention.
+        shards = [request.sequence.allocation.shard for request in requests]
+        inputs = CycleInputs(rows, sampling, shard=self._shard_requests(shards, len(rows)))
+
         self._batch = Batch(requests, sequences, padding, inputs, num_logprobs, wants_logprobs, matches)
         return self._batch
 
-    def _own(self, parts: list[int], size: int) -> ShardRequests | None:
-        """This rank's rows of a batch that is padded to ``size``, of requests of ``parts`` of the pool. They
-        are padded for the rank with most."""
+    def _shard_requests(self, shards: list[int], size: int) -> ShardRequests | None:
+        """Select the requests of a batch that this rank computes attention for; None if there is one shard.
+
+        Args:
+            shards: the shard of each request.
+            size: the padded size of the batch.
+        """
         if self._share is None:
             return None
+
+        # All ranks are padded to the same size, which fits the shard with most requests.
         sizes = self.config.shard_batch_sizes(size)
-        most = sizes[bisect_left(sizes, max(Counter(parts).values()))]
-        return shard_requests(parts, self._share, most, size, self.device)
+        most = sizes[bisect_left(sizes, max(Counter(shards).values()))]
+        return shard_requests(shards, self._share, most, size, self.device)
+
+    def _settings(
+        self, size: int, shape: SpecShape, num_columns: int, num_logprobs: int | None
+    ) -> CycleSettings:
+        """Collect the constants of a cycle for a batch of ``size``."""
+        return CycleSettings(
+            shape=shape,
+            num_columns=num_columns,
+            num_logprobs=num_logprobs,
+            verifier=self.verifier(shape),
+            candidate_spec=self._candidate_specs.get(size, self.candidate_spec),
+            reads_confidence=self._reads_confidence,
+        )
+
+    def _num_columns(self, requests: Sequence[Request], num_new: int) -> int:
+        """Return a bound on the keys that a window node attends to: tokens in the pool, then window nodes.
+
+        Graphs have the bound of the longest context, because GPU kernels read lengths on the device. Without
+        graphs it is a multiple of a block, so that shapes repeat. On a CPU each request reads the columns
+        that its length needs (``WindowPlan.by_length``).
+
+        Args:
+            num_new: columns behind the tokens of a request that the host knows or that are on their way.
+        """
+        if self.graphs.mode != "off":
+            return self.config.max_pages * self.kv.page_size + self._num_appended
+        num_on_their_way = self.config.lag * (self.steps + 2)
+        longest = max((request.num_tokens for request in requests), default=1)
+        return round_columns(longest - 1 + num_on_their_way + num_new)
+
+    @property
+    def _num_appended(self) -> int:
+        """Rows that draft-extend appends behind the emitted tokens."""
+        drafter = self.models.drafter
+        return 0 if drafter is None else drafter.num_appended(self.candidate_spec)
+
+    # Draft backfill. A plain cycle of an engine that speculates in other cycles does not run the draft. Its
+    # tokens, with the target's states that predicted them, stay pending in the slots. Before the next cycle
+    # with drafts the draft runs over them once.
+
+    def _prepare_draft(self, requests: list[Request], shape: SpecShape) -> bool:
+        """Run the draft over pending tokens if a cycle of ``shape`` needs it, and count its pending tokens.
+
+        Returns:
+            True if the draft ran.
+        """
+        drafter = self.models.drafter
+        if drafter is None or not drafter.supports_deferred_draft:
+            return False
+        most_pending = max(map(_num_pending, requests))
+
+        # A cycle with drafts needs the draft state behind all tokens.
+        if shape.steps:
+            if most_pending == 0:
+                return False
+            self._backfill_draft(requests)
+            return True
+
+        # A plain cycle adds a token to each request; make room where a request has no more.
+        has_run = most_pending >= MAX_WINDOW
+        if has_run:
+            self._store_pending_keys(requests)
+        for request in requests:
+            request.on_device.num_pending_draft_tokens += 1
+        return has_run
 
     def _backfill_draft(self, requests: list[Request]) -> None:
-        """Let the draft read what it has pending, and draft behind it."""
-        behind = [request for request in requests if _num_pending(request)]
-        drafter, longest = self.models.drafter, max(map(_num_pending, behind))
+        """Run the draft over all pending tokens of ``requests``: store its keys and make its draft states."""
+        drafter = self.models.drafter
         assert drafter is not None
+        pending = [request for request in requests if _num_pending(request)]
+        longest = max(map(_num_pending, pending))
+
+        # Where a window has no room for them all, store the keys of all but the last ones first.
         if longest > drafter.max_pending_tokens(self.candidate_spec):
             self._store_pending_keys(requests)
             longest = 1
-        self._run_in_batches(self._backfill_batch, behind, longest, self._appended)
-        for request in behind:
+
+        self._run_in_batches(self._backfill_batch, pending, longest, self._num_appended)
+        for request in pending:
             request.on_device.num_pending_draft_tokens = 0
 
     def _store_pending_keys(self, requests: list[Request]) -> None:
-        """Let the draft read what it has pending but the last tokens; nothing is drafted."""
-        behind = [request for request in requests if _num_pending(request) > 1]
-        longest = max(map(_num_pending, behind))
-        self._run_in_batches(self._store_batch, behind, longest - 1, 0)
-        for request in behind:
+        """Run the draft over all pending tokens but the last of each request: store its keys only.
+
+        The last token stays pending, because the next draft state depends on its states.
+        """
+        pending = [request for request in requests if _num_pending(request) > 1]
+        longest = max(map(_num_pending, pending))
+        self._run_in_batches(self._store_batch, pending, longest - 1, 0)
+        for request in pending:
             request.on_device.num_pending_draft_tokens = 1
 
     def _run_in_batches(
-        self, read: Callable[[list[int], int, int], None], behind: list[Request], length: int, appended: int
+        self,
+        run: Callable[[list[int], int, int], None],
+        requests: list[Request],
+        length: int,
+        num_appended: int,
     ) -> None:
-        """Let the draft read up to ``length`` tokens of each request, in forwards of at most
-        ``prefill_tokens`` rows (or of one request), as memory is planned for, ``appended`` of a request
-        behind its tokens."""
-        columns = self._columns(behind, length + 2 + appended)
-        if self.graphs.has_fixed_shapes:  # so that kernels are compiled for few
+        """Call ``run(slots, length, num_columns)`` for as many requests at a time as memory is planned for.
+
+        Args:
+            length: most pending tokens of a request.
+            num_appended: rows of a request behind its pending tokens.
+        """
+        num_columns = self._num_columns(requests, length + 2 + num_appended)
+
+        # Few lengths and sizes, if kernels are compiled for each.
+        if self.graphs.has_fixed_shapes:
             length = 1 << (length - 1).bit_length()
-        most = self._max_requests_per_forward(length + appended)
-        for start in range(0, len(behind), most):
-            slots = [request.sequence.slot for request in behind[start : start + most]]
+        most = self._max_requests_per_forward(length + num_appended)
+        for start in range(0, len(requests), most):
+            slots = [request.sequence.slot for request in requests[start : start + most]]
             if self.graphs.has_fixed_shapes:
                 slots += [self.slots.dummy] * (self.padded(len(slots)) - len(slots))
-            read(slots, length, columns)
-
-    def warm_up_backfill(self) -> int:
-        """Let the draft read nothing in every size in which it may have to catch up -> their number."""
-        if self.slots.pending is None or self.models.drafter is None:
-            return 0
-        most, ways = self.models.drafter.max_pending_tokens(self.candidate_spec), 0
-        for read, longest, appended in (
-            (self._backfill_batch, most, self._appended),
-            (self._store_batch, MAX_WINDOW, 0),
-        ):
-            for length in (1 << i for i in range(longest.bit_length())):
-                for size in self.config.batch_sizes:
-                    if size <= self._max_requests_per_forward(length + appended):
-                        columns = self._columns((), length + 2 + appended)
-                        read([self.slots.dummy] * size, length, columns)
-                        ways += 1
-        return ways
+            run(slots, length, num_columns)
 
     def _max_requests_per_forward(self, num_rows: int) -> int:
-        """Most requests whose pending tokens are read in one forward, ``num_rows`` of each; a batch
-        size where shapes are fixed."""
+        """Return how many requests one backfill forward takes, ``num_rows`` of each.
+
+        A forward has at most ``prefill_tokens`` rows, or one request. With fixed shapes it is a batch size.
+        """
         most = max(1, self.config.prefill_tokens // num_rows)
         if self.graphs.has_fixed_shapes:
             sizes = self.config.batch_sizes
             most = max([size for size in sizes if size <= most], default=sizes[0])
         return most
 
-    def _backfill_batch(self, slots: list[int], length: int, columns: int) -> None:
-        """Let the draft read up to ``length`` tokens that it has pending of each of ``slots``, over
-        ``columns``, and draft behind them."""
-        drafter, rows = self.models.drafter, self._tensor(slots)
+    def _backfill_batch(self, slots: list[int], length: int, num_columns: int) -> None:
+        """Run the draft over up to ``length`` pending tokens of each of ``slots``, and make its states."""
+        drafter = self.models.drafter
         assert drafter is not None
+        rows = self._tensor(slots)
         before, pending = self.slots.state_before_pending(rows, length)
         with self.linear_forms.using():
-            last = (pending.counts - 1).clamp(min=0)  # padding has none
-            draft = drafter.extend(before, pending, last, self.candidate_spec, columns)
+            last = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
+            draft = drafter.extend(before, pending, last, self.candidate_spec, num_columns)
         after = before._replace(seq_lens=before.seq_lens + pending.counts, draft=draft)
         self.slots.scatter(rows, after, None)
         self.slots.drop_pending(rows)
 
-    def _store_batch(self, slots: list[int], length: int, columns: int) -> None:
-        """Let the draft read up to ``length`` tokens that it has pending of each of ``slots``, over
-        ``columns``, all but the last one."""
-        drafter, rows = self.models.drafter, self._tensor(slots)
+    def _store_batch(self, slots: list[int], length: int, num_columns: int) -> None:
+        """Run the draft over up to ``length`` pending tokens of each of ``slots``, all but the last one."""
+        drafter = self.models.drafter
         assert drafter is not None
+        rows = self._tensor(slots)
         before, pending = self.slots.state_before_pending(rows, length)
         with self.linear_forms.using():
-            drafter.store(before, pending._replace(counts=(pending.counts - 1).clamp(min=0)), columns)
+            counts = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
+            drafter.store(before, pending._replace(counts=counts), num_columns)
         self.slots.keep_last_pending(rows)
+
+    # Warm-up: runs over dummy slots, which change nothing.
+
+    def warm_up_backfill(self) -> int:
+        """Run the draft over dummies in every size that a backfill may have.
+
+        Returns:
+            The number of forwards.
+        """
+        drafter = self.models.drafter
+        if self.slots.pending is None or drafter is None:
+            return 0
+        num_forwards = 0
+        for run, longest, num_appended in (
+            (self._backfill_batch, drafter.max_pending_tokens(self.candidate_spec), self._num_appended),
+            (self._store_batch, MAX_WINDOW, 0),
+        ):
+            for length in (1 << i for i in range(longest.bit_length())):
+                num_columns = self._num_columns((), length + 2 + num_appended)
+                most = self._max_requests_per_forward(length + num_appended)
+                for size in self.config.batch_sizes:
+                    if size <= most:
+                        run([self.slots.dummy] * size, length, num_columns)
+                        num_forwards += 1
+        return num_forwards
 
     def run_idle(
         self, size: int, shard_size: int, shape: SpecShape, kind: BatchKind, ngram: NgramIndex | None = None
     ) -> None:
-        """Run a cycle of dummies, ``shard_size`` of them of one part of the pool, which changes nothing, so
-        that its graphs are captured, the forms of its linear layers measured and its kernels compiled."""
+        """Run a cycle of dummies: capture its graphs, measure its linear layers and compile its kernels.
+
+        Args:
+            size: requests of the batch.
+            shard_size: how many of them are in the first shard of the pool.
+        """
+        # Constants and inputs of the cycle.
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
-        settings = self._settings(size, shape, self._columns((), MAX_WINDOW), num_logprobs)
-        rows, sampling = self._tensor([self.slots.dummy] * size), self._sampling.of_level(kind.level, size)
-        inputs = CycleInputs(rows, sampling, own=self._own([0] * shard_size, size))
+        settings = self._settings(size, shape, self._num_columns((), MAX_WINDOW), num_logprobs)
+        rows = self._tensor([self.slots.dummy] * size)
+        sampling = self._sampling.of_level(kind.level, size)
+        inputs = CycleInputs(rows, sampling, shard=self._shard_requests([0] * shard_size, size))
+
+        # A window from the host, where n-grams draft.
         tree = None
         if ngram is not None and shape.steps:
             tree = to_tree(self._ngram_draft([], size, ngram, shape), self.device)
         self._run([None] * size if kind.has_grammar else None, inputs, settings, tree)
 
-    def _settings(
-        self, size: int, shape: SpecShape, num_columns: int, num_logprobs: int | None
-    ) -> CycleSettings:
-        candidate_spec = self._candidate_specs.get(size, self.candidate_spec)
-        return CycleSettings(
-            shape, num_columns, num_logprobs, self.verifier(shape), candidate_spec, self._reads_confidence
-        )
-
-    def _columns(self, requests: Sequence[Request], behind: int) -> int:
-        """Bound on the columns of a window, ``behind`` of them behind the tokens of any request, those on
-        their way included; of few different values, so that shapes repeat. Kernels on a GPU
-        read lengths on the device, so graphs are captured for the longest context only; on a CPU each request
-        has the columns that its length needs (``WindowPlan.by_length``)."""
-        if self.graphs.mode == "off":
-            unseen = self.config.lag * (self.steps + 2)
-            longest = max((request.num_tokens for request in requests), default=1)
-            return round_columns(longest - 1 + unseen + behind)
-        return self.config.max_pages * self.kv.page_size + self._appended
-
-    @property
-    def _appended(self) -> int:
-        """Rows that draft-extend has behind the emitted ones."""
-        drafter = self.models.drafter
-        return 0 if drafter is None else drafter.num_appended(self.candidate_spec)
+    # The functions of a cycle, and their graphs.
 
     def _run(
         self,
@@ -548,25 +785,44 @@ class Runner:
         settings: CycleSettings,
         tree: Tree | None,
     ) -> Emitted:
-        """Verify ``tree``, or a draft of the drafter -> tokens on the device. ``matches`` are those of all
-        rows; None where no request has a grammar."""
+        """Run a cycle, as one function or as two with the host between them.
+
+        Args:
+            matches: grammar state of every row; None if no request has a grammar.
+            tree: window to verify, from the host; None lets the drafter propose it.
+
+        Returns:
+            The emitted tokens, on the device.
+        """
+        # One function does it all, unless the host needs the window.
         if tree is None and matches is None:
-            return self._part("cycle", self.run_cycle, inputs, settings)
-        # The host is needed in the middle.
+            return self._run_as_graph("cycle", self.run_cycle, inputs, settings)
+
+        # Get the window: from the host, or from the drafter.
         if tree is not None:
             window = DraftOutput(tree, Deterministic())
         else:
-            window = self._part("propose", self._propose, *self._as_proposed(inputs, settings))
-        if matches is not None:
-            bits, masks = self._allowed_bits(matches, window.tree), self._masks
-            masks[inputs.rows, : bits.shape[1]] = bits
-        inputs = inputs._replace(window=window, is_masked=matches is not None)
-        return self._part("verify", self.run_cycle, inputs, settings)
+            draft_inputs, draft_settings = self._proposal_inputs(inputs, settings)
+            window = self._run_as_graph("propose", self._propose, draft_inputs, draft_settings)
 
-    def _as_proposed(self, inputs: CycleInputs, settings: CycleSettings) -> tuple[CycleInputs, CycleSettings]:
+        # Let grammars say which tokens may follow each of its nodes.
+        if matches is not None:
+            bits = self._allowed_bits(matches, window.tree)
+            self._masks[inputs.rows, : bits.shape[1]] = bits
+
+        # Verify it.
+        inputs = inputs._replace(window=window, is_masked=matches is not None)
+        return self._run_as_graph("verify", self.run_cycle, inputs, settings)
+
+    def _proposal_inputs(
+        self, inputs: CycleInputs, settings: CycleSettings
+    ) -> tuple[CycleInputs, CycleSettings]:
         """Leave out what a proposal does not depend on, so that its graphs are few."""
-        inputs = inputs._replace(own=None, num_drafts=None)  # the draft is whole on every rank
-        if TargetOnly in self.verifiers or self.models.drafter is None:  # drafts are not sampled
+        # The draft is whole on every rank.
+        inputs = inputs._replace(shard=None, num_drafts=None)
+
+        # Deterministic drafts are the same for requests that sample.
+        if TargetOnly in self.verifiers or self.models.drafter is None:
             inputs = inputs._replace(sampling=None)
         return inputs, settings._replace(num_logprobs=None, num_rows=None)
 
@@ -577,39 +833,51 @@ class Runner:
     def _masks(self) -> torch.Tensor:
         return self.slots.make_masks(self.vocab_size)
 
-    def _part(
+    def _run_as_graph(
         self,
         name: str,
         body: Callable[..., Any],
         inputs: CycleInputs,
         settings: CycleSettings,
     ) -> Any:
-        """Run a part of the cycle, as a graph where there are graphs."""
-        sampling, window = inputs.sampling, inputs.window
-        if is_adjusted(sampling):
-            self.slots.make_tables(self.vocab_size)  # before a capture
+        """Run ``body(inputs, settings)`` as a graph, or eagerly if there are no graphs."""
+        # Tables that the body reads must be there before a capture.
+        if is_adjusted(inputs.sampling):
+            self.slots.make_tables(self.vocab_size)
         if self.graphs.mode == "off":
             return body(inputs, settings)
-        given = None if sampling is None else tuple(part is not None for part in sampling)
-        drafts = None if window is None else (type(window.proposal), window.tree.tokens.shape)
-        speculates = self.models.drafter is not None
-        own = None if inputs.own is None else len(inputs.own.rows)
-        key = (len(inputs.rows), settings, speculates, given, drafts, inputs.is_masked, own)
+
+        # All that the operations of the body depend on.
+        sampling = inputs.sampling
+        window = inputs.window
+        key = (
+            len(inputs.rows),
+            settings,
+            self.models.drafter is not None,
+            None if sampling is None else tuple(field is not None for field in sampling),
+            None if window is None else (type(window.proposal), window.tree.tokens.shape),
+            inputs.is_masked,
+            None if inputs.shard is None else len(inputs.shard.rows),
+        )
 
         def idle() -> CycleInputs:
+            """Inputs of a capture: dummies, which change no slot."""
             return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
 
+        # Linear layers are measured before a capture.
         lengths = Lengths(self.slots.seq_lens, inputs.rows)
-        with self.linear_forms.measuring():  # before a capture
-            return self.graphs.run(
-                GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
-            )
+        call = GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
+        with self.linear_forms.measuring():
+            return self.graphs.run(call)
 
     def run_cycle(self, inputs: CycleInputs, settings: CycleSettings) -> Emitted:
         """Run a cycle, or the part of it behind a given window, and update the slots."""
+        # Read the slots.
         drafter = self.models.drafter
-        drafts = drafter is not None and not defers_draft(drafter, settings)
-        state, sampling = self._state(inputs, drafts=drafts)
+        uses_draft = drafter is not None and not defers_draft(drafter, settings)
+        state, sampling = self._state(inputs, with_draft=uses_draft)
+
+        # Run the cycle.
         if inputs.window is None:
             out = cycle(self.models, state, settings, sampling)
         else:
@@ -618,6 +886,8 @@ class Runner:
                 bits = self._masks[inputs.rows, : inputs.window.tree.tokens.shape[1]]
                 allowed = unpacked(bits, self.vocab_size)
             out = finish_cycle(self.models, state, inputs.window, settings, sampling, allowed)
+
+        # Write the new state. A draft state of fewer candidates is padded to those of the slots.
         state = out.state
         if drafter is not None and state.draft is not None and self.slots.draft is not None:
             state = state._replace(draft=drafter.widened(state.draft, self.slots.draft))
@@ -627,30 +897,39 @@ class Runner:
         return out.emitted
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:
-        state, sampling = self._state(inputs, drafts=settings.shape.steps > 0)
+        state, sampling = self._state(inputs, with_draft=settings.shape.steps > 0)
         return propose(self.models.drafter, state, settings, sampling, self.target.ranks)
 
-    def _state(self, inputs: CycleInputs, *, drafts: bool = True) -> tuple[CycleState, SamplingBatch | None]:
-        """Gather the rows of the slots, their ``drafts`` too where the cycle reads or makes some, and of
-        their tables where logits are adjusted."""
+    def _state(
+        self, inputs: CycleInputs, *, with_draft: bool = True
+    ) -> tuple[CycleState, SamplingBatch | None]:
+        """Gather the state of a batch from the slots.
+
+        Args:
+            with_draft: gather the draft state too.
+
+        Returns:
+            The state, and the sampling parameters with the tables of the slots where logits are adjusted.
+        """
         sampling = inputs.sampling
         if sampling is not None and is_adjusted(sampling):
             assert self.slots.tables is not None
             rows = (table[inputs.rows] for table in self.slots.tables)
             sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
-        state = self.slots.gather(inputs.rows, drafts=drafts)
-        return state._replace(own=inputs.own, num_drafts=inputs.num_drafts), sampling
+        state = self.slots.gather(inputs.rows, with_draft=with_draft)
+        return state._replace(shard=inputs.shard, num_drafts=inputs.num_drafts), sampling
 
     def _ngram_draft(
         self, requests: list[Request], padding: int, ngram: NgramIndex, shape: SpecShape
     ) -> NgramDraft:
+        """Draft from the n-gram log, for ``requests`` and ``padding`` dummies."""
         window = ngram.config.max_match_window_size
         contexts = [r.tokens(max(0, r.num_tokens - window), r.num_tokens) for r in requests]
         salts = [r.params.cache_salt for r in requests] + [None] * padding
         return ngram.propose([*contexts, *[[0]] * padding], shape.tokens, shape.steps, salts)
 
     def _kind(self, requests: list[Request]) -> BatchKind | None:
-        """Kind of a batch where graphs are for few kinds of them."""
+        """Return the kind of a batch if graphs are captured for few kinds, else None."""
         return kind_of(requests) if self.graphs.has_fixed_shapes else None
 
     @property
@@ -658,7 +937,7 @@ class Runner:
         return min(MAX_LOGPROBS, self.vocab_size)
 
     def _num_logprobs(self, requests: list[Request], kind: BatchKind | None) -> int | None:
-        """Alternatives to report for the batch; for graphs all or none."""
+        """Return the number of alternatives to report for a batch; with kinds of batches all or none."""
         if kind is not None:
             return self._most_logprobs if kind.has_logprobs else None
         wanted = [request.params.logprobs for request in requests if request.params.logprobs is not None]
@@ -666,3 +945,20 @@ class Runner:
 
     def _tensor(self, numbers: Sequence[int]) -> torch.Tensor:
         return to_device(numbers, self.device)
+
+
+def _num_pending(request: Request) -> int:
+    """Number of the last tokens of a request that the draft has not run over."""
+    return request.on_device.num_pending_draft_tokens
+
+
+def _recurrent_texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> list[Text]:
+    """Rows of each chunk in the packed forward, with the recurrent states that it reads and saves."""
+    texts = []
+    start = 0
+    for chunk, segment in zip(chunks, segments, strict=True):
+        assert chunk.states is not None
+        stop = start + segment.stop - segment.start
+        texts.append(Text(start, stop, *chunk.states))
+        start = stop
+    return texts

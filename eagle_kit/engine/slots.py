@@ -1,6 +1,8 @@
-"""Per-request device state, one row per slot.
+"""Device state of the requests of a batch: page tables, lengths, roots and draft states, one row per slot.
 
-Legend: M slots, P pages a request may have, V vocabulary.
+A cycle gathers the rows of its batch and scatters them back, so that it runs without the host.
+
+Legend: M slots, P most pages of a request, B requests of a batch, N window nodes, V vocabulary.
 """
 
 from collections.abc import Iterable
@@ -21,9 +23,15 @@ from eagle_kit.ops.transfer import to_device
 
 
 class Tables(NamedTuple):
-    """Tables of the vocabulary of all slots, ``[M + 1, V]``: ``counts`` int32 of the reply's tokens, ``bias``
-    fp32, and ``prompt_mask`` bool, tokens of the prompt. Rows of requests without penalties and biases add
-    nothing, but for their counts, which no penalty multiplies."""
+    """Tables of the vocabulary that penalties and biases read, one row per slot.
+
+    Rows of requests without penalties and biases are 0. Their counts may grow, which no penalty reads.
+
+    Attributes:
+        counts: int32 ``[M + 1, V]``, how often each token occurs in the reply.
+        bias: fp32 ``[M + 1, V]``, what is added to the logits.
+        prompt_mask: bool ``[M + 1, V]``, True for tokens of the prompt.
+    """
 
     counts: torch.Tensor
     bias: torch.Tensor
@@ -31,12 +39,25 @@ class Tables(NamedTuple):
 
 
 class Slots:
-    """Tables of M requests and, last, of a dummy that pads batches: it owns no page and stays inactive.
+    """Tables of M slots and of a dummy, the last row, that pads batches. It has no page and stays inactive.
 
     Args:
-        dummy_page: entry of page tables where a request has no page.
-        drafter: of the draft states; None in ordinary decoding.
+        count: M.
+        max_pages: P.
+        dummy_page: page number that page tables hold where a request has no page.
+        drafter: makes the draft states; None in ordinary decoding.
         candidate_spec: candidates of a draft state.
+        device: device of all tables.
+
+    Attributes:
+        page_table: int64 ``[M + 1, P]``.
+        seq_lens: int64 ``[M + 1]``, tokens in the pool.
+        roots: int64 ``[M + 1]``, the last emitted token, which the next window begins with.
+        active: bool ``[M + 1]``, False for the dummy.
+        draft: the draft states, a named tuple of tensors with M + 1 rows; None in ordinary decoding.
+        tables: tables of penalties and biases; None until a request needs them.
+        pending: tokens that the draft has not run over; None until :meth:`make_pending`.
+        masks: bits of the tokens that grammars allow; None until :meth:`make_masks`.
     """
 
     def __init__(
@@ -48,43 +69,61 @@ class Slots:
         candidate_spec: CandidateSpec,
         device: torch.device,
     ) -> None:
-        self.dummy, self.dummy_page = count, dummy_page
+        self.dummy = count
+        self.dummy_page = dummy_page
+
+        # Page tables on the device, and the pages that the host has written to each.
         self.page_table = torch.full((count + 1, max_pages), dummy_page, dtype=torch.int64, device=device)
         self._written: list[list[int]] = [[] for _ in range(count)]
+
+        # State that every cycle reads and writes.
         self.seq_lens = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self.roots = torch.zeros(count + 1, dtype=torch.int64, device=device)
         self.active = torch.ones(count + 1, dtype=torch.bool, device=device)
         self.active[count] = False
         self.draft = drafter.empty_state(count + 1, candidate_spec) if drafter is not None else None
+
+        # State that only some requests need, made when it is first needed.
         self.tables: Tables | None = None
         self._adjusted: set[int] = set()
         self.pending: PendingTokens | None = None
         self.masks: torch.Tensor | None = None
 
     def set_pages(self, requests: Iterable[Request]) -> None:
-        """Bring the rows of ``requests`` up to date: what changed in all of them is one copy, one write."""
-        places: list[int] = []
+        """Bring the page tables of ``requests`` up to date.
+
+        The changes of all of them go to the device in one copy, and are written by one operation.
+        """
+        indices: list[int] = []
         pages: list[int] = []
         for request in requests:
             sequence = request.sequence
             allocation = sequence.allocation
-            known = self._written[sequence.slot]
-            first = request.on_device.num_pages_written  # of those before it none has changed
+
+            # No page before the first ``num_pages_written`` has changed.
+            first = request.on_device.num_pages_written
             if first == len(allocation):
                 continue
             first = max(first, 0)
+
+            # New pages, then dummy pages over those of an earlier request of the slot.
+            written = self._written[sequence.slot]
             new = allocation.table_from(first)
-            padded = new + [self.dummy_page] * (len(known) - first - len(new))
-            row = sequence.slot * self.page_table.shape[1]
-            for place, page in enumerate(padded, first):
-                if place >= len(known) or known[place] != page:
-                    places.append(row + place)
+            padded = new + [self.dummy_page] * (len(written) - first - len(new))
+
+            # Collect what differs from the device's table.
+            row_start = sequence.slot * self.page_table.shape[1]
+            for column, page in enumerate(padded, first):
+                if column >= len(written) or written[column] != page:
+                    indices.append(row_start + column)
                     pages.append(page)
-            known[first:] = new
+            written[first:] = new
             request.on_device.num_pages_written = len(allocation)
-        if places:
-            delta = to_device(places + pages, self.page_table.device)
-            self.page_table.view(-1)[delta[: len(places)]] = delta[len(places) :]
+
+        # One transfer for indices and pages.
+        if indices:
+            changes = to_device(indices + pages, self.page_table.device)
+            self.page_table.view(-1)[changes[: len(indices)]] = changes[len(indices) :]
 
     def join(
         self,
@@ -93,90 +132,128 @@ class Slots:
         roots: torch.Tensor,
         draft: tuple[torch.Tensor, ...] | None,
     ) -> None:
-        """Put requests whose prompt is computed into ``slots`` int64 ``[n]``."""
+        """Put requests whose prompts are computed into slots.
+
+        Args:
+            slots: int64 ``[n]``.
+            seq_lens: int64 ``[n]``, their tokens in the pool.
+            roots: int64 ``[n]``, the token behind each prompt.
+            draft: their draft states, with n rows; None in ordinary decoding.
+        """
         self.seq_lens[slots] = seq_lens
         self.roots[slots] = roots
         if draft is not None and self.draft is not None:
-            for mine, new in zip(self.draft, draft, strict=True):
-                mine[slots] = new
+            for table, new in zip(self.draft, draft, strict=True):
+                table[slots] = new
         if self.pending is not None:
             self.drop_pending(slots)
 
-    def gather(self, rows: torch.Tensor, *, drafts: bool = True) -> CycleState:
-        """Gather the state of the batch in ``rows`` int64 ``[B]``, that of its ``drafts`` too unless the
-        cycle leaves it alone."""
-        mine = self.page_table, self.seq_lens, self.roots, self.active
-        draft = self.draft if drafts else None
-        page_table, seq_lens, roots, active, *parts = gather_rows([*mine, *(draft or ())], rows)
-        state = None if draft is None else type(draft)(*parts)
-        return CycleState(page_table, seq_lens, roots, active, state, rows)
+    def gather(self, rows: torch.Tensor, *, with_draft: bool = True) -> CycleState:
+        """Gather the state of a batch.
+
+        Args:
+            rows: int64 ``[B]``, its slots.
+            with_draft: gather its draft states too; False for a cycle that does not use them.
+        """
+        draft = self.draft if with_draft else None
+        tables = [self.page_table, self.seq_lens, self.roots, self.active, *(draft or ())]
+        page_table, seq_lens, roots, active, *draft_rows = gather_rows(tables, rows)
+        draft_state = None if draft is None else type(draft)(*draft_rows)
+        return CycleState(page_table, seq_lens, roots, active, draft_state, rows)
 
     def scatter(self, rows: torch.Tensor, state: CycleState, counts: torch.Tensor | None) -> None:
-        """Write back the state after a cycle, and the counts of the replies."""
-        mine, new = [self.seq_lens, self.roots], [state.seq_lens, state.roots]
+        """Write back the state of a batch after a cycle.
+
+        Args:
+            rows: int64 ``[B]``, its slots.
+            counts: int32 ``[B, V]``, the new counts of ``Tables``; None if the cycle did not read them.
+        """
+        tables = [self.seq_lens, self.roots]
+        new = [state.seq_lens, state.roots]
         if self.draft is not None and state.draft is not None:
-            mine, new = [*mine, *self.draft], [*new, *state.draft]
+            tables.extend(self.draft)
+            new.extend(state.draft)
         if self.tables is not None and counts is not None:
-            mine, new = [*mine, self.tables.counts], [*new, counts]
-        write_rows(mine, rows, new)
+            tables.append(self.tables.counts)
+            new.append(counts)
+        write_rows(tables, rows, new)
 
     def append_pending(self, rows: torch.Tensor, new: PendingTokens) -> None:
-        """Append a token of each of ``rows [B]`` to what the draft has pending."""
+        """Append the first token of ``new``, which has B rows, to the pending tokens of ``rows [B]``."""
         assert self.pending is not None
         states, tokens, counts = self.pending
         append_rows([states, tokens], counts, rows, [new.states[:, 0], new.tokens[:, 0]], new.counts)
 
     def make_masks(self, vocab_size: int) -> torch.Tensor:
-        """Return the bits of the tokens that grammars allow (``grammar/masks.py``) after each node of the
-        slots' windows, uint8 ``[M + 1, N, V / 8]``, made when they are first needed."""
+        """Return the masks of grammars, uint8 ``[M + 1, N, V / 8]``, made when they are first needed.
+
+        They hold a bit for each token that may follow each node of a window (``grammar/masks.py``).
+        """
         if self.masks is None:
-            shape = self.dummy + 1, MAX_WINDOW, num_bytes(vocab_size)
+            shape = (self.dummy + 1, MAX_WINDOW, num_bytes(vocab_size))
             self.masks = torch.zeros(shape, dtype=torch.uint8, device=self.roots.device)
         return self.masks
 
-    def make_pending(self, model: DraftModel, others: PendingTokens | None = None) -> None:
-        """Make room for a window of a request's tokens that a draft misses in plain cycles, unless there is
-        some. ``others`` have it of other slots: nothing is running when these change."""
-        self.pending = self.pending or others
+    def make_pending(self, model: DraftModel, existing: PendingTokens | None = None) -> None:
+        """Make room for the pending tokens of all slots, :data:`MAX_WINDOW` of each.
+
+        Args:
+            existing: room of other slots, which is used if there is some. Nothing is running when an engine
+                changes its slots, so one room serves them all.
+        """
+        if self.pending is None:
+            self.pending = existing
         if self.pending is not None:
             return
-        shape, device = (self.dummy + 1, MAX_WINDOW), self.roots.device
-        states = torch.zeros(*shape, model.state_size, dtype=model.state_dtype, device=device)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        self.pending = PendingTokens(states, tokens, torch.zeros(shape[0], dtype=torch.int64, device=device))
+        count = self.dummy + 1
+        device = self.roots.device
+        self.pending = PendingTokens(
+            states=torch.zeros(count, MAX_WINDOW, model.state_size, dtype=model.state_dtype, device=device),
+            tokens=torch.zeros(count, MAX_WINDOW, dtype=torch.int64, device=device),
+            counts=torch.zeros(count, dtype=torch.int64, device=device),
+        )
 
     def state_before_pending(self, rows: torch.Tensor, length: int) -> tuple[CycleState, PendingTokens]:
-        """State of ``rows [B]`` before the tokens that the draft has pending, and the first ``length`` of
-        these."""
+        """Gather the state of a batch as it was before its pending tokens.
+
+        Args:
+            rows: int64 ``[B]``, its slots.
+            length: columns of pending tokens to gather; no request may have more.
+
+        Returns:
+            The state, and the pending tokens.
+        """
         assert self.pending is not None
         states, tokens, counts = self.pending
-        state, pending = (
-            self.gather(rows),
-            PendingTokens(states[rows, :length], tokens[rows, :length], counts[rows]),
-        )
+        pending = PendingTokens(states[rows, :length], tokens[rows, :length], counts[rows])
+        state = self.gather(rows)
         return state._replace(seq_lens=state.seq_lens - pending.counts), pending
 
     def drop_pending(self, rows: torch.Tensor) -> None:
-        """Drop what the draft has pending of ``rows``."""
+        """Drop the pending tokens of ``rows``."""
         assert self.pending is not None
-        self.pending.counts.index_fill_(0, rows, 0)  # assigned, the number would be a tensor to wait for
+        # An assignment of a number would copy it from the host, and wait.
+        self.pending.counts.index_fill_(0, rows, 0)
 
     def keep_last_pending(self, rows: torch.Tensor) -> None:
-        """Drop what the draft has pending of ``rows`` but the last token, which its next state depends on."""
+        """Drop the pending tokens of ``rows`` but the last, which the next draft state depends on."""
         assert self.pending is not None
         states, tokens, counts = self.pending
-        last = (counts[rows] - 1).clamp(min=0)  # dummies have none
-        states[rows, 0], tokens[rows, 0] = states[rows, last], tokens[rows, last]
+        last = (counts[rows] - 1).clamp(min=0)  # dummies have no pending token
+        states[rows, 0] = states[rows, last]
+        tokens[rows, 0] = tokens[rows, last]
         counts[rows] = counts[rows].clamp(max=1)
 
     def adjust(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
-        """Write a request's rows of the tables that penalties and biases need, or those that change nothing
-        where a request with some was in its slot.
+        """Write a request's rows of the tables that penalties and biases read.
 
         Args:
-            root: ``[1]``, the token behind the prompt, which the host may not know yet.
+            root: int64 ``[1]``, the token behind the prompt, which the host may not know yet.
         """
-        params, slot = request.params, request.sequence.slot
+        params = request.params
+        slot = request.sequence.slot
+
+        # A request without penalties and biases clears what an earlier request of its slot left.
         if not adjusts_logits(params):
             if self.tables is not None and slot in self._adjusted:
                 self._adjusted.discard(slot)
@@ -185,17 +262,25 @@ class Slots:
             return
         counts, bias, prompt_mask = self.make_tables(vocab_size)
         self._adjusted.add(slot)
-        counts[slot] = 0
+
+        # Biases, and the tokens of the prompt.
         write_bias(bias[slot], params)
         prompt_mask[slot] = False
         prompt_mask[slot].index_fill_(0, to_device(request.prompt_ids, root.device), True)
+
+        # Count the tokens of the reply: those before a preemption, or the first one.
+        counts[slot] = 0
         known = to_device(request.token_ids, root.device) if request.token_ids else root
         counts[slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
 
     def make_tables(self, vocab_size: int) -> "Tables":
         """Return the tables of all slots, made when they are first needed."""
         if self.tables is None:
-            shape, device = (self.dummy + 1, vocab_size), self.roots.device
-            kinds = torch.int32, torch.float32, torch.bool
-            self.tables = Tables(*(torch.zeros(shape, dtype=kind, device=device) for kind in kinds))
+            shape = (self.dummy + 1, vocab_size)
+            device = self.roots.device
+            self.tables = Tables(
+                counts=torch.zeros(shape, dtype=torch.int32, device=device),
+                bias=torch.zeros(shape, dtype=torch.float32, device=device),
+                prompt_mask=torch.zeros(shape, dtype=torch.bool, device=device),
+            )
         return self.tables

@@ -92,7 +92,7 @@ class DataParallelLatents(PagedLatents):
         ancestors: torch.Tensor,
         num_columns: int,
     ) -> LatentAttend:
-        """Like ``window_attend``, for the requests of this rank's shard; the arguments are those of the whole batch."""
+        """Like ``window_attend``, for the requests of this shard; the arguments describe the whole batch."""
         num_nodes = ancestors.shape[1]
         attend = super().window_attend(
             self.local_pages(page_table[requests.rows]),
@@ -116,7 +116,7 @@ class DataParallelLatents(PagedLatents):
         first_position: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
-        """Like ``commit_window``, for the requests of this rank's shard; the arguments are those of the whole batch."""
+        """Like ``commit_window``, for the requests of this shard; the arguments describe the whole batch."""
         table = self.local_pages(page_table[requests.rows])
         counts = num_committed[requests.rows] * requests.is_real
         self.commit_window(table, nodes[requests.rows], first_position[requests.rows], counts)

@@ -110,8 +110,8 @@ class PageAllocation:
 class PagePool:
     """Allocator of the page numbers 0..num_pages-1, with a prefix cache.
 
-    For data-parallel attention the pool has several shards of equal size, one for each rank. Each has a prefix
-    cache of its own. All pages of a request come from one shard.
+    For data-parallel attention the pool has several shards of equal size, one for each rank. Each has its own
+    prefix cache. All pages of a request come from one shard.
 
     Args:
         prefix_cache: keep the pages of finished requests until their memory is needed.

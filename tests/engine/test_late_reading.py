@@ -218,7 +218,7 @@ def test_rows_of_a_reading_are_planned_for(pairs, monkeypatch, name):
         engine.add_request(Request(i, prompt, SamplingParams(max_tokens=60)))
 
     def rows_of(runner, name, slots, length):
-        return len(slots) * (length + (runner._appended if name == "_backfill_batch" else 0))
+        return len(slots) * (length + (runner._num_appended if name == "_backfill_batch" else 0))
 
     rows = watch(monkeypatch, rows_of)
     for policy.shape in map(SpecShape.parse, (*["none"] * 30, *["4,1,5"] * 60)):

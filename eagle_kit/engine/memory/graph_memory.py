@@ -80,8 +80,8 @@ def _graphs(
 ) -> Iterator[tuple[int, int]]:
     """Iterate over the graphs of a size and a shape: launches, and windows that it keeps for each request.
     Grammars split a cycle, and n-grams, which have no graphs of ``proposals``: one for all kinds with
-    grammars, or for each where drafts are sampled. What attends has a graph for each of ``num_shard_sizes`` sizes of
-    a rank's own requests."""
+    grammars, or for each where drafts are sampled. Functions with attention have a graph for each of
+    ``num_shard_sizes`` batch sizes of a DP-attention shard."""
     for kind in wanted:
         one = (verified, 1) if kind.has_grammar or not proposals else (drafted + verified, 0)
         yield from [one] * num_shard_sizes

@@ -56,8 +56,8 @@ def bake_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths[:] = [request.num_tokens - 1 for request in batch]
         return decode(self, batch, *rest, **named)
 
-    def baked(self: Runner, inputs: Any, *, drafts: bool = True) -> Any:
-        state, sampling = state_of(self, inputs, drafts=drafts)
+    def baked(self: Runner, inputs: Any, *, with_draft: bool = True) -> Any:
+        state, sampling = state_of(self, inputs, with_draft=with_draft)
         (length,) = lengths
         return state._replace(seq_lens=torch.full_like(state.seq_lens, length)), sampling
 
