@@ -1,8 +1,8 @@
 """Decode cycle: propose -> verify -> accept -> commit -> draft-extend.
 
-A pure function of fixed shapes from device tensors to device tensors: it reads nothing on the host (on a CPU
-only lengths, by guards), so the same code runs eagerly on a CPU and can be captured whole as one CUDA graph.
-Its only side effects are the writes into the key-value stores. Ordinary decoding is a window of one node.
+A function of fixed shapes from device tensors to device tensors. It writes the key-value stores and nothing
+else, and no tensor is read on the host (on a CPU only lengths are, through guards). So the same code runs
+eagerly and as one CUDA graph. Ordinary decoding is a window of one node.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -32,8 +32,14 @@ from eagle_kit.verify.verifiers import TargetOnly, Verifier
 
 
 class CycleModels(NamedTuple):
-    """The ``target``, the store ``kv`` of its tokens, the ``drafter`` (None in ordinary decoding), and the
-    ``states`` of recurrent layers (None without any)."""
+    """Models of a cycle, with their stores.
+
+    Attributes:
+        target: the model that verifies.
+        kv: the target's key-value store.
+        drafter: the draft model with its store; None in ordinary decoding.
+        states: states of the target's recurrent layers; None if it has none.
+    """
 
     target: Target
     kv: PagedStore
@@ -46,14 +52,13 @@ class CycleSettings(NamedTuple):
 
     Attributes:
         shape: draft and window; without a draft it must be a window of one.
-        num_columns: bound on ``seq_lens + tokens``, and on ``seq_lens + steps + 2`` with the rows that
-            draft-extend appends.
-        num_logprobs: alternatives to report for every emitted token; None reports nothing.
-        verifier: of the drafts of requests that sample; it must be sound for the drafter's proposals.
-        candidate_spec: candidates that the draft keeps for the next cycle, whatever its shape.
-        reads_confidence: emit the draft's confidence.
-        num_rows: rows of the target's forward, into which the nodes to verify are packed; None is one for
-            every node.
+        num_columns: bound on the keys that a window node attends to. It is at least ``seq_lens + tokens``,
+            and ``seq_lens + steps + 2`` plus the rows that draft-extend appends.
+        num_logprobs: alternatives to report for every emitted token; None reports no log-probabilities.
+        verifier: verifier of the drafts of requests that sample, sound for the drafter's proposals.
+        candidate_spec: candidates of the draft state that the cycle makes; None takes those of ``shape``.
+        reads_confidence: True if the cycle emits the draft's confidence.
+        num_rows: rows of the target's forward if the nodes to verify are packed; None for a row per node.
     """
 
     shape: SpecShape
@@ -66,8 +71,13 @@ class CycleSettings(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of the emitted tokens under the target: ``chosen`` fp32 ``[B, S + 1]``; the most
-    likely ``ids`` int64 and their ``values`` fp32 ``[B, S + 1, top]``."""
+    """Log-probabilities of the emitted tokens under the target.
+
+    Attributes:
+        chosen: fp32 ``[B, S + 1]``, those of the emitted tokens.
+        ids: int64 ``[B, S + 1, top]``, the most likely tokens.
+        values: fp32 ``[B, S + 1, top]``, the log-probabilities of ``ids``.
+    """
 
     chosen: torch.Tensor
     ids: torch.Tensor
@@ -75,11 +85,17 @@ class Logprobs(NamedTuple):
 
 
 class Emitted(NamedTuple):
-    """Tokens of a cycle: ``tokens`` int64 ``[B, S + 1]``, of which the first ``num_emitted [B]`` are new;
-    ``logprobs`` when asked for; ``is_finite`` bool ``[B]``, False where the target's logits on the accepted
-    path are not finite, so that the tokens mean nothing; ``confidence`` of :meth:`Drafter.confidence` fp32
-    ``[B]`` or ``[B, D]``, in the tokens that the draft proposes next, where that is asked for and it has read
-    the emitted ones."""
+    """Tokens that a cycle emits.
+
+    Attributes:
+        tokens: int64 ``[B, S + 1]``, of which the first ``num_emitted`` are new.
+        num_emitted: int64 ``[B]``, accepted draft tokens and the bonus token; 0 for padding.
+        logprobs: log-probabilities of the tokens; None if no request asked for them.
+        is_finite: bool ``[B]``, False if the target's logits on the accepted path are not all finite. The
+            tokens of such a request are meaningless.
+        confidence: fp32 ``[B]`` or ``[B, D]``, see :meth:`Drafter.confidence`: the draft's confidence in the
+            tokens of its next proposal. None if it is not asked for, or the cycle did not run the draft.
+    """
 
     tokens: torch.Tensor
     num_emitted: torch.Tensor
@@ -89,8 +105,14 @@ class Emitted(NamedTuple):
 
 
 class CycleOutput(NamedTuple):
-    """The ``state`` of the next cycle, the ``emitted`` tokens, ``counts`` of ``SamplingBatch`` after them,
-    and what the draft ``pending`` of them: a cycle that drafts nothing leaves that for later."""
+    """Result of a cycle.
+
+    Attributes:
+        state: state at the start of the next cycle.
+        emitted: the emitted tokens.
+        counts: int32 ``[B, V]``, token counts of ``SamplingBatch`` after them; None without penalties.
+        pending: the emitted tokens, if the cycle did not run the draft over them; else None.
+    """
 
     state: CycleState
     emitted: Emitted
@@ -99,9 +121,14 @@ class CycleOutput(NamedTuple):
 
 
 class WindowRead(NamedTuple):
-    """The target's ``out`` over the nodes of a window, ``[B * N]`` rows, the attention ``attend`` of whole
-    windows, and the ``logits [T, V]``, of tensor parallelism this rank's part of them, of all ``B * N`` nodes
-    or of those of a ``packing``."""
+    """Output of the target over the nodes of a window.
+
+    Attributes:
+        out: hidden states of all nodes, ``B * N`` rows.
+        attend: attention of the whole windows.
+        logits: ``[T, V]``, one row per row of the forward; with tensor parallelism this rank's columns.
+        packing: rows of the forward, if the nodes to verify were packed; None if T is ``B * N``.
+    """
 
     out: TargetOutput
     attend: Attend
@@ -109,14 +136,20 @@ class WindowRead(NamedTuple):
     packing: Packing | None = None
 
     def of_nodes(self, rows: torch.Tensor, batch_size: int) -> torch.Tensor:
-        """``[B, N, ...]`` of the ``rows [T, ...]`` of the logits."""
+        """Unpack ``rows [T, ...]``, which belong to the rows of the logits, to ``[B, N, ...]``."""
         whole = rows if self.packing is None else rows[self.packing.places]
         return whole.unflatten(0, (batch_size, -1))
 
 
 class Verified(NamedTuple):
-    """Result of verification: the target's ``out`` over the window, the ``accepted`` path and its
-    ``outcome``, and ``emitted`` and ``counts`` as in :class:`CycleOutput`."""
+    """Result of verification.
+
+    Attributes:
+        out: the target's output over the window, ``B * N`` rows.
+        accepted: the accepted path.
+        outcome: sequence lengths and roots after it.
+        emitted, counts: see :class:`CycleOutput`.
+    """
 
     out: TargetOutput
     accepted: Accepted
@@ -128,7 +161,7 @@ class Verified(NamedTuple):
 def cycle(
     models: CycleModels, state: CycleState, settings: CycleSettings, sampling: SamplingBatch | None = None
 ) -> CycleOutput:
-    """Decode once for every request of the batch; ``sampling`` None is greedy for all of them."""
+    """Run a cycle for every request of the batch; all of them are greedy if ``sampling`` is None."""
     window = propose(models.drafter, state, settings, sampling, models.target.ranks)
     return finish_cycle(models, state, window, settings, sampling)
 
@@ -140,8 +173,11 @@ def propose(
     sampling: SamplingBatch | None,
     ranks: Ranks | None = None,
 ) -> DraftOutput:
-    """Make the window to verify, that of the first of ``ranks``; without a draft model it is the root
-    alone."""
+    """Make the window to verify; without a draft model it is the root alone.
+
+    Args:
+        ranks: with tensor parallelism all ranks take the window of the first one.
+    """
     if drafter is None or state.draft is None or not settings.shape.steps:
         return DraftOutput(root_only(state.roots), Deterministic())
     window = drafter.propose(state, settings.shape, settings.num_columns, sampling)
@@ -161,20 +197,27 @@ def finish_cycle(
     Args:
         allowed: bool ``[B, N, V]``, tokens that a grammar allows after each node.
     """
+    # Verify, accept and commit.
     verified = verify_and_commit(models, state, window, settings, sampling, allowed)
-    drafter, pending = models.drafter, None
+    emitted = verified.emitted
+
+    # A plain cycle may leave its tokens to the draft for later.
+    drafter = models.drafter
+    pending = None
     if drafter is not None and defers_draft(drafter, settings):
         states = drafter.model.states(verified.out)
-        pending = PendingTokens(states[:, None], verified.emitted.tokens, verified.emitted.num_emitted)
+        pending = PendingTokens(states[:, None], emitted.tokens, emitted.num_emitted)
         drafter = None
-    next_state, emitted = draft_extend(drafter, state, verified, settings), verified.emitted
+
+    # Run the draft over the emitted tokens.
+    next_state = draft_extend(drafter, state, verified, settings)
     if settings.reads_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
     return CycleOutput(next_state, emitted, verified.counts, pending)
 
 
 def defers_draft(drafter: Drafter, settings: CycleSettings) -> bool:
-    """Return True if a cycle neither reads nor makes the draft's state, and leaves its tokens for later."""
+    """Return True if a cycle does not run the draft, and leaves its tokens pending for a later one."""
     return drafter.supports_deferred_draft and not settings.shape.steps
 
 
@@ -202,7 +245,7 @@ def read_window(
     settings: CycleSettings,
     packing: Packing | None = None,
 ) -> WindowRead:
-    """Run the target over the window's nodes, or those of a packing."""
+    """Run the target over the nodes of the windows, or over those of a packing."""
     out, attend = _forward(models, tree, state, settings.num_columns, packing)
     logits = models.target.local_logits(out.hidden)
     return WindowRead(out if packing is None else packing.whole(out), attend, logits, packing)
@@ -217,9 +260,14 @@ def accept_and_commit(
     sampling: SamplingBatch | None = None,
     allowed: torch.Tensor | None = None,
 ) -> Verified:
-    """Accept a path of the window that the target has read, and commit it to the pool."""
+    """Accept a path of a window that the target has run over, and commit it to the pool."""
     out, attend, logits, _ = read
-    steps, seq_lens, ranks, size = settings.shape.steps, state.seq_lens, models.target.ranks, len(state.roots)
+    steps = settings.shape.steps
+    seq_lens = state.seq_lens
+    ranks = models.target.ranks
+    size = len(state.roots)
+
+    # Accept. Greedy verification needs the most likely tokens only, which are cheaper to gather from ranks.
     is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
     if is_greedy and (ranks is not None or not uses_triton(logits)):
         best = agree_most_likely(models.target, logits)
@@ -232,13 +280,17 @@ def accept_and_commit(
     accepted = agree_path(accepted, ranks)
     after = outcome(logits, accepted, state.active, seq_lens)
     num_emitted = after.num_emitted
-    given = state.page_table, accepted.path, seq_lens, num_emitted
+
+    # Commit the keys, values and recurrent states of the path.
     if isinstance(models.kv, DataParallelLatents):
-        models.kv.shard_commit_window(_shard_of(state), *given)
+        shard = _shard_of(state)
+        models.kv.shard_commit_window(shard, state.page_table, accepted.path, seq_lens, num_emitted)
     else:
-        models.kv.commit_window(*given)
+        models.kv.commit_window(state.page_table, accepted.path, seq_lens, num_emitted)
     if isinstance(attend, StateWindow):
         attend.commit(accepted.path, num_emitted)
+
+    # Collect what the requests asked for.
     counts = None
     if sampling is not None and sampling.counts is not None:
         counts = counts_after(sampling.counts, accepted.tokens, num_emitted)
@@ -252,8 +304,9 @@ def accept_and_commit(
 def draft_extend(
     drafter: Drafter | None, state: CycleState, verified: Verified, settings: CycleSettings
 ) -> CycleState:
-    """Run the draft over the emitted tokens -> the state of the next cycle."""
-    accepted, num_emitted = verified.accepted, verified.emitted.num_emitted
+    """Run the draft over the emitted tokens, and return the state of the next cycle."""
+    accepted = verified.accepted
+    num_emitted = verified.emitted.num_emitted
     draft = state.draft
     if drafter is not None and draft is not None:
         candidate_spec = settings.candidate_spec or drafter.candidate_spec([settings.shape])
@@ -267,19 +320,27 @@ def draft_extend(
 def _forward(
     models: CycleModels, tree: Tree, state: CycleState, num_columns: int, packing: Packing | None
 ) -> tuple[TargetOutput, Attend]:
-    """Run the target over the window's nodes, ``[B * N]`` rows or those of a packing -> its output, with the
-    states that the draft captures, and its attention of whole windows."""
+    """Run the target over the nodes of the windows, ``B * N`` rows, or over those of a packing.
+
+    Returns:
+        Its output, with the inputs of the layers that the draft captures, and its attention of whole windows.
+    """
     n = tree.tokens.shape[1]
-    given = state.page_table, state.seq_lens, tree.ancestors
+
+    # Attention over the pool and the window, and recurrent states.
+    table = state.page_table
+    lens = state.seq_lens
+    ancestors = tree.ancestors
     attend: Attend
     if isinstance(models.kv, DataParallelLatents):
-        attend = models.kv.shard_window_attend(_shard_of(state), *given, num_columns)
+        attend = models.kv.shard_window_attend(_shard_of(state), table, lens, ancestors, num_columns)
     else:
-        attend = models.kv.window_attend(*given, n, num_columns)
+        attend = models.kv.window_attend(table, lens, ancestors, n, num_columns)
     if models.states is not None:
         assert state.slots is not None, "recurrent layers need the slots of their states"
         attend = models.states.window(attend, state.slots, tree.ancestors)
-    # A window of one node is its root, at depth 0.
+
+    # The forward. A window of one node is its root, at depth 0.
     positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)
     capture = models.drafter.capture if models.drafter is not None else ()
     tokens = tree.tokens.view(-1)
