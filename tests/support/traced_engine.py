@@ -61,7 +61,7 @@ class _TracedGraph:
 
     def __init__(self, body, example) -> None:
         self.inputs = map_tensors(torch.clone, example)
-        self.given = None
+        self.last_inputs = None
         self.outputs = body(self.inputs)
 
     def replay(self) -> None:

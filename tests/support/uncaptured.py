@@ -19,7 +19,7 @@ class UncapturedGraph:
 
     def __init__(self, body: Callable[[Any], Any], example: Any) -> None:
         self.inputs = map_tensors(torch.clone, example)
-        self.given: Any = None
+        self.last_inputs: Any = None
         self.outputs = map_tensors(torch.clone, body(self.inputs))
         self._body = body
 

@@ -1,8 +1,8 @@
-"""Kinds of batches: what a cycle computes beside the target's choice, by which it takes its graph.
+"""Kinds of batches: level of sampling, log-probabilities and grammars, which choose the graph of a cycle.
 
-A graph is captured for every kind, batch size and shape, so kinds are few. Each level of sampling contains
-the ones before it: parameters that a request did not ask for are given values that change nothing. Batches
-of which a request wants log-probabilities or has a grammar have the first and the last level only.
+A graph is captured for every kind, batch size and shape, so there are few kinds. Each level of sampling
+contains the levels before it: a parameter that a request did not set gets a value that changes nothing.
+Batches with log-probabilities or grammars have the first or the last level.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,17 +14,26 @@ from eagle_kit.engine.request import Request
 
 
 class Level(IntEnum):
-    """Sampling of a batch: the most likely tokens, draws, draws with filters (top-k, top-p, min-p), and these
-    of logits with penalties and biases."""
+    """Level of sampling of a batch."""
 
     GREEDY = 0
+    """The most likely tokens."""
     DRAWN = 1
+    """Tokens drawn at a temperature."""
     FILTERED = 2
+    """Tokens drawn after top-k, top-p and min-p."""
     ADJUSTED = 3
+    """The same, from logits with penalties and biases."""
 
 
 class BatchKind(NamedTuple):
-    """Level of sampling, and whether log-probabilities are computed and grammars mask the logits."""
+    """What a batch computes besides the target's logits.
+
+    Attributes:
+        level: level of sampling.
+        has_logprobs: True if log-probabilities are computed.
+        has_grammar: True if grammars mask the logits.
+    """
 
     level: Level
     has_logprobs: bool = False
@@ -34,11 +43,11 @@ class BatchKind(NamedTuple):
 USUAL_KINDS = tuple(map(BatchKind, Level))
 LOGPROBS_KINDS = tuple(BatchKind(level, has_logprobs=True) for level in (Level.GREEDY, Level.ADJUSTED))
 GRAMMAR_KINDS = tuple(kind._replace(has_grammar=True) for kind in LOGPROBS_KINDS)
-"""With a grammar log-probabilities are always computed, and sent to those who asked for them."""
+"""Batches with a grammar always compute log-probabilities; requests that did not ask for them get none."""
 
 
 def kinds(which: Literal["all", "usual"], *, can_have_grammars: bool) -> Iterator[BatchKind]:
-    """Iterate over the kinds of batches that are to be prepared for."""
+    """Iterate over the kinds of batches that a warm-up prepares."""
     yield from USUAL_KINDS
     if which == "all":
         yield from LOGPROBS_KINDS
@@ -46,7 +55,7 @@ def kinds(which: Literal["all", "usual"], *, can_have_grammars: bool) -> Iterato
 
 
 def kind_of(requests: Sequence[Request]) -> BatchKind:
-    """Kind of a batch."""
+    """Return the kind of a batch."""
     level = level_of([request.params for request in requests])
     has_grammar = any(request.reply.match is not None for request in requests)
     has_logprobs = has_grammar or any(request.params.logprobs is not None for request in requests)
@@ -56,7 +65,7 @@ def kind_of(requests: Sequence[Request]) -> BatchKind:
 
 
 def level_of(params: Sequence[SamplingParams]) -> Level:
-    """Least level that has all that is asked for."""
+    """Return the lowest level that has all parameters that are set."""
     if any(map(adjusts_logits, params)):
         return Level.ADJUSTED
     if all(each.is_greedy for each in params):

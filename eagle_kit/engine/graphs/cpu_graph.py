@@ -1,16 +1,18 @@
 """Recordings of cycles on a CPU: operations are recorded once and replayed by TorchScript, without Python.
 
-A cycle of a small model is thousands of operations of some microseconds, and Python's part of each is as long
-as the work. A list of operations does here what a CUDA graph does on a GPU: the body runs once under a mode
-that records every operation with its arguments, the list becomes a TorchScript graph, and a replay runs it in
-C++ over the same stores and slots. The operations are the same ones in the same order, not optimised, so that
-a replay gives the bits of the body.
+A cycle of a small model is thousands of operations of some microseconds, and Python takes as long for each as
+the operation itself. A recording does on a CPU what a CUDA graph does on a GPU. The body runs once under a
+dispatch mode that records every operation with its arguments. The list becomes a TorchScript graph, and a
+replay runs it in C++ over the same stores and slots. It runs the same operations in the same order and
+without optimisation, so a replay computes the same bits as the body.
 
-A recording is valid while Python would take the same decisions. Those by shapes and settings are in the
-caller's key. Those by the lengths of requests are taken through
-:func:`~eagle_kit.ops.cpu.guards.guarded_choice`, from the slots' lengths plus a number; they are taken
-again before each replay, and each outcome has a recording of its own. A body that reads any other number
-cannot be recorded.
+A recording is valid while Python would take the same branches:
+
+* Branches on shapes and settings are in the key of the call.
+* Branches on the lengths of requests go through :func:`~eagle_kit.ops.cpu.guards.guarded_choice`. Their input
+  is the slots' lengths plus a constant. They are evaluated before each replay, and each outcome has its own
+  recording.
+* A body that reads any other tensor on the host cannot be recorded.
 """
 
 import logging
@@ -36,20 +38,22 @@ RECORD_AFTER = 8
 FEW_REPLAYS = 24
 """Replays below which a recording that is dropped has hardly paid."""
 MAX_RECORDINGS = 64
-"""Of all engines of the process; some 5 megabytes each, for a target of 30 layers."""
+"""Most recordings of all engines of the process; a target of 30 layers takes some 5 megabytes for each."""
 MAX_RECORD_AFTER = 1536
+"""Most runs of a kind before it is recorded."""
 MAX_COUNTED = 1024
-READS = (
+"""Most kinds whose runs are counted."""
+HOST_READS = (
     *("item", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "nonzero"),
     *("__bool__", "__int__", "__float__", "__index__"),
 )
-WRITING = {
+BOOL_AS_NUMBER = {
     *("aten::fill_", "aten::masked_fill", "aten::masked_fill_", "aten::scatter", "aten::scatter_"),
     *("aten::index_fill", "aten::index_fill_"),
 }
-"""Operations to which True and 1 are the same: the type is that of the tensor."""
-READING = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-"""Of operations whose result Python cannot use without knowing numbers."""
+"""Operations that take True and 1 alike, because the tensor has the type."""
+DATA_DEPENDENT = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""Tags of operations whose result depends on values, so that Python needs them to go on."""
 
 _used: "OrderedDict[tuple[weakref.ref[CpuGraphs], Hashable], None]" = OrderedDict()
 """Recordings of the process, the least recently used first."""
@@ -72,11 +76,16 @@ class _Argument(NamedTuple):
 
 
 class _Signature(NamedTuple):
-    """What a recording needs of an operation's schema, which torch makes anew for each question.
+    """Schema of an operation, read once: torch makes a new object for each access.
 
     Attributes:
+        name: name with namespace, such as ``aten::add``.
+        text: the whole schema.
+        arguments: the arguments, in order.
+        names: their names.
+        takes_tensor: for each argument, True if it is a tensor.
         returns: types of the results.
-        takes_tensor: of each argument, whether its type is a tensor.
+        is_data_dependent: True if the result depends on the values of tensors.
     """
 
     name: str
@@ -85,7 +94,7 @@ class _Signature(NamedTuple):
     names: frozenset[str]
     takes_tensor: tuple[bool, ...]
     returns: tuple[Any, ...]
-    reads: bool
+    is_data_dependent: bool
 
 
 @cache
@@ -99,12 +108,12 @@ def _signature_of(function: Any) -> _Signature:
         names=frozenset(each.name for each in arguments),
         takes_tensor=tuple(str(each.kind) == "Tensor" for each in arguments),
         returns=tuple(each.type for each in schema.returns),
-        reads=bool(READING & set(function.tags)),
+        is_data_dependent=bool(DATA_DEPENDENT & set(function.tags)),
     )
 
 
 class _Recorder(TorchDispatchMode):
-    """Mode that records operations and keeps their tensors alive, so that no two have one id."""
+    """Dispatch mode that records operations. It keeps their tensors alive, so that ids are unique."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,34 +125,34 @@ class _Recorder(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _reads(func, args):
+        if _reads_values(func, args):
             raise CaptureError(f"{func} reads numbers on the host")
-        with torch._C.DisableTorchFunction():  # an operation may read what it likes
+        with torch._C.DisableTorchFunction():  # inside an operation host reads are allowed
             result = func(*args, **(kwargs or {}))
         self.operations.append(_Operation(func, args, kwargs or {}, result))
         return result
 
 
-def _reads(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return True if an operation returns a number, or a tensor whose size depends on numbers."""
+def _reads_values(function: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if an operation returns a number, or a tensor whose size depends on values."""
     signature = _signature_of(function)
     if signature.name == "aten::index":
         kinds = [index.dtype for index in args[1] if index is not None]
         return torch.bool in kinds or torch.uint8 in kinds
-    return (signature.name == "aten::where" and len(args) == 1) or signature.reads
+    return (signature.name == "aten::where" and len(args) == 1) or signature.is_data_dependent
 
 
-class _NoReads(TorchFunctionMode):
-    """Mode that refuses to hand a tensor's numbers to Python."""
+class _NoHostReads(TorchFunctionMode):
+    """Function mode that raises CaptureError where Python reads a tensor's values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in READS:
+        if getattr(func, "__name__", "") in HOST_READS:
             raise CaptureError(f"{func.__name__} reads numbers on the host")
         return func(*args, **(kwargs or {}))
 
 
 class Condition(NamedTuple):
-    """Condition of a recording: the ``choice`` by the lengths plus ``offset`` must be the recorded one."""
+    """Condition of a recording: ``choice`` of the lengths plus ``offset`` must be as it was recorded."""
 
     choice: Choice
     offset: int
@@ -153,64 +162,90 @@ class Condition(NamedTuple):
 
 
 class Recording:
-    """Body as a list of operations.
+    """A body, recorded as a list of operations.
 
     Args:
-        body: function of one nest of tensors. It is run once with ``inputs``, for good: :attr:`outputs` is
-            its result.
+        body: function of one nest of tensors. The constructor runs it once with ``inputs``, and its effects
+            count.
+
+    Attributes:
+        outputs: outputs of that run; None once it is compiled.
+        conditions: conditions under which the recording may be replayed.
+        num_replays: replays so far.
 
     Raises:
-        CaptureError: the body reads numbers. It has been run in part, and must be run again.
+        CaptureError: the body reads values on the host. It has been run in part, and must be run again.
     """
 
     def __init__(self, body: Callable[[Any], Any], inputs: Any) -> None:
-        inputs = _told_apart(inputs)
+        # Run the body under the recording modes.
+        inputs = _without_repeats(inputs)
         recorder = _Recorder()
         with (
             recording_context(lambda: len(recorder.operations)) as self._recording_context,
-            _NoReads(),
+            _NoHostReads(),
             recorder,
         ):
             self.outputs = body(inputs)
-        self._inputs, self._operations = list(leaves(inputs)), recorder.operations
-        self._outside: list[torch.Tensor] = []
+
+        # Until :meth:`compile`: the inputs and operations. After it: tensors that the body closes over.
+        self._inputs = list(leaves(inputs))
+        self._operations = recorder.operations
+        self._closed_over: list[torch.Tensor] = []
         self.num_replays = 0
         self.conditions: list[Condition] = []
 
     def compile(self, lengths: Lengths) -> None:
-        """Compile the operations for replays where all :attr:`conditions` hold.
+        """Compile the operations for replays, and find the :attr:`conditions` of these.
+
+        Args:
+            lengths: the lengths that the choices of the body depend on.
 
         Raises:
             CaptureError: an operation or an argument cannot be recorded.
         """
-        self.conditions = [self._condition(each, lengths) for each in self._recording_context.choices]
+        self.conditions = [self._trace_condition(each, lengths) for each in self._recording_context.choices]
         self._function = self._graph(self._inputs)
         self._layout = map_tensors(lambda tensor: tensor.new_empty(0), self.outputs)
-        self._operations.clear()  # in place: the context, which holds what must live on, knows the recorder
-        self._inputs, self._recording_context.choices, self.outputs = [], [], None
+
+        # Free the tensors of the run. The context lives on with the objects that replays need, and refers to
+        # the recorder, so its list is cleared in place.
+        self._operations.clear()
+        self._recording_context.choices = []
+        self._inputs = []
+        self.outputs = None
 
     def replay(self, inputs: Any) -> Any:
-        """Run the operations over ``inputs`` of the same shapes -> new outputs."""
+        """Run the operations over ``inputs`` of the same shapes, and return new outputs."""
         self.num_replays += 1
-        results = iter(self._function(*leaves(inputs), *self._outside))
+        results = iter(self._function(*leaves(inputs), *self._closed_over))
         return map_tensors(lambda _: next(results), self._layout)
 
-    def _condition(self, chosen: Guard, lengths: Lengths) -> Condition:
-        """Trace a choice back to the lengths plus a number, through the operations before it."""
-        tensor, offset, before = chosen.tensor, 0, self._operations[: chosen.position]
-        changed = [tensor for operation in before for tensor in _written(operation)]
+    def _trace_condition(self, chosen: Guard, lengths: Lengths) -> Condition:
+        """Trace the input of a choice back, through the operations before it, to the lengths plus a constant.
+
+        Raises:
+            CaptureError: it is another tensor.
+        """
+        # The lengths must be those that the cycle began with.
+        before = self._operations[: chosen.position]
+        changed = [tensor for operation in before for tensor in _mutated(operation)]
         slots = lengths.slots.untyped_storage().data_ptr()
         if any(each.untyped_storage().data_ptr() == slots for each in changed):
             raise CaptureError("a choice is made by lengths after they were changed")
+
+        # Follow additions of constants back to the operation that gathered the lengths from the slots.
+        tensor = chosen.tensor
+        offset = 0
         while True:
             if any(each is tensor for each in changed):
                 raise CaptureError("a choice is made by a number that was changed")
-            made = next((op for op in before if any(each is tensor for each in _results(op))), None)
+            made = next((op for op in before if any(each is tensor for each in _results_of(op))), None)
             name = "nothing" if made is None else str(made.function)
             if made is not None and name == "eagle_kit_cpp.gather_rows.default":
                 tables, rows = made.args
-                place = next(i for i, each in enumerate(made.result) if each is tensor)
-                if tables[place] is lengths.slots and rows is lengths.rows:
+                index = next(i for i, each in enumerate(made.result) if each is tensor)
+                if tables[index] is lengths.slots and rows is lengths.rows:
                     return Condition(chosen.choice, offset)
             if made is not None and name == "aten.index.Tensor":
                 store, rows = made.args[0], made.args[1]
@@ -218,17 +253,21 @@ class Recording:
                     return Condition(chosen.choice, offset)
             if made is None or name != "aten.add.Tensor" or made.kwargs or not isinstance(made.args[1], int):
                 raise CaptureError(f"a choice is made by the result of {name}, not by lengths")
-            tensor, offset = made.args[0], offset + made.args[1]
+            tensor = made.args[0]
+            offset += made.args[1]
 
     def _graph(self, inputs: list[torch.Tensor]) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Build the TorchScript graph of the operations, and return it as a function."""
         graph: Any = torch._C.Graph()
+
+        # Values of the graph by the ids of the tensors that they stand for.
         values = {id(tensor): graph.addInput() for tensor in inputs}
         constants: dict[Hashable, Any] = {}
 
         def value(tensor: torch.Tensor) -> Any:
             if id(tensor) not in values:  # a weight, a store, a slot
                 values[id(tensor)] = graph.addInput()
-                self._outside.append(tensor)
+                self._closed_over.append(tensor)
             return values[id(tensor)]
 
         def node(kind: str, operands: list[Any], count: int = 1) -> Any:
@@ -238,7 +277,7 @@ class Recording:
 
         def constant(given: Any) -> Any:
             """Value of a number, a text or None; one for all operations."""
-            key = type(given), repr(given)  # 0.0 and -0.0 are equal
+            key = (type(given), repr(given))  # by its text, because 0.0 equals -0.0
             if key not in constants:
                 constants[key] = graph.insertConstant(given)
             return constants[key]
@@ -263,7 +302,7 @@ class Recording:
                 made.output().setType(torch._C.ListType(element))
                 return made.output()
             if name == "NumberType" and isinstance(given, bool):
-                if signature.name not in WRITING:
+                if signature.name not in BOOL_AS_NUMBER:
                     raise CaptureError(f"{given} is given to {signature.name} as a number")
                 given = int(given)
             try:
@@ -272,31 +311,41 @@ class Recording:
                 raise CaptureError(f"{given!r} cannot be an argument") from error
 
         for called, given, kwargs, result in self._operations:
-            function, args = _written_as(called, given)
+            # The operation as TorchScript knows it.
+            function, args = _torchscript_call(called, given)
             signature = _signature_of(function)
             if len(args) > len(signature.arguments) or kwargs.keys() - signature.names:
                 raise CaptureError(f"{called} was taken for {signature.text}")
+
+            # Its arguments: positional, by name, or the default.
             operands = []
-            for place, argument in enumerate(signature.arguments):
-                default = kwargs.get(argument.name, argument.default)
-                operands.append(operand(args[place] if place < len(args) else default, argument.kind))
+            for index, argument in enumerate(signature.arguments):
+                argument_value = kwargs.get(argument.name, argument.default)
+                if index < len(args):
+                    argument_value = args[index]
+                operands.append(operand(argument_value, argument.kind))
+
+            # Its node.
             made = node(signature.name, operands, len(signature.returns))
             for output, returned in zip(made.outputs(), signature.returns, strict=True):
                 if returned.kind() != "TensorType":
                     output.setType(returned)
             if made.schema() != signature.text:
                 raise CaptureError(f"{function} was taken for {made.schema()}")
+
+            # The values of its results.
             results = result if len(signature.returns) > 1 else (result,) * len(signature.returns)
-            for output, mine in zip(made.outputs(), results, strict=True):
-                if isinstance(mine, list | tuple):
-                    unpacked = node("prim::ListUnpack", [output], len(mine))
-                    values.update(
-                        (id(part), each) for part, each in zip(mine, unpacked.outputs(), strict=True)
-                    )
-                elif isinstance(mine, torch.Tensor):
-                    values[id(mine)] = output
+            for output, returned_value in zip(made.outputs(), results, strict=True):
+                if isinstance(returned_value, list | tuple):
+                    unpacked = node("prim::ListUnpack", [output], len(returned_value))
+                    for tensor, unpacked_output in zip(returned_value, unpacked.outputs(), strict=True):
+                        values[id(tensor)] = unpacked_output
+                elif isinstance(returned_value, torch.Tensor):
+                    values[id(returned_value)] = output
                 else:
-                    raise CaptureError(f"{function} gives {type(mine).__name__}")
+                    raise CaptureError(f"{function} gives {type(returned_value).__name__}")
+
+        # The graph returns the outputs of the body as one tuple.
         results = [value(tensor) for tensor in leaves(self.outputs)]
         together = node("prim::TupleConstruct", results).output()
         together.setType(torch._C.TupleType([result.type() for result in results]))
@@ -304,26 +353,26 @@ class Recording:
         return _function_of(graph)
 
 
-def _told_apart(inputs: Any) -> Any:
-    """Replace a tensor that occurs twice by two views: the next inputs may have two tensors."""
+def _without_repeats(inputs: Any) -> Any:
+    """Replace a tensor that occurs again in a nest by a view of it, because later inputs may differ there."""
     seen: set[int] = set()
 
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        known = id(tensor) in seen
+    def unique(tensor: torch.Tensor) -> torch.Tensor:
+        is_repeat = id(tensor) in seen
         seen.add(id(tensor))
-        return tensor.view_as(tensor) if known else tensor
+        return tensor.view_as(tensor) if is_repeat else tensor
 
-    return map_tensors(own, inputs)
+    return map_tensors(unique, inputs)
 
 
-def _results(operation: _Operation) -> Sequence[Any]:
-    """List what an operation returns."""
+def _results_of(operation: _Operation) -> Sequence[Any]:
+    """List the results of an operation."""
     result = operation.result
     return result if isinstance(result, list | tuple) else [result]
 
 
-def _written(operation: _Operation) -> list[Any]:
-    """List the arguments that an operation changes."""
+def _mutated(operation: _Operation) -> list[Any]:
+    """List the tensors that an operation changes in place."""
     arguments = operation.function._schema.arguments
     given = [*zip(arguments, operation.args, strict=False)]
     given += [(each, operation.kwargs[each.name]) for each in arguments if each.name in operation.kwargs]
@@ -331,9 +380,12 @@ def _written(operation: _Operation) -> list[Any]:
     return [part for value in values for part in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _written_as(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Rewrite an operation and its arguments for TorchScript: Python calls ``add.Tensor`` with a number,
-    which is ``add.Scalar``, and a view as another type looks like one of another size."""
+def _torchscript_call(function: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the operation and the arguments that TorchScript has for a recorded call.
+
+    Python calls ``add.Tensor`` with a number, which is ``add.Scalar`` in TorchScript. A view as another dtype
+    is an operation of ours, because TorchScript takes it for a view of another shape.
+    """
     if str(function) == "aten.view.dtype":
         if args[1] not in VIEWED_TYPES:
             raise CaptureError(f"a view as {args[1]}")
@@ -350,21 +402,22 @@ def _function_of(graph: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
 
     def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         try:
-            with _as_written():
+            with _without_optimization():
                 return function(*tensors)
-        except RuntimeError as error:  # TorchScript makes its own of those of our operations
+        except RuntimeError as error:
+            # TorchScript wraps the errors of our operations.
             if "KeyboardInterrupt" in str(error):
                 raise KeyboardInterrupt from None
-            _, is_lost, told = str(error).rpartition("RankLost: ")
+            _, is_lost, message = str(error).rpartition("RankLost: ")
             if is_lost:
-                raise RankLost(told.partition("\n")[0]) from None
+                raise RankLost(message.partition("\n")[0]) from None
             raise
 
     return call
 
 
 @contextmanager
-def _as_written() -> Iterator[None]:
+def _without_optimization() -> Iterator[None]:
     before = torch._C._get_graph_executor_optimize()
     torch._C._set_graph_executor_optimize(False)
     try:
@@ -380,27 +433,35 @@ def available() -> bool:
 
 
 class CpuGraphs:
-    """:class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs` that run bodies eagerly until they have been
-    run often, then from recordings.
+    """:class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs` on a CPU: eager runs, then recordings.
+
+    A kind of calls has the same name, key and shapes. It has one recording for each outcome of its choices.
 
     Args:
-        record_after: runs of a kind before it is recorded.
-        is_bounded: its recordings are among the ``MAX_RECORDINGS`` of the process.
+        record_after: runs of a kind, with the same outcome, before it is recorded.
+        is_bounded: count its recordings among the ``MAX_RECORDINGS`` of the process, and drop the least
+            recently used ones.
     """
 
     mode: GraphMode = "cycle"
     has_fixed_shapes = False
 
     def __init__(self, record_after: int = RECORD_AFTER, *, is_bounded: bool = True) -> None:
-        self._record_after, self._is_bounded, self.num_warm_ups = record_after, is_bounded, 0
+        self._record_after = record_after
+        self._is_bounded = is_bounded
+        self.num_warm_ups = 0
+
+        # Eager runs by kind and outcome, the least recent first.
         self._runs: OrderedDict[Hashable, int] = OrderedDict()
+
+        # Recordings by kind and outcome, the conditions of each kind, and kinds that cannot be recorded.
         self._conditions: dict[Hashable, list[Condition]] = {}
         self._recordings: dict[Hashable, Recording] = {}
         self._refused: set[Hashable] = set()
 
     @property
     def num_graphs(self) -> int:
-        """Recordings at hand."""
+        """See :class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs`."""
         return len(self._recordings)
 
     def anew(self) -> "CpuGraphs":
@@ -409,43 +470,55 @@ class CpuGraphs:
 
     def run(self, call: GraphCall) -> Any:
         """See :class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs`; idle inputs are not needed."""
-        body, inputs, lengths = call.body, call.inputs, call.lengths
+        body = call.body
+        inputs = call.inputs
+        lengths = call.lengths
         assert lengths is not None
         kind = (call.name, call.key, tuple(tensor.shape for tensor in leaves(inputs)))
         if kind in self._refused:
             return body(inputs)
-        now = lengths.read()
-        choices = tuple(condition(now) for condition in self._conditions.get(kind, ()))
+
+        # Replay the recording for these lengths, if there is one.
+        lengths_now = lengths.read()
+        choices = tuple(condition(lengths_now) for condition in self._conditions.get(kind, ()))
         recording = self._recordings.get((kind, choices))
         if recording is not None:
             self._note_use((kind, choices))
             return recording.replay(inputs)
+
+        # Run eagerly until the kind has run often.
         self.num_warm_ups += 1
         self._runs[kind, choices] = self._runs.pop((kind, choices), 0) + 1
         if len(self._runs) > MAX_COUNTED:
             self._runs.popitem(last=False)
         if self._runs[kind, choices] < self._record_after:
             return body(inputs)
-        return self._record(kind, call, lengths, now)
+        return self._record(kind, call, lengths, lengths_now)
 
-    def _record(self, kind: Hashable, call: GraphCall, lengths: Lengths, now: list[int]) -> Any:
+    def _record(self, kind: Hashable, call: GraphCall, lengths: Lengths, lengths_now: list[int]) -> Any:
+        """Run a call and record it, and return its outputs. A kind that cannot be recorded stays eager."""
+        # Run it under the recorder.
         try:
             recording = Recording(call.body, call.inputs)
         except CaptureError as error:
             self._refuse(kind, error)
             return call.body(call.inputs)
         outputs = recording.outputs
+
+        # Compile it. The body has run, so whatever TorchScript raises only means that there is no recording.
         try:
             recording.compile(lengths)
             known = self._conditions.setdefault(kind, recording.conditions)
             if [each.offset for each in known] != [each.offset for each in recording.conditions]:
                 raise CaptureError("choices are made in another way each time")
-        except Exception as error:  # the body has run, and TorchScript is free to refuse what it likes
+        except Exception as error:
             self._refuse(kind, error)
             return outputs
-        choices = tuple(condition(now) for condition in known)
+        choices = tuple(condition(lengths_now) for condition in known)
         self._recordings[kind, choices] = recording
         self._note_use((kind, choices))
+
+        # Forget engines that are gone, and drop the least recently used recordings of the process.
         with _lock:
             for owner, key in [each for each in _used if each[0]() is None]:
                 del _used[owner, key]
@@ -456,15 +529,18 @@ class CpuGraphs:
         return outputs
 
     def _drop(self, key: Any) -> None:
-        """Forget a recording. Where it was hardly replayed, batches change too often for recordings to pay,
-        and the next ones wait longer."""
+        """Forget a recording.
+
+        If it was hardly replayed, batches change too often for recordings to pay. Then the next ones wait
+        longer.
+        """
         recording = self._recordings.pop(key, None)
         self._runs.pop(key, None)  # so that it is not recorded again at its next run
         if recording is not None and recording.num_replays < FEW_REPLAYS:
             self._record_after = min(2 * self._record_after, MAX_RECORD_AFTER)
 
     def _note_use(self, key: Hashable) -> None:
-        """Put a recording behind all others of the process in the order in which they are dropped."""
+        """Mark a recording as the most recently used one of the process."""
         if not self._is_bounded:
             return
         with _lock:
@@ -472,5 +548,6 @@ class CpuGraphs:
             _used.move_to_end((weakref.ref(self), key))
 
     def _refuse(self, kind: Hashable, error: Exception) -> None:
+        """Run a kind eagerly from now on."""
         _log.info("A cycle stays in Python: %s.", error)
         self._refused.add(kind)

@@ -1,9 +1,9 @@
 """CUDA graphs of functions of fixed shapes: captured once per key, then replayed with new inputs.
 
-A body takes a nest of tensors and returns one; it may change tensors that it closes over (key-value stores,
-slots), reads nothing on the host, and runs the same eagerly. Inputs are copied into buffers of the graph,
-outputs are buffers too: they are valid until the next replay of any graph, so results are sent to the host at
-once (:class:`HostCopy`).
+A body takes a nest of tensors and returns one (tuples, named tuples, dataclasses). It may change tensors that
+it closes over, such as stores and slots, and reads no tensor on the host. A replay copies its inputs into
+buffers of the graph. Its outputs are buffers too, valid until the next replay of any graph, so results are
+sent to the host at once (:class:`HostCopy`).
 """
 
 import dataclasses
@@ -18,28 +18,37 @@ from eagle_kit.core.errors import first_line
 from eagle_kit.distributed.collectives import Ranks
 
 WARM_UPS = 2
+"""Eager runs of a body before its capture, in which libraries make their workspaces."""
 
 
 class Lengths(NamedTuple):
-    """Lengths of all slots, int64, and the rows of the batch, int64 ``[B]``."""
+    """Lengths of the requests of a batch, on the device.
+
+    Attributes:
+        slots: int64 ``[M + 1]``, the lengths of all slots.
+        rows: int64 ``[B]``, the slots of the batch.
+    """
 
     slots: torch.Tensor
     rows: torch.Tensor
 
     def read(self) -> list[int]:
-        """Lengths of the batch, on the host."""
-        numbers: list[int] = self.slots[self.rows].tolist()
-        return numbers
+        """Read the lengths of the batch on the host."""
+        lengths: list[int] = self.slots[self.rows].tolist()
+        return lengths
 
 
 class GraphCall(NamedTuple):
-    """A run of ``body`` over ``inputs``, eagerly or as a graph.
+    """Call of ``body(inputs)``, to be run eagerly or as a graph.
 
     Attributes:
-        name, key: equal for calls whose bodies do the same and whose inputs have the same shapes.
-        inputs: a nest that nobody changes afterwards: the same one is not copied twice in a row.
-        idle: makes inputs of those shapes for the capture, whose run changes nothing that matters.
-        lengths: of the requests; recordings on a CPU depend on them.
+        name, key: equal for calls whose bodies run the same operations on inputs of the same shapes.
+        body: the function to run.
+        inputs: a nest of tensors that is not changed afterwards. If the next call has the same object as its
+            inputs, they are not copied again.
+        idle: makes inputs of the same shapes for the capture. A run over them must change nothing that
+            matters: they are dummies.
+        lengths: lengths of the requests, which the choices of a recording on a CPU depend on.
     """
 
     name: str
@@ -51,7 +60,7 @@ class GraphCall(NamedTuple):
 
 
 class CycleGraphs(Protocol):
-    """Runs of the parts of a cycle."""
+    """Run the functions of a cycle, eagerly or as graphs: CUDA graphs on a GPU, recordings on a CPU."""
 
     @property
     def mode(self) -> GraphMode:
@@ -59,21 +68,21 @@ class CycleGraphs(Protocol):
 
     @property
     def has_fixed_shapes(self) -> bool:
-        """True if graphs are made for the longest context and few kinds of batches, not for those at hand."""
+        """True if a graph serves the longest context and one of a few kinds of batches, as CUDA graphs do."""
 
     @property
     def num_graphs(self) -> int:
-        """Graphs at hand."""
+        """Number of graphs that have been made and not dropped."""
 
     @property
     def num_warm_ups(self) -> int:
-        """Runs that a later one of their kind is faster than: before there is a graph, and making it."""
+        """Number of runs that were no replays: eager runs before a graph is made, and captures."""
 
     def anew(self) -> "CycleGraphs":
-        """Return runs of the same kind without graphs, which are made at the first run, and kept."""
+        """Return an object of the same class without graphs. It makes one at the first run of each kind."""
 
     def run(self, call: GraphCall) -> Any:
-        """Run a call -> its outputs, which are valid until the next run."""
+        """Run a call, and return its outputs, which are valid until the next run."""
 
 
 class CaptureError(RuntimeError):
@@ -81,7 +90,7 @@ class CaptureError(RuntimeError):
 
 
 class HostCopy:
-    """Copy of tensors on its way to the host. On a CPU it is complete at once."""
+    """Asynchronous copy of a nest of tensors to the host. On a CPU it is complete at once."""
 
     def __init__(self, tensors: Any) -> None:
         self._tensors = map_tensors(_to_pinned, tensors)
@@ -91,8 +100,14 @@ class HostCopy:
             self._event.record()
 
     def wait(self, ranks: Ranks | None = None) -> Any:
-        """Wait for the copy -> the tensors on the host. Raise RankLost where one of ``ranks``, with which the
-        device computes, is lost or does not answer in time."""
+        """Wait for the copy, and return the tensors on the host.
+
+        Args:
+            ranks: processes whose collectives the device waits for.
+
+        Raises:
+            RankLost: one of ``ranks`` is lost or does not answer in time.
+        """
         if self._event is not None:
             if ranks is None:
                 self._event.synchronize()
@@ -109,16 +124,21 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Graph:
-    """Body captured on a GPU.
+    """CUDA graph of a body.
 
     Args:
-        body: function of one nest of tensors; at capture it is run several times with ``example``.
-        example: inputs that change nothing that matters, such as a batch of dummies.
-        pool: of memory, shared by graphs that never run at the same time.
-        stream: to capture on; libraries keep a workspace for every stream that they have seen.
+        body: function of one nest of tensors. The constructor runs it several times with ``example``.
+        example: inputs for the capture. A run over them changes nothing that matters: they are dummies.
+        pool: memory pool, shared by graphs that never run at the same time.
+        stream: stream to capture on. Libraries keep a workspace for every stream that they have seen.
+
+    Attributes:
+        inputs: buffers of the inputs.
+        outputs: buffers of the outputs.
+        last_inputs: inputs that were copied into the buffers last; None before the first replay.
 
     Raises:
-        CaptureError: an operation that cannot be captured, by name. The pool is of no use afterwards.
+        CaptureError: an operation cannot be captured; the message names it. The pool is unusable afterwards.
         torch.OutOfMemoryError: the device has too little memory for the body.
     """
 
@@ -130,15 +150,19 @@ class Graph:
         stream: "torch.cuda.Stream | None" = None,
     ) -> None:
         self.inputs = map_tensors(torch.clone, example)
-        self.given: Any = None
+        self.last_inputs: Any = None
+
+        # Run the body eagerly, on the stream of the capture.
         side = stream or torch.cuda.Stream()
-        ours = torch.cuda.current_stream()
-        side.wait_stream(ours)
+        current = torch.cuda.current_stream()
+        side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
                 body(self.inputs)
-        ours.wait_stream(side)
+        current.wait_stream(side)
         torch.cuda.synchronize()
+
+        # Capture it. The mode remembers the operation that an error comes from.
         self._graph = torch.cuda.CUDAGraph()
         last = _LastOperation()
         try:
@@ -147,10 +171,11 @@ class Graph:
             with torch.cuda.graph(self._graph, pool=pool, stream=side, capture_error_mode=mode), last:
                 self.outputs = body(self.inputs)
         except Exception as error:
-            torch.cuda.set_stream(ours)  # the end of a capture that failed fails too, before it restores it
+            # The context manager of a failed capture raises again, before it restores the stream.
+            torch.cuda.set_stream(current)
             first = error.__context__ or error
             if isinstance(first, torch.OutOfMemoryError):
-                raise first from None  # no fault of the operation that asked for it
+                raise first from None  # no operation is at fault
             reason = first_line(first)
             raise CaptureError(f"The operation {last.name} cannot be in a CUDA graph: {reason}") from first
 
@@ -160,7 +185,11 @@ class Graph:
 
 
 class GraphRunner:
-    """:class:`CycleGraphs` that run eagerly, or as graphs, one for every (name, key)."""
+    """:class:`CycleGraphs` that run eagerly, or as CUDA graphs, one for every (name, key).
+
+    Args:
+        mode: ``"off"`` runs everything eagerly.
+    """
 
     def __init__(self, mode: GraphMode) -> None:
         self.mode = mode
@@ -187,14 +216,14 @@ class GraphRunner:
         """See :class:`CycleGraphs`; the lengths are not needed."""
         if self.mode == "off":
             return call.body(call.inputs)
-        kind = (call.name, call.key)
-        if kind not in self._graphs:
-            self._graphs[kind] = self._capture(call)
+        key = (call.name, call.key)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(call)
             self.num_warm_ups += 1
-        graph = self._graphs[kind]
-        if graph.given is not call.inputs:  # the same batch again is there already
+        graph = self._graphs[key]
+        if graph.last_inputs is not call.inputs:  # else the buffers hold them already
             write(graph.inputs, call.inputs)
-            graph.given = call.inputs
+            graph.last_inputs = call.inputs
         graph.replay()
         return graph.outputs
 
@@ -210,7 +239,7 @@ class GraphRunner:
 
 
 class _LastOperation(TorchDispatchMode):
-    """Mode that remembers the name of the last operation that began."""
+    """Dispatch mode that remembers the name of the last operation that began."""
 
     name = "before the first one"
 
@@ -220,29 +249,32 @@ class _LastOperation(TorchDispatchMode):
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Apply ``function`` to every tensor of a nest of tuples, named tuples, dataclasses and other values."""
+    """Return a nest of tuples, named tuples and dataclasses with ``function`` applied to every tensor.
+
+    Other values stay as they are.
+    """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
-        parts = [map_tensors(function, part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        members = [map_tensors(function, member) for member in value]
+        return type(value)(*members) if hasattr(value, "_fields") else tuple(members)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return dataclasses.replace(
-            value, **{name: map_tensors(function, getattr(value, name)) for name in names}
-        )
+        mapped = {}
+        for field in dataclasses.fields(value):
+            mapped[field.name] = map_tensors(function, getattr(value, field.name))
+        return dataclasses.replace(value, **mapped)
     return value
 
 
 def leaves(value: Any) -> Iterator[torch.Tensor]:
-    """List the tensors of a nest, in order."""
+    """Iterate over the tensors of a nest, in order."""
     found: list[torch.Tensor] = []
     map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
     return iter(found)
 
 
 def write(buffers: Any, values: Any) -> None:
-    """Copy every tensor of one nest into the tensor at its place in another."""
+    """Copy every tensor of the nest ``values`` into the tensor at the same place of ``buffers``."""
     for buffer, value in zip(leaves(buffers), leaves(values), strict=True):
         if buffer is not value:
             buffer.copy_(value, non_blocking=True)

@@ -1,9 +1,9 @@
-"""Preparation of an engine for all that requests may ask of it, before the first one comes.
+"""Warm-up of an engine before the first request, so that no request waits for a capture or a compilation.
 
-On a GPU graphs are captured for every batch size, shape and kind of batch, forms of linear layers are
-measured, and prompts of representative lengths are computed, so that no request waits while kernels are
-compiled, captured or timed. A CPU compiles no kernels, and records its cycles as they come. The compiler of
-grammars, which takes seconds to read a large vocabulary, is made on both.
+On a GPU it captures a graph for every batch size, shape and kind of batch, measures the backends of linear
+layers and of prefill, and computes prompts of representative lengths. A CPU compiles no kernels and records
+its cycles as they come. On both it makes the compiler of grammars, which takes seconds to read a large
+vocabulary.
 """
 
 import logging
@@ -33,11 +33,17 @@ PARAMS = (
         max_tokens=1, ignore_eos=True, seed=0, temperature=1.0, repetition_penalty=1.1, logprobs=1
     ),
 )
-"""Of first tokens, one for each level of sampling; with a seed, so that none of the engine's is drawn."""
+"""Sampling parameters of first tokens, one for each level; seeded, so that the engine draws no seed."""
 
 
 class Work(NamedTuple):
-    """Things of a kind that were prepared, and the seconds that they took."""
+    """Part of a warm-up.
+
+    Attributes:
+        what: kind of things that were prepared.
+        number: how many.
+        seconds: time that they took.
+    """
 
     what: str
     number: int
@@ -45,7 +51,12 @@ class Work(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What a warm-up did, and what it left out with the price of that, for people."""
+    """Result of a warm-up, whose text is for people.
+
+    Attributes:
+        works: what was prepared.
+        left_out: sentences on what was not prepared, and what that costs a request.
+    """
 
     works: tuple[Work, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -58,12 +69,12 @@ class Prepared(NamedTuple):
 
     @property
     def num_graphs(self) -> int:
-        """Graphs captured."""
+        """Number of graphs that were captured."""
         return sum(work.number for work in self.works if work.what.startswith("graphs"))
 
 
 class _Cycle(NamedTuple):
-    """A batch size, that of each part of the pool, a shape and a kind of batch."""
+    """A cycle to run: batch size, requests of a DP-attention shard, shape, and kind of batch."""
 
     size: int
     shard_size: int
@@ -76,10 +87,10 @@ def warm_up(
     extent: WarmUpExtent = "all",
     on_step: Callable[[int, int], None] = lambda number, total: None,
 ) -> Prepared:
-    """Prepare an idle engine in its present shapes. Its counters and its prefix cache are empty afterwards.
+    """Warm up an idle engine in its current shapes. Its counters and its prefix cache are empty afterwards.
 
     Args:
-        extent: what for.
+        extent: batches and prompts to prepare.
         on_step: called with the number of steps done and their total.
     """
     works = list(_grammars(engine, extent))
@@ -105,29 +116,29 @@ def warm_up(
             on_step(number, total)
         works += [Work(f"graphs of {name}", *done) for name, done in seconds.items()]
 
-        # Forwards in which a draft reads pending tokens.
+        # Draft backfill.
         begun = time.perf_counter()
         forwards = 0
         if extent != "none":
             forwards = runner.warm_up_backfill()
         if forwards:
-            works.append(Work("forwards of drafts that catch up", forwards, time.perf_counter() - begun))
+            works.append(Work("forwards of draft backfill", forwards, time.perf_counter() - begun))
 
-        # Prompts of several lengths, for which prefill backends are measured.
+        # Prompts of several lengths. Prefill backends are measured on the way.
         begun = time.perf_counter()
         for number, requests in enumerate(prompts, len(cycles) + 1):
             with runner.prefill_backends.measuring():
                 engine.prefill(requests)
             on_step(number, total)
 
-        # Leave no trace of the preparation.
+        # Empty the counters and the prefix cache.
         engine.drain()
         engine.page_pool.clear()
         engine.totals = EngineTotals()
         if prompts:
             works.append(Work("prefills", len(prompts), time.perf_counter() - begun))
 
-        # Name what was measured and compiled meanwhile.
+        # Report what was measured and compiled on the way.
         forms = runner.linear_forms
         if forms.table:
             works.append(Work("linear sizes timed (within the above)", len(forms.table), forms.seconds))
@@ -142,20 +153,20 @@ def warm_up(
 
 
 def _grammars(engine: Engine, extent: WarmUpExtent) -> Iterator[Work]:
-    """Make the compiler of grammars, where requests may bring some."""
+    """Make the compiler of grammars, if requests may have grammars."""
     if extent != "all" or not can_have_grammars(engine):
         return
     begun = time.perf_counter()
     try:
         engine.prepare_grammars()
-    except UserError as error:  # of the tokenizer, which says so to the requests that bring grammars
+    except UserError as error:  # the tokenizer cannot be used; requests with grammars get the same error
         logging.getLogger(__name__).warning("%s %s", error.cause, error.remedy)
         return
     yield Work("compiler of grammars", 1, time.perf_counter() - begun)
 
 
 def _cycles(engine: Engine, extent: WarmUpExtent) -> Iterator[_Cycle]:
-    """Iterate over the cycles to be run, the largest batches first, whose memory the others reuse."""
+    """Iterate over the cycles to run, the largest batches first: the others reuse their memory."""
     if extent == "none":
         return
     wanted = list(kinds(extent, can_have_grammars=can_have_grammars(engine)))
@@ -173,25 +184,28 @@ def can_have_grammars(engine: Engine) -> bool:
 
 
 def representative_prompts(engine: Engine) -> Iterator[list[Request]]:
-    """Iterate over lists of requests that are computed together: lengths and numbers of prompts for every
-    size of a tile, which are powers of two, a full step and more, a cached prefix, and all kinds of first
-    tokens. The longest prompts come first, so that the others find room in the memory that these reserved."""
+    """Iterate over lists of requests that are computed together.
+
+    Lengths and numbers of prompts are the powers of two, for every tile size of a kernel. Others fill a step
+    or more than one, have a cached prefix, or sample their first token at another level. The longest prompts
+    come first: the others fit into the memory that they reserved.
+    """
     config, rng = engine.config, random.Random(0)
     most = min(config.max_context - 2, (config.num_shard_pages - 2) * config.page_size - config.room(63))
     if most < 1:  # no room for a prompt
         return
     step = min(config.prefill_tokens, most)
-    names = iter(range(-1, -(1 << 30), -1))  # of requests, none of a caller's
+    numbers = iter(range(-1, -(1 << 30), -1))  # of requests; callers have none below 0
     top = engine.target.config.vocab_size
 
     def tokens(count: int) -> list[int]:
         return [rng.randrange(top) for _ in range(count)]
 
     def together(prompts: Sequence[list[int]], params: SamplingParams = PARAMS[0]) -> list[Request]:
-        first = next(names)
+        first = next(numbers)
         made = [Request(first, prompts[0], params, group=first)]
         for prompt in prompts[1:]:
-            number = next(names)
+            number = next(numbers)
             made.append(Request(number, prompt, params, group=number))
         return made
 
@@ -221,7 +235,7 @@ def _name(kind: BatchKind) -> str:
 
 
 def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> Iterator[str]:
-    """What a request may need that was not prepared, and what it will pay."""
+    """Iterate over sentences on what was not prepared, and what that costs a request."""
     graphs = [work for work in works if work.what.startswith("graphs")]
     count, seconds = sum(work.number for work in graphs), sum(work.seconds for work in graphs)
     price = f"about {seconds / count:.1f} s each" if count else "some tenths of a second each"
@@ -240,14 +254,14 @@ def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> It
 
 
 class _Compiled:
-    """Kernels that Triton compiled, and the time between the beginning and the end of each."""
+    """Number of kernels that Triton compiled, and the seconds that it took."""
 
     def __init__(self) -> None:
         self.count, self.seconds = 0, 0.0
         self._begun = time.perf_counter()
 
     def begin(self, **_: Any) -> None:
-        """Note that a kernel is looked for; the answer None lets Triton compile it."""
+        """Note the time before a compilation. The answer None lets Triton compile."""
         self._begun = time.perf_counter()
 
     def end(self, **_: Any) -> None:
@@ -258,7 +272,7 @@ class _Compiled:
 
 @contextmanager
 def _compilations() -> Iterator[_Compiled]:
-    """Count what Triton compiles within."""
+    """Count the kernels that Triton compiles inside the context."""
     counted = _Compiled()
     if not triton_available():
         yield counted
