@@ -4,9 +4,9 @@ draft-extend. EAGLE-3, EAGLE-1 and whole small models differ only in their `Draf
 Legend: B requests, K top-k, S steps, N nodes, H hidden, F features, M numbers of the target's states,
 Vd draft vocabulary.
 
-A draft's key-value entry lives at the slot of the token it embeds. Entries in the pool are made from target
-states (or, in a whole model, from committed tokens) only; those of drafted nodes live in the scratch, for one
-cycle.
+The draft's keys and values of a token lie at the slot of that token. Those in the pool are computed from the
+target's states (in a whole model from committed tokens) only. Those of drafted nodes lie in the scratch, for
+one cycle.
 """
 
 from collections.abc import Sequence
@@ -36,8 +36,13 @@ from eagle_kit.verify.verifiers import Relaxed, TargetOnly
 
 
 class DraftState(NamedTuple):
-    """Result of draft-extend: the candidates of depth 1 as target ids ``tokens`` int64 ``[B, K]``, their
-    log-probabilities ``scores`` fp32 ``[B, K]``, and the ``features [B, F]`` that they were made from."""
+    """Draft state of an autoregressive drafter, the result of draft-extend: the candidates of depth 1.
+
+    Attributes:
+        tokens: int64 ``[B, K]``, the candidates as target ids.
+        scores: fp32 ``[B, K]``, their log-probabilities; 0 if K is 1.
+        features: ``[B, F]``, the features that the next step reads.
+    """
 
     tokens: torch.Tensor
     scores: torch.Tensor
@@ -45,8 +50,13 @@ class DraftState(NamedTuple):
 
 
 class CandidateSpec(NamedTuple):
-    """Candidates that a draft state keeps: ``topk`` of each of ``steps`` depths, of one where the draft is
-    grown when it is proposed; ``reads_confidence`` whether its confidence is read."""
+    """Candidates that a draft state holds.
+
+    Attributes:
+        steps: depths that it has candidates of; 1 if the draft grows them when it proposes.
+        topk: candidates of each depth.
+        reads_confidence: True if :meth:`Drafter.confidence` is read.
+    """
 
     steps: int
     topk: int
@@ -54,8 +64,13 @@ class CandidateSpec(NamedTuple):
 
 
 class PendingTokens(NamedTuple):
-    """Tokens that the target has decoded and the draft has not read: the target's ``states [B, L, M]`` that
-    predicted ``tokens`` int64 ``[B, L]``, of which the first ``counts [B]`` are there."""
+    """Tokens that the target has emitted and the draft has not run over, up to L of each request.
+
+    Attributes:
+        states: ``[B, L, M]``, the target's states that predicted the tokens.
+        tokens: int64 ``[B, L]``.
+        counts: int64 ``[B]``, how many of the L tokens are there.
+    """
 
     states: torch.Tensor
     tokens: torch.Tensor
@@ -105,7 +120,7 @@ class PromptBatch(NamedTuple):
 
 
 class Drafter:
-    """Draft model with its key-value store. Mutates only the store.
+    """Draft model with its key-value store. Its methods change nothing but the store.
 
     Args:
         vocab_size: V of the target.
@@ -113,13 +128,13 @@ class Drafter:
     """
 
     supports_deferred_draft = True
-    """Whether tokens of plain cycles can be read later, all at once."""
+    """True if the draft need not run in plain cycles: one forward over their tokens can follow later."""
     has_any_shape = True
-    """Whether the shape can change from cycle to cycle, to any that :meth:`check_shape` allows."""
+    """True if the shape can change from cycle to cycle, to any that :meth:`check_shape` allows."""
     has_spec_by_size = False
-    """Whether a batch size keeps the candidates of its own shapes only, and :meth:`widened` the rest."""
+    """True if a batch size makes candidates for its own shapes only, and :meth:`widened` pads the others."""
     lookback = 0
-    """Prompt tokens before those that the stores lack that must be computed again."""
+    """Prompt tokens before a chunk that must be computed again with it."""
     verifiers: tuple[type, ...] = (TargetOnly, Relaxed)
     """Verifiers that are sound for these proposals, the default first."""
 
@@ -136,7 +151,7 @@ class Drafter:
         self._make_constants(layout)
 
     def _make_constants(self, layout: PoolLayout) -> None:
-        """Make what every cycle needs: numbers from 0 on, and the ancestor bits of a chain."""
+        """Make the tensors that every cycle needs: numbers from 0 on, and the ancestor bits of a chain."""
         device = self.model.device
         self.numbers = torch.arange(max(layout.window + 1, layout.max_batch_size), device=device)
         self.chain_bits = chain_bits(MAX_WINDOW, device)
@@ -169,10 +184,11 @@ class Drafter:
 
     @classmethod
     def candidate_spec(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
-        """Candidates that a draft state must keep to be proposed from in any of ``shapes``.
+        """Return the candidates that a draft state must hold, so that any of ``shapes`` can be proposed.
 
         Args:
-            reads_confidence: :meth:`confidence` is asked for; a single candidate is not weighed.
+            reads_confidence: :meth:`confidence` will be read. It needs two candidates, because a single one
+                has no log-probability.
         """
         topk = max(1 + reads_confidence, *(shape.topk for shape in shapes))
         return CandidateSpec(1, topk, reads_confidence)
@@ -180,15 +196,15 @@ class Drafter:
     def widened(
         self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Return a draft state ``made`` with as many candidates as the ones in ``slots``."""
+        """Return the draft state ``made``, padded to as many candidates as the states in ``slots`` have."""
         return made
 
     def num_appended(self, spec: CandidateSpec) -> int:
-        """Rows that draft-extend has behind the emitted ones."""
+        """Return how many rows draft-extend appends behind the emitted tokens of a request."""
         return 0
 
     def max_pending_tokens(self, spec: CandidateSpec) -> int:
-        """Tokens that :meth:`extend` reads at once at most, a power of two: what a window has room for."""
+        """Return how many tokens of a request :meth:`extend` takes, a power of two that fits a window."""
         return 1 << ((MAX_WINDOW - self.num_appended(spec)).bit_length() - 1)
 
     @property
@@ -206,9 +222,15 @@ class Drafter:
         )
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
-        """Probability of the first token to be proposed behind a draft state, fp32 ``[B]``, or of each depth
-        to be accepted with all before it, ``[B, D]``, of heads that tell it; None where one candidate is
-        kept, which is not weighed. It depends on the text alone, not on tokens that will be drawn."""
+        """Return the draft's confidence in the tokens that it will propose from a draft state.
+
+        It depends on the text alone, not on tokens that will be drawn.
+
+        Returns:
+            fp32 ``[B]``, the probability of the first token. Heads that predict acceptance return ``[B, D]``,
+            the probability that each depth and all before it are accepted. None if the state holds one
+            candidate, which has no log-probability.
+        """
         assert isinstance(state, DraftState)
         return state.scores[:, 0].exp() if state.scores.shape[1] > 1 else None
 
@@ -219,11 +241,11 @@ class Drafter:
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Grow a draft behind the roots and keep its best nodes.
+        """Grow a draft behind the roots, and select its best nodes as the window.
 
         Args:
-            num_columns: bound on the columns of a window, the pool's included.
-            sampling: of the requests; this drafter proposes the same for all.
+            num_columns: bound on the keys that a node attends to: tokens in the pool, then window nodes.
+            sampling: sampling parameters of the requests; this drafter does not depend on them.
         """
         if shape.topk == 1:
             tree = self._grow_chain(state, shape, num_columns)
@@ -232,15 +254,24 @@ class Drafter:
         return DraftOutput(tree, Deterministic())
 
     def grow_candidates(self, state: CycleState, shape: SpecShape, num_columns: int) -> Candidates:
-        """Grow a tree behind the roots, K nodes a step -> all of its candidates."""
-        draft, seq_lens = state.draft, state.seq_lens
+        """Grow a tree behind the roots, K nodes a step, and return all of its candidates."""
+        draft = state.draft
+        seq_lens = state.seq_lens
         assert isinstance(draft, DraftState)
-        b, topk = len(seq_lens), shape.topk
+        b = len(seq_lens)
+        topk = shape.topk
+
+        # Depth 1 is in the draft state.
         beam, candidates = start_beam(draft.tokens[:, :topk], draft.scores[:, :topk], shape)
-        features, prefix_lens, first = draft.features, seq_lens + 1, self.model.first_slot
-        positions = seq_lens[:, None] + self.numbers[1 - first : shape.steps - first, None, None].expand(
-            -1, b, topk
-        )
+        features = draft.features
+
+        # Positions of each later step, ``[S - 1, B, K]``. The root's entry is in the pool.
+        prefix_lens = seq_lens + 1
+        first = self.model.first_slot
+        offsets = self.numbers[1 - first : shape.steps - first, None, None]
+        positions = seq_lens[:, None] + offsets.expand(-1, b, topk)
+
+        # A step runs the draft over the beam, and selects the next beam from K candidates of each node.
         for step in range(1, shape.steps):
             attend = self.kv.window_attend(
                 state.page_table, prefix_lens, beam.ancestors, step * topk, num_columns
@@ -252,12 +283,15 @@ class Drafter:
         return candidates
 
     def _grow_chain(self, state: CycleState, shape: SpecShape, num_columns: int) -> Tree:
-        """Take the best token of every step; a chain ranks nothing."""
-        draft, seq_lens = state.draft, state.seq_lens
+        """Take the best token of every step; a chain needs no log-probabilities."""
+        draft = state.draft
+        seq_lens = state.seq_lens
         assert isinstance(draft, DraftState)
-        tokens, features = draft.tokens[:, :1], draft.features
+        tokens = draft.tokens[:, :1]
+        features = draft.features
         drafted = [tokens]
-        prefix_lens, positions = seq_lens + 1, self._positions(seq_lens, shape.steps)
+        prefix_lens = seq_lens + 1
+        positions = self._positions(seq_lens, shape.steps)
         for step in range(1, shape.steps):
             bits = self.chain_bits[step - 1 : step].expand(tokens.shape[0], 1)
             attend = self.kv.window_attend(state.page_table, prefix_lens, bits, step, num_columns)
@@ -268,7 +302,7 @@ class Drafter:
         return chain_build(state.roots, torch.cat(drafted, 1))
 
     def _positions(self, seq_lens: torch.Tensor, steps: int) -> dict[int, torch.Tensor]:
-        """Positions int64 ``[B]`` of the token of each step of a chain from 1 on, made at once."""
+        """Return the positions int64 ``[B]`` of the tokens of a chain, by step from 1 on."""
         if steps == 1:
             return {}
         first = self.model.first_slot
@@ -284,15 +318,17 @@ class Drafter:
         spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the draft over the emitted tokens and the target states that predicted them, and store its
-        entries.
+        """Run the draft over the emitted tokens and the target's states that predicted them.
+
+        Stores the draft's keys and values.
 
         Args:
-            state: at the start of the cycle.
-            out: the target's output over the window, ``[B * N]`` rows.
-            accepted: the path and the emitted tokens ``[B, S + 1]``.
-            num_committed: int64 ``[B]``, emitted tokens that are stored: all, or 0 for padding.
-            spec: candidates to return.
+            state: state at the start of the cycle.
+            out: the target's output over the window, ``B * N`` rows.
+            accepted: the accepted path and the emitted tokens ``[B, S + 1]``.
+            num_committed: int64 ``[B]``, emitted tokens whose keys are stored: all, or 0 for padding.
+            spec: candidates that the result holds.
+            num_columns: see :meth:`propose`.
 
         Returns:
             The draft state of the next cycle.
@@ -315,29 +351,44 @@ class Drafter:
         spec: CandidateSpec,
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
-        """Run the draft over tokens behind ``state``, and store its entries.
+        """Run the draft over the tokens that follow ``state``, store its keys, and return its draft state.
 
         Args:
-            last: int64 ``[B]``, the token to return the draft state of.
+            pending: the tokens.
+            last: int64 ``[B]``, index of the token behind which the draft state is made.
+            spec: candidates that the result holds.
+            num_columns: see :meth:`propose`.
         """
         b, length = pending.tokens.shape
         wanted = torch.add(last, self.numbers[:b], alpha=length)
         return self._state(self._read(state, pending, wanted, num_columns), spec)
 
     def store(self, state: CycleState, pending: "PendingTokens", num_columns: int) -> None:
-        """Store the entries of up to a window's tokens behind ``state``; the draft state behind them is not
-        made."""
-        self._read(state, pending, self.numbers[:1], num_columns)  # not every layer takes no row
+        """Run the draft over the tokens that follow ``state`` to store its keys only: no draft state is made.
+
+        Args:
+            pending: the tokens, at most a window's.
+            num_columns: see :meth:`propose`.
+        """
+        # One row of output, which nobody reads: some layers do not take an empty selection.
+        self._read(state, pending, self.numbers[:1], num_columns)
 
     def _read(
         self, state: CycleState, pending: "PendingTokens", wanted: torch.Tensor, num_columns: int
     ) -> StepOutput:
-        """Run the draft over tokens behind ``state`` and store its entries -> its output at the rows
-        ``wanted``."""
-        page_table, seq_lens = state.page_table, state.seq_lens
+        """Run the draft over the tokens that follow ``state``, and store its keys.
+
+        Returns:
+            Its output at the rows ``wanted``.
+        """
+        page_table = state.page_table
+        seq_lens = state.seq_lens
         states, tokens, num_committed = pending
         b, length = tokens.shape
-        prefix_lens, skipped = seq_lens + 1, 1 - self.model.first_slot
+
+        # The tokens are a chain behind the root.
+        prefix_lens = seq_lens + 1
+        skipped = 1 - self.model.first_slot
         bits = self.chain_bits[:length].expand(b, length)
         attend = self.kv.window_attend(page_table, prefix_lens, bits, length, num_columns)
         positions = (seq_lens[:, None] + self.numbers[skipped : skipped + length]).view(-1)
@@ -347,7 +398,7 @@ class Drafter:
         return out
 
     def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
-        """Run the draft over prompt rows and store its entries.
+        """Run the draft over prompt rows, and store its keys.
 
         Returns:
             The draft states of the n prompts that end, with the candidates that ``spec`` asks for.
@@ -355,39 +406,47 @@ class Drafter:
         return self._state(self._read_prompt(batch), spec)
 
     def _read_prompt(self, batch: PromptBatch) -> StepOutput:
-        """Run the draft over prompt rows and store its entries -> its output at the rows ``last``."""
+        """Run the draft over prompt rows, store its keys, and return its output at the rows ``last``."""
         features = self.model.features(self.model.states(batch.out))
-        rows, tokens, positions, mine = [], [], [], []
         arange = partial(torch.arange, device=features.device)
-        at, first_slot = 0, self.model.first_slot
+        first_slot = self.model.first_slot
+
+        # Rows of the draft: for each row of the target the token after it.
+        rows = []
+        tokens = []
+        positions = []
+        segments = []
+        row_start = 0
         for table, start, stop, *_ in batch.segments:
             count = stop - start
-            # A model whose entries begin at slot 0 enters the first token as well; it has no row of its own.
-            head = 1 if start == first_slot == 0 else 0
-            first = start + 1 - head
-            rows += [arange(at, at + head), arange(at, at + count)]
-            tokens += [batch.ids[at : at + head], batch.next_ids[at : at + count]]
+            row_stop = row_start + count
+            # A model whose entries begin at slot 0 has a row for the first token of the prompt as well.
+            num_first = 1 if start == first_slot == 0 else 0
+            first = start + 1 - num_first
+            rows += [arange(row_start, row_start + num_first), arange(row_start, row_stop)]
+            tokens += [batch.ids[row_start : row_start + num_first], batch.next_ids[row_start:row_stop]]
             positions.append(arange(first - first_slot, stop + 1 - first_slot))
-            mine.append(Segment(table, first, stop + 1, first))
-            at += count
-        attend = self.kv.prefill_attend(mine)
-        given = StepRows(features, torch.cat(tokens), torch.cat(positions), torch.cat(rows))
-        # Where no prompt ends, a row that nobody reads: not every layer takes none.
-        wanted = _row_of(mine, batch) if len(batch.last) else self.numbers[:1]
-        return self.model.step(given, attend, wanted=wanted)
+            segments.append(Segment(table, first, stop + 1, first))
+            row_start = row_stop
+
+        # One forward. If no prompt ends, it returns a row that nobody reads: some layers do not take none.
+        attend = self.kv.prefill_attend(segments)
+        step_rows = StepRows(features, torch.cat(tokens), torch.cat(positions), torch.cat(rows))
+        wanted = _row_of(segments, batch) if len(batch.last) else self.numbers[:1]
+        return self.model.step(step_rows, attend, wanted=wanted)
 
     def _state(self, out: StepOutput, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         tokens, scores = self._candidates(out.read, spec.topk)
         return DraftState(tokens, scores, self._fed_back(out))
 
     def _fed_back(self, out: StepOutput) -> torch.Tensor:
-        """Features of the next step; a whole model has none."""
+        """Return the features that the next step reads; a whole model reads none."""
         return out.fed_back[:, : self.model.feature_size]
 
     def _candidates(self, read: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Best tokens of ``read [T, H]``, as target ids, and their log-probabilities, ``[T, K]`` each.
+        """Return the best tokens of ``read [T, H]`` as target ids, and their log-probabilities, ``[T, K]``.
 
-        A chain ranks nothing, so with K = 1 the log-probabilities are left at 0.
+        With K = 1 the log-probabilities are 0: a chain does not need them.
         """
         if uses_triton(read) and topk <= MAX_TOPK:
             states, weight, token_map = self.model.readout(read)
@@ -396,11 +455,11 @@ class Drafter:
         return self.model.to_target(ids), scores
 
 
-def _row_of(mine: Sequence[Segment], batch: PromptBatch) -> torch.Tensor:
+def _row_of(draft_segments: Sequence[Segment], batch: PromptBatch) -> torch.Tensor:
     """Map rows ``last`` of the target to rows of the draft, which may have one more per request."""
     extra = 0
     shift = []
-    for own, segment in zip(mine, batch.segments, strict=True):
-        extra += (own.stop - own.start) - (segment.stop - segment.start)
+    for ours, segment in zip(draft_segments, batch.segments, strict=True):
+        extra += (ours.stop - ours.start) - (segment.stop - segment.start)
         shift.append(extra)
     return batch.last + to_device(shift, batch.last.device)[batch.requests_of_last()]
