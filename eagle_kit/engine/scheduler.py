@@ -651,7 +651,7 @@ class Scheduler:
     # Shares of a step.
 
     def _select_affordable(self, decoding: list[Request]) -> list[Request]:
-        """Select the requests of the next cycle: those whose deficit and share pay for their shard
+        """Select the requests of the next cycle: those whose deficit and share pay for their part
         of it.
 
         A request with many tokens before it makes the cycle longer for other groups. It skips
