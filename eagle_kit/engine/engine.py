@@ -1,8 +1,9 @@
-"""Engine: requests in, replies out. A step schedules, sends prompts and a cycle to the device, and takes in
-the results of ``lag`` steps before, so that the host works while the device does.
+"""Engine: requests in, replies out.
 
-With a lag of 1 the end of a request is seen one cycle late, and the tokens of that cycle are dropped. Lag 0
-is the same code without the delay.
+A step schedules, launches a decode cycle and prompt chunks on the device, and collects results. With a lag
+of 1 it collects those of the step before, so that the host works while the device does. Then the end of a
+request is seen one cycle late, and its tokens of that cycle are dropped. With a lag of 0 a step waits for its
+own results.
 """
 
 import logging
@@ -38,10 +39,11 @@ from eagle_kit.ops.backend import current_device
 from eagle_kit.verify.verifiers import make_verifier
 
 READING_COST = 64
-"""Multiplications in the time that a number of the key-value pool is read: 75 measured on a CPU
-(SmolLM2-135M, one thread), about as many follow from the data sheets of GPUs."""
+"""Multiplications that take as long as reading one number of the key-value pool. Measured: 75 on a CPU
+(SmolLM2-135M, one thread). The data sheets of GPUs give about as many."""
 WEIGHTS_COST = {"cpu": 12, "cuda": 256}
-"""Tokens computed in the time that the weights are read: measured as above; from data sheets."""
+"""Tokens whose computation takes as long as reading the weights. Measured on the same CPU; for GPUs from data
+sheets."""
 
 
 @dataclass
@@ -61,12 +63,12 @@ class EngineTotals:
 
 
 class _End(NamedTuple):
-    """First of some new tokens that ends a reply.
+    """Token that ends a reply, among the new tokens of a cycle.
 
     Attributes:
-        num_tokens: tokens up to it.
+        num_tokens: number of new tokens up to it, itself included.
         reason: why the reply ends.
-        is_shown: whether it is a part of the text.
+        is_shown: True if the token is part of the text.
     """
 
     num_tokens: int
@@ -75,16 +77,27 @@ class _End(NamedTuple):
 
 
 class Engine:
-    """Serve requests with a target and perhaps a draft. One thread makes all calls.
+    """Serve requests with a target, and with a draft if there is one. One thread makes all calls.
 
-    It starts with ordinary decoding; :meth:`use_shape` changes that while nothing is being served.
+    A new engine decodes without drafts; :meth:`use_shape` changes that while nothing is being served.
 
     Args:
-        config: resolved, with a size of the pool. The algorithm ``NGRAM`` takes no ``draft``.
-        make_grammars: called when a request brings the first grammar; None refuses grammars.
+        target: the model that verifies.
+        draft: the draft model; None for ordinary decoding and for the algorithm ``NGRAM``.
+        config: resolved, with a size of the page pool.
+        make_grammars: makes the compiler of grammars, when the first request with a grammar comes; None
+            refuses grammars.
+
+    Attributes:
+        scheduler: queue and batch.
+        runner: the device side.
+        page_pool: pages of the key-value stores.
+        ngram: log of tokens that n-gram drafts come from; None without the algorithm ``NGRAM``.
+        shapes: current shapes, as a table by batch size or as a policy.
+        totals: counters since the engine was made.
 
     Raises:
-        UserError: options that do not fit the draft.
+        UserError: the options do not fit the draft.
     """
 
     def __init__(
@@ -94,13 +107,21 @@ class Engine:
         config: ResolvedConfig,
         make_grammars: Callable[[], Grammars] | None = None,
     ) -> None:
-        self.target, self.draft, self.config = target, draft, config
+        self.target = target
+        self.draft = draft
+        self.config = config
+
+        # The compiler of grammars, made when a request needs it.
         self._make_grammars = make_grammars
         self._grammars: Grammars | None = None
         self._grammars_lock = threading.Lock()
+
+        # The n-gram log, and how many tokens of each request are in it.
         self.ngram = NgramIndex(config.ngram) if config.algorithm == "NGRAM" else None
         assert draft is None or self.ngram is None, "one drafter at a time"
         self._num_indexed: dict[Request, int] = {}
+
+        # Pages and models.
         self.page_pool = PagePool(
             config.num_pages,
             config.page_size,
@@ -109,24 +130,35 @@ class Engine:
             num_shards=config.num_shards,
         )
         self.runner = Runner(target, draft, config, _graphs(target, config))
+
+        # The verifier must be sound for the drafts.
         verifier = make_verifier(config)
         if verifier is not None and not isinstance(verifier, self.runner.verifiers):
             fit = " or ".join(kind.__name__ for kind in self.runner.verifiers)
             raise UserError(f"{type(verifier).__name__} does not fit these drafts.", f"Use {fit}.")
-        self.totals = EngineTotals()
         self._seeds = random.Random(config.seed)
-        self._pending: deque[Results] = deque()
+
+        # Launched results, the oldest first, and requests with new tokens since the last step.
+        self._in_flight: deque[Results] = deque()
         self._news: dict[Request, None] = {}
+
+        # Counters, and the time at which the last cycle ended.
+        self.totals = EngineTotals()
         self._counted: list[tuple[int, int | None, int]] = []
-        self._clock, self._is_timing = time.perf_counter(), False
+        self._clock = time.perf_counter()
+        self._is_timing = False
+
+        # Graphs by name, for measurements that need their own.
         self.graphs_in_use: Hashable = None
         self._graphs: dict[Hashable, CycleGraphs] = {}
+
+        # The scheduler is made with the shapes.
         self.use_shape(NO_SPECULATION)
 
     @property
     def has_work(self) -> bool:
         """True if :meth:`step` has something to do."""
-        return bool(self.scheduler.running or self.num_waiting or self._pending)
+        return bool(self.scheduler.running or self.num_waiting or self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -145,59 +177,74 @@ class Engine:
 
     @property
     def num_graphs(self) -> int:
-        """Captured or recorded cycles at hand."""
+        """Number of graphs or recordings of cycles."""
         return self.runner.graphs.num_graphs
 
     @property
     def num_grammars(self) -> int:
-        """Compiled grammars at hand."""
+        """Number of compiled grammars."""
         return 0 if self._grammars is None else self._grammars.num_compiled
 
     def use_shape(self, shapes: ShapeTable | SpecShape | ShapePolicy) -> None:
-        """Speculate with ``shapes`` from the next request on, or with what a policy chooses cycle by cycle.
+        """Speculate with ``shapes`` from the next request on. Nothing may be running or waiting.
+
+        Args:
+            shapes: one shape, a table by batch size, or a policy that chooses a shape for each cycle.
 
         Raises:
-            UserError: there is no draft for one, or the draft cannot fill it.
+            UserError: a shape needs a draft and there is none, or the draft cannot fill it.
         """
         assert not hasattr(self, "scheduler") or not self.has_work, "requests are being served"
         if not isinstance(shapes, ShapePolicy):
             shapes = ShapeTable.parse(shapes)
         for shape in shapes.shapes:
             self._check_shape(shape)
+
+        # The runner. Pages that were written without a draft lack its keys, so the prefix cache is emptied.
         did_speculate = bool(self.runner.steps)
         reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
         by_size = {size: shapes.menu(size) for size in self.config.batch_sizes}
         self.runner.use_shape(shapes.shapes, reads_confidence=reads_confidence, by_size=by_size)
         if bool(self.runner.steps) != did_speculate:
-            self.page_pool.clear()  # pages written without a draft have no entries of it
+            self.page_pool.clear()
         self.shapes = shapes
-        drafter = self.runner.models.drafter
-        room, speculates = self.config.room(self.runner.steps), drafter is not None
-        model, size = self.target.config, sum(weight.numel() for weight in self.target.parameters())
+
+        # Costs of prompt tokens, relative to the first token of a prompt. All ranks take those of the first:
+        # shards of the target may differ in size, and schedules must not.
+        model = self.target.config
+        size = sum(weight.numel() for weight in self.target.parameters())
         costs = {
             "attention_cost": 2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
             "reading_cost": READING_COST * self.runner.kv.numbers_per_token / size,
             "weights_cost": WEIGHTS_COST[self.runner.device.type],
         }
-        if self.target.ranks is not None:  # their parts may differ, and what they schedule must not
+        if self.target.ranks is not None:
             costs = self.target.ranks.agree(costs)
+
+        # The scheduler.
+        drafter = self.runner.models.drafter
         self.scheduler = Scheduler(
             self.page_pool,
             self.config,
-            room=room,
-            needs_last=speculates,
+            room=self.config.room(self.runner.steps),
+            needs_last=drafter is not None,
             lookback=0 if drafter is None else drafter.lookback,
             **costs,
         )
 
     def use_graphs(self, name: Hashable) -> None:
-        """Run cycles from graphs that are kept apart under ``name``, made anew at first, or with ``"off"``
-        without any; None goes back to the usual ones and drops all others."""
+        """Run cycles from graphs of their own, which measurements use.
+
+        Args:
+            name: graphs under this name are made at first use and stay apart from others. ``"off"`` runs
+                eagerly. None goes back to the engine's graphs, and drops all others.
+        """
         if self.graphs_in_use is None:
             self._graphs = {None: self.runner.graphs}
         if name not in self._graphs:
             self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].anew()
-        self.runner.graphs, self.graphs_in_use = self._graphs[name], name
+        self.runner.graphs = self._graphs[name]
+        self.graphs_in_use = name
         if name is None:
             self._graphs = {}
 
@@ -292,7 +339,7 @@ class Engine:
         self._start(Grammar("json_object"), None)
 
     def _start(self, grammar: Grammar, cache_salt: str | None) -> Match:
-        """Compile a grammar -> a match that has read nothing."""
+        """Compile a grammar, and return a match at its start."""
         if self._make_grammars is None:
             raise UserError("A grammar needs a tokenizer, and the model has none.", "Leave the grammar out.")
         with self._grammars_lock:
@@ -319,20 +366,23 @@ class Engine:
                 self.end(request, "stop")
 
     def drain(self) -> None:
-        """Drop pending results and unread news of aborted requests."""
+        """Drop results in flight, and unread news of aborted requests."""
         assert not (self.scheduler.running or self.num_waiting), "requests are being served"
         self._collect_until(0)
         self._news.clear()
 
     def step(self) -> list[Request]:
-        """Schedule, compute, and take in results -> requests that have new tokens or have ended. Any thread
-        may be the one that makes the calls, and have another CUDA device as its current one."""
+        """Schedule, launch, and collect results. The calling thread's current CUDA device does not matter.
+
+        Returns:
+            The requests that have new tokens or have ended.
+        """
         with torch.inference_mode(), current_device(self.runner.device):
             return self._step()
 
     def _step(self) -> list[Request]:
         # Plan the step.
-        if not self._pending:
+        if not self._in_flight:
             self._clock = time.perf_counter()
         plan = self.scheduler.plan()
         decoding = plan.decoding
@@ -343,7 +393,7 @@ class Engine:
             request.stats.num_preemptions += 1
 
         # Grammars and n-grams need every token on the host. Collecting results may end requests.
-        num_earlier = len(self._pending)
+        num_earlier = len(self._in_flight)
         if self._uses_ngram or any(request.reply.match for request in decoding):
             self._collect_until(0)
             num_earlier = 0
@@ -356,14 +406,14 @@ class Engine:
             if self._uses_ngram:
                 self._index(decoding)
             shape, wanted = self._shape(decoding)
-            self._pending.append(self.runner.decode(decoding, shape, self.ngram, wanted))
+            self._in_flight.append(self.runner.decode(decoding, shape, self.ngram, wanted))
 
         # Launch prefill behind the cycle, whose results do not wait for prompts.
         if chunks:
             self._prefill(chunks)
 
         # Collect the results of the steps before; without a lag those of this step too.
-        num_launched = len(self._pending) - num_earlier
+        num_launched = len(self._in_flight) - num_earlier
         self._collect_until(num_launched if self.config.lag else 0)
 
         # Hand over the requests with new tokens.
@@ -429,7 +479,7 @@ class Engine:
                 request.stats.num_cached_tokens = request.sequence.num_shared_tokens
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.stats.num_cached_tokens
-        self._pending += self.runner.prefill(chunks)
+        self._in_flight += self.runner.prefill(chunks)
         for request, _, stop, _ in chunks:
             self.scheduler.mark_computed(request, stop)
 
@@ -447,9 +497,9 @@ class Engine:
             self._num_indexed[request] = request.num_tokens
 
     def _collect_until(self, count: int) -> None:
-        """Take in the oldest results until ``count`` are pending."""
-        while len(self._pending) > count:
-            self._collect(self._pending.popleft())
+        """Collect the oldest results until ``count`` are in flight."""
+        while len(self._in_flight) > count:
+            self._collect(self._in_flight.popleft())
 
     def _collect(self, results: Results) -> None:
         """Wait for results and append them to the requests that are still in the batch."""
@@ -500,7 +550,7 @@ class Engine:
                 for j in range(num_tokens):
                     request.reply.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
 
-            # Tell the policy of shapes what was accepted.
+            # Update the acceptance statistics of the policy.
             num_drafts = None
             if results.num_drafts is not None:
                 num_drafts = results.num_drafts[i]
@@ -519,8 +569,8 @@ class Engine:
             if reason is not None:
                 self._finish(request, reason)
             elif request.has_stops and not self.config.lag and self.target.ranks is None:
-                # Nothing runs meanwhile, and a cycle in vain would cost more than to read the text here. With
-                # several ranks the first one reads it between steps, and the others are told.
+                # Nothing is in flight, and a needless cycle would cost more than reading the text here. With
+                # several ranks the first one reads it between steps, and sends the end to the others.
                 request.read()
                 self.stop(request)
         self._add_to_totals()
@@ -533,10 +583,10 @@ class Engine:
         num_drafts: int,
         confidence: float | Sequence[float] | None,
     ) -> None:
-        """Tell the policy of shapes how many of a request's draft tokens were accepted in a cycle.
+        """Update the policy with the number of a request's draft tokens that a cycle accepted.
 
         Args:
-            confidence: how sure the draft is of its next tokens; None where cycles do not emit it.
+            confidence: the draft's confidence in its next tokens; None if cycles do not emit it.
         """
         acceptance = request.stats.acceptance
         if acceptance is None or not isinstance(self.shapes, ShapePolicy):
@@ -547,14 +597,14 @@ class Engine:
             self.shapes.see(acceptance, confidence)
 
     def _count_read(self, request: Request) -> None:
-        """Count the tokens of a reply in which no stop text can be any more."""
+        """Count the tokens of a reply whose text has been searched for stop texts."""
         assert request.stream is not None
         uncounted = request.stats.uncounted
         while uncounted and uncounted[0].start + uncounted[0].num_tokens <= request.stream.num_read:
             self._count(request, uncounted.popleft())
 
     def _count(self, request: Request, new: UncountedTokens) -> None:
-        """Count tokens that have become a part of a reply."""
+        """Count tokens that no stop text can remove any more."""
         num_drafts_kept = None
         if new.num_drafts == 0:
             # A plain cycle is no verify, also where others of the batch had drafts.
@@ -566,7 +616,7 @@ class Engine:
         self._counted.append((new.num_tokens, num_drafts_kept, new.num_drafts or 0))
 
     def _add_to_totals(self) -> None:
-        """Add what was counted to the totals, equal counts at once."""
+        """Add the counted tokens to the totals, equal entries at once."""
         totals = self.totals
         for (num_tokens, num_drafts_kept, num_drafts), times in Counter(self._counted).items():
             totals.num_generated_tokens += num_tokens * times
@@ -577,7 +627,7 @@ class Engine:
         self._counted.clear()
 
     def _note_cycle(self, results: Results, now: float) -> None:
-        """Count a cycle by its shape, and tell the policy what it took where nothing else was done."""
+        """Count a cycle by its shape. Give the policy its time, if the step did nothing else."""
         self.totals.shapes[results.shape] += 1
         if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_steady_state:
             context = _mean_context(results.requests)
@@ -586,7 +636,11 @@ class Engine:
         self._clock = now
 
     def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
-        """Append new tokens up to the first that ends the reply -> why it does; None where it goes on."""
+        """Append new tokens up to the first that ends the reply.
+
+        Returns:
+            Why the reply ends; None if it goes on.
+        """
         reply = request.reply
         reason: FinishReason | None = None
         is_shown = True
@@ -620,7 +674,7 @@ class Engine:
         return reason
 
     def _find_end(self, request: Request, tokens: list[int]) -> _End | None:
-        """Find the first of the new tokens that ends the reply; None where it goes on."""
+        """Find the first of the new tokens that ends the reply; None if it goes on."""
         for num_tokens, token in enumerate(tokens, 1):
             if token in request.reply.stop_token_ids:
                 return _End(num_tokens, "stop", is_shown=False)
@@ -631,7 +685,7 @@ class Engine:
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request, where a stop text ends it if there is one in its reply."""
+        """End a request. If its reply has a stop text, the reply ends there."""
         self._news[request] = None
         if request.sequence.slot >= 0:
             self.scheduler.publish(request)
@@ -648,7 +702,11 @@ class Engine:
         self.totals.num_finished[reason] += 1
 
     def _take_back(self, request: Request, reason: FinishReason) -> FinishReason:
-        """Take back what a reply has behind a stop text, and count the rest -> why it has ended."""
+        """Remove the tokens of a reply behind its stop text, and count the others.
+
+        Returns:
+            Why the reply has ended.
+        """
         stream = request.stream
         reply = request.reply
         assert stream is not None

@@ -1,9 +1,13 @@
-"""Engine of an event loop: one thread steps it, coroutines add requests and read their tokens.
+"""An engine behind an event loop: coroutines add requests and read replies, and a thread steps the engine.
 
-Everything of the engine happens in its thread. The loop hands it requests and aborts through an inbox. News
-of a step go to a thread that makes their text (``text_thread.py``), which hands them to the loop in one call,
-and tells the engine of a stop text that it finds. Unread tokens of a request are merged into one
-:class:`Delta`, so a slow reader costs memory for one reply and no more.
+Three threads pass a request on:
+
+* The event loop posts requests and aborts to an inbox.
+* The engine's thread reads the inbox, steps the engine and sends the progress of replies to the text thread.
+* The text thread (``text_thread.py``) makes text of tokens and delivers it to the event loop, in one call for
+  a step. It posts a stop text that it finds to the inbox.
+
+Unread tokens of a reply are merged into one :class:`Delta`, so a slow reader costs memory for one reply only.
 """
 
 import asyncio
@@ -21,6 +25,7 @@ import torch
 from eagle_kit.core.errors import RankLost, UserError
 from eagle_kit.engine.memory.engine_memory import NEED_LESS
 from eagle_kit.ops.device_memory import out_of_memory_cause, release_cached_memory
+from eagle_kit.server.fair_queue import FairThread
 from eagle_kit.server.reply import (
     Delta,
     EngineFailed,
@@ -31,7 +36,6 @@ from eagle_kit.server.reply import (
 )
 from eagle_kit.server.room import has_room
 from eagle_kit.server.text_thread import News, Progress, TextThread
-from eagle_kit.server.turns import TurnThread
 
 if TYPE_CHECKING:
     from eagle_kit.engine.engine import Engine
@@ -41,80 +45,97 @@ Health = Literal["ok", "draining", "unhealthy"]
 
 
 class _Arrival(NamedTuple):
-    """Request on its way into the engine, and the future of its admission."""
+    """Request on its way into the engine.
+
+    Attributes:
+        reply: stream of its reply.
+        admitted: done when the engine has taken the request; holds the error if it has not.
+    """
 
     reply: ReplyStream
-    taken: "asyncio.Future[None]"
+    admitted: "asyncio.Future[None]"
 
 
-class _Stopped(NamedTuple):
-    """Reply that holds a stop text."""
+class _StopFound(NamedTuple):
+    """Message of the text thread: the text of a reply completes a stop text."""
 
     reply: ReplyStream
 
 
-_Item = _Arrival | ReplyStream | _Stopped
-"""What the engine's thread is told: a request, one to abort, one to end."""
+_Item = _Arrival | ReplyStream | _StopFound
+"""Messages of the inbox: a request to add, a reply to abort, a reply to end at its stop text."""
 
 STUCK_S = 10.0
-"""Seconds that the engine's thread gets to end, once another rank is lost."""
-TELLING_S = 2.0
-"""Seconds for readers to hear of it, where it has not."""
+"""Seconds that the engine's thread has to end, once another rank is lost."""
+NOTIFY_S = 2.0
+"""Seconds that the loop has to send the errors, if the thread has not ended by then."""
 
 
 class AsyncEngine:
-    """Engine in a thread of its own.
+    """An engine in its own thread.
 
-    Make it, :meth:`start` it in the event loop that uses it, :meth:`shutdown` it in the same loop.
+    Call :meth:`start` in the event loop that uses it, and :meth:`shutdown` in the same loop.
 
     Args:
-        engine: exclusive between start and the end of shutdown, but for its counters and the preparation of
-            requests.
-        capacity: most requests at a time, running, waiting and with a grammar that is being compiled; more
-            raise :class:`Overloaded`. Clients with few have a quarter of it beside, which those with
-            many cannot fill.
-        observer: told of latencies.
+        engine: used by this object alone from start to the end of shutdown. Others may read its counters and
+            prepare requests.
+        capacity: most requests at a time: running, waiting, and with a grammar that is being compiled. More
+            raise :class:`Overloaded`. A quarter more is reserved for clients with few requests.
+        observer: receives latencies.
 
     Attributes:
-        draining: set when it begins to shut down.
-        on_failure: called with the error when the engine has failed, in the engine's thread; and in another
-            one with that of a lost rank, where the engine had failed by another error.
-        on_stuck: called with the error, in another thread, when the engine has lost a rank and its thread
-            does not end: nothing but the end of the process helps.
+        failure: error that ended the engine; None while it runs.
+        draining: set when shutdown begins.
+        on_failure: called in the engine's thread with the error that ended it. If the engine failed because
+            of a lost rank but raised another error, it is called again, in another thread, with
+            :class:`RankLost`.
+        on_stuck: called in another thread with the error, if a rank is lost and the engine's thread does not
+            end. Only the end of the process helps then.
     """
 
     def __init__(self, engine: "Engine", *, capacity: int, observer: Observer | None = None) -> None:
-        self.engine, self.capacity = engine, capacity
+        self.engine = engine
+        self.capacity = capacity
+
+        # Failures.
         self.failure: BaseException | None = None
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self.on_stuck: Callable[[RankLost], None] = lambda error: None
         self._lost: RankLost | None = None
-        self._text = TextThread(self._deliver_soon, self._stop, self._tell, observer)
+
+        # Threads: of text, of the engine, and of grammars.
+        self._text = TextThread(self._deliver_from_thread, self._stop, self._post_from_thread, observer)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="eagle-kit engine", daemon=True)
-        self._compiling = TurnThread("eagle-kit grammar")
+        self._compiling = FairThread("eagle-kit grammar")
+
+        # State of the event loop: live replies, and requests per client whose grammar is being compiled.
         self._num_reserved: Counter[str] = Counter()
         self._live: set[ReplyStream] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._ended = asyncio.Event()
         self.draining = asyncio.Event()
+
+        # The inbox, which all threads post to while they hold ``_wake``.
         self._wake = threading.Condition()
         self._inbox: list[_Item] = []
-        self._todo: deque[_Item] = deque()
         self._closed = False
+
+        # State of the engine's thread: messages taken from the inbox, and the progress of each reply.
+        self._items: deque[_Item] = deque()
         self._progress: dict[int, Progress] = {}
 
     @property
     def health(self) -> Health:
-        """State: ``"ok"``, ``"draining"`` during shutdown, ``"unhealthy"`` when the thread has failed."""
+        """``"ok"``; ``"draining"`` during shutdown; ``"unhealthy"`` after a failure."""
         if self.failure is not None:
             return "unhealthy"
         return "draining" if self.draining.is_set() else "ok"
 
     @property
     def num_live(self) -> int:
-        """Admitted requests that have not finished, those on their way included."""
+        """Number of requests that have not finished, those on their way into the engine included."""
         return len(self._live)
 
     def start(self) -> None:
@@ -125,44 +146,53 @@ class AsyncEngine:
         self._compiling.start()
 
     async def add(self, requests: "Sequence[Request]", *, is_probe: bool = False) -> list[ReplyStream]:
-        """Take requests, all of them or none.
+        """Add requests to the engine, all of them or none.
 
         Args:
-            is_probe: take them even if there is no room, to see whether the engine lives.
+            is_probe: add them even if there is no room, to see whether the engine still emits tokens.
+
+        Returns:
+            Their replies, as streams.
 
         Raises:
             UserError: the engine can never serve one of them.
-            Overloaded: there is no room for all of them now, or the server shuts down.
-            EngineFailed: the engine does not run any more.
+            Overloaded: there is no room for all of them now, or the server is shutting down.
+            EngineFailed: the engine has failed.
         """
         num_needed = 0 if is_probe else len(requests)
         client = requests[0].client
         self.check_room(num_needed, client)
+
+        # Compile grammars. Their requests have a place meanwhile.
         loop = asyncio.get_running_loop()
         with self._reserved(num_needed, client):
             for request in requests:
                 if request.params.constraint is not None and request.reply.match is None:
                     await self._prepare(request)
         self.check_room(num_needed, client)
+
+        # Post the requests to the engine's thread, as one group of its scheduler.
         arrivals = [_Arrival(ReplyStream(request, self._abort), loop.create_future()) for request in requests]
         replies = [arrival.reply for arrival in arrivals]
         for reply in replies:
-            reply.company = replies
+            reply.siblings = replies
             reply.request.group = requests[0].number
         self._live.update(replies)
         self._idle.clear()
         self._post(arrivals)
+
+        # Wait until the engine has taken them all.
         try:
-            await asyncio.gather(*(arrival.taken for arrival in arrivals))
+            await asyncio.gather(*(arrival.admitted for arrival in arrivals))
         except BaseException:
             for arrival in arrivals:
-                arrival.taken.cancel()
+                arrival.admitted.cancel()
                 arrival.reply.close()
             raise
         return replies
 
     async def stream(self, request: "Request") -> AsyncIterator[Delta]:
-        """Add one request and iterate over its deltas; leaving the loop early aborts it."""
+        """Add one request and iterate over its deltas. Leaving the iteration early aborts the request."""
         (reply,) = await self.add([request])
         try:
             async for delta in reply:
@@ -171,51 +201,62 @@ class AsyncEngine:
             reply.close()
 
     async def shutdown(self, grace_s: float = 0.0) -> None:
-        """Admit nothing more, let running requests finish for ``grace_s`` seconds, abort the rest, end the
-        thread.
+        """Shut down: admit no more requests, wait for running ones, abort the rest, and end the thread.
 
-        Readers of aborted requests get the tokens so far, with the finish reason ``"abort"``. Waiting
-        requests are
-        rejected at once, those without a token at the end: their readers get :class:`Overloaded`.
+        Waiting requests are refused at once, and requests without a token after the grace period. Their
+        readers get :class:`Overloaded`. Readers of aborted requests get the tokens so far, with the finish
+        reason ``"abort"``.
+
+        Args:
+            grace_s: seconds that running requests have to finish.
         """
+        # Refuse waiting requests, and let the others finish.
         self.draining.set()
         self._refuse(lambda request: request.stats.admitted_at == 0.0)
         if grace_s > 0 and not self._idle.is_set():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), grace_s)
+
+        # Refuse or abort the rest.
         self._refuse(lambda request: not request.token_ids)
         for reply in list(self._live):
             reply.close()
         self._compiling.close()
+
+        # End the thread. The wait can be cancelled, in case a step never ends.
         with self._wake:
             self._closed = True
             self._wake.notify()
         if self._thread.is_alive():
-            await self._ended.wait()  # which can be cancelled, should a step never end
+            await self._ended.wait()
             self._thread.join()
 
     def fail(self, error: RankLost) -> None:
-        """End the engine, which has lost another rank, also while it has no work. Any thread may call it.
-        A step that waits for the other rank on a GPU may never end: its readers are told all the same."""
+        """End the engine because another rank is lost. Any thread may call it.
+
+        A step that waits for the other rank on a GPU may never end. Its readers get the error all the same.
+        """
         with self._wake:
             self._lost = error
             self._wake.notify()
-        threading.Thread(target=self._leave_step, args=(error,), daemon=True).start()
+        threading.Thread(target=self._abandon_step, args=(error,), daemon=True).start()
 
-    def _leave_step(self, error: RankLost) -> None:
-        if self._thread.is_alive():  # else it has ended, or will when it starts
+    def _abandon_step(self, error: RankLost) -> None:
+        """Wait for the engine's thread to end. If it does not, send the error to all readers without it."""
+        if self._thread.is_alive():
             self._thread.join(STUCK_S)
         if self._thread.is_alive():
             self.failure = error
             self._fail_everything(error)
-            self._thread.join(TELLING_S)
+            self._thread.join(NOTIFY_S)
         if self._thread.is_alive():
             self.on_stuck(error)
         elif self.failure is not None and not isinstance(self.failure, RankLost):
-            self.on_failure(error)  # the thread has ended by an error that does not say so, as of a device
+            # The thread has ended by another error, such as one of the device, which the lost rank caused.
+            self.on_failure(error)
 
     def check_room(self, count: int, client: str = "") -> None:
-        """Raise the errors of :meth:`add` for ``count`` requests of a client."""
+        """Raise the errors that :meth:`add` would raise for ``count`` requests of a client."""
         if self.failure is not None:
             raise EngineFailed("The engine has failed; the server must be restarted.")
         if self.draining.is_set():
@@ -228,23 +269,28 @@ class AsyncEngine:
         num_held = len(self._live) + self._num_reserved.total()
         if not count:
             return
-        own = sum(reply.request.client == client for reply in self._live) + self._num_reserved[client]
-        if not has_room(count, held=num_held, own=own, most=self.capacity):
+        num_of_client = sum(reply.request.client == client for reply in self._live)
+        num_of_client += self._num_reserved[client]
+        if not has_room(count, held=num_held, own=num_of_client, most=self.capacity):
             raise Overloaded(f"The server holds {num_held} of at most {self.capacity} requests.")
 
     async def _prepare(self, request: "Request") -> None:
-        """Compile a grammar in the thread that does nothing else. It has a bounded amount of work, clients
-        take turns, and a client's short grammars do not wait for its long ones that have not begun.
+        """Compile a request's grammar in the thread of grammars.
+
+        Clients take turns, and of one client's grammars the shortest comes first.
 
         Raises:
-            UserError: the grammar is of no use.
-            Overloaded: the server shuts down.
+            UserError: the grammar cannot be compiled.
+            Overloaded: the server is shutting down.
         """
+        # Start the compilation.
         self.check_room(0)
         constraint = request.params.constraint
         assert constraint is not None
         num_chars = len(constraint.text)
         done = self._compiling.run(request.client, self.engine.prepare, request, size=num_chars)
+
+        # Wait for it, or for the beginning of shutdown.
         stop = asyncio.ensure_future(self.draining.wait())
         either: set[asyncio.Future[Any]] = {done, stop}
         try:
@@ -259,6 +305,7 @@ class AsyncEngine:
 
     @contextmanager
     def _reserved(self, count: int, client: str) -> Iterator[None]:
+        """Count requests as held while their grammars are compiled."""
         self._num_reserved[client] += count
         try:
             yield
@@ -267,9 +314,9 @@ class AsyncEngine:
             if not self._num_reserved[client]:
                 del self._num_reserved[client]
 
-    def _refuse(self, is_idle: "Callable[[Request], bool]") -> None:
-        """Reject HTTP requests all of whose choices are idle (503)."""
-        idle = [reply for reply in self._live if all(is_idle(each.request) for each in reply.company)]
+    def _refuse(self, can_refuse: "Callable[[Request], bool]") -> None:
+        """Refuse the HTTP requests of which all choices can be refused (503)."""
+        idle = [reply for reply in self._live if all(can_refuse(each.request) for each in reply.siblings)]
         for reply in idle:
             self._abort(reply)
             self._finish(reply, Overloaded("The server is shutting down."))
@@ -280,7 +327,7 @@ class AsyncEngine:
                 self._inbox += items
                 self._wake.notify()
                 return
-        # The thread has ended or ends without looking into the inbox again.
+        # The thread has ended, or will end without reading the inbox again.
         self._fail_on_loop(items)
 
     def _abort(self, reply: ReplyStream) -> None:
@@ -292,7 +339,7 @@ class AsyncEngine:
             if isinstance(item, ReplyStream):
                 self._finish(item, error)
             elif isinstance(item, _Arrival):
-                self._taken(item, error)
+                self._settle(item, error)
 
     def _finish(self, reply: ReplyStream, news: "Delta | Exception") -> None:
         reply.put(news)
@@ -300,14 +347,14 @@ class AsyncEngine:
         if not self._live:
             self._idle.set()
 
-    def _taken(self, arrival: _Arrival, error: Exception | None) -> None:
+    def _settle(self, arrival: _Arrival, error: Exception | None) -> None:
         if error is not None:
             self._finish(arrival.reply, error)
-        if not arrival.taken.done():
+        if not arrival.admitted.done():
             if error is None:
-                arrival.taken.set_result(None)
+                arrival.admitted.set_result(None)
             else:
-                arrival.taken.set_exception(error)
+                arrival.admitted.set_exception(error)
 
     def _deliver(self, news: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
         for reply, item in news:
@@ -316,67 +363,72 @@ class AsyncEngine:
             else:
                 reply.put(item)
 
-    # What follows runs in the thread that makes text.
+    # Methods that run in the text thread.
 
-    def _deliver_soon(self, news: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
-        self._call(self._deliver, news)
+    def _deliver_from_thread(self, news: "Sequence[tuple[ReplyStream, Delta | Exception]]") -> None:
+        self._call_in_loop(self._deliver, news)
 
     def _stop(self, reply: ReplyStream) -> None:
-        self._tell(_Stopped(reply))
+        self._post_from_thread(_StopFound(reply))
 
-    def _tell(self, item: _Item) -> None:
+    def _post_from_thread(self, item: _Item) -> None:
         with self._wake:
-            if not self._closed:  # else the reply is aborted anyway, which finds a stop text too
+            if not self._closed:  # after that the reply is aborted anyway, which finds a stop text too
                 self._inbox.append(item)
                 self._wake.notify()
 
-    # What follows runs in the engine's thread.
+    # Methods that run in the engine's thread.
 
     def _run(self) -> None:
         try:
-            while self._turn():
+            while self._run_once():
                 pass
         except BaseException as error:
-            # Whatever it is, the state of the engine is unknown now: every reader hears of it, none waits.
+            # After any error the state of the engine is unknown. Every reader gets an error, none waits.
             self.failure = error
-            if isinstance(error, RankLost):  # whose sentence ends the server
+            if isinstance(error, RankLost):  # the server ends with its message
                 _log_cause(error)
             else:
                 logging.getLogger(__name__).critical("The engine has failed.", exc_info=error)
             self._fail_everything(error)
             self.on_failure(error)
         finally:
-            self._text.then(partial(self._call, self._ended.set))
+            self._text.then(partial(self._call_in_loop, self._ended.set))
             self._text.end()
 
-    def _turn(self) -> bool:
-        """Process the inbox and step once; returns False at the end of the thread."""
+    def _run_once(self) -> bool:
+        """Process the inbox and step the engine once; return False if the thread is to end."""
+        # Wait for work, and empty the inbox.
         with self._wake:
             while not (self._inbox or self._closed or self.engine.has_work or self._lost):
                 self._wake.wait()
             if self._lost is not None:
                 raise self._lost
-            self._todo.extend(self._inbox)
+            self._items.extend(self._inbox)
             self._inbox.clear()
-            if self._closed and not self._todo and not self._progress:
+            if self._closed and not self._items and not self._progress:
                 return False
-        while self._todo:
-            item = self._todo.popleft()
+
+        # Add, abort and end requests.
+        while self._items:
+            item = self._items.popleft()
             if isinstance(item, _Arrival):
                 self._admit(item)
             elif isinstance(item, ReplyStream):
                 self._end(item, self.engine.abort)
             else:
                 self._end(item.reply, self.engine.stop)
+
+        # Step.
         if self.engine.has_work:
             self._step()
         return True
 
     def _step(self) -> None:
-        """Step the engine once and send its news.
+        """Step the engine once, and send the progress of its replies.
 
-        Where the GPU has too little memory every request ends with an error, and the engine goes on. With
-        several ranks it does not: the others have taken the step.
+        If the GPU has too little memory, every request ends with an error and the engine goes on. With
+        several ranks it fails, because the other ranks have taken the step.
         """
         cause = None
         news: Sequence[Request] = ()
@@ -388,7 +440,8 @@ class AsyncEngine:
             cause = out_of_memory_cause(error, "computing a step")
         if cause is None:
             self._publish(news)
-        else:  # the frames of the error, which held tensors, are gone
+        else:
+            # Outside the handler, so that the frames of the error hold no tensors any more.
             self._drop_requests(OutOfMemory(f"{cause} {NEED_LESS}"))
 
     def _drop_requests(self, error: OutOfMemory) -> None:
@@ -400,24 +453,26 @@ class AsyncEngine:
             self.engine.abort(reply.request)
         self.engine.drain()
         release_cached_memory()
-        self._text.then(partial(self._deliver_soon, [(reply, error) for reply in replies]))
+        self._text.then(partial(self._deliver_from_thread, [(reply, error) for reply in replies]))
 
     def _admit(self, arrival: _Arrival) -> None:
+        """Add a request to the engine, and report to the loop whether that worked."""
         request = arrival.reply.request
         try:
             self.engine.add_request(request)
         except UserError as error:
-            self._call(self._taken, arrival, error)
+            self._call_in_loop(self._settle, arrival, error)
             return
-        except Exception as error:  # taking a request computes nothing, so it fails alone
+        except Exception as error:  # adding a request computes nothing, so it fails alone
             logging.getLogger(__name__).error("The engine could not take a request.", exc_info=error)
             failed = EngineFailed(f"The engine could not take the request ({type(error).__name__}).")
-            self._call(self._taken, arrival, failed)
+            self._call_in_loop(self._settle, arrival, failed)
             return
         self._progress[request.number] = Progress(arrival.reply, time.perf_counter())
-        self._call(self._taken, arrival, None)
+        self._call_in_loop(self._settle, arrival, None)
 
     def _end(self, reply: ReplyStream, end: "Callable[[Request], None]") -> None:
+        """End a request by a method of the engine, and send its progress."""
         progress = self._progress.get(reply.request.number)
         if progress is None or progress.reply is not reply:
             return  # it has finished, or was never admitted
@@ -426,43 +481,46 @@ class AsyncEngine:
         self._publish([reply.request])
 
     def _publish(self, requests: "Sequence[Request]") -> None:
-        """Send the news of these requests, in one piece, to the thread that makes their text."""
-        news, now, known = [], time.perf_counter(), self._progress
+        """Send the progress of these requests to the text thread, in one message."""
+        news = []
+        now = time.perf_counter()
         for request in requests:
-            progress = known.get(request.number)
+            progress = self._progress.get(request.number)
             if progress is None:
                 continue
             reason = request.finish_reason
             news.append(News(progress, len(request.token_ids), request.reply.num_shown, reason, now))
             if reason is not None:
-                del known[request.number]
+                del self._progress[request.number]
         if news:
             self._text.put(news)
 
     def _fail_everything(self, error: BaseException) -> None:
+        """Send an error to the readers of all requests, admitted or on their way."""
         with self._wake:
             self._closed = True
-            items = [*self._todo, *self._inbox]
-            self._todo.clear()
+            items = [*self._items, *self._inbox]
+            self._items.clear()
             self._inbox.clear()
         failed = EngineFailed(f"The engine has failed ({type(error).__name__}).")
         replies = [progress.reply for progress in self._progress.values()]
         self._progress.clear()
-        self._text.then(partial(self._deliver_soon, [(reply, failed) for reply in replies]))
-        self._call(self._fail_on_loop, items)
+        self._text.then(partial(self._deliver_from_thread, [(reply, failed) for reply in replies]))
+        self._call_in_loop(self._fail_on_loop, items)
 
-    def _call(self, function: Callable[..., None], *args: object) -> None:
+    def _call_in_loop(self, function: Callable[..., None], *args: object) -> None:
+        """Call a function in the event loop, from any thread."""
         assert self._loop is not None
         try:
             self._loop.call_soon_threadsafe(function, *args)
         except RuntimeError:
             if not self._loop.is_closed():
                 raise
-            # The loop is gone, and with it every reader.
+            # The loop has ended, and with it every reader.
 
 
 def _log_cause(error: RankLost) -> None:
-    """Log in a line the first of the errors that made it known, if there was one of other words."""
+    """Log the first error behind the loss of a rank, if it is another kind of error."""
     cause = error.__cause__
     while cause is not None and cause.__cause__ is not None:
         cause = cause.__cause__

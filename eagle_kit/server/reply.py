@@ -48,7 +48,7 @@ class Delta:
 
 
 class Observer(Protocol):
-    """Observer of latencies, called in the engine's thread; cheap and never raising."""
+    """Observer of latencies, called in the text thread. Its methods are cheap and never raise."""
 
     def emitted(self, request: "Request", num_tokens: int, seconds: float, first: bool) -> None:
         """Observe ``num_tokens``, ``seconds`` after the ones before, or after the arrival when ``first``."""
@@ -64,12 +64,14 @@ class ReplyStream:
     :meth:`close` may be called at any time, any number of times; it aborts an unfinished request.
 
     Attributes:
-        company: replies of the same HTTP request, this one among them.
+        request: the request.
+        siblings: replies of the same HTTP request, this one among them.
+        finish_reason: why the reply has ended; None before the end, and after an error.
     """
 
     def __init__(self, request: "Request", abort: Callable[["ReplyStream"], None]) -> None:
         self.request = request
-        self.company: Sequence[ReplyStream] = (self,)
+        self.siblings: Sequence[ReplyStream] = (self,)
         self.finish_reason: str | None = None
         self._abort = abort
         self._news = asyncio.Event()
@@ -91,7 +93,7 @@ class ReplyStream:
         return delta
 
     async def begun(self) -> None:
-        """Wait for the first token, or the end. Raises the error that the reply ended with before it."""
+        """Wait for the first token or the end. Raises the error of a reply that ended without a token."""
         while self._unread is None and self._error is None and self.finish_reason is None:
             self._news.clear()
             await self._news.wait()
@@ -99,7 +101,7 @@ class ReplyStream:
             raise self._error
 
     async def collect(self) -> Delta:
-        """Wait for the end -> the reply as one delta."""
+        """Wait for the end, and return the reply as one delta."""
         whole = Delta()
         async for delta in self:
             whole.add(delta)
@@ -111,7 +113,7 @@ class ReplyStream:
             self._abort(self)
 
     def put(self, news: "Delta | Exception") -> None:
-        """Add news, on the loop only. Nothing follows an error."""
+        """Add new tokens, or the error that ends the reply. Only the event loop calls it."""
         if self._error is not None:
             return
         if isinstance(news, Exception):

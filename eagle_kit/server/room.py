@@ -1,11 +1,11 @@
-"""Room that clients share, with some for those that have little."""
+"""Room that clients share: requests of an engine, or bytes of bodies. Clients with little have a reserve."""
 
 import math
 
 SPARE = 1 / 4
-"""Room beside that for all, as a part of it, for clients that have little."""
+"""Size of the reserve for clients with little, as a share of the room for all."""
 FEW = 1 / 16
-"""Most that is little, as a part of the room for all."""
+"""Most that a client with little has, as a share of the room for all."""
 
 
 def has_room(count: int, *, held: int, own: int, most: int) -> bool:

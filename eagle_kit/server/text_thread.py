@@ -1,8 +1,8 @@
-"""Text of live replies, made beside the engine.
+"""Thread that makes the text of live replies, beside the engine's thread.
 
-The engine's thread puts the news of a step here, this thread turns new tokens into text and hands both on.
-A reply with a stop text is handed on as far as it is certain: what completes the stop text comes with the end
-of the reply, which the engine, some cycles late, puts at the right token.
+The engine's thread puts the progress of a step here. This thread makes text of new tokens and delivers both.
+When it finds a stop text it delivers nothing more of the reply, and reports it to the engine. The engine ends
+the reply at the right token some cycles later, and the rest of the text comes with that end.
 """
 
 import threading
@@ -15,18 +15,36 @@ from eagle_kit.server.reply import Delta, EngineFailed, NotFinite, Observer, Rep
 
 
 class Progress:
-    """Progress of a live request's reader; owned by the thread that makes text."""
+    """What the reader of a live reply has received. Owner: the text thread.
+
+    Attributes:
+        reply: the reply.
+        num_tokens: delivered tokens.
+        num_chars: delivered characters.
+        last_news_at: when the last tokens were known, ``time.perf_counter()`` seconds.
+        has_failed: True if the text could not be made.
+        is_stopped: True if a stop text was found and reported.
+    """
 
     def __init__(self, reply: ReplyStream, now: float) -> None:
         self.reply = reply
-        self.num_tokens = self.num_chars = 0
+        self.num_tokens = 0
+        self.num_chars = 0
         self.last_news_at = now
-        self.has_failed = self.is_stopped = False
+        self.has_failed = False
+        self.is_stopped = False
 
 
 class News(NamedTuple):
-    """State of a request after a step: tokens of its reply, those of them that are text, the reason if it has
-    ended, and when that was known, ``time.perf_counter()`` seconds."""
+    """State of a reply after a step.
+
+    Attributes:
+        progress: what its reader has received.
+        num_tokens: tokens of the reply.
+        num_shown: those of them that are text.
+        finish_reason: why the reply has ended; None if it goes on.
+        now: when this was known, ``time.perf_counter()`` seconds.
+    """
 
     progress: Progress
     num_tokens: int
@@ -36,13 +54,13 @@ class News(NamedTuple):
 
 
 class TextThread:
-    """Thread that makes text.
+    """Thread that makes text. The functions that it is given are called in it.
 
     Args:
-        deliver: takes what readers get next, in the order in which it was put here.
-        stop: told of a reply that holds a stop text and has not ended yet.
-        abort: told of a reply whose text cannot be made.
-        observer: told of latencies.
+        deliver: called with what the readers of a step get, in the order of :meth:`put`.
+        stop: called with a reply that has a stop text and has not ended.
+        abort: called with a reply whose text cannot be made.
+        observer: receives latencies.
     """
 
     def __init__(
@@ -52,7 +70,10 @@ class TextThread:
         abort: Callable[[ReplyStream], None],
         observer: Observer | None,
     ) -> None:
-        self._deliver, self._stop, self._abort, self._observer = deliver, stop, abort, observer
+        self._deliver = deliver
+        self._stop = stop
+        self._abort = abort
+        self._observer = observer
         self._queue = SimpleQueue[Sequence[News] | Callable[[], None] | None]()
         self._thread = threading.Thread(target=self._run, name="eagle-kit text", daemon=True)
 
@@ -61,15 +82,15 @@ class TextThread:
         self._thread.start()
 
     def put(self, news: Sequence[News]) -> None:
-        """Take the news of a step."""
+        """Put the state of the replies after a step."""
         self._queue.put(news)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call ``call`` behind all news so far."""
+        """Call ``call`` after all that was put so far."""
         self._queue.put(call)
 
     def end(self) -> None:
-        """End the thread behind all of that."""
+        """End the thread after all that was put so far."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -77,17 +98,23 @@ class TextThread:
             if callable(item):
                 item()
                 continue
-            found = [
-                (news.progress.reply, delta) for news in item if (delta := self._text_of(news)) is not None
-            ]
-            if found:
-                self._deliver(found)
+            deliveries = []
+            for news in item:
+                delta = self._text_of(news)
+                if delta is not None:
+                    deliveries.append((news.progress.reply, delta))
+            if deliveries:
+                self._deliver(deliveries)
 
     def _text_of(self, news: News) -> Delta | Exception | None:
+        """Return what a reader gets next: new text and tokens, or an error; None if there is nothing new."""
         progress = news.progress
         if progress.has_failed:
             return None
-        delta, request = self._delta(news), progress.reply.request
+        request = progress.reply.request
+        delta = self._delta(news)
+
+        # A reply whose text cannot be made ends with an error.
         failure = None if request.stream is None else request.stream.failure
         if failure is not None:
             progress.has_failed = True
@@ -100,8 +127,12 @@ class TextThread:
         return NotFinite(NOT_FINITE) if news.finish_reason == "error" else delta
 
     def _delta(self, news: News) -> Delta | None:
-        progress, text = news.progress, ""
+        """Read the new tokens of a reply, and return what its reader has not got yet."""
+        progress = news.progress
         request = progress.reply.request
+
+        # The text so far. Behind a stop text nothing is delivered until the engine has ended the reply.
+        text = ""
         if (stream := request.stream) is not None:
             stream.read(request.token_ids, news.num_shown)
             if news.finish_reason is not None:
@@ -110,8 +141,10 @@ class TextThread:
                 if not progress.is_stopped:
                     progress.is_stopped = True
                     self._stop(progress.reply)
-                return None  # until the engine has put the end at its place
+                return None
             text = stream.text
+
+        # What is new.
         new = slice(progress.num_tokens, news.num_tokens)
         delta = Delta(
             text[progress.num_chars :],
@@ -119,11 +152,16 @@ class TextThread:
             request.reply.logprobs.part(progress.num_tokens, news.num_tokens),
             news.finish_reason,
         )
+
+        # Note what was delivered, and when.
         if delta.token_ids:
             if self._observer is not None:
                 first = progress.num_tokens == 0
                 since = request.arrived_at if first else progress.last_news_at
                 self._observer.emitted(request, len(delta.token_ids), news.now - since, first)
             progress.last_news_at = news.now
-        progress.num_chars, progress.num_tokens = len(text), news.num_tokens
-        return delta if delta.token_ids or delta.text or delta.finish_reason else None
+        progress.num_chars = len(text)
+        progress.num_tokens = news.num_tokens
+
+        has_news = delta.token_ids or delta.text or delta.finish_reason
+        return delta if has_news else None

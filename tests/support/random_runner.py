@@ -151,7 +151,7 @@ class RandomRunner:
 def use_random_runner(engine: Engine, runner: RandomRunner, shape: SpecShape) -> None:
     """Give ``engine`` a runner without models, and the shape of its cycles."""
     engine.runner = runner
-    runner.pending = engine._pending
+    runner.pending = engine._in_flight
     if runner.drafter is not None:
         engine.draft = SimpleNamespace(draft_vocab_size=6)
     engine.use_shape(shape)

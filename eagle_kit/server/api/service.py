@@ -28,8 +28,8 @@ from eagle_kit.server.api.prompts import max_chars
 from eagle_kit.server.api.protocol import Sampling
 from eagle_kit.server.api.responses import CachedTokens, Usage
 from eagle_kit.server.async_engine import AsyncEngine
+from eagle_kit.server.fair_queue import FairThread
 from eagle_kit.server.reply import Delta, ReplyStream
-from eagle_kit.server.turns import TurnThread
 
 if TYPE_CHECKING:
     from eagle_kit.engine.engine import Engine
@@ -137,7 +137,7 @@ class Service:
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
         # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
-        self._worker = TurnThread("eagle-kit tokenizer")
+        self._worker = FairThread("eagle-kit tokenizer")
 
     def start(self) -> None:
         """Start the threads; call it in the event loop."""

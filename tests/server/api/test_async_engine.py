@@ -369,7 +369,7 @@ asyncio.run(main())
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_readers_hear_of_a_lost_rank_while_a_step_waits_for_it(scripted, monkeypatch, is_stuck):
     monkeypatch.setattr(async_engine, "STUCK_S", 0.1 if is_stuck else 20.0)
-    monkeypatch.setattr(async_engine, "TELLING_S", 0.1)
+    monkeypatch.setattr(async_engine, "NOTIFY_S", 0.1)
     error, told = RankLost("Rank 1 has ended."), []
     in_a_step = threading.Event()
     may_end = threading.Event()

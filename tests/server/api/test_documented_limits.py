@@ -21,7 +21,7 @@ from eagle_kit.engine.grammar import bad_words, compiler, schema_rules
 from eagle_kit.server.api import body, connection, errors, params, service
 from eagle_kit.server.api.metrics import PREFIX, Metrics
 from eagle_kit.server.api.protocol import ChatRequest, CompletionRequest
-from eagle_kit.server.async_engine import STUCK_S, TELLING_S
+from eagle_kit.server.async_engine import NOTIFY_S, STUCK_S
 
 PAGE = " ".join((Path(__file__).parents[3] / "docs" / "serving.md").read_text(encoding="utf-8").split())
 ENGINE = EngineConfig()
@@ -70,7 +70,7 @@ STATED = [
     # Ranks.
     f"after `--rank-timeout` ({ENGINE.rank_timeout_s:g}) seconds",
     f"the limit is {START_TIMEOUT.total_seconds():,.0f} seconds",
-    f"after {STUCK_S:g} seconds, and ends {TELLING_S:g} later",
+    f"after {STUCK_S:g} seconds, and ends {NOTIFY_S:g} later",
 ]
 
 

@@ -1,8 +1,8 @@
-"""Thread that works for the clients of an event loop in turns.
+"""Fair queue of calls, and a thread that runs them: clients take turns.
 
-Of the clients that wait, the one whose last turn began the longest time ago comes first, as in the admission
-of requests (:mod:`eagle_kit.engine.scheduler`). So a client waits for the call that runs, and for at most one
-call of each other client that waits, however many calls others have put there.
+Of the clients with waiting calls, the one whose last turn began first comes next, as in the admission of
+requests (:mod:`eagle_kit.engine.scheduler`). So a client waits for the call that runs, and for at most one
+call of each other client, however many calls the others have put.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Call(NamedTuple):
-    """Call that waits for its turn; of one client the shortest comes first, then the oldest."""
+    """Call that waits for its turn. Of one client's calls the smallest comes first, then the oldest."""
 
     size: int
     number: int
@@ -24,8 +24,8 @@ class Call(NamedTuple):
     result: "Future[Any]"
 
 
-class Turns:
-    """Queue of calls in which clients have turns. One thread at a time uses it."""
+class FairQueue:
+    """Queue of calls in which clients take turns. One thread at a time may use it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[Call]] = {}
@@ -35,17 +35,19 @@ class Turns:
         self._num_calls = 0
 
     def put(self, client: str, size: int, function: Callable[[], Any]) -> "Future[Any]":
-        """Add a call -> the future of its result."""
+        """Add a call, and return the future of its result."""
         result: Future[Any] = Future()
-        # A client that comes or comes back goes behind those that wait, and before the one that is served.
+        # A new client goes behind those that wait, and before the one whose call runs.
         self._last_turn.setdefault(client, self._num_turns - 1)
         heapq.heappush(self._waiting.setdefault(client, []), Call(size, self._num_calls, function, result))
         self._num_calls += 1
         return result
 
     def take(self) -> Call | None:
-        """Remove the next call, which then runs until this is called again; None where no call waits. Calls
-        that were cancelled take no turn."""
+        """Remove and return the next call; None if no call waits.
+
+        The call counts as running until the next :meth:`take`. Cancelled calls take no turn.
+        """
         self._forget_idle(self._served)
         self._served = ""
         while self._waiting:
@@ -63,24 +65,24 @@ class Turns:
         return None
 
     def _order(self, client: str) -> tuple[int, int]:
-        """Clients come in the order of their last turns, then of the arrival of their oldest calls."""
+        """Key of the order of clients: their last turn, then the arrival of their oldest call."""
         return self._last_turn[client], min(call.number for call in self._waiting[client])
 
     def _forget_idle(self, client: str) -> None:
-        """Forget the last turn of a client that is not served, if no call of it waits."""
+        """Forget the last turn of a client without waiting calls."""
         if client not in self._waiting:
             self._last_turn.pop(client, None)
 
 
-class TurnThread:
-    """Thread that runs calls one after the other (see the module).
+class FairThread:
+    """Thread that runs the calls of a :class:`FairQueue` one after the other.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
-        self._turns = Turns()
+        self._queue = FairQueue()
         self._changed = threading.Condition()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -90,21 +92,20 @@ class TurnThread:
         self._thread.start()
 
     def run(self, client: str, function: Callable[..., T], *args: Any, size: int = 0) -> "asyncio.Future[T]":
-        """Call ``function`` in the thread -> the future of its result. A call whose future is cancelled
-        before its turn is left out.
+        """Call ``function`` in the thread, and return the future of its result.
 
         Args:
-            client: see the module.
-            size: calls of one client are run in the order of their sizes, then of their arrival.
+            client: name of the client that the call belongs to.
+            size: calls of one client run in the order of their sizes, then of their arrival.
         """
         with self._changed:
             assert not self._is_closed, "nobody would run it"
-            result = self._turns.put(client, size, lambda: function(*args))
+            result = self._queue.put(client, size, lambda: function(*args))
             self._changed.notify()
         return asyncio.wrap_future(result)
 
     def close(self) -> None:
-        """End the thread behind all calls, without waiting for it."""
+        """End the thread after all calls so far, without waiting for it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -113,7 +114,7 @@ class TurnThread:
         while (call := self._next()) is not None:
             try:
                 value = call.function()
-            except BaseException as error:  # it belongs to the one who waits
+            except BaseException as error:  # whoever awaits the future gets it
                 call.result.set_exception(error)
             else:
                 call.result.set_result(value)
@@ -121,6 +122,6 @@ class TurnThread:
     def _next(self) -> Call | None:
         """Wait for the next call; None at the end of the thread."""
         with self._changed:
-            while (call := self._turns.take()) is None and not self._is_closed:
+            while (call := self._queue.take()) is None and not self._is_closed:
                 self._changed.wait()
             return call

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter
 
-from eagle_kit.server.turns import Turns, TurnThread
+from eagle_kit.server.fair_queue import FairQueue, FairThread
 
 
 def put(turns, name, size=0):
@@ -20,14 +20,14 @@ def taken(turns, count=100):
 
 
 def test_clients_take_turns_however_many_calls_they_have():
-    turns = Turns()
+    turns = FairQueue()
     for name in ("a1", "a2", "a3", "a4", "b1", "c1", "c2"):
         put(turns, name)
     assert taken(turns) == ["a1", "b1", "c1", "a2", "c2", "a3", "a4"]
 
 
 def test_a_client_that_comes_goes_before_the_one_that_is_served():
-    turns = Turns()
+    turns = FairQueue()
     for number in range(9):
         put(turns, f"a{number}")
     assert taken(turns, 3) == ["a0", "a1", "a2"]
@@ -38,7 +38,7 @@ def test_a_client_that_comes_goes_before_the_one_that_is_served():
 
 
 def test_the_client_that_is_served_does_not_come_again_before_another():
-    turns = Turns()
+    turns = FairQueue()
     put(turns, "a0")
     taken(turns, 1)
     for name in ("a1", "a2", "b0"):
@@ -47,7 +47,7 @@ def test_the_client_that_is_served_does_not_come_again_before_another():
 
 
 def test_clients_that_come_again_and_again_do_not_pass_one_that_waits():
-    turns = Turns()
+    turns = FairQueue()
     for number in range(3):
         put(turns, f"a{number}")
     taken(turns, 1)
@@ -65,14 +65,14 @@ def test_clients_that_come_again_and_again_do_not_pass_one_that_waits():
 
 
 def test_of_one_client_the_shortest_comes_first_then_the_oldest():
-    turns = Turns()
+    turns = FairQueue()
     for name, size in (("a long", 9), ("a short", 2), ("b longer", 30), ("a also short", 2)):
         put(turns, name, size)
     assert taken(turns) == ["a short", "b longer", "a also short", "a long"]
 
 
 def test_calls_that_were_cancelled_take_no_turn():
-    turns = Turns()
+    turns = FairQueue()
     results = [put(turns, name) for name in ("a1", "a2", "a3", "b1", "b2")]
     for result in results[:2]:
         assert result.cancel()
@@ -82,7 +82,7 @@ def test_calls_that_were_cancelled_take_no_turn():
 
 def test_a_thread_hands_over_results_and_errors_and_ends():
     async def check():
-        thread = TurnThread("test")
+        thread = FairThread("test")
         thread.start()
 
         def fail():
