@@ -1,5 +1,7 @@
-"""Response to one generation request, whole or as server-sent events; chats and completions fill in the
-choices."""
+"""Response to one generation request, whole or as server-sent events.
+
+Chats (``chat.py``) and completions (``completions.py``) fill in the choices.
+"""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -16,24 +18,31 @@ from eagle_kit.server.reply import Delta
 
 BodyT = TypeVar("BodyT", bound=Sampling)
 CHUNK = 2**15
-"""Characters of JSON after which the event loop has its turn."""
+"""Characters of JSON that are written before other coroutines run."""
 NO_LOGPROBS = '"logprobs":null'
 NO_CHOICES = '"choices":[]'
-"""JSON of a field without a value. No text of a response holds them: its quotes are escaped."""
+"""JSON of empty fields, which are replaced by their contents. Texts cannot hold them: quotes are escaped."""
 
 
 class Written(NamedTuple):
-    """A choice without its log-probabilities, and these as pieces of JSON, which can be read once."""
+    """Choice of a response or of an event.
+
+    Attributes:
+        choice: the choice without its log-probabilities.
+        logprobs: the log-probabilities as pieces of JSON, which can be read once; None without.
+    """
 
     choice: BaseModel
     logprobs: Iterator[str] | None = None
 
 
 class Answer(ABC, Generic[BodyT]):
-    """Response of one endpoint to a request.
+    """Response of one endpoint to a request, made of the replies of the engine.
 
     Args:
-        generation: the replies that the engine makes.
+        service: the server's service.
+        body: the validated request.
+        generation: the replies, which the engine has begun.
     """
 
     response: ClassVar[type[Response]]
@@ -44,12 +53,14 @@ class Answer(ABC, Generic[BodyT]):
     """The field ``object`` of the response and of an event."""
 
     def __init__(self, service: Service, body: BodyT, generation: Generation) -> None:
-        self.service, self.body, self.generation = service, body, generation
+        self.service = service
+        self.body = body
+        self.generation = generation
 
     @classmethod
     @abstractmethod
     async def start(cls, service: Service, http: Any, body: BodyT) -> "Answer[BodyT]":
-        """Tokenise the prompts and hand them to the engine. Raises errors that become error responses."""
+        """Tokenise the prompts and add their requests to the engine. Errors become error responses."""
 
     @abstractmethod
     def choice(self, index: int, delta: Delta) -> Written:
@@ -57,14 +68,14 @@ class Answer(ABC, Generic[BodyT]):
 
     @abstractmethod
     def opening(self) -> Iterable[BaseModel]:
-        """Make the choices of the events before the first token."""
+        """Make the choices of the events that come before the first token."""
 
     @abstractmethod
     def additions(self, index: int, delta: Delta) -> list[Written]:
-        """Make the choices of the events of a delta."""
+        """Make the choices of the events for new tokens of a reply."""
 
     async def whole(self, http: Any) -> AsyncIterator[str]:
-        """Return the response as chunks of JSON, when every choice is finished. Raises ClientGone."""
+        """Wait for all replies, and return the response as chunks of JSON. Raises ClientGone."""
         deltas = await unless_gone(http, self.generation.collect())
         response = self.response(**self._head(0), choices=[], usage=self.generation.usage())
         left_out = None if self.body.return_speculation else {"speculation"}
@@ -82,8 +93,14 @@ class Answer(ABC, Generic[BodyT]):
         return _in_chunks(pieces())
 
     async def begin(self, http: Any) -> None:
-        """Wait for the first token of any choice: until then an error has a status of its own, by which a
-        router tries another server. Raises ClientGone, and the error of a reply without a token."""
+        """Wait for the first token of any choice.
+
+        An error before it becomes the status of the HTTP response, so that a router can try another server.
+
+        Raises:
+            ClientGone: the client has left.
+            Exception: the error of a reply that ended without a token.
+        """
         waiting = [asyncio.ensure_future(reply.begun()) for reply in self.generation.replies]
 
         async def first() -> None:
@@ -98,7 +115,7 @@ class Answer(ABC, Generic[BodyT]):
                 task.cancel()
 
     async def events(self) -> AsyncIterator[str]:
-        """Iterate over the response as events."""
+        """Iterate over the events of the response."""
         options, head = self.body.stream_options, self._head(1)
         with_usage = bool(options and options.include_usage)
         continuous = bool(options and options.continuous_usage_stats)
@@ -111,7 +128,7 @@ class Answer(ABC, Generic[BodyT]):
 
         for choice in self.opening():
             yield chunk(choice)
-            await asyncio.sleep(0)  # prompts may be long and choices many, and others have their turn
+            await asyncio.sleep(0)  # let other coroutines run: prompts may be long and choices many
         async for index, delta in merge(self.generation.replies):
             num_sent += len(delta.token_ids)
             for written in self.additions(index, delta):
@@ -138,7 +155,7 @@ class Answer(ABC, Generic[BodyT]):
 
 
 def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
-    """Pieces of the JSON ``text`` of a choice or an event, with the log-probabilities in their place."""
+    """Iterate over the JSON ``text`` of a choice or an event, with log-probabilities in the empty field."""
     if logprobs is None:
         yield text
         return
@@ -149,7 +166,7 @@ def _with_logprobs(text: str, logprobs: Iterator[str] | None) -> Iterator[str]:
 
 
 async def _in_chunks(pieces: Iterable[str]) -> AsyncIterator[str]:
-    """Join pieces to chunks of about :data:`CHUNK` characters, between which the event loop has its turn."""
+    """Join pieces to chunks of about :data:`CHUNK` characters. Between chunks other coroutines run."""
     chunk: list[str] = []
     size = 0
     for piece in pieces:
@@ -165,5 +182,5 @@ async def _in_chunks(pieces: Iterable[str]) -> AsyncIterator[str]:
 
 
 def finish_reason(delta: Delta) -> str | None:
-    """OpenAI's name of the finish reason."""
+    """Return OpenAI's name of the finish reason."""
     return FINISH_REASONS.get(delta.finish_reason or "", delta.finish_reason)

@@ -17,20 +17,22 @@ if TYPE_CHECKING:
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 DRAIN_FACTOR = 8
-"""A body that is too large is still read, and thrown away, up to this many times the limit, since clients
-look for an answer only when they have sent it."""
+"""A body that is too large is read and thrown away, up to this many times the limit, because clients read the
+response only after they have sent the body."""
 NUM_BODIES = 32
-"""Bodies of the largest size that all requests in progress may have together."""
+"""Room for the bodies of all requests in progress, in bodies of the largest size."""
 READ_S = 60.0
-"""Seconds in which a body has to arrive."""
+"""Seconds that a body has to arrive."""
 MAX_PARTS = {b"[": 2**17, b"{": 2**17, b":": 2**17, b",": 2**20}
-"""Signs in a body, in its texts too. Validation holds the interpreter, so what there is to validate is
-bounded before: a megabyte of empty lists would stop the event loop for seconds and take a gigabyte."""
+"""Most characters of a kind in a body, its texts included. They bound the time of validation, which blocks
+the event loop: a megabyte of empty lists would block it for seconds and take a gigabyte."""
 
 
 def body_of(model: type[ModelT], service: "Service") -> Callable[..., Awaitable[ModelT]]:
-    """Make a FastAPI dependency that reads the body of a request and validates it as ``model``. A body that
-    is on its way when the server is draining is not waited for."""
+    """Make a FastAPI dependency that reads the body of a request and validates it as ``model``.
+
+    When the server begins to drain, bodies that have not arrived are refused.
+    """
     from fastapi import Request
 
     max_bytes = service.config.max_body_bytes
@@ -41,7 +43,7 @@ def body_of(model: type[ModelT], service: "Service") -> Callable[..., Awaitable[
         if kind != "application/json":
             raise ApiError(415, f"The content type is {cut(kind) or 'missing'}; send application/json.")
 
-        # Room is held until the request is over, since its texts stay until then.
+        # The room is held until the request is over, because its texts live until then.
         address = request.client.host if request.client else ""
         body = HeldBody(network_of(address), service.body_room)
         request.state.cleanup.append(body.close)
@@ -65,7 +67,9 @@ def parse(model: type[ModelT], body: bytes | bytearray) -> ModelT:
 
 
 async def _in_time(body: Coroutine[Any, Any, None], draining: asyncio.Event) -> None:
-    reading, stop = asyncio.ensure_future(body), asyncio.ensure_future(draining.wait())
+    """Wait for a body; raise Overloaded when draining begins, and ApiError 408 when it takes too long."""
+    reading = asyncio.ensure_future(body)
+    stop = asyncio.ensure_future(draining.wait())
     try:
         await asyncio.wait({reading, stop}, timeout=READ_S, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
@@ -94,7 +98,7 @@ async def _read(request: Any, body: HeldBody, max_bytes: int) -> None:
 
 
 async def _read_stream(stream: AsyncIterator[bytes], body: HeldBody, max_bytes: int) -> None:
-    """Read a body of at most ``max_bytes``. What is read of one that is refused is thrown away."""
+    """Read a body of at most ``max_bytes``. A body that is refused is read further and thrown away."""
     size = 0
     refusal: Exception | None = None
     async for chunk in stream:

@@ -27,14 +27,14 @@ from eagle_kit.server.api.tool_choice import ChosenCallReader
 from eagle_kit.server.reply import Delta
 
 ID_LENGTH = 9
-"""Letters and digits of the id of a call, as many as Mistral's templates ask for."""
+"""Length of the id of a call, which Mistral's templates check."""
 
 
 class ChatAnswer(Answer[ChatRequest]):
-    """Reply of the assistant.
+    """Response of a chat: messages of the assistant.
 
     Args:
-        readers: of each reply; None for those that are content throughout.
+        readers: parser of each reply into reasoning, content and calls; None for a reply that is content.
     """
 
     response, event = ChatResponse, ChatChunk
@@ -54,9 +54,12 @@ class ChatAnswer(Answer[ChatRequest]):
     @classmethod
     async def start(cls, service: Service, http: Any, body: ChatRequest) -> "ChatAnswer":
         """See :class:`Answer`; messages are rendered by the chat template."""
+        # Check the request, and tokenise its messages.
         service.enter(http, body, 1)
         tools = () if body.tool_choice == "none" else chat_tools(body)
         prompt = await service.off_loop(http, chat_prompt, service.llm, body, tools, service.max_chars)
+
+        # A free reply: its form is known from the prompt.
         forms = service.reply_forms
         if not (body.has_grammar or body.must_call):
             shown = forms.shown_tokens(bool(tools))
@@ -64,6 +67,8 @@ class ChatAnswer(Answer[ChatRequest]):
             make_reader = partial(forms.reader, prompt, tools)
             readers = [await service.off_loop(http, make_reader) for _ in generation.replies]
             return cls(service, body, generation, readers)
+
+        # A reply under a grammar, which begins behind the reasoning.
         bound = await service.off_loop(http, forms.bound, prompt)
         generation = await service.generate(
             http, body, [prompt], "chatcmpl", bound.shown_tokens, bound.thought
@@ -95,8 +100,11 @@ class ChatAnswer(Answer[ChatRequest]):
             yield ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))
 
     def additions(self, index: int, delta: Delta) -> list[Written]:
-        """See :class:`Answer`; each part has an event of its own, and so has the finish reason. The
-        log-probabilities of all tokens come with the first of them."""
+        """See :class:`Answer`.
+
+        Reasoning, content, each call and the finish reason have their own events. The first event has the
+        log-probabilities of all tokens.
+        """
         first = self._num_calls[index]
         logprobs = self._logprobs(delta)
         parts = self._read(index, delta)
@@ -116,7 +124,7 @@ class ChatAnswer(Answer[ChatRequest]):
         return choices
 
     def _read(self, index: int, delta: Delta) -> ReplyParts:
-        """Parts of a delta; with the finish reason what was held back."""
+        """Parse the text of a delta; at the end of the reply also what the parser held back."""
         reader = self._readers[index]
         if reader is None:
             return ReplyParts(content=delta.text)
@@ -129,14 +137,16 @@ class ChatAnswer(Answer[ChatRequest]):
         return parts
 
     def _end(self, index: int) -> str:
-        """Text of the token that ended a finished reply; empty where something else did."""
+        """Return the text of the token that ended a reply; empty if no token did."""
         request = self.generation.replies[index].request
         is_ended = request.finish_reason == "stop" and request.reply.num_shown < len(request.token_ids)
         return self.service.llm.tokenizer.convert_ids_to_tokens(request.token_ids[-1]) if is_ended else ""
 
     def _finish_reason(self, index: int, delta: Delta) -> str | None:
-        """OpenAI's name of the finish reason: ``tool_calls`` of a reply with calls that came to its end, but
-        not where the request named the function."""
+        """Return OpenAI's name of the finish reason.
+
+        It is ``tool_calls`` for a reply with calls that was not cut off, unless the request named a function.
+        """
         reason = finish_reason(delta)
         has_calls = self._num_calls[index] > 0 and self.body.chosen_function is None
         return "tool_calls" if reason == "stop" and has_calls else reason
@@ -148,7 +158,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
 
 def _tool_call(call: Call) -> ToolCall:
-    """Call with a random id, since a client may use its request id again."""
+    """Make a call with a random id; a client may use its request id again."""
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     return ToolCall(
         id=uuid.uuid4().hex[:ID_LENGTH], function=FunctionCall(name=call.name, arguments=arguments)

@@ -1,4 +1,4 @@
-"""Service shared by all routes: from a validated request to replies in progress."""
+"""Service that all routes share: it turns a validated request into replies of the engine."""
 
 import asyncio
 import hashlib
@@ -39,20 +39,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FINGERPRINT = f"eagle_kit-{__version__}"
 TOP_PRIORITY = 2**31
-"""Above all that a request may ask for."""
+"""Priority above all that a request may ask for."""
 PROBE_EVERY_S = 0.02
 PROBE_S = 60.0
 """Seconds that a probe waits for a token."""
 PROBE_LASTS_S = 1.0
-"""Seconds that a probe's success is the answer to later ones."""
+"""Seconds in which later probes share the success of one."""
 FINISH_REASONS = {"context": "length"}
 """OpenAI's names of finish reasons, where they differ. `abort` is an extension: the server stopped, or /abort
 was called."""
 
 
 class RequestName(NamedTuple):
-    """What a request is aborted by: the address of its ``client``, and an ``id`` that the client chose
-    (``is_chosen``) or the server made."""
+    """Name by which a request is aborted.
+
+    Attributes:
+        client: address of the client.
+        id: id of the request.
+        is_chosen: True if the client chose the id, False if the server made it.
+    """
 
     client: str
     id: str
@@ -66,7 +71,7 @@ class Generation:
     Attributes:
         id: of the response.
         prompts: token ids of each prompt.
-        replies: all of them.
+        replies: streams of the replies.
         created: Unix seconds.
     """
 
@@ -80,8 +85,11 @@ class Generation:
         return list(await asyncio.gather(*(reply.collect() for reply in self.replies)))
 
     def usage(self, num_sent: int | None = None) -> Usage:
-        """Count tokens until now, or with the replies' first ``num_sent``; the engine may be ahead of a
-        stream."""
+        """Count tokens until now.
+
+        Args:
+            num_sent: tokens of the replies to count; None for all. The engine may be ahead of a stream.
+        """
         prompt = sum(map(len, self.prompts))
         completion = sum(len(reply.request.token_ids) for reply in self.replies)
         completion = completion if num_sent is None else num_sent
@@ -95,14 +103,14 @@ class Generation:
         )
 
     def stats(self) -> SpecStats:
-        """Acceptance over all replies."""
+        """Add up the acceptance of all replies."""
         total = SpecStats()
         for reply in self.replies:
             total.add(reply.request.stats.spec)
         return total
 
     def shapes(self) -> Counter[SpecShape]:
-        """Cycles of all replies in each shape."""
+        """Count the cycles of all replies by shape."""
         total: Counter[SpecShape] = Counter()
         for reply in self.replies:
             total.update(reply.request.stats.shapes)
@@ -119,24 +127,36 @@ class Service:
     """
 
     def __init__(self, llm: "LLM", engine: "Engine", config: ServerConfig) -> None:
-        self.llm, self.config = llm, config
+        self.llm = llm
+        self.config = config
+
+        # The engine, and what it reports.
         self.metrics = Metrics(engine, config.model_name)
         self.engine = AsyncEngine(
             engine, capacity=llm.max_batch_size + config.max_queued, observer=self.metrics
         )
         self.reasons = engine.reasons
+
+        # Limits of clients, bodies and prompts.
         self.limits = ClientLimits(config.max_parallel_per_client, config.max_requests_per_minute)
         self.body_room = BodyRoom(NUM_BODIES * config.max_body_bytes)
         self.max_chars = max_chars(llm)
+
+        # Text of tokens, and formats of replies.
         self.token_names = TokenNames(llm.tokenizer)
         self.special_tokens = special_tokens(llm.tokenizer)
         self.reply_forms = choose_forms(llm.renderer, config.reasoning_parser, config.tool_call_parser)
+
+        # Requests that can be aborted, by name.
         self.started_at = int(time.time())
         self._live: dict[RequestName, list[ReplyStream]] = {}
         self._salt_key = secrets.token_bytes(32)
+
+        # The probe of health checks, and when the last one succeeded.
         self._probe: asyncio.Task[None] | None = None
         self._probed_at = -PROBE_LASTS_S
-        # One thread: tokenizers release the interpreter while they work, and are not made for two callers.
+
+        # One thread for tokenizers: they release the interpreter lock, and are not thread-safe.
         self._worker = FairThread("eagle-kit tokenizer")
 
     def start(self) -> None:
@@ -145,12 +165,11 @@ class Service:
         self._worker.start()
 
     async def off_loop(self, http: Any, function: Callable[..., T], *args: Any) -> T:
-        """Run a function of a request that may take long, such as tokenising, beside the event loop. Clients
-        take turns."""
+        """Run a slow function of a request, such as tokenising, in the worker thread. Clients take turns."""
         return await self._worker.run(network_of(_client_of(http)), function, *args)
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError 404 for a model other than the one served; None is that one."""
+        """Raise ApiError 404 for a model that is not served here; None is the served one."""
         if name is not None and name not in (self.config.model_name, *self.config.model_aliases):
             raise ApiError(
                 404,
@@ -160,7 +179,7 @@ class Service:
             )
 
     def enter(self, http: Any, body: Sampling, num_prompts: int) -> None:
-        """Check the model, the room in the queue and the client's replies, before any work."""
+        """Check the model, the room in the queue and the client's limits, before any work."""
         self.check_model(body.model)
         count = num_prompts * body.num_choices
         client = network_of(_client_of(http))
@@ -182,16 +201,19 @@ class Service:
         thought: Thought | None = None,
         contexts: Sequence[TextContext] = (),
     ) -> Generation:
-        """Hand the replies to all ``prompts`` to the engine; they are aborted when the HTTP request is over.
+        """Make requests for all ``prompts`` and add them to the engine.
+
+        They are aborted when the HTTP request is over.
 
         Args:
-            http: the request, for its id and its cleanup.
-            prefix: of the response's id.
-            shown_tokens: special tokens that are part of the text; all are where the body says so.
-            thought: reasoning behind which a grammar of the body begins.
-            contexts: of each prompt, the end that the text of its replies continues; empty where replies are
-                texts of their own.
+            http: the HTTP request, for its id and its cleanup.
+            prefix: prefix of the response's id.
+            shown_tokens: special tokens that are part of the text, unless the body shows all of them.
+            thought: reasoning that comes before the body's grammar.
+            contexts: end of each prompt, which the text of its replies continues; empty if replies do not
+                continue a text.
         """
+        # Make the requests in the worker thread.
         shown = self.special_tokens if body.shows_special_tokens else shown_tokens
         contexts = contexts or [TextContext()] * len(prompts)
         salt = self._cache_salt(http, body)
@@ -199,6 +221,8 @@ class Service:
         for request in requests:
             request.arrived_at = http.state.arrived_at
             request.client = network_of(_client_of(http))
+
+        # Add them to the engine. They can be aborted by name until the HTTP request is over.
         replies = await self.engine.add(requests)
         request_id = http.state.request_id
         name = RequestName(_client_of(http), request_id, http.state.has_own_id)
@@ -207,11 +231,13 @@ class Service:
         return Generation(f"{prefix}-{request_id}", prompts, replies, int(time.time()))
 
     async def probe(self) -> None:
-        """Wait until the engine has emitted a token, of a request with the highest priority or of any other.
-        Probes share one such request at a time, and its success for :data:`PROBE_LASTS_S` seconds.
+        """Wait until the engine has emitted a token of any request.
+
+        A request of one token with the highest priority makes sure that there is one. Probes share it, and
+        its success for :data:`PROBE_LASTS_S` seconds.
 
         Raises:
-            TimeoutError: there was no token in :data:`PROBE_S` seconds.
+            TimeoutError: no token was emitted in :data:`PROBE_S` seconds.
             Overloaded, EngineFailed: see :meth:`AsyncEngine.add`.
         """
         self.engine.check_room(0)
@@ -241,10 +267,13 @@ class Service:
                 reply.close()
 
     def abort(self, http: Any, request_id: str | None) -> int:
-        """Abort the replies of a request, named by its own or its response's id, or all replies of the client
-        -> how many.
+        """Abort the replies of a request, and return how many there were.
 
-        An id that another client chose can be guessed, and is not found. One that the server made cannot.
+        A client can abort by an id that it chose or that the server made. Ids that other clients chose can be
+        guessed, so they are not found.
+
+        Args:
+            request_id: id of the request or of its response; None aborts all replies of the client.
         """
         client = _client_of(http)
         given = request_id or ""
@@ -272,7 +301,9 @@ class Service:
         contexts: Sequence[TextContext],
         cache_salt: str | None,
     ) -> "list[Request]":
-        llm, grammar = self.llm, make_grammar(body, thought)
+        """Make the requests of all choices of all prompts, those of a prompt one behind the other."""
+        llm = self.llm
+        grammar = make_grammar(body, thought)
         vocab_size = llm.target.config.vocab_size
 
         # Check all replies together before a request is made.
@@ -289,14 +320,18 @@ class Service:
         ]
 
     def _cache_salt(self, http: Any, body: Sampling) -> str | None:
-        """Return the salt of a request: its own, or with separate clients a digest of the client's address
-        and its own, under a key that never leaves the process, so that no client can choose another's."""
+        """Return the cache salt of a request.
+
+        With separate clients it is a digest of the client's address and the body's salt. Its key never leaves
+        the process, so no client can choose the salt of another.
+        """
         if not self.config.separate_clients:
             return body.cache_salt
         text = f"{_client_of(http)}\0{body.cache_salt or ''}"  # no address has a NUL
         return hashlib.blake2b(text.encode(), key=self._salt_key, digest_size=32).hexdigest()
 
     def _leave(self, name: "RequestName", replies: Sequence[ReplyStream]) -> None:
+        """Abort replies that have not finished, and forget their name."""
         for reply in replies:
             reply.close()
         staying = [reply for reply in self._live.get(name, ()) if reply not in replies]
