@@ -157,7 +157,7 @@ def _verify(llm: LLM, tree: Tree, context: int) -> torch.Tensor:
     state = CycleState(pages, context * one, tree.tokens[:, 0], one.bool(), None, 0 * one)
     shape = NO_SPECULATION if nodes == 1 else SpecShape(nodes - 1, 1, nodes)
     settings = CycleSettings(shape, -(-(context + nodes) // COLUMNS) * COLUMNS)
-    with runner.linear_forms.measuring():
+    with runner.linear_backends.measuring():
         draft = DraftOutput(tree, Deterministic())
         models = CycleModels(llm.target, runner.kv, states=runner.states)
         return verify_and_commit(models, state, draft, settings).accepted.tokens

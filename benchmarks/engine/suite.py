@@ -117,7 +117,7 @@ class Suite:
         if "sheet_share" in row:
             ratios["times the data sheet's floor"] = 1 / row["sheet_share"]
         figures = {**ratios, **host, "tokens a cycle": tokens, "tokens/s": rate}
-        return {**row, "figures": figures, "linear_forms": engine.runner.linear_forms.report()}
+        return {**row, "figures": figures, "linear_backends": engine.runner.linear_backends.report()}
 
     def verify(self, context: int, machine: Machine) -> dict[str, Any]:
         """Windows of several sizes at batch 1, against plain decoding."""

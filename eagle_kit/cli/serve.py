@@ -359,7 +359,7 @@ def introduce(flags: ServeFlags, model: "ServedModel", llm: "LLM", extent: WarmU
         say(str(prepared))
 
     # What the preparation measured and chose.
-    for line in engine.runner.linear_forms.report():
+    for line in engine.runner.linear_backends.report():
         say(f"linear     {line}")
     for line in engine.runner.prefill_backends.report():
         say(f"prefill    {line}")

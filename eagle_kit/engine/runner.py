@@ -39,7 +39,7 @@ from eagle_kit.engine.grammar.masks import unpacked
 from eagle_kit.engine.grammar.protocols import Match
 from eagle_kit.engine.graphs.batch_kind import BatchKind, kind_of
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs, GraphCall, GraphRunner, HostCopy, Lengths
-from eagle_kit.engine.measured.linear_forms import LinearForms
+from eagle_kit.engine.measured.linear_backends import LinearBackends
 from eagle_kit.engine.measured.prefill_backends import open_backends
 from eagle_kit.engine.request import Request, SequenceState
 from eagle_kit.engine.sampling_tables import SamplingTables, is_adjusted
@@ -205,7 +205,7 @@ class Runner:
             )
 
         # Backends that are chosen by measurement.
-        self.linear_forms = LinearForms(weight.device)
+        self.linear_backends = LinearBackends(weight.device)
         self.prefill_backends = open_backends(config.prefill_backend, self.kv)
         self.prefill_backends.serve(self.kv)
 
@@ -311,7 +311,7 @@ class Runner:
         Returns:
             The first tokens of those requests. For the others, whether all their numbers are finite.
         """
-        with self.linear_forms.using():
+        with self.linear_backends.using():
             return self._prefill(chunks)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> list[Results]:
@@ -711,7 +711,7 @@ class Runner:
         assert drafter is not None
         rows = self._tensor(slots)
         before, pending = self.slots.state_before_pending(rows, length)
-        with self.linear_forms.using():
+        with self.linear_backends.using():
             last = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
             draft = drafter.extend(before, pending, last, self.candidate_spec, num_columns)
         after = before._replace(seq_lens=before.seq_lens + pending.counts, draft=draft)
@@ -724,7 +724,7 @@ class Runner:
         assert drafter is not None
         rows = self._tensor(slots)
         before, pending = self.slots.state_before_pending(rows, length)
-        with self.linear_forms.using():
+        with self.linear_backends.using():
             counts = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
             drafter.store(before, pending._replace(counts=counts), num_columns)
         self.slots.keep_last_pending(rows)
@@ -867,7 +867,7 @@ class Runner:
         # Linear layers are measured before a capture.
         lengths = Lengths(self.slots.seq_lens, inputs.rows)
         call = GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
-        with self.linear_forms.measuring():
+        with self.linear_backends.measuring():
             return self.graphs.run(call)
 
     def run_cycle(self, inputs: CycleInputs, settings: CycleSettings) -> Emitted:

@@ -105,7 +105,7 @@ def test_linear_layers_are_measured_before_they_are_captured():
         return 5e-6 if form == "triton" else 1e-5
 
     llm = small_llm("3,1,4", batch_sizes=(2,))
-    forms = llm.engine().runner.linear_forms
+    forms = llm.engine().runner.linear_backends
     forms.timer = timer
     with made_up_results():
         warm_up(llm.engine(), "usual")

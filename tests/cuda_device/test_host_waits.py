@@ -168,7 +168,7 @@ def test_random_windows_of_a_benchmark_are_verified_on_the_device():
     target.to(CUDA, torch.bfloat16)
     llm = loaded(target, HeadDraftModel(head, target), 1, 64, graph_mode="off")
     runner = llm.engine(NO_SPECULATION).runner
-    runner.linear_forms.timer = lambda form, size, device: 1.0
+    runner.linear_backends.timer = lambda form, size, device: 1.0
     tree = _random_tree(llm, 8)
     with no_waits(), OnDeviceOnly():
         out = _verify(llm, tree, 64)

@@ -66,7 +66,7 @@ def make_engine(target, head, **options):
     sizes = {"kv_tokens": 4000, "graph_mode": "cycle", "lag": 1, "prefill_tokens": 64, **options}
     config = resolved(20, 128, batch_sizes=(1, 20), **sizes)
     engine = TracedEngine(target, None if head is None else HeadDraftModel(head, target), config)
-    engine.runner.linear_forms.timer = lambda form, size, device: {"torch": 2.0, "triton": 1.0}[form]
+    engine.runner.linear_backends.timer = lambda form, size, device: {"torch": 2.0, "triton": 1.0}[form]
     return engine
 
 

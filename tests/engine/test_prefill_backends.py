@@ -53,7 +53,7 @@ def make(dtype=torch.float32, **options):
 
 
 def take(llm, backends):
-    """Have an engine on a CPU take these forms."""
+    """Have an engine on a CPU take these backends."""
     runner = llm.engine().runner
     runner.prefill_backends = backends
     backends.serve(runner.kv)
@@ -66,7 +66,7 @@ def test_an_engine_says_the_same_by_a_library(name):
     ours = make(graph_mode="off").generate(PROMPTS, params)
     llm = make(graph_mode="off")
     by, module = library(name)
-    take(llm, PrefillBackends("torch", {name: by}, given=name))
+    take(llm, PrefillBackends("torch", {name: by}, forced=name))
     found = llm.generate(PROMPTS, params)
     assert [each.token_ids for each in found] == [each.token_ids for each in ours]
     engine, layers = llm.engine(), llm.target.config.num_layers
@@ -79,16 +79,16 @@ def test_an_engine_says_the_same_by_a_library(name):
 
 
 class FakeTimer:
-    """Times by form, in place of a clock; each form is run."""
+    """Times by backend, in place of a clock; each backend is run."""
 
     def __init__(self, **seconds):
         self.seconds, self.calls = {name.replace("_", "-"): s for name, s in seconds.items()}, []
 
     def __call__(self, run, device):
-        (form,) = run.args
-        self.calls.append(form)
+        (backend,) = run.args
+        self.calls.append(backend)
         assert run().isfinite().all()
-        if isinstance(second := self.seconds[form], Exception):
+        if isinstance(second := self.seconds[backend], Exception):
             raise second
         return second
 
@@ -121,7 +121,7 @@ def test_prompts_of_a_warm_up_measure_each_size_once_and_others_take_the_fastest
     llm = warmed_up(backends)
     table = backends.table
     assert {1, 2, 4, 8, 16} <= {size.rows for size in table}
-    assert all(choice.form == "flashinfer" for choice in table.values())
+    assert all(choice.backend == "flashinfer" for choice in table.values())
     assert len(backends.timer.calls) == 3 * len(table)
     counts = {name: len(module.calls) for name, module in modules.items()}
     llm.generate(PROMPTS, SamplingParams(max_tokens=2, ignore_eos=True))
@@ -135,7 +135,7 @@ def test_prompts_of_a_warm_up_measure_each_size_once_and_others_take_the_fastest
 
 
 @pytest.mark.parametrize(
-    ("seconds", "form"),
+    ("seconds", "backend"),
     [
         ({"torch": 1e-4, "flash_attn": 0.98e-4, "flashinfer": 2e-4}, "torch"),
         ({"torch": 1e-4, "flash_attn": 0.9e-4, "flashinfer": 2e-4}, "flash-attn"),
@@ -148,12 +148,12 @@ def test_prompts_of_a_warm_up_measure_each_size_once_and_others_take_the_fastest
     ],
     ids=["a tie is ours", "faster", "one fails", "all fail", "ours fails"],
 )
-def test_a_tie_and_what_cannot_be_measured_is_ours(seconds, form, monkeypatch, caplog):
+def test_a_tie_and_what_cannot_be_measured_is_ours(seconds, backend, monkeypatch, caplog):
     monkeypatch.setattr(room, "HEAD_DIMS", (8,))
     backends, _ = measured(**seconds)
     with caplog.at_level(logging.WARNING):
         warmed_up(backends)
-    assert {choice.form for choice in backends.table.values()} == {form}
+    assert {choice.backend for choice in backends.table.values()} == {backend}
     failed = [str(each).split("\n")[0] for each in seconds.values() if isinstance(each, Exception)]
     assert caplog.text.count("cannot be measured, so torch runs") == len(failed) * len(backends.table)
     assert all(reason in caplog.text for reason in failed) and "at all" not in caplog.text
@@ -162,7 +162,7 @@ def test_a_tie_and_what_cannot_be_measured_is_ours(seconds, form, monkeypatch, c
 def test_layers_that_no_library_computes_are_ours_and_sizes_that_never_came_up(monkeypatch):
     backends, modules = measured(torch=3e-4, flash_attn=2e-4, flashinfer=1e-4)  # which has no heads of 8
     llm = warmed_up(backends)
-    assert {choice.form for choice in backends.table.values()} == {"flash-attn"}
+    assert {choice.backend for choice in backends.table.values()} == {"flash-attn"}
     assert not modules["flashinfer"].calls and set(backends.timer.calls) == {"torch", "flash-attn"}
     fresh, modules = measured(torch=3e-4, flash_attn=2e-4, flashinfer=1e-4)
     take(llm, fresh)
@@ -213,7 +213,7 @@ def test_auto_takes_all_that_are_installed_and_says_what_is_not(opened):
     assert str(both) == (
         "torch or flash-attn (FlashAttention-3) or flashinfer (FlashInfer), as measured in the warm-up"
     )
-    assert both.given is None and isinstance(both.libraries["flash-attn"], FlashAttention3)
+    assert both.forced is None and isinstance(both.libraries["flash-attn"], FlashAttention3)
 
 
 def test_auto_leaves_out_what_computes_no_layer_and_what_is_broken(opened, tmp_path, caplog):
@@ -235,7 +235,7 @@ def test_auto_leaves_out_what_computes_no_layer_and_what_is_broken(opened, tmp_p
 
 def test_a_named_backend_is_taken(opened):
     found = opened("flash-attn", store(), ["flash_attn_interface", "flash_attn"])
-    assert found.given == "flash-attn" and str(found) == "flash-attn (FlashAttention-3)"
+    assert found.forced == "flash-attn" and str(found) == "flash-attn (FlashAttention-3)"
     assert isinstance(found.libraries["flash-attn"], FlashAttention3)
     newer = opened("flash-attn", store(), capability=100)
     assert isinstance(newer.libraries["flash-attn"], FlashAttention2)

@@ -139,9 +139,9 @@ def warm_up(
             works.append(Work("prefills", len(prompts), time.perf_counter() - begun))
 
         # Report what was measured and compiled on the way.
-        forms = runner.linear_forms
-        if forms.table:
-            works.append(Work("linear sizes timed (within the above)", len(forms.table), forms.seconds))
+        linear = runner.linear_backends
+        if linear.table:
+            works.append(Work("linear sizes timed (within the above)", len(linear.table), linear.seconds))
         backends = runner.prefill_backends
         if backends.table:
             works.append(
@@ -247,8 +247,8 @@ def _left_out(engine: Engine, extent: WarmUpExtent, works: Sequence[Work]) -> It
     elif extent == "usual":
         yield f"batches with logprobs or grammars ({len(LOGPROBS_KINDS) + len(GRAMMAR_KINDS)} kinds): {later}"
     backends = engine.runner.prefill_backends
-    if extent == "none" and backends.libraries and backends.given is None:
-        yield f"times of prefill backends: {backends.own} computes all prompts"
+    if extent == "none" and backends.libraries and backends.forced is None:
+        yield f"times of prefill backends: {backends.default} computes all prompts"
     if not can_have_grammars(engine):
         yield "grammars: without llguidance or a tokenizer such requests are refused"
 

@@ -1,4 +1,4 @@
-"""Choice of the fastest of several forms of an operation, from their measured times."""
+"""Choice of the fastest of several backends of an operation, from their measured times."""
 
 import logging
 import time
@@ -11,8 +11,8 @@ import torch
 from eagle_kit.core.errors import first_line
 
 MARGIN = 0.97
-"""A form is taken in place of the default where it needs less than this part of its time: less than that is
-noise, and a choice that follows noise differs from one start to the next."""
+"""A backend replaces the default if it takes less than this share of its time. A smaller gain is noise, and a
+choice by noise would differ from one start to the next."""
 
 S = TypeVar("S")
 F = TypeVar("F", bound=str)
@@ -20,35 +20,47 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple, Generic[F]):
-    """A form, and the seconds of those that could be measured."""
+    """Result of a measurement.
 
-    form: F
+    Attributes:
+        backend: the chosen backend.
+        seconds: time of a call for each backend that could be measured.
+    """
+
+    backend: F
     seconds: Mapping[F, float]
 
     def __str__(self) -> str:
-        times = ", ".join(f"{form} {1e6 * seconds:.1f} us" for form, seconds in self.seconds.items())
-        return f"{self.form} ({times or 'not measured'})"
+        times = ", ".join(f"{backend} {1e6 * seconds:.1f} us" for backend, seconds in self.seconds.items())
+        return f"{self.backend} ({times or 'not measured'})"
 
 
 def choose_fastest(what: str, timers: Mapping[F, Callable[[], float]]) -> Choice[F]:
-    """Measure forms of ``what`` and choose one; a form that cannot be measured is not chosen, with a warning.
+    """Measure the backends of an operation, and choose the fastest.
+
+    A backend that cannot be measured is not chosen, and a warning is logged.
 
     Args:
-        timers: the seconds of each form; the first one is the default.
+        what: name of the operation and its size, for the log.
+        timers: measure the seconds of each backend; the first one is the default.
     """
-    default, seconds = next(iter(timers)), {}
-    for form, timer in timers.items():
+    # Measure.
+    default = next(iter(timers))
+    seconds: dict[F, float] = {}
+    for backend, timer in timers.items():
         try:
-            seconds[form] = timer()
+            seconds[backend] = timer()
         except torch.AcceleratorError:
             raise  # the device is lost to this process
-        except Exception as error:  # whatever a compiler raises, or there is no memory
+        except Exception as error:  # any error of a compiler, or too little memory
             is_memory = isinstance(error, torch.OutOfMemoryError)
             reason = "no memory" if is_memory else first_line(error)
             logger.warning(
-                "%s: %s cannot be measured, so %s runs in its place (%s).", what, form, default, reason
+                "%s: %s cannot be measured, so %s runs in its place (%s).", what, backend, default, reason
             )
-    fastest = min(seconds, key=lambda form: seconds[form], default=default)
+
+    # Choose.
+    fastest = min(seconds, key=lambda backend: seconds[backend], default=default)
     if default not in seconds or seconds[fastest] >= MARGIN * seconds[default]:
         fastest = default
     choice = Choice(fastest, seconds)
@@ -57,10 +69,10 @@ def choose_fastest(what: str, timers: Mapping[F, Callable[[], float]]) -> Choice
 
 
 class MeasuredChoices(Generic[S, F]):
-    """Table from sizes to forms, filled by measurements; a choice is kept and never measured again.
+    """Table from sizes to backends, filled by measurements. A size is measured once.
 
     Attributes:
-        seconds: that measuring took.
+        seconds: total time of the measurements.
     """
 
     def __init__(self) -> None:
@@ -75,15 +87,16 @@ class MeasuredChoices(Generic[S, F]):
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Within, a size that is new is measured at its first call."""
-        before, self._measures = self._measures, True
+        """Inside the context a new size is measured at its first call."""
+        before = self._measures
+        self._measures = True
         try:
             yield
         finally:
             self._measures = before
 
     def _measure(self, size: S, what: str, timers: Mapping[F, Callable[[], float]]) -> None:
-        """Choose the form of ``size`` by :func:`choose_fastest`, whose arguments the others are."""
+        """Choose the backend of ``size``; see :func:`choose_fastest` for the other arguments."""
         begun = time.perf_counter()
         self._choices[size] = choose_fastest(what, timers)
         self.seconds += time.perf_counter() - begun

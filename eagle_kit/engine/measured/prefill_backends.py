@@ -59,73 +59,76 @@ class PromptSize(NamedTuple):
 
 
 def time_attention(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call between events; plans of libraries are made before."""
+    """Measure the seconds of one call between CUDA events. Libraries make their plans before."""
     return Timer(device, budget_s=0.02, least=5).time(run, as_graph=False).median
 
 
 class PrefillBackends(MeasuredChoices[PromptSize, str]):
-    """Table from sizes to forms of prompt attention over one store.
+    """Table from sizes to backends of prompt attention over one store.
 
     Args:
-        own: name of our form.
-        libraries: those that may be taken, by name.
-        given: the library for all layers; None measures.
-        left_out: why others are no choice, for people.
+        default: name of our backend, which runs sizes that were not measured.
+        libraries: libraries that may be chosen, by name.
+        forced: name of the library for all layers; None chooses by measurement.
+        left_out: sentences on why other libraries cannot be chosen, for people.
         timer: measures the seconds of a call on a device.
     """
 
     def __init__(
         self,
-        own: str,
+        default: str,
         libraries: Mapping[str, PrefillLibrary],
         *,
-        given: str | None = None,
+        forced: str | None = None,
         left_out: Sequence[str] = (),
         timer: Callable[[Callable[[], Any], torch.device], float] = time_attention,
     ) -> None:
         super().__init__()
-        self.own, self.libraries, self.given, self.left_out = own, libraries, given, left_out
+        self.default = default
+        self.libraries = libraries
+        self.forced = forced
+        self.left_out = left_out
         self.timer = timer
 
     def serve(self, store: PagedStore) -> None:
-        """Have the prompts of ``store`` attend by these forms, where there is any besides ours."""
+        """Let the prompts of ``store`` use these backends, if there is one besides ours."""
         if self.libraries:
             assert isinstance(store, PagedKV)
             store.prompt_attention = partial(self._attention, store_facts(store))
 
     def _attention(self, store: StoreFacts, plan: PrefillPlan) -> PromptAttention:
-        planned: dict[str, PromptAttention] = {self.own: own_attention(plan)}
+        planned: dict[str, PromptAttention] = {self.default: own_attention(plan)}
 
         def attend(
             q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
         ) -> torch.Tensor:
-            def run(form: str) -> torch.Tensor:
-                if form not in planned:
-                    planned[form] = self.libraries[form].attention(plan)
-                return planned[form](q, k_rows, v_rows, variant)
+            def run(backend: str) -> torch.Tensor:
+                if backend not in planned:
+                    planned[backend] = self.libraries[backend].attention(plan)
+                return planned[backend](q, k_rows, v_rows, variant)
 
-            if self.given is not None:
-                return run(self.given)
+            if self.forced is not None:
+                return run(self.forced)
             size = PromptSize.of(q, k_rows, variant)
             if size not in self._choices and self._measures:
                 fit = [name for name, it in self.libraries.items() if not it.reason_against(store, variant)]
-                timers = {
-                    form: partial(self.timer, partial(run, form), q.device) for form in [self.own, *fit]
-                }
+                timers = {}
+                for backend in [self.default, *fit]:
+                    timers[backend] = partial(self.timer, partial(run, backend), q.device)
                 self._measure(size, f"Prompts of {size}", timers)
             choice = self._choices.get(size)
-            return run(self.own if choice is None else choice.form)
+            return run(self.default if choice is None else choice.backend)
 
         return attend
 
     def __str__(self) -> str:
         titles = [f"{name} ({library.title})" for name, library in self.libraries.items()]
-        if self.given is not None:
+        if self.forced is not None:
             return titles[0]
         others = f"; {'; '.join(self.left_out)}" if self.left_out else ""
         if titles:
-            return f"{self.own} or {' or '.join(titles)}, as measured in the warm-up{others}"
-        return f"{self.own}{others}"
+            return f"{self.default} or {' or '.join(titles)}, as measured in the warm-up{others}"
+        return f"{self.default}{others}"
 
     def report(self) -> list[str]:
         """One line for each size that was measured, for people."""
@@ -147,15 +150,15 @@ def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
                 "Leave the prefill backend at auto, which is torch on a CPU.",
             )
         return PrefillBackends("torch", {})
-    own = "triton" if uses_triton(store.tensors[0], "triton" if name == "triton" else None) else "torch"
+    default = "triton" if uses_triton(store.tensors[0], "triton" if name == "triton" else None) else "torch"
     if name == "triton":
-        return PrefillBackends(own, {})
+        return PrefillBackends(default, {})
     capability = device_facts(device).capability // 10
     if name != "auto":
         library = open_library(name, device, capability)
         if reason := next(iter(reasons_against(library, store)), None):
             raise UserError(f"The target cannot be prefilled by {name}: {library.title} {reason}.", OTHER)
-        return PrefillBackends(own, {name: library}, given=name)
+        return PrefillBackends(default, {name: library}, forced=name)
     libraries: dict[str, PrefillLibrary] = {}
     left_out = []
     for each in LIBRARIES:
@@ -173,7 +176,7 @@ def open_backends(name: PrefillBackend, store: PagedStore) -> PrefillBackends:
             left_out.append(f"{library.title} {reasons[0]}")
         else:
             libraries[each] = library
-    return PrefillBackends(own, libraries, left_out=left_out)
+    return PrefillBackends(default, libraries, left_out=left_out)
 
 
 def num_layers(store: PagedStore) -> int:

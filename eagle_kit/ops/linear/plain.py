@@ -4,7 +4,7 @@ import torch
 
 from eagle_kit.ops.backend import uses_triton
 from eagle_kit.ops.linear import onednn, padded, reference
-from eagle_kit.ops.linear.forms import Size, form_of
+from eagle_kit.ops.linear.backends import Size, backend_of
 from eagle_kit.ops.small_linear import fits_triton, small_linear
 
 
@@ -15,9 +15,9 @@ def linear(
 
     Args:
         backend: ``"auto"`` takes oneDNN for fp32 on a CPU, :mod:`~eagle_kit.ops.linear.padded` rows for
-            half types there, the form of the current table
-            (:func:`~eagle_kit.ops.linear.forms.use_forms`) for few rows of half types on a GPU, and torch
-            otherwise; ``"torch"``, ``"onednn"``, ``"padded"`` and ``"triton"`` force one.
+            half types there, the backend of the current table
+            (:func:`~eagle_kit.ops.linear.backends.use_backends`) for few rows of half types on a GPU, and
+            torch otherwise; ``"torch"``, ``"onednn"``, ``"padded"`` and ``"triton"`` force one.
     """
     if backend == "auto":
         backend = choose(x, weight, bias)
@@ -37,7 +37,7 @@ def choose(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     if padded.fits(x):
         return "padded"
     if x.shape[0] and uses_triton(x) and fits_triton(x, weight, bias):
-        return form_of(Size.of(x, weight))
+        return backend_of(Size.of(x, weight))
     return "torch"
 
 

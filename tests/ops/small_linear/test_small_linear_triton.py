@@ -15,7 +15,7 @@ from eagle_kit.models.blocks.layers import MLP
 from eagle_kit.ops.backend import use
 from eagle_kit.ops.capability import facts_of
 from eagle_kit.ops.fp8 import E4M3, FP8Weight, quantize_fp8
-from eagle_kit.ops.linear.forms import use_forms
+from eagle_kit.ops.linear.backends import use_backends
 from eagle_kit.ops.small_linear import fits_triton, small_linear, small_linear_swiglu
 from eagle_kit.ops.swiglu import swiglu
 
@@ -185,7 +185,7 @@ def test_swiglu_within_the_matmul_of_fp8_weights_has_the_bits_of_both(
     [("triton", ["small_linear_swiglu", "small_linear"]), ("torch", ["mm", "swiglu", "mm"])],
 )
 def test_an_mlp_activates_within_its_matmul_where_that_is_triton_s(triton_device, kernels, form, names):
-    """As it was measured at warm-up (``engine/measured/linear_forms.py``)."""
+    """As it was measured at warm-up (``engine/measured/linear_backends.py``)."""
     mlp = MLP(48, 40).to(torch.bfloat16).to(triton_device).requires_grad_(False)
     seen = []
 
@@ -194,7 +194,7 @@ def test_an_mlp_activates_within_its_matmul_where_that_is_triton_s(triton_device
             seen.append(func._schema.name.split("::")[1])
             return func(*args, **(kwargs or {}))
 
-    with use("triton"), use_forms(lambda size: form), Names():
+    with use("triton"), use_backends(lambda size: form), Names():
         out = mlp(make(3, 1, 48, torch.bfloat16, triton_device)[0])
     assert out.shape == (3, 48)
     assert [name for name in seen if name in {"mm", "swiglu", "small_linear", "small_linear_swiglu"}] == names

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from eagle_kit.engine.measured import choice as measured
-from eagle_kit.engine.measured import linear_forms
-from eagle_kit.engine.measured.linear_forms import LinearForms, time_form
+from eagle_kit.engine.measured import linear_backends
+from eagle_kit.engine.measured.linear_backends import LinearBackends, time_backend
 from eagle_kit.ops.backend import use
 from eagle_kit.ops.linear import linear
 from eagle_kit.ops.linear import plain as module
-from eagle_kit.ops.linear.forms import Size, use_forms
+from eagle_kit.ops.linear.backends import Size, use_backends
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
@@ -24,9 +24,9 @@ class FakeTimer:
     def __init__(self, ratio=0.5):
         self.ratio, self.calls = ratio, []
 
-    def __call__(self, form, size, device):
-        self.calls.append((form, size))
-        return 1e-5 * (self.ratio if form == "triton" else 1.0)
+    def __call__(self, backend, size, device):
+        self.calls.append((backend, size))
+        return 1e-5 * (self.ratio if backend == "triton" else 1.0)
 
 
 @pytest.fixture
@@ -48,67 +48,67 @@ def operands(m=3, n=64, k=32, dtype=BF16):
 
 
 @pytest.mark.parametrize(
-    ("ratio", "form"), [(0.5, "triton"), (0.96, "triton"), (0.98, "torch"), (1.0, "torch"), (3.0, "torch")]
+    ("ratio", "backend"), [(0.5, "triton"), (0.96, "triton"), (0.98, "torch"), (1.0, "torch"), (3.0, "torch")]
 )
-def test_the_faster_form_is_chosen_and_a_tie_is_torchs(ratio, form):
+def test_the_faster_backend_is_chosen_and_a_tie_is_torchs(ratio, backend):
     timer = FakeTimer(ratio)
-    choices = LinearForms(CPU, timer)
+    choices = LinearBackends(CPU, timer)
     with choices.measuring():
-        assert choices.form(SIZE) == form
+        assert choices.backend(SIZE) == backend
     assert timer.calls == [("torch", SIZE), ("triton", SIZE)]
     assert choices.table[SIZE].seconds == {"torch": 1e-5, "triton": 1e-5 * ratio}
 
 
 def test_a_choice_is_made_once_and_kept():
     timer = FakeTimer(0.5)
-    choices = LinearForms(CPU, timer)
+    choices = LinearBackends(CPU, timer)
     with choices.measuring():
-        choices.form(SIZE)
+        choices.backend(SIZE)
         timer.ratio = 2.0
-        assert choices.form(SIZE) == "triton"
+        assert choices.backend(SIZE) == "triton"
     for _ in range(3):
-        assert choices.form(SIZE) == "triton"
+        assert choices.backend(SIZE) == "triton"
     with choices.measuring():  # another engine warms up
-        assert choices.form(SIZE) == "triton"
-        assert choices.form(SIZE._replace(rows=8)) == "torch"
+        assert choices.backend(SIZE) == "triton"
+        assert choices.backend(SIZE._replace(rows=8)) == "torch"
     assert len(timer.calls) == 4
-    assert choices.form(SIZE._replace(rows=16)) == "torch" and len(timer.calls) == 4
+    assert choices.backend(SIZE._replace(rows=16)) == "torch" and len(timer.calls) == 4
 
 
 def test_seconds_are_those_of_all_measurements(monkeypatch):
     clock = iter((0.0, 2.0, 10.0, 13.0))
-    choices = LinearForms(CPU, FakeTimer())
+    choices = LinearBackends(CPU, FakeTimer())
     monkeypatch.setattr(measured.time, "perf_counter", lambda: next(clock))
     with choices.measuring():
         with choices.measuring():  # a cycle within a warm-up
-            choices.form(SIZE)
-        choices.form(SIZE._replace(rows=8))
+            choices.backend(SIZE)
+        choices.backend(SIZE._replace(rows=8))
     assert choices.seconds == 5.0 and len(choices.table) == 2
 
 
 def test_nothing_is_measured_outside_of_a_warm_up_or_in_a_capture(monkeypatch):
     timer = FakeTimer()
-    choices = LinearForms(CPU, timer)
-    assert choices.form(SIZE) == "torch"
+    choices = LinearBackends(CPU, timer)
+    assert choices.backend(SIZE) == "torch"
     with choices.measuring():
-        monkeypatch.setattr(linear_forms, "_is_capturing", lambda: True)
-        assert choices.form(SIZE) == "torch"
-        assert not timer.calls and not choices.table, "a form that was not measured is not remembered"
-        monkeypatch.setattr(linear_forms, "_is_capturing", lambda: False)
-        assert choices.form(SIZE) == "triton"
+        monkeypatch.setattr(linear_backends, "_is_capturing", lambda: True)
+        assert choices.backend(SIZE) == "torch"
+        assert not timer.calls and not choices.table, "a backend that was not measured is not remembered"
+        monkeypatch.setattr(linear_backends, "_is_capturing", lambda: False)
+        assert choices.backend(SIZE) == "triton"
     with pytest.raises(KeyError), choices.measuring():
         raise KeyError
-    assert choices.form(SIZE._replace(rows=8)) == "torch" and len(timer.calls) == 2
+    assert choices.backend(SIZE._replace(rows=8)) == "torch" and len(timer.calls) == 2
 
 
-def test_a_plain_table_says_which_form_runs(calls):
+def test_a_plain_table_says_which_backend_runs(calls):
     x, weight = operands()
     linear(x, weight)
-    with use_forms({SIZE: "triton"}.get):
+    with use_backends({SIZE: "triton"}.get):
         linear(x, weight)
         linear(x, weight, backend="torch")
         linear(*operands(5))  # not in the table
-        with use_forms({}.get):
+        with use_backends({}.get):
             linear(x, weight)
     linear(x, weight)
     assert calls == [SIZE]
@@ -118,7 +118,7 @@ def test_a_plain_table_says_which_form_runs(calls):
 
 def test_only_few_rows_of_half_types_without_gradient_are_chosen_for(calls):
     timer = FakeTimer(0.5)
-    choices = LinearForms(CPU, timer)
+    choices = LinearBackends(CPU, timer)
     x, weight = operands()
     with choices.measuring():
         for args in (
@@ -140,7 +140,7 @@ def test_only_few_rows_of_half_types_without_gradient_are_chosen_for(calls):
 
 def test_the_reference_can_be_asked_for_and_a_cpu_measures_nothing():
     timer = FakeTimer(0.5)
-    choices = LinearForms(CPU, timer)
+    choices = LinearBackends(CPU, timer)
     x, weight = operands()
     with choices.measuring():
         linear(x, weight)
@@ -153,30 +153,30 @@ def test_without_memory_torch_is_taken_and_said(caplog):
     def timer(*_):
         raise torch.OutOfMemoryError
 
-    choices = LinearForms(CPU, timer)
+    choices = LinearBackends(CPU, timer)
     with choices.measuring():
-        assert choices.form(SIZE) == "torch"
+        assert choices.backend(SIZE) == "torch"
     assert "no memory" in caplog.text and choices.report() == ["4 x 32 -> 64 bfloat16: torch (not measured)"]
 
 
 def test_choices_are_logged(caplog):
-    choices = LinearForms(CPU, FakeTimer(0.5))
+    choices = LinearBackends(CPU, FakeTimer(0.5))
     with caplog.at_level(logging.INFO), choices.measuring():
-        choices.form(SIZE)
-        choices.form(SIZE._replace(rows=1))
+        choices.backend(SIZE)
+        choices.backend(SIZE._replace(rows=1))
     line = "4 x 32 -> 64 bfloat16: triton (torch 10.0 us, triton 5.0 us)"
     assert line in caplog.text
     assert choices.report() == [line.replace("4 x", "1 x", 1), line]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_both_forms_are_timed_and_one_of_them_is_captured():
+def test_on_a_gpu_both_backends_are_timed_and_one_of_them_is_captured():
     pytest.importorskip("triton")
     device = torch.device("cuda")
     size = Size(4, 1024, 4096, BF16)
-    seconds = {form: time_form(form, size, device) for form in ("torch", "triton")}
+    seconds = {backend: time_backend(backend, size, device) for backend in ("torch", "triton")}
     assert all(1e-6 < second < 1e-3 for second in seconds.values()), seconds
-    choices = LinearForms(device)
+    choices = LinearBackends(device)
     x = torch.randn(3, 4096, device=device, dtype=BF16)
     weight = torch.randn(1024, 4096, device=device, dtype=BF16)
     with choices.measuring(), torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Table of the forms that linear layers of few rows take on a GPU, set by whoever has measured them."""
+"""Table of backends for linear layers of few rows on a GPU, set by an engine that has measured them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Form = Literal["torch", "triton"]
+LinearBackend = Literal["torch", "triton"]
 
 
 class Size(NamedTuple):
@@ -25,20 +25,20 @@ class Size(NamedTuple):
         return cls(1 << (x.shape[0] - 1).bit_length(), outputs, inputs, x.dtype)
 
 
-Table = Callable[[Size], Form | None]
-"""The form of a size, or None for torch's: ``dict.get`` of a plain table, for example."""
-_table: ContextVar[Table | None] = ContextVar("linear_forms", default=None)
+Table = Callable[[Size], LinearBackend | None]
+"""Function from a size to its backend, or to None for torch, such as ``dict.get`` of a table."""
+_table: ContextVar[Table | None] = ContextVar("linear_backends", default=None)
 
 
-def form_of(size: Size) -> Form:
-    """Form of a size by the current table; torch's without one."""
+def backend_of(size: Size) -> LinearBackend:
+    """Return the backend of a size by the current table; torch without one."""
     table = _table.get()
     return (None if table is None else table(size)) or "torch"
 
 
 @contextmanager
-def use_forms(table: Table) -> Iterator[None]:
-    """Within, linear layers of few rows of half types on a GPU take the forms that ``table`` says."""
+def use_backends(table: Table) -> Iterator[None]:
+    """Inside the context linear layers of few rows use the backends of ``table`` (half types on a GPU)."""
     token = _table.set(table)
     try:
         yield
