@@ -17,8 +17,8 @@ from benchmarks.case import Form, Machine
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.engine.cycle import CycleModels, CycleSettings, verify_and_commit
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.graphs.cuda_graph import CycleGraphs

@@ -13,12 +13,12 @@ import torch
 
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.distributed.collectives import Ranks
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PendingTokens
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.engine.packed import Packing
 from eagle_kit.engine.tensor_parallel.agreement import agree_most_likely, agree_path, agree_tree
 from eagle_kit.kv.dp_latents import DataParallelLatents, ShardRequests
-from eagle_kit.kv.states import StatePool, StateWindow
+from eagle_kit.kv.recurrent_states import StatePool, StateWindow
 from eagle_kit.kv.store import PagedStore
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.targets.target import Target, TargetOutput

@@ -19,9 +19,9 @@ from eagle_kit.autotune.packing import packed_rows
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.sampling_params import MAX_LOGPROBS
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PromptBatch
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.choose_drafter import drafter_class
 from eagle_kit.drafts.ngram.index import NgramDraft, NgramIndex, to_tree
 from eagle_kit.engine.cycle import (
@@ -48,7 +48,7 @@ from eagle_kit.engine.slots import Slots, Tables
 from eagle_kit.engine.tensor_parallel.agreement import agree_bits, agree_tree
 from eagle_kit.kv.dp_latents import ShardRequests, shard_requests
 from eagle_kit.kv.open import open_store
-from eagle_kit.kv.states import StatePool
+from eagle_kit.kv.recurrent_states import StatePool
 from eagle_kit.kv.store import KV_DTYPES, PoolLayout, Segment
 from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.accept import is_finite

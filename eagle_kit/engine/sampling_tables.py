@@ -1,4 +1,4 @@
-"""Sampling parameters of a batch as device tensors, made when a batch begins.
+"""Sampling parameters of a batch as device tensors, made when the requests of the batch change.
 
 Legend: B requests, V vocabulary.
 """
@@ -18,7 +18,7 @@ class SamplingTables:
 
     Args:
         vocab_size: V of the target.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -27,20 +27,22 @@ class SamplingTables:
     def of_cycle(
         self, requests: Sequence[Request], padding: int, level: Level | None = None
     ) -> SamplingBatch | None:
-        """Parameters of a batch without tables of the vocabulary, which are the slots'; None when all
-        requests are plainly greedy.
+        """Make the parameters of a decode cycle, without the tables of the vocabulary, which the slots hold.
 
         Args:
-            padding: dummy requests behind them.
-            level: at least what they need, of which all parameters are set, so that few kinds of batches are
-                captured; None sets what is asked for.
+            padding: number of dummy rows behind the requests.
+            level: level whose parameters are all set, so that graphs are captured for few kinds of batches;
+                None sets only the parameters that a request asks for.
+
+        Returns:
+            The parameters; None if all requests are greedy without penalties and biases.
         """
         params = [request.params for request in requests] + [SamplingParams()] * padding
         seeds = [request.reply.seed for request in requests] + [0] * padding
         return self._without_tables(params, seeds, level)
 
     def of_requests(self, requests: Sequence[Request], level: Level | None = None) -> SamplingBatch | None:
-        """Parameters of requests with empty replies, tables included; None when all are plainly greedy."""
+        """Make the parameters of first tokens, tables of the vocabulary included; None if all are greedy."""
         params = [request.params for request in requests]
         if level_of(params) == Level.GREEDY:
             return None
@@ -50,7 +52,7 @@ class SamplingTables:
         return made if level is None or level < Level.FILTERED else self._with_filters(made)
 
     def of_level(self, level: Level, size: int) -> SamplingBatch | None:
-        """Parameters of ``size`` requests that ask for nothing, as :meth:`of_cycle` gives them at a level."""
+        """Make the parameters that :meth:`of_cycle` makes for ``size`` dummies at a level."""
         params = SamplingParams(temperature=1.0)
         if level == Level.GREEDY:
             return None
@@ -59,8 +61,7 @@ class SamplingTables:
     def _without_tables(
         self, params: Sequence[SamplingParams], seeds: Sequence[int], level: Level | None
     ) -> SamplingBatch | None:
-        """Parameters without tables, with all penalties where logits are adjusted in any way; what was
-        missing changes nothing."""
+        """Make parameters without tables. Adjusted logits get all penalties, missing ones without effect."""
         needed = level_of(params)
         if max(needed, level or Level.GREEDY) == Level.GREEDY:
             return None
@@ -75,14 +76,14 @@ class SamplingTables:
         return made
 
     def _with_filters(self, made: SamplingBatch) -> SamplingBatch:
-        """Set all filters; what was missing changes nothing."""
+        """Set all filters, the missing ones without effect."""
         ones = torch.ones_like(made.temperature)
         top_k = torch.full_like(made.seeds, self.vocab_size)
         return _with(made, top_k=top_k, top_p=ones, min_p=0 * ones)
 
 
 def is_adjusted(sampling: SamplingBatch | None) -> bool:
-    """Return True for a batch of a cycle that takes tables of the vocabulary."""
+    """Return True if the cycle of a batch reads the tables of the vocabulary."""
     return sampling is not None and sampling.repetition is not None
 
 

@@ -77,7 +77,7 @@ cycles that many groups share may be plain."""
 
 
 class StateMoves(NamedTuple):
-    """Recurrent states that a chunk reads and writes, by number (``kv/states.py``).
+    """Recurrent states that a chunk reads and writes, by number (``kv/recurrent_states.py``).
 
     Attributes:
         source: state before the chunk; None at the beginning of a text.

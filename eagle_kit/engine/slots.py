@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import MAX_WINDOW
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PendingTokens
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.engine.grammar.masks import num_bytes
 from eagle_kit.engine.graphs.batch_kind import adjusts_logits
 from eagle_kit.engine.request import Request

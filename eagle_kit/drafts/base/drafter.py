@@ -18,8 +18,8 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape, auto_shape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel, StepRows
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.draft_head import StepOutput

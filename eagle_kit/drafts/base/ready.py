@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.dspark.roll_out import DraftLogits, roll_out
 from eagle_kit.models.blocks.markov import MarkovHead
 from eagle_kit.ops.best_first import best_first

@@ -12,9 +12,9 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel, StepRows
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.models.draft_head import StepOutput
 from eagle_kit.ops.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, target_probs, window_uniforms
 from eagle_kit.ops.tree_build import chain_build

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec
 from eagle_kit.drafts.base.ready import ReadyDrafter
 from eagle_kit.drafts.base.sampled import check_chain, draft_distribution
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.dflash.drafter import BlockDrafter
 from eagle_kit.drafts.dspark.roll_out import DraftLogits, roll_out
 from eagle_kit.drafts.p_eagle.drafter import MaskedDrafter

@@ -13,10 +13,10 @@ from typing import cast
 
 import torch
 
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
 from eagle_kit.drafts.base.ready import ReadyDrafter
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.dflash.head import DFlashHead
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PoolLayout

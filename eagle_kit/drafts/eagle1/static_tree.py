@@ -12,9 +12,9 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel, StepRows
 from eagle_kit.drafts.base.sampled import SampledDrafter, SampledDraftState, draft_distribution
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.ops.attention.window import ancestor_bits
 from eagle_kit.ops.sampling import DRAFT_UNIFORMS, SamplingBatch, sample_distinct, window_uniforms
 from eagle_kit.ops.tree_build import Tree

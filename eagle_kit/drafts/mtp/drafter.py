@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel, StepRows
 from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
 from eagle_kit.drafts.base.ready import ReadyDrafter
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.kv.open import open_store
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.targets.llama import TargetOutput

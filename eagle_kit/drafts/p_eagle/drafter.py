@@ -14,10 +14,10 @@ from typing import cast
 import torch
 
 from eagle_kit.core.shape import MAX_WINDOW, SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
 from eagle_kit.drafts.base.ready import ReadyDrafter
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.drafts.p_eagle.head import PEagleHead
 from eagle_kit.kv.store import PoolLayout
 from eagle_kit.ops.transfer import to_device

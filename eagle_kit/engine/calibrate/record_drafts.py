@@ -14,10 +14,10 @@ from eagle_kit.autotune.policy import ToldPolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import Drafter
 from eagle_kit.drafts.base.ready import ReadyDrafter
-from eagle_kit.drafts.base.state import CycleState
 from eagle_kit.engine.cycle import root_only
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request

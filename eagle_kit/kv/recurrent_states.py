@@ -1,7 +1,7 @@
-"""States of recurrent layers: one for every request of a batch, and snapshots for the prefix cache.
+"""Recurrent states of a target: one for every slot of a batch, and snapshots for the prefix cache.
 
-As in the paged stores, only committed tokens change a state: a window keeps what its nodes would write, and
-:meth:`StateWindow.commit` applies the accepted path (:mod:`eagle_kit.ops.recurrence`).
+As in the paged stores, only committed tokens change a state. A window keeps the updates of its nodes aside.
+:meth:`StateWindow.commit` applies those of the accepted path (:mod:`eagle_kit.ops.recurrence`).
 
 Legend: S states, B requests, N window nodes, T prompt tokens, C channels, W width of a convolution.
 """
@@ -29,12 +29,13 @@ from eagle_kit.ops.recurrence import (
 
 
 class StatePool:
-    """States ``0 .. max_batch_size - 1`` of the requests by their slots, that of padding, then those of
-    snapshots.
+    """Recurrent states by number: those of the slots, that of the dummy slot, then snapshots.
 
     Args:
-        num_snapshots: kept for the prefix cache.
-        dtype: of activations, in which convolutions keep their columns.
+        spec: shapes of the target's recurrences and convolutions.
+        max_batch_size: number of slots.
+        num_snapshots: number of snapshots.
+        dtype: dtype of activations, in which the columns of convolutions are kept.
 
     Attributes:
         states: fp32 ``[S, heads, key size, value size]`` of each recurrence.
@@ -50,7 +51,8 @@ class StatePool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.spec, self.first_snapshot = spec, max_batch_size + 1
+        self.spec = spec
+        self.first_snapshot = max_batch_size + 1
         count = max_batch_size + 1 + num_snapshots
         self.states = [torch.zeros(count, *each.shape, device=device) for each in spec.recurrences]
         self.tails = [
@@ -59,17 +61,16 @@ class StatePool:
         ]
 
     def window(self, attend: Attend, slots: torch.Tensor, ancestors: torch.Tensor) -> "StateWindow":
-        """Put the recurrence of a window's nodes beside their attention.
+        """Join the attention of window nodes with their recurrence.
 
         Args:
-            slots: int64 ``[B]``, the requests' states.
+            slots: int64 ``[B]``, the slots of the requests, which are the numbers of their states.
             ancestors: int64 ``[B, N]``, as in ``WindowPlan``.
         """
         return StateWindow(attend, self, slots, ancestors)
 
     def prompts(self, attend: Attend, texts: Sequence[Text]) -> Hybrid:
-        """Put the recurrence of packed prompts beside their attention; states are written as they are
-        computed."""
+        """Join the attention of packed prompts with their recurrence, which writes the states at once."""
         return Hybrid(attend, _PromptRecur(self, TextPlan(texts)))
 
 
@@ -86,10 +87,12 @@ class StateWindow(Hybrid):
 
 
 class _WindowRecur:
-    """Recurrence of window nodes, which leaves the states as they are."""
+    """Recurrence of window nodes. It changes no state until :meth:`commit`."""
 
     def __init__(self, pool: StatePool, slots: torch.Tensor, ancestors: torch.Tensor) -> None:
-        self._pool, self._slots, self._ancestors = pool, slots, ancestors
+        self._pool = pool
+        self._slots = slots
+        self._ancestors = ancestors
         self._read: dict[int, torch.Tensor] = {}
         self._columns: dict[int, torch.Tensor] = {}
         self._written: dict[int, Written] = {}
@@ -125,7 +128,8 @@ class _PromptRecur:
     """Recurrence of packed prompts."""
 
     def __init__(self, pool: StatePool, plan: TextPlan) -> None:
-        self._pool, self._plan = pool, plan
+        self._pool = pool
+        self._plan = plan
 
     def convolve(
         self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""State of a batch between two decode cycles (the drafter's part of it is ``DraftState`` or its like)."""
+"""State of a batch between two decode cycles; a drafter's own state, such as ``DraftState``, is in it."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ class CycleState(NamedTuple):
             of it yet.
         active: bool ``[B]``, False for padding, whose state does not change.
         draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
-        slots: int64 ``[B]``, the states of recurrent layers (``kv/states.py``); None where there are none.
+        slots: int64 ``[B]``, the slots of the batch, also its recurrent states; None outside an engine.
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
         num_drafts: int64 ``[B]``, nodes behind the root to verify; None where all are (``engine/packed.py``).
     """
