@@ -147,7 +147,7 @@ class LeadingEngine(Engine):
     def drain(self) -> None:
         """See :class:`Engine`. Once a rank is lost, rank 0 drops its pending results without waiting."""
         if self._leader.group.ranks.lost is not None:
-            self._pending.clear()
+            self._in_flight.clear()
             super().drain()
             return
         with self._leader.call("drain"):
