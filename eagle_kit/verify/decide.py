@@ -1,8 +1,8 @@
 """Sampling and verification: the target's next token after every node of a window.
 
-A node's token is sampled with the uniform random number of its position, so all nodes of one depth share a
-number; only one of them is on the path. A deterministic draft is then followed as far as it agrees: whatever
-was drafted, the text is the one that plain decoding draws with the same seed.
+A node's token is sampled with the uniform random number of its position. All nodes of one depth share a
+number, and only one of them is on the path. A deterministic draft is accepted as far as it agrees with these
+tokens, so the text is the one that plain decoding draws with the same seed.
 
 Legend: B requests, N window nodes, V vocabulary.
 """
@@ -55,7 +55,15 @@ def decide(
     allowed: torch.Tensor | None,
     steps: int,
 ) -> Accepted:
-    """Accept drafts and sample the bonus token; arguments as of :func:`choose` and ``kernels.accept``."""
+    """Accept a path of the window and sample the bonus token.
+
+    Args:
+        logits: ``[B, N, V]``, the target's logits after each node.
+        window: the tree, and how it was made.
+        verifier: verifier of requests that sample.
+        seq_lens, sampling, allowed: see :func:`choose`.
+        steps: S, depth of the window.
+    """
     tree, proposal = window
     if sampling is None:
         assert isinstance(proposal, Deterministic), "a draft of greedy requests is deterministic"
@@ -67,7 +75,10 @@ def decide(
 def distribution_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
 ) -> torch.Tensor | FilteredLogits:
-    """Sampling distribution after every node: penalties, bias, grammar, temperature, filters."""
+    """Return the target's distribution after every node.
+
+    It has the penalties, biases, grammar, temperature and filters of each request.
+    """
     if sampling.counts is not None or sampling.bias is not None:
         logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
     return target_distribution(_masked(logits, allowed), sampling)

@@ -1,8 +1,8 @@
 """Types of proposals: a window of drafted tokens, and how they were made.
 
-A deterministic draft is a function of the text: its tokens were not sampled, so it has no q, and dividing by
-a softmax in its place would emit another distribution than the target's. A sampled draft was sampled from q
-and carries q. The types keep them apart: ``verify.verifiers.accept`` refuses a verifier that does not fit.
+A deterministic draft is a function of the text. Its tokens were not sampled, so it has no distribution q, and
+rejection sampling with a softmax in place of q would change the distribution of the text. A sampled draft was
+sampled from q and carries q. ``verify.verifiers.accept`` refuses a verifier that does not fit the type.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -22,17 +22,25 @@ class Deterministic:
 
 @dataclass(frozen=True, eq=False)
 class SampledChain:
-    """Chain of sampled tokens; ``q [B, S, V]`` is the distribution that the child of each node was sampled
-    from."""
+    """Chain of sampled tokens.
+
+    Attributes:
+        q: ``[B, S, V]``, the distribution that the child of each node was sampled from.
+    """
 
     q: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTree:
-    """Tree of a fixed topology, whose siblings were sampled without replacement and lie in the window in that
-    order (``sample_distinct`` draws them); ``q [B, Q, V]`` is the distribution that the children of each of
-    the first Q nodes were sampled from, nodes from Q on have none."""
+    """Tree of a fixed topology, whose siblings were sampled without replacement (``sample_distinct``).
+
+    Siblings lie in the window in the order in which they were drawn.
+
+    Attributes:
+        q: ``[B, Q, V]``, the distribution that the children of each of the first Q nodes were sampled from.
+            Later nodes have no children.
+    """
 
     q: torch.Tensor
 

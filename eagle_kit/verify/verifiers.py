@@ -51,7 +51,7 @@ Verifier = TargetOnly | RejectionSampling | BlockVerification | Relaxed
 
 
 def make_verifier(config: EngineConfig) -> Verifier | None:
-    """Make the verifier that an engine was asked for; None leaves the choice to the drafter."""
+    """Make the verifier that the options ask for; None leaves the choice to the drafter."""
     name = config.verifier or ("relaxed" if config.is_relaxed else None)
     if name == "relaxed":
         return Relaxed(config.accept_threshold_single, config.accept_threshold_acc)
@@ -75,13 +75,16 @@ def accept(
 ) -> Accepted:
     """Verify a window with uniform random numbers that depend only on each request's seed and position.
 
-    Those of target-only verification belong to the position of the decided token, so that text does not
-    depend on the draft. All others belong to the cycle (the position of its root, which grows from cycle to
-    cycle), so that no number drawn for a rejected draft is used again.
+    Target-only verification uses the number of the decided token's position, so the text does not depend on
+    the draft. Other verifiers use numbers of the root's position. It grows from cycle to cycle, so a number
+    that was drawn for a rejected draft is not used again.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
-        seeds, root_positions: int64 ``[B]``.
+        window: the tree, and how it was made.
+        verifier: a verifier that is sound for the proposal.
+        seeds: int64 ``[B]``, seeds of the requests.
+        root_positions: int64 ``[B]``, positions of the roots.
         steps: S, depth of the window.
 
     Raises:
@@ -90,8 +93,8 @@ def accept(
     tree, proposal = window
     n = tree.tokens.shape[1]
     if isinstance(proposal, Deterministic) and isinstance(verifier, TargetOnly):
-        places = root_positions[:, None] + 1 + torch.arange(steps + 1, device=tree.tokens.device)
-        uniforms = position_uniforms(seeds, places, TARGET_UNIFORMS, backend=backend)
+        positions = root_positions[:, None] + 1 + torch.arange(steps + 1, device=tree.tokens.device)
+        uniforms = position_uniforms(seeds, positions, TARGET_UNIFORMS, backend=backend)
         return accept_target_only(
             probs, tree.tokens, tree.parents, tree.depths, uniforms, steps, backend=backend
         )

@@ -47,16 +47,16 @@ def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
 
 
 class ShardRows(NamedTuple):
-    """Rows of a forward that this rank attends for, where ranks attend for different ones.
+    """Rows of a forward that this rank computes attention for, in data-parallel attention.
 
     Attributes:
-        rows: int64 ``[m]``.
-        places: int64 ``[T]``, where each row of the forward is among those of all ranks, ``most`` of each.
+        rows: int64 ``[m]``, the rows.
+        indices: int64 ``[T]``, index of each row of the forward in the gathered rows, ``most`` of each rank.
         most: largest m of a rank.
     """
 
     rows: torch.Tensor
-    places: torch.Tensor
+    indices: torch.Tensor
     most: int
 
 

@@ -63,8 +63,8 @@ class DecoderLayer(nn.Module):
         the next norm adds because it reads both."""
         if self.is_recurrent:
             added = self.linear_attn(normed, self.number, attend)
-        elif (own := shard_rows_of(attend)) is not None:
-            added = self._gathered(normed, rotation, attend, own)
+        elif (shard := shard_rows_of(attend)) is not None:
+            added = self._gathered(normed, rotation, attend, shard)
         else:
             added = self.self_attn(normed, rotation, self.number, attend)
         if self.mamba is not None:
@@ -76,16 +76,19 @@ class DecoderLayer(nn.Module):
         return h, self._summed(self.mlp(normed))
 
     def _gathered(
-        self, normed: torch.Tensor, rotation: Rotation, attend: Attend, own: ShardRows
+        self, normed: torch.Tensor, rotation: Rotation, attend: Attend, shard: ShardRows
     ) -> torch.Tensor:
-        """Outputs ``[T, H]`` of attention, which every rank computes for its own rows, whose ``rotation``
-        is given."""
+        """Compute attention for the rows of this rank, and gather the outputs ``[T, H]`` of all ranks.
+
+        Args:
+            rotation: rotary embedding at the rows of this rank.
+        """
         assert self.ranks is not None and not self.shares_heads
-        mine = normed[own.rows]
+        mine = normed[shard.rows]
         if len(mine):
             mine = self.self_attn(mine, rotation, self.number, attend)
-        padded = F.pad(mine, (0, 0, 0, own.most - len(mine)))
-        return self.ranks.stack(padded).flatten(0, 1)[own.places]
+        padded = F.pad(mine, (0, 0, 0, shard.most - len(mine)))
+        return self.ranks.stack(padded).flatten(0, 1)[shard.indices]
 
     def _summed(self, x: torch.Tensor) -> torch.Tensor:
         """Sum of what every rank's heads or inner values give."""
@@ -138,8 +141,8 @@ class LlamaModel(Target):
     ) -> TargetOutput:
         """See :class:`Target`."""
         assert len(self.layers) == self.config.num_layers, "the target was loaded without its layers"
-        own = shard_rows_of(attend)
-        rotation = self.rope.at(positions if own is None else positions[own.rows])
+        shard = shard_rows_of(attend)
+        rotation = self.rope.at(positions if shard is None else positions[shard.rows])
         h = self.embed(ids)
         if self.config.embedding_scale != 1.0:
             h = h * self.config.embedding_scale

@@ -151,9 +151,9 @@ class Target(nn.Module, ABC):
         """Logits ``[T, V]`` of final-normed ``hidden [T, H]``, or this rank's part of their columns."""
         return self.logit_form(self.lm_head(hidden))
 
-    def whole_logits(self, own: torch.Tensor) -> torch.Tensor:
+    def whole_logits(self, local: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., V]`` of every rank's :meth:`local_logits`."""
-        return own if self.ranks is None else self.ranks.join(own, self.config.vocab_size)
+        return local if self.ranks is None else self.ranks.join(local, self.config.vocab_size)
 
     def with_whole_ends(self) -> Self:
         """The same layers between the whole embedding and output layer, for drafts that read these; itself
