@@ -37,8 +37,12 @@ class StepForm(Enum):
 
 
 class StepOutput(NamedTuple):
-    """Result of a step: ``fed_back [T, H]``, the features of the next one, and ``read [T, H]``, what the
-    output layer multiplies."""
+    """Result of a step.
+
+    Attributes:
+        fed_back: features of the next step, ``[T, H]``: a of the EAGLE-3 paper.
+        read: input of the output layer, ``[T, H]``.
+    """
 
     fed_back: torch.Tensor
     read: torch.Tensor
@@ -207,9 +211,13 @@ class DraftHead(nn.Module, ABC):
         return self.config.cache
 
     @abstractmethod
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """Features ``[T, H]`` from the target's final-normed states ``[T, H_target]`` and its captured states
-        ``aux``."""
+    def features(self, hidden: torch.Tensor, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Features of step 0 ``[T, H]`` from the target's states.
+
+        Args:
+            hidden: final hidden states, after the target's last norm, ``[T, H_target]``.
+            aux_hidden_states: the captured states of L layers, side by side, ``[T, L * H_target]``.
+        """
 
     @property
     @abstractmethod
@@ -327,6 +335,6 @@ class TiedHead(DraftHead):
         assert self.bound is not None, "the head was not bound to a target"
         return self.bound
 
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """``hidden`` unchanged."""
+    def features(self, hidden: torch.Tensor, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """See :class:`DraftHead`: ``hidden`` unchanged."""
         return hidden

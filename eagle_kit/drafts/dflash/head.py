@@ -220,9 +220,9 @@ class DFlashHead(DraftHead):
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
+    def features(self, hidden: torch.Tensor, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """Context ``[T, H]`` of the captured states ``[T, m * Ht]``."""
-        return self.hidden_norm(self.fc(aux))
+        return self.hidden_norm(self.fc(aux_hidden_states))
 
     def block_inputs(self, anchors: torch.Tensor, embedding: torch.Tensor, size: int) -> torch.Tensor:
         """Embeddings ``[A, size, H]`` of blocks behind the tokens ``anchors`` int64 ``[A]``, by the target's

@@ -1,10 +1,21 @@
 """EAGLE-3 draft head (arXiv 2503.01840), one definition for training and serving.
 
-Legend: T packed tokens, H hidden, Vd draft vocabulary, V target vocabulary.
+The paper's symbols (section 3.1, figure 5) and the code:
 
-The feature is the fused target states of three layers, then the head's own output of the step before. The
-decoder layer is a Llama layer, or has latent attention. EAGLE-3.1 (arXiv 2605.09992) is two flags of
-:class:`Eagle3Config`.
+    l, m, h    hidden states of a low, a middle and a high target layer: ``aux_hidden_states`` ``[T, 3 * Ht]``
+    g          their fusion ``fc([l; m; h])``, the feature of step 0: :meth:`Eagle3Head.fuse`
+    e          embedding of the next token: ``embeds``
+    a          output of the decoder layer, which is the feature of the next step in place of g:
+               :meth:`Eagle3Head.feed_back`, ``StepOutput.fed_back``
+    LM head    ``lm_head(norm(a))`` over the draft vocabulary: :meth:`Eagle3Head.logits`
+
+The paper reduces ``[e; g]`` to H by a second linear layer. The published checkpoints have none, and neither
+has this head: the projections of queries, keys and values read 2 H values. The draft vocabulary (``d2t``,
+``t2d``) is of the published code, not of the paper. EAGLE-3.1 (arXiv 2605.09992) is ``fc_norm`` and
+``norm_output`` of :class:`Eagle3Config`. Training-time test (section 3.2) is :mod:`eagle_kit.objective.ttt`.
+
+Legend: T packed tokens, H hidden, Ht hidden of the target, L captured layers, Hq query heads, D head size,
+Vd draft vocabulary, V target vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -27,13 +38,22 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
     """Architecture of an EAGLE-3 head.
 
     Attributes:
-        fc_norm: an RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
-        norm_output: feed the normed state back at the next step instead of the raw one (EAGLE-3.1).
-        norm_before_residual: take the residual after ``hidden_norm`` (heads of the speculators project).
-        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (the same project's default).
-        aux_layer_ids: captured states; without any the head reads the target's final states, through no
-            ``fc``.
-        own_embedding: the head has an embedding of its own.
+        hidden_size: H.
+        target_hidden_size: Ht.
+        vocab_size: V.
+        draft_vocab_size: Vd.
+        aux_layer_ids: target layers whose inputs are captured. An empty tuple: the head has no ``fc``
+            and reads the target's final hidden states.
+        fc_norm: one RMSNorm for each captured layer in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
+        norm_output: the next step reads ``norm(a)`` instead of ``a`` (EAGLE-3.1).
+        norm_before_residual: the residual is ``hidden_norm(feature)`` instead of the feature (speculators).
+        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (default of speculators).
+        attention_bias: the projections of queries, keys and values have biases.
+        qk_norm: RMSNorms of queries and keys, as in Qwen3.
+        mla: sizes of latent attention; None for the attention of a Llama layer.
+        own_embedding: the head has a trained embedding, which is not the target's.
+        target: name of the target that the head was trained for.
+        template_hash: hash of the chat template of its training data.
     """
 
     hidden_size: int
@@ -66,21 +86,29 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
     def for_target(
         cls, model: TargetConfig, draft_vocab_size: int, *, latent: bool = False, **overrides: Any
     ) -> Self:
-        """Default head for a target: its sizes, its RoPE, its default captured layers.
+        """Default architecture for a target: the target's sizes, RoPE and default captured layers.
 
-        The head's layer is a Llama layer for any target, or, with ``latent``, has latent attention of the
-        target's sizes. A Llama layer for a target with latent attention has heads of the size of the target's
-        values, as many as the hidden size holds, grouped for at most 8 keys, and plain RoPE: engines disagree
-        on YaRN's magnitudes outside of latent attention.
+        Args:
+            model: architecture of the target.
+            draft_vocab_size: Vd.
+            latent: the layer has latent attention with the target's sizes. Otherwise it is a Llama layer.
+            overrides: fields that differ from the default.
         """
-        num_heads, num_kv_heads, head_dim = model.num_heads, model.num_kv_heads, model.head_dim
         assert model.mla is not None or not latent
-        is_llama = model.mla is not None and not latent
-        if model.mla is not None and is_llama:
+        num_heads = model.num_heads
+        num_kv_heads = model.num_kv_heads
+        head_dim = model.head_dim
+        rope_scaling = model.rope_scaling
+
+        # A Llama layer for a target with latent attention: heads of the size of the target's values, at most
+        # 8 key-value heads. RoPE is plain, because engines scale YaRN differently outside latent attention.
+        if model.mla is not None and not latent:
             head_dim = model.mla.v_head_dim
             num_heads = max(1, model.hidden_size // head_dim)
             num_kv_heads = next(count for count in range(8, 0, -1) if num_heads % count == 0)
-        base = cls(
+            rope_scaling = None
+
+        default = cls(
             hidden_size=model.hidden_size,
             target_hidden_size=model.hidden_size,
             num_heads=num_heads,
@@ -91,16 +119,16 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
             draft_vocab_size=draft_vocab_size,
             rms_norm_eps=model.rms_norm_eps,
             rope_theta=model.rope_theta,
-            rope_scaling=None if is_llama else model.rope_scaling,
+            rope_scaling=rope_scaling,
             max_position_embeddings=model.max_position_embeddings,
             aux_layer_ids=model.default_aux_layer_ids,
             mla=model.mla if latent else None,
         )
-        return replace(base, **overrides)
+        return replace(default, **overrides)
 
 
 class AfterAttention(nn.Module):
-    """Rest of a Llama layer after its attention."""
+    """The part of a Llama layer after attention: output projection, norm and MLP."""
 
     self_attn: Attention | LatentAttention
     post_attention_layernorm: RMSNorm
@@ -108,22 +136,32 @@ class AfterAttention(nn.Module):
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.draft_head.Block`."""
-        h, added = self.parts(residual, attended)
-        return h + added
+        h, mlp_output = self.parts(residual, attended)
+        return h + mlp_output
 
     def parts(self, residual: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`finish` as two summands, for a norm that adds them: the states after attention, and the
-        MLP's output."""
-        normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
+        """The two summands of :meth:`finish`, for a fused norm that adds them.
+
+        Args:
+            residual: ``[T, H]``.
+            attended: output of attention ``[T, Hq, D]``.
+
+        Returns:
+            The states after attention and the output of the MLP, ``[T, H]`` each.
+        """
+        attention_output = self.self_attn.o_proj(attended.flatten(1))  # [T, H]
+        normed, h = self.post_attention_layernorm.add(attention_output, residual)  # [T, H] each
         return h, self.mlp(normed)
 
 
 class Eagle3Layer(AfterAttention, Block):
-    """Decoder layer over cat(norm(embedding), norm(feature)), with the feature as residual."""
+    """The single decoder layer (section 3.1). Attention reads ``[norm(e); norm(g)]``; the residual is ``g``,
+    or ``a`` of the step before."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.hidden_norm = RMSNorm(size, eps)
         self.self_attn = make_attention(config, 2 * size)
@@ -133,9 +171,11 @@ class Eagle3Layer(AfterAttention, Block):
 
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`; attention's input is ``[T, 2H]``."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        return torch.cat((self.input_layernorm(embeds), normed), -1), residual
+        normed = self.hidden_norm(hidden)  # [T, H]
+        x = torch.cat((self.input_layernorm(embeds), normed), -1)  # [T, 2 H]
+        if self.norm_before_residual:
+            return x, normed
+        return x, hidden
 
     def inputs_of(
         self,
@@ -145,15 +185,27 @@ class Eagle3Layer(AfterAttention, Block):
         embedding: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`."""
-        norms = self.input_layernorm.weight, self.hidden_norm.weight
+        norms = (self.input_layernorm.weight, self.hidden_norm.weight)
         x, hidden = draft_inputs(features, feature_rows, tokens, embedding, norms, self.hidden_norm.eps)
-        return x, x[:, features.shape[1] :] if self.norm_before_residual else hidden
+        # x: [T, 2 H], hidden: [T, H]
+        if self.norm_before_residual:
+            return x, x[:, features.shape[1] :]
+        return x, hidden
 
 
 class Eagle3Head(DraftHead):
     """EAGLE-3 head.
 
-    Buffers: ``d2t`` int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``); ``t2d`` bool ``[V]``.
+    Attributes:
+        d2t: int64 ``[Vd]``, offsets: target id = draft id + ``d2t[draft id]``.
+        t2d: bool ``[V]``, True for target tokens that are in the draft vocabulary.
+        input_norm: RMSNorm over all captured states; None without ``norm_before_fc``.
+        fc_norm: one RMSNorm for each captured layer; None without ``fc_norm``.
+        fc: fusion of the captured states, ``[H, L * Ht]``; None for a head of the final hidden states.
+        embed_tokens: the head's own embedding ``[V, H]``; None for the target's.
+        midlayer: the decoder layer.
+        norm: RMSNorm in front of ``lm_head``.
+        lm_head: output layer ``[Vd, H]``.
     """
 
     config: Eagle3Config
@@ -163,29 +215,32 @@ class Eagle3Head(DraftHead):
         super().__init__(config)
         size = config.hidden_size
         num_aux = len(config.aux_layer_ids)
-        self.input_norm = (
-            RMSNorm(num_aux * config.target_hidden_size, config.rms_norm_eps)
-            if config.norm_before_fc
-            else None
-        )
-        self.fc_norm = (
-            nn.ModuleList(RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in range(num_aux))
-            if config.fc_norm
-            else None
-        )
+        target_size = config.target_hidden_size
+        eps = config.rms_norm_eps
+
+        # Fusion of the captured states.
+        self.input_norm: RMSNorm | None = None
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(num_aux * target_size, eps)
+        self.fc_norm: nn.ModuleList | None = None
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(target_size, eps) for _ in range(num_aux))
         self.fc: Linear | None = None
         if num_aux:
-            self.fc = Linear(num_aux * config.target_hidden_size, size, bias=False)
+            self.fc = Linear(num_aux * target_size, size, bias=False)
+
+        # Embedding, decoder layer and output layer.
         if config.own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         self.midlayer = Eagle3Layer(config)
-        self.norm = RMSNorm(size, config.rms_norm_eps)
+        self.norm = RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
 
     def make_buffers(self) -> None:
-        """See :class:`DraftHead`; the map is that of the first Vd tokens."""
+        """See :class:`DraftHead`. The draft vocabulary begins as the first Vd target tokens."""
         super().make_buffers()
-        self.register_buffer("d2t", torch.zeros(self.config.draft_vocab_size, dtype=torch.int64))
+        d2t = torch.zeros(self.config.draft_vocab_size, dtype=torch.int64)
+        self.register_buffer("d2t", d2t)
         t2d = torch.zeros(self.config.vocab_size, dtype=torch.bool)
         t2d[: self.config.draft_vocab_size] = True
         self.register_buffer("t2d", t2d)
@@ -219,32 +274,50 @@ class Eagle3Head(DraftHead):
         """Convert draft ids of any shape to target ids."""
         return draft_ids + self.d2t[draft_ids]
 
-    def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        """Feature ``[T, H]`` of step 0 from the captured target states ``[T, 3 * H_target]``."""
-        if self.input_norm is not None:
-            aux = self.input_norm(aux)
-        if self.fc_norm is not None:
-            parts = aux.split(self.config.target_hidden_size, -1)
-            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        assert self.fc is not None
-        return self.fc(aux)
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """Fuse low, middle and high hidden states (section 3.1): g = fc([l; m; h]).
 
-    def features(self, hidden: torch.Tensor, aux: torch.Tensor) -> torch.Tensor:
-        """:meth:`fuse` of ``aux``, or ``hidden`` where no states are captured."""
-        return hidden if self.fc is None else self.fuse(aux)
+        Args:
+            aux_hidden_states: captured states of the target ``[T, L * Ht]``, in the order of
+                ``aux_layer_ids``.
+
+        Returns:
+            g, the feature of step 0, ``[T, H]``.
+        """
+        if self.input_norm is not None:
+            aux_hidden_states = self.input_norm(aux_hidden_states)  # [T, L * Ht]
+        if self.fc_norm is not None:
+            layers = aux_hidden_states.split(self.config.target_hidden_size, -1)  # L of [T, Ht]
+            normed = [norm(layer) for norm, layer in zip(self.fc_norm, layers, strict=True)]
+            aux_hidden_states = torch.cat(normed, -1)  # [T, L * Ht]
+        assert self.fc is not None
+        return self.fc(aux_hidden_states)  # [T, H]
+
+    def features(self, hidden: torch.Tensor, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """See :class:`DraftHead`: :meth:`fuse`, or ``hidden`` for a head without captured layers."""
+        if self.fc is None:
+            return hidden
+        return self.fuse(aux_hidden_states)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """State for the next step from the layer's output, both ``[T, H]``: normed for EAGLE-3.1, else
-        unchanged."""
-        return self.norm(out) if self.config.norm_output else out
+        """Feature of the next step from the layer's output ``out``, both ``[T, H]`` (section 3.1): a itself,
+        or ``norm(a)`` in EAGLE-3.1."""
+        if self.config.norm_output:
+            return self.norm(out)
+        return out
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
-        """See :class:`DraftHead`; the last addition is the norm's."""
+        """See :class:`DraftHead`. The layer's last addition and :attr:`norm` are one operation."""
         assert isinstance(layer, AfterAttention)
-        h, added = layer.parts(residual, attended)
-        normed, out = self.norm.add(added, h)
-        return StepOutput(normed if self.config.norm_output else out, normed)
+        h, mlp_output = layer.parts(residual, attended)  # [T, H] each
+        normed, out = self.norm.add(mlp_output, h)  # [T, H] each
+        fed_back = out
+        if self.config.norm_output:
+            fed_back = normed
+        return StepOutput(fed_back, normed)
 
     def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Input of ``lm_head`` from :meth:`forward`'s output, both ``[T, H]``."""
-        return fed_back if self.config.norm_output else self.norm(fed_back)
+        if self.config.norm_output:
+            return fed_back
+        return self.norm(fed_back)
