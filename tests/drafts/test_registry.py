@@ -176,7 +176,7 @@ def test_planned_sizes_are_the_counted_ones(kind, target):
     assert sizes.total == sum(parameter.numel() for parameter in head.parameters())
     assert sizes.num_layers == max(1, len(head.blocks)) == head.config.num_modules
     assert sizes.output == head.output.weight.numel()
-    assert all(size > 0 for size in kind.saved_states(head.config, 2, is_gpu=False))
+    assert all(size > 0 for size in kind.saved_activation_bytes(head.config, 2, is_gpu=False))
 
 
 @pytest.mark.parametrize("kind", HEADS, ids=lambda kind: kind.name)

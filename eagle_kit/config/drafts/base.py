@@ -124,11 +124,11 @@ class CapturedStatesHeadConfig(HeadConfig):
         return self.vocab_map
 
     @property
-    def num_draft_tokens(self) -> int:
+    def effective_draft_vocab_size(self) -> int:
         """:attr:`draft_vocab_size`, or what null is."""
         return DRAFT_VOCAB_SIZE if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property
     def num_counted_tokens(self) -> int | None:
         """See :class:`HeadConfig`."""
-        return self.num_draft_tokens if self.start_from is None else None
+        return self.effective_draft_vocab_size if self.start_from is None else None

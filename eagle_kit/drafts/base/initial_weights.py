@@ -21,7 +21,7 @@ def check_vocab_size(size: int, target: TargetConfig) -> None:
 
 
 @torch.no_grad()
-def start_output(
+def init_output_layer(
     head: Eagle3Head | DFlashHead, settings: CapturedStatesHeadConfig, start: InitContext
 ) -> None:
     """Give a new head the vocabulary of the data, and the target's output rows of it unless the settings ask
@@ -44,7 +44,7 @@ def start_output(
         head.output.weight.copy_(weight[tokens.to(weight.device)])
 
 
-def check_old_head(folder: str, sizes: Iterable[tuple[str, object, object]]) -> None:
+def check_start_from(folder: str, sizes: Iterable[tuple[str, object, object]]) -> None:
     """Raise UserError where the head of ``head.start_from``, in ``folder``, is another one than a run needs.
 
     Args:

@@ -240,7 +240,7 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         head = self.head_class(config).to(device=start.device, dtype=torch.float32)
         return head.bind(start.target.lm_head)
 
-    def saved_states(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
+    def saved_activation_bytes(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
         """Bytes that a row of the layer saves for the backward pass for each value of its state, before its
         attention and behind it; what attention and MLP save themselves is not counted.
 
@@ -483,7 +483,7 @@ def describe_attention(layer: DecoderConfig) -> str:
 
 
 @torch.no_grad()
-def soften(norm: nn.Module, target: Target) -> None:
+def scale_final_norm(norm: nn.Module, target: Target) -> None:
     """Start a final norm at a small share of the target's.
 
     A new layer has learned nothing, and at full size its first logits would be confidently wrong: loss 15

@@ -16,8 +16,8 @@ from eagle_kit.config.drafts.blocks import BlockHeadConfig
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.conventions import Convention
-from eagle_kit.drafts.base.initial_weights import check_old_head, check_vocab_size, start_output
-from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, describe_attention, soften
+from eagle_kit.drafts.base.initial_weights import check_start_from, check_vocab_size, init_output_layer
+from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, describe_attention, scale_final_norm
 from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead, spread_layers
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import layer_to_dict, partial_rotary_dim
@@ -293,7 +293,7 @@ class BlockKind(HeadKind[Config, Head, Settings]):
     def new_config(self, settings: Settings, target: TargetConfig) -> Config:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the mask's token is the last one by default."""
         if settings.start_from is not None:
-            return self._old_config(settings.start_from, target)
+            return self._start_from_config(settings.start_from, target)
         mask = target.vocab_size - 1 if settings.mask_token_id is None else settings.mask_token_id
         if mask >= target.vocab_size:
             raise UserError(
@@ -324,18 +324,18 @@ class BlockKind(HeadKind[Config, Head, Settings]):
         """Fields of the architecture that a training config asks for beside those of every block."""
         return {}
 
-    def _old_config(self, folder: str, target: TargetConfig) -> Config:
+    def _start_from_config(self, folder: str, target: TargetConfig) -> Config:
         """The architecture of the head that ``start_from`` names. Raises UserError for one of another target
         or kind, and where it may read other layers than its config says."""
         files = open_draft(folder)
         kind = self.name if self.recognises(files) else files.architecture
-        check_old_head(folder, [("kind", kind, self.name)])
+        check_start_from(folder, [("kind", kind, self.name)])
         found = self.read_config(files, target)
         sizes = (
             ("target_hidden_size", found.target_hidden_size, target.hidden_size),
             ("vocab_size", found.vocab_size, target.vocab_size),
         )
-        check_old_head(folder, sizes)
+        check_start_from(folder, sizes)
         layers = _check_layers(found, target)
         if layers.level != "ok":
             raise UserError(f"head.start_from, {folder}: {layers.cause}", layers.remedy)
@@ -349,8 +349,8 @@ class BlockKind(HeadKind[Config, Head, Settings]):
             return old
         head = super().new_head(settings, config, start)
         if config.owns_output:
-            start_output(head, settings, start)
-        soften(head.norm, start.target)
+            init_output_layer(head, settings, start)
+        scale_final_norm(head.norm, start.target)
         return head
 
 

@@ -19,10 +19,10 @@ from eagle_kit.drafts.eagle3.fused_states import (
     OUTPUT_WEIGHT,
     QWEN_LAYER,
     FusedStatesKind,
+    are_default_layer_ids,
     flatten_config,
-    is_usual,
-    numbering,
-    refuse_other_parts,
+    layer_id_convention,
+    refuse_unused_layer_ids,
 )
 from eagle_kit.drafts.eagle3.head import Eagle3Config
 from eagle_kit.drafts.files.config_json import layer_to_dict
@@ -58,11 +58,11 @@ class FusedStatesFormat(DraftFormat):
         matters is how they number layers."""
         config = flatten_config(files.config, files.where)
         names = files.names
-        refuse_other_parts(config, files.where)
+        refuse_unused_layer_ids(config, files.where)
         if "speculators_model_type" in files.config:
             return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()
         eagle = config.get("eagle_config") or {}
-        ids, convention = eagle.get(LAYER_IDS), numbering(files)
+        ids, convention = eagle.get(LAYER_IDS), layer_id_convention(files)
         is_layers = any(name.removeprefix("model.").startswith("layers.0.") for name in names)
         has_half_a_map = "t2d" not in names and "d2t" in names
         if any(key in eagle for key in MODELOPT_KEYS) or (is_layers and has_half_a_map):
@@ -193,7 +193,7 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
             refuse(peer, f"its head has no {found[0]}")
         if config.rope_scaling:
             refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
-        if not is_usual(ids):
+        if not are_default_layer_ids(ids):
             refuse(peer, f"it captures the layers 2, L//2 and L-3, and this head reads {ids}")
 
 

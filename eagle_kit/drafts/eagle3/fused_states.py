@@ -13,8 +13,8 @@ import torch
 from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
 from eagle_kit.config.drafts.fused_states import FusedStatesHeadConfig
 from eagle_kit.core.errors import UserError, shown
-from eagle_kit.drafts.base.initial_weights import check_old_head, check_vocab_size, start_output
-from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, our_names, soften
+from eagle_kit.drafts.base.initial_weights import check_start_from, check_vocab_size, init_output_layer
+from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, our_names, scale_final_norm
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import OWN_EMBEDDING, layer_to_dict, read_layer
@@ -51,7 +51,7 @@ LAYER_TYPES = {"llama": LLAMA_LAYER[0], "qwen3": QWEN_LAYER[0]}
 LAYERS = "num_hidden_layers"
 OUTPUT_WEIGHT, OUTPUT_BIAS = ".self_attn.o_proj.weight", ".self_attn.o_proj.bias"
 LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
-SHIFTS = {"input": 0, "output": 1}
+CONVENTION_OFFSETS = {"input": 0, "output": 1}
 """Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""
 NORM_BEFORE_FC = "norm_before_fc"
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", NORM_BEFORE_FC)
@@ -83,7 +83,7 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
         """Fields of the architecture, by name; arguments and errors as of :meth:`read_config`."""
         where, config = files.where, flatten_config(files.config, files.where, self.speculators_model_type)
-        refuse_other_parts(config, where)
+        refuse_unused_layer_ids(config, where)
         names = canonical_names(files)
         architecture = read_architecture(config, where)
         if architecture not in ARCHITECTURES and not fuses_states(files):
@@ -219,7 +219,7 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
             _check_layers(raw, config, target),
         ]
 
-    def old_config(self, settings: Settings, target: TargetConfig) -> Config:
+    def start_from_config(self, settings: Settings, target: TargetConfig) -> Config:
         """The architecture of the head that ``start_from`` names. Raises UserError for one of another target
         or kind, and for one that names layers without saying whether their inputs or outputs are meant, and
         does not look as if inputs were."""
@@ -227,7 +227,7 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         files = open_draft(folder)
         found = self.read_config(files, target)
         is_foreign = OWN not in files.config and "speculators_model_type" not in files.config
-        if is_foreign and numbering(files) != "input":
+        if is_foreign and layer_id_convention(files) != "input":
             raise UserError(
                 f"The head of head.start_from, {folder}, numbers the layers it reads as other projects do.",
                 f"Give the folder that eagle-kit import {folder} --out DIR writes.",
@@ -238,10 +238,10 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
             ("target_hidden_size", found.target_hidden_size, target.hidden_size),
             ("vocab_size", found.vocab_size, target.vocab_size),
         )
-        check_old_head(folder, sizes)
+        check_start_from(folder, sizes)
         return found
 
-    def old_head(self, settings: Settings, config: Config, start: InitContext) -> Head:
+    def start_from_head(self, settings: Settings, config: Config, start: InitContext) -> Head:
         """The head that ``start_from`` names, of the architecture ``config``. Its embedding is its own where
         it is not the target's, and is trained then."""
         assert settings.start_from is not None
@@ -258,10 +258,10 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
             names = [first, "kv_a_proj_with_mqa"]
         return [f"midlayer.self_attn.{name}" for name in names]
 
-    def saved_states(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
+    def saved_activation_bytes(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; on a CPU both projections of latent attention
         keep a copy of their input ``[2 H]`` in half precision."""
-        before, behind = super().saved_states(config, width, is_gpu=is_gpu)
+        before, behind = super().saved_activation_bytes(config, width, is_gpu=is_gpu)
         return before + (2 * width if config.mla and width < 4 and not is_gpu else 0), behind
 
 
@@ -321,7 +321,7 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
     """
     algorithm = config.get("speculators_model_type")
     if algorithm is None:
-        return _lifted_ids(config, where)
+        return _with_nested_layer_ids(config, where)
     if algorithm != kind:
         raise UserError(
             f"The draft in {where} is a speculators model of the kind {shown(algorithm)}, which we have no "
@@ -352,7 +352,7 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
         **{key: config[key] for key in flags if key in config},
         "architectures": [LAYER_TYPES[model_type]],
         "draft_vocab_size": config.get("draft_vocab_size"),
-        "eagle_config": _numbered_by_inputs(ids),
+        "eagle_config": _as_input_ids(ids),
         **{key: config[key] for key in ("dtype", "torch_dtype", "eagle_kit") if key in config},
     }
 
@@ -372,7 +372,7 @@ def _check_rope_of_speculators(layer: dict[str, Any], where: str) -> None:
         )
 
 
-def _lifted_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
+def _with_nested_layer_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
     """A flat config with its layer ids in ``eagle_config``, if it has them at the top level, where vLLM reads
     them first. Raises UserError where both places name other layers."""
     ids = config.get(LAYER_IDS)
@@ -382,22 +382,26 @@ def _lifted_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
     nested = eagle.get(LAYER_IDS)
     stated = eagle.get(CONVENTION)
     if nested and _is_list_of_layers(nested) and _is_list_of_layers(ids):
-        shifts = [SHIFTS[stated]] if stated in SHIFTS else list(SHIFTS.values())
+        shifts = (
+            [CONVENTION_OFFSETS[stated]]
+            if stated in CONVENTION_OFFSETS
+            else list(CONVENTION_OFFSETS.values())
+        )
         if not any([layer + shift for layer in nested] == ids for shift in shifts):
             raise UserError(
                 f"The config.json in {where} names the layers {shown(ids)} at its top level and "
                 f"{shown(nested)} in eagle_config.",
                 f"Leave the {LAYER_IDS} that the head was trained with, and remove the others.",
             )
-    return {**without_keys(config, (LAYER_IDS,)), "eagle_config": {**eagle, **_numbered_by_inputs(ids)}}
+    return {**without_keys(config, (LAYER_IDS,)), "eagle_config": {**eagle, **_as_input_ids(ids)}}
 
 
-def _numbered_by_inputs(ids: object) -> dict[str, Any]:
+def _as_input_ids(ids: object) -> dict[str, Any]:
     """``eagle_config`` of ids whose place says that they are inputs of layers; ids that look like the usual
     ones in the other numbering are left without a stated convention, so that checks name it."""
     if ids is None:
         return {}
-    is_doubtful = _is_list_of_layers(ids) and is_usual(ids, SHIFTS["output"])  # type: ignore[arg-type]
+    is_doubtful = _is_list_of_layers(ids) and are_default_layer_ids(ids, CONVENTION_OFFSETS["output"])  # type: ignore[arg-type]
     return {LAYER_IDS: ids, CONVENTION: None if is_doubtful else "input"}
 
 
@@ -405,7 +409,7 @@ def _is_list_of_layers(ids: object) -> bool:
     return isinstance(ids, list) and len(ids) <= MAX_LAYERS and all(type(layer) is int for layer in ids)
 
 
-def refuse_other_parts(config: dict[str, Any], where: str) -> None:
+def refuse_unused_layer_ids(config: dict[str, Any], where: str) -> None:
     """Raise UserError for a head that reads its target's final states through no ``fc`` and names captured
     layers as well."""
     eagle = read_table(config, "eagle_config", where)
@@ -470,7 +474,7 @@ def _layer_ids(
     head that reads the target's final states."""
     if read_table(config, "eagle_config", where).get("use_aux_hidden_state") is False:
         return ()
-    ids, convention = layer_numbers(config, where)
+    ids, convention = stored_layer_ids(config, where)
     if ids is None and target is not None:
         usual = target.default_aux_layer_ids
         count, rest = divmod(width or len(usual) * target.hidden_size, target.hidden_size)
@@ -487,17 +491,17 @@ def _layer_ids(
             f"Load it together with its target, or add eagle_config.{LAYER_IDS} to its config.json.",
         )
     if not ids:
-        raise wrong_ids(ids, where)
-    return tuple(layer + SHIFTS[convention or "input"] for layer in ids)
+        raise layer_ids_error(ids, where)
+    return tuple(layer + CONVENTION_OFFSETS[convention or "input"] for layer in ids)
 
 
-def layer_numbers(config: dict[str, Any], where: str) -> tuple[list[int] | None, str | None]:
+def stored_layer_ids(config: dict[str, Any], where: str) -> tuple[list[int] | None, str | None]:
     """Layer ids as they are stored, and their convention; None for what is not there. Raises UserError."""
     eagle = read_table(config, "eagle_config", where)
     ids, convention = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
     if ids is not None and not (_is_list_of_layers(ids) and all(abs(layer) <= MAX_LAYERS for layer in ids)):
-        raise wrong_ids(ids, where)
-    if convention not in (None, *SHIFTS):
+        raise layer_ids_error(ids, where)
+    if convention not in (None, *CONVENTION_OFFSETS):
         raise UserError(
             f"The draft in {where} numbers its layers by the unknown convention {shown(convention)}.",
             f'Set {CONVENTION} to "input" or "output".',
@@ -505,16 +509,16 @@ def layer_numbers(config: dict[str, Any], where: str) -> tuple[list[int] | None,
     return ids, convention
 
 
-def unstated_ids(files: DraftFiles, kind: FusedStatesKind[Any, Any, Any]) -> list[int] | None:
+def layer_ids_without_convention(files: DraftFiles, kind: FusedStatesKind[Any, Any, Any]) -> list[int] | None:
     """Layer ids as a head of ``kind`` stores them, where neither its config nor their place says whether
     inputs or outputs are meant; else None. Raises UserError."""
     flat = flatten_config(files.config, files.where, kind.speculators_model_type)
     eagle = read_table(flat, "eagle_config", files.where)
-    ids, convention = layer_numbers({"eagle_config": eagle}, files.where)
+    ids, convention = stored_layer_ids({"eagle_config": eagle}, files.where)
     return ids if convention is None else None
 
 
-def wrong_ids(ids: object, where: str) -> UserError:
+def layer_ids_error(ids: object, where: str) -> UserError:
     """Error for what is no list of layer ids."""
     return UserError(
         f"The draft in {where} has the layer ids {shown(ids)}.",
@@ -522,21 +526,23 @@ def wrong_ids(ids: object, where: str) -> UserError:
     )
 
 
-def is_usual(ids: list[int], shift: int = 0) -> bool:
+def are_default_layer_ids(ids: list[int], shift: int = 0) -> bool:
     """True when ``ids + shift`` are 2, L//2, L-3 for some number of layers L."""
     ids = [layer + shift for layer in ids]
     return len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2
 
 
-def numbering(files: DraftFiles) -> str | None:
+def layer_id_convention(files: DraftFiles) -> str | None:
     """Convention of the layer ids of a head: stated, or told by their place or by the usual ids; None when
     nothing tells."""
     if LAYER_IDS in files.config:  # where vLLM and speculators have inputs
         return "input"
-    ids, convention = layer_numbers(files.config, files.where)
+    ids, convention = stored_layer_ids(files.config, files.where)
     if convention is not None or not ids:
         return convention or "input"
-    return next((name for name, shift in SHIFTS.items() if is_usual(ids, shift)), None)
+    return next(
+        (name for name, shift in CONVENTION_OFFSETS.items() if are_default_layer_ids(ids, shift)), None
+    )
 
 
 def _check_layers(raw: dict[str, Any], draft: Eagle3Config, target: TargetConfig) -> Finding:
@@ -575,17 +581,17 @@ def _check_embedding(files: DraftFiles, draft: Eagle3Config, target: TargetConfi
     return findings.check_sizes({"embedding size": (draft.hidden_size, target.hidden_size)})
 
 
-def read_states(config: Eagle3Config) -> str:
+def describe_inputs(config: Eagle3Config) -> str:
     """What a head reads of its target, in words."""
     if not config.aux_layer_ids:
         return "the target's final states"
     return f"the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}"
 
 
-def chosen_fields(settings: FusedStatesHeadConfig, target: TargetConfig) -> dict[str, Any]:
+def config_overrides(settings: FusedStatesHeadConfig, target: TargetConfig) -> dict[str, Any]:
     """Fields of a new head's architecture that a training config chooses. Raises UserError for what the
     target has not."""
-    check_vocab_size(settings.num_draft_tokens, target)
+    check_vocab_size(settings.effective_draft_vocab_size, target)
     flags = ("fc_norm", "norm_before_residual", NORM_BEFORE_FC, "own_embedding")
     fields: dict[str, Any] = {flag: getattr(settings, flag) for flag in flags}
     if settings.intermediate_size is not None:
@@ -600,13 +606,13 @@ def chosen_fields(settings: FusedStatesHeadConfig, target: TargetConfig) -> dict
     return fields
 
 
-def start_new_head(head: Head, settings: CapturedStatesHeadConfig, start: InitContext) -> Head:
+def init_new_head(head: Head, settings: CapturedStatesHeadConfig, start: InitContext) -> Head:
     """Give a new head its vocabulary and the target's output rows, in fp32."""
     head.to(device=start.device, dtype=torch.float32)
     if head.embed_tokens is not None:
         with torch.no_grad():
             head.embed_tokens.weight.copy_(start.target.embed_tokens.weight)
-    start_output(head, settings, start)
+    init_output_layer(head, settings, start)
     if settings.lm_head_init == "target":
-        soften(head.norm, start.target)
+        scale_final_norm(head.norm, start.target)
     return head

@@ -1,4 +1,8 @@
-"""EAGLE-3 heads: how they are described, what else their tensors may mean, and how a new one begins."""
+"""The kind ``eagle3``: recognition, description, architecture and first weights of EAGLE-3 heads.
+
+What P-EAGLE heads have as well (reading, checking and writing of folders) is in
+:mod:`eagle_kit.drafts.eagle3.fused_states`. The module itself is :mod:`eagle_kit.drafts.eagle3.head`.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -14,9 +18,9 @@ from eagle_kit.drafts.eagle3.fused_states import (
     ARCHITECTURES,
     FLAGS,
     FusedStatesKind,
-    chosen_fields,
-    read_states,
-    start_new_head,
+    config_overrides,
+    describe_inputs,
+    init_new_head,
 )
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.files.draft_files import DraftFiles
@@ -24,8 +28,9 @@ from eagle_kit.drafts.files.structure import fuses_states, joins_embedding
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
 
-PLACES = ("norm_output", "norm_before_residual")
-"""Flags that say where a norm stands, and not whether there is one."""
+NORM_PLACEMENT_FLAGS = ("norm_output", "norm_before_residual")
+"""Flags of :class:`Eagle3Config` that move a norm without adding a tensor. A checkpoint with the wrong flag
+loads without an error, and its acceptance is low."""
 
 
 class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head, AnyEagle3HeadConfig]):
@@ -51,36 +56,47 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head, AnyEagle3HeadConfig])
         text = (
             f"One decoder layer of hidden size {config.hidden_size} ({describe_attention(config)}) and a "
             f"draft vocabulary of {config.draft_vocab_size} of {config.vocab_size} tokens, in {dtype}. "
-            f"It reads {read_states(config)}."
+            f"It reads {describe_inputs(config)}."
         )
-        variant = [flag for flag in (*FLAGS, "qk_norm", "own_embedding") if getattr(config, flag)]
-        return text + (f" Options: {', '.join(variant)}." if variant else "")
+        options = [flag for flag in (*FLAGS, "qk_norm", "own_embedding") if getattr(config, flag)]
+        if options:
+            text += f" Options: {', '.join(options)}."
+        return text
 
     def conventions(self, head: Eagle3Head, target: TargetConfig) -> list[Convention]:
-        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the flags that say where a norm stands, too."""
-        return [*super().conventions(head, target), *(_flipped(flag, head.config) for flag in PLACES)]
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. Each of :data:`NORM_PLACEMENT_FLAGS` is tried
+        with its other value."""
+        found = super().conventions(head, target)
+        for flag in NORM_PLACEMENT_FLAGS:
+            found.append(_flag_negated(flag, head.config))
+        return found
 
     def new_config(self, settings: AnyEagle3HeadConfig, target: TargetConfig) -> Eagle3Config:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         if settings.start_from is not None:
-            return self.old_config(settings, target)
+            return self.start_from_config(settings, target)
+
+        # The attention of the layer: head.kind is eagle3 or eagle3-mla.
         latent = not isinstance(settings, Eagle3HeadConfig)
         if latent and target.mla is None:
             raise UserError(
                 "head.kind is eagle3-mla, but the target has no latent attention.", "Set head.kind=eagle3."
             )
-        overrides = chosen_fields(settings, target)
+
+        # Fields that the section ``head`` of the training config sets.
+        overrides = config_overrides(settings, target)
         overrides["norm_output"] = settings.norm_output
         if isinstance(settings, Eagle3HeadConfig):
             overrides["qk_norm"] = settings.qk_norm
             overrides["sliding_window"] = settings.sliding_window
-        return Eagle3Config.for_target(target, settings.num_draft_tokens, latent=latent, **overrides)
+        size = settings.effective_draft_vocab_size
+        return Eagle3Config.for_target(target, size, latent=latent, **overrides)
 
     def new_head(self, settings: AnyEagle3HeadConfig, config: Eagle3Config, start: InitContext) -> Eagle3Head:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         if settings.start_from is not None:
-            return self.old_head(settings, config, start)
-        head = start_new_head(Eagle3Head(config), settings, start)
+            return self.start_from_head(settings, config, start)
+        head = init_new_head(Eagle3Head(config), settings, start)
         if settings.init == "last-layer":
             _copy_last_layer(head, start.target)
         return head
@@ -90,35 +106,49 @@ EAGLE3 = Eagle3Kind()
 
 
 def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
-    """Put the target's last layer behind the last captured state: ``fc`` begins as that state, attention
-    reads it as the target does, and the embedding through random weights. Raises UserError where the layer
-    has other parts or sizes than the head's."""
-    layer, size = target.layers[-1].state_dict(), head.config.hidden_size
-    ours, columns = head.midlayer, "self_attn.qkv_proj.weight"
-    wanted = {name: tensor.shape for name, tensor in ours.state_dict().items()}
-    wanted[columns] = torch.Size((wanted[columns][0], size)) if columns in wanted else torch.Size()
-    names = [name for name in wanted if name not in ("input_layernorm.weight", "hidden_norm.weight")]
-    named = {name: layer[name] for name in names if name in layer and layer[name].shape == wanted[name]}
-    others = layer.keys() - named.keys()
+    """Start a new head as a copy of the target's last decoder layer (``head.init: last-layer``).
+
+    ``fc`` returns the last captured state unchanged. The columns of ``qkv_proj`` that read the feature are
+    the target's; the columns that read the embedding stay random. ``hidden_norm`` is the target's
+    ``input_layernorm``, because it norms the feature.
+
+    Raises:
+        UserError: the target's last layer has other tensors or sizes than the head's layer.
+    """
+    size = head.config.hidden_size
+    layer = target.layers[-1].state_dict()
+    joint = "self_attn.qkv_proj.weight"  # [3 projections, 2 H]: embedding first, then feature
+    norms_of_inputs = ("input_layernorm.weight", "hidden_norm.weight")
+
+    # Shapes that the target's tensors must have.
+    wanted = {name: tensor.shape for name, tensor in head.midlayer.state_dict().items()}
+    wanted[joint] = torch.Size((wanted[joint][0], size)) if joint in wanted else torch.Size()
+    names = [name for name in wanted if name not in norms_of_inputs]
+    copied = {name: layer[name] for name in names if name in layer and layer[name].shape == wanted[name]}
+
+    # Every tensor of the target's layer is used, and fc can return the last captured state.
+    unused = layer.keys() - copied.keys()
     width = size if head.fc is None else head.fc.weight.shape[1]
-    if named.keys() != set(names) or others != {"input_layernorm.weight"} or width % size:
+    if copied.keys() != set(names) or unused != {"input_layernorm.weight"} or width % size:
         raise UserError(
             "head.init is last-layer, but the target's last layer has not the parts and sizes of the head's.",
             "Set head.init=random, and leave head.intermediate_size out.",
         )
+
     with torch.no_grad():
-        for name, parameter in ours.named_parameters():
-            if name == columns:
-                parameter[:, size:] = named[name]
-            elif name in named:
-                parameter.copy_(named[name])
-        ours.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
+        for name, parameter in head.midlayer.named_parameters():
+            if name == joint:
+                parameter[:, size:] = copied[name]
+            elif name in copied:
+                parameter.copy_(copied[name])
+        head.midlayer.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
         if head.fc is not None:
-            head.fc.weight.zero_()[:, -size:].fill_diagonal_(1.0)
+            head.fc.weight.zero_()
+            head.fc.weight[:, -size:].fill_diagonal_(1.0)
 
 
-def _flipped(flag: str, config: Eagle3Config) -> Convention:
-    """A flag of the architecture the other way."""
+def _flag_negated(flag: str, config: Eagle3Config) -> Convention:
+    """The reading of a head's tensors with a flag of its architecture negated."""
     value = not getattr(config, flag)
 
     def change(head: Eagle3Head) -> None:
@@ -127,6 +157,10 @@ def _flipped(flag: str, config: Eagle3Config) -> Convention:
         if flag == "norm_before_residual":
             head.midlayer.norm_before_residual = value
 
-    said, depth = str(value).lower(), 2 if flag == "norm_output" else 1
-    remedy = f"Set {flag} to {said} in the draft's config.json."
-    return Convention("norm convention", f"{flag} {said}", remedy, change, depth)
+    # What is fed back is read at depth 2 for the first time.
+    depth = 1
+    if flag == "norm_output":
+        depth = 2
+    shown_value = str(value).lower()
+    remedy = f"Set {flag} to {shown_value} in the draft's config.json."
+    return Convention("norm convention", f"{flag} {shown_value}", remedy, change, depth)

@@ -23,7 +23,7 @@ from eagle_kit.drafts.base.kind import (
     Weights,
     describe_attention,
     our_names,
-    soften,
+    scale_final_norm,
 )
 from eagle_kit.drafts.files.config_json import layer_to_dict
 from eagle_kit.drafts.files.copies import is_copy
@@ -172,7 +172,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return [f"layers.{i}.eh_proj" for i in range(len(head.layers))]
 
-    def saved_states(self, config: MTPConfig, width: int, *, is_gpu: bool) -> tuple[float, float]:
+    def saved_activation_bytes(self, config: MTPConfig, width: int, *, is_gpu: bool) -> tuple[float, float]:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; a state is fed back in fp32."""
         return 5 * width + 4, 3 * width
 
@@ -217,7 +217,7 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
                 _copy_last_layer(module, start.target)
             else:
                 _randomise_experts(module)
-            soften(module.shared_head.norm, start.target)
+            scale_final_norm(module.shared_head.norm, start.target)
         return head.to(device=start.device, dtype=torch.float32)
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from eagle_kit.drafts.eagle3.format import FusedStatesFormat
-from eagle_kit.drafts.eagle3.fused_states import flatten_config, refuse_other_parts
+from eagle_kit.drafts.eagle3.fused_states import flatten_config, refuse_unused_layer_ids
 from eagle_kit.drafts.files.config_json import OWN_EMBEDDING
 from eagle_kit.drafts.files.draft_files import EMBEDDING, DraftFiles, without_keys
 from eagle_kit.drafts.files.formats import Format, Served, refuse
@@ -26,7 +26,7 @@ class PEagleFormat(FusedStatesFormat):
     def layout(self, files: DraftFiles) -> tuple[Format, str]:
         """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
         flat = flatten_config(files.config, files.where, self.kind.speculators_model_type)
-        refuse_other_parts(flat, files.where)
+        refuse_unused_layer_ids(flat, files.where)
         if "speculators_model_type" in files.config:
             return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()
         return "vllm", "vLLM (parallel drafting)"

@@ -17,11 +17,11 @@ from eagle_kit.drafts.base.kind import InitContext, Weights, describe_attention
 from eagle_kit.drafts.eagle3.fused_states import (
     LAYERS,
     FusedStatesKind,
-    chosen_fields,
+    config_overrides,
+    describe_inputs,
     flatten_config,
-    read_states,
+    init_new_head,
     sliding_layers,
-    start_new_head,
 )
 from eagle_kit.drafts.files.copies import other_rows
 from eagle_kit.drafts.files.draft_files import EMBEDDING, DraftFiles, without_keys
@@ -124,8 +124,8 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
         return (
             f"{config.num_layers} decoder layers of hidden size {config.hidden_size} "
             f"({describe_attention(config)}) and a draft vocabulary of {config.draft_vocab_size} of "
-            f"{config.vocab_size} tokens, in {dtype}. It reads {read_states(config)} and drafts all steps in "
-            f"one pass, the later ones over masks (token {config.mask_token_id})."
+            f"{config.vocab_size} tokens, in {dtype}. It reads {describe_inputs(config)} and drafts all steps "
+            f"in one pass, the later ones over masks (token {config.mask_token_id})."
         )
 
     def suggested_shape(self, config: PEagleConfig) -> SpecShape:
@@ -135,7 +135,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
     def new_config(self, settings: PEagleHeadConfig, target: TargetConfig) -> PEagleConfig:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the mask's token is the last one by default."""
         if settings.start_from is not None:
-            return self.old_config(settings, target)
+            return self.start_from_config(settings, target)
         mask = target.vocab_size - 1 if settings.mask_token_id is None else settings.mask_token_id
         if mask >= target.vocab_size:
             raise UserError(
@@ -144,21 +144,21 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
             )
         num_layers = 4 if settings.num_layers is None else settings.num_layers
         slides = settings.sliding_window is not None
-        fields = chosen_fields(settings, target) | {
+        fields = config_overrides(settings, target) | {
             "mask_token_id": mask,
             "num_layers": num_layers,
             "qk_norm": settings.qk_norm,
             "sliding_window": settings.sliding_window,
             "sliding_layers": tuple(range(num_layers)) if slides else (),
         }
-        return PEagleConfig.for_target(target, settings.num_draft_tokens, **fields)
+        return PEagleConfig.for_target(target, settings.effective_draft_vocab_size, **fields)
 
     def new_head(self, settings: PEagleHeadConfig, config: PEagleConfig, start: InitContext) -> PEagleHead:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the mask's embedding begins as the mean of
         all."""
         if settings.start_from is not None:
-            return self.old_head(settings, config, start)
-        head = start_new_head(PEagleHead(config), settings, start)
+            return self.start_from_head(settings, config, start)
+        head = init_new_head(PEagleHead(config), settings, start)
         with torch.no_grad():
             head.mask_embedding.copy_(start.target.embed_tokens.weight.float().mean(0))
         return head

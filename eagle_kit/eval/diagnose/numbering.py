@@ -10,7 +10,11 @@ from typing import NamedTuple
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.drafts.eagle3.fused_states import SHIFTS, FusedStatesKind, unstated_ids
+from eagle_kit.drafts.eagle3.fused_states import (
+    CONVENTION_OFFSETS,
+    FusedStatesKind,
+    layer_ids_without_convention,
+)
 from eagle_kit.drafts.files.draft import DraftFolder
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.engine.llm import LLM
@@ -69,7 +73,7 @@ def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | Non
     files = draft.files
     kind = draft.kind
     folder = resolve_target(target)
-    ids = unstated_ids(files, kind) if isinstance(kind, FusedStatesKind) else None
+    ids = layer_ids_without_convention(files, kind) if isinstance(kind, FusedStatesKind) else None
     config = read_target_config(folder)
     layers = readings_of(ids or [], config.num_layers)
     if len(layers) < 2 or not _has_weights(folder):
@@ -87,7 +91,7 @@ def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | Non
 
 def readings_of(ids: Sequence[int], num_layers: int) -> dict[str, tuple[int, ...]]:
     """Inputs of layers by the convention in which ``ids`` name them; those that the target has."""
-    readings = {name: tuple(layer + shift for layer in ids) for name, shift in SHIFTS.items()}
+    readings = {name: tuple(layer + shift for layer in ids) for name, shift in CONVENTION_OFFSETS.items()}
     return {
         name: layers
         for name, layers in readings.items()

@@ -115,7 +115,7 @@ def _row_bytes(draft: HeadArchitecture, numerics: Numerics) -> RowBytes:
     layer, width = draft.layer, numerics.operand
     size, queries, keys = draft.hidden_size, layer.num_heads * layer.head_dim, layer.num_kv_heads
     mla = layer.mla
-    states = kind_of(draft).saved_states(draft, width, is_gpu=numerics.is_gpu)
+    states = kind_of(draft).saved_activation_bytes(draft, width, is_gpu=numerics.is_gpu)
     before, behind = (float(size) * values for values in states)
     before += 2 * (mla.qk_rope_head_dim if mla else layer.head_dim) * FP32
     behind += 2 * queries * numerics.attention + layer.num_heads * FP32 * (1 if numerics.is_gpu else 2)
