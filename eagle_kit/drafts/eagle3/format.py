@@ -1,8 +1,13 @@
-"""EAGLE-3 heads for SGLang, vLLM, speculators and EAGLE's repository.
+"""Conversion of EAGLE-3 heads to and from the layouts of SGLang, vLLM, speculators and EAGLE.
 
-Who numbers layers how: EAGLE and vLLM take "input of layer i", as we do. SGLang adds one to what config.json
-says, so there it is "output of layer i"; except for DeepSeek's targets, where it adds one only when the first
-id is 1. All of them capture in ascending order, whatever the order of the list.
+Tensor layouts differ in names (``midlayer.*`` or ``layers.0.*``) and in the presence of ``t2d``. The
+meaning of a layer id differs:
+
+    EAGLE, vLLM, speculators    input of layer i, as in this package
+    SGLang                      output of layer i: SGLang adds 1 to each id
+    SGLang, DeepSeek targets    input of layer i, unless the first id is 1: then SGLang adds 1 to each id
+
+All of them capture layers in ascending order, whatever the order of the list.
 """
 
 import warnings
@@ -49,23 +54,26 @@ SPECULATOR_KEYS = ("target_hidden_size", "draft_vocab_size", *FLAGS)
 
 
 class FusedStatesFormat(DraftFormat):
-    """Between our layout of heads that read fused states and the others'."""
+    """Layouts of heads of a :class:`~eagle_kit.drafts.eagle3.fused_states.FusedStatesKind`."""
 
     kind: FusedStatesKind[Any, Any, Any]
 
     def layout(self, files: DraftFiles) -> tuple[Format | None, str]:
-        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`. Layouts differ in names; what
-        matters is how they number layers."""
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`. The convention of layer ids decides
+        between the layouts of vLLM and SGLang."""
         config = flatten_config(files.config, files.where)
         names = files.names
         refuse_unused_layer_ids(config, files.where)
         if "speculators_model_type" in files.config:
             return "speculators", f"speculators {files.config.get('speculators_version', '')}".rstrip()
         eagle = config.get("eagle_config") or {}
-        ids, convention = eagle.get(LAYER_IDS), layer_id_convention(files)
+        ids = eagle.get(LAYER_IDS)
+        convention = layer_id_convention(files)
+
+        # Who wrote the files: by names of tensors and keys of the config.
         is_layers = any(name.removeprefix("model.").startswith("layers.0.") for name in names)
-        has_half_a_map = "t2d" not in names and "d2t" in names
-        if any(key in eagle for key in MODELOPT_KEYS) or (is_layers and has_half_a_map):
+        lacks_t2d = "t2d" not in names and "d2t" in names
+        if any(key in eagle for key in MODELOPT_KEYS) or (is_layers and lacks_t2d):
             maker = "ModelOpt (layers.0.*, no t2d)"
         elif is_layers:
             maker = "vLLM (layers.0.*)"
@@ -73,11 +81,14 @@ class FusedStatesFormat(DraftFormat):
             maker = "SpecForge or SGLang (midlayer.*, layer ids)"
         else:
             maker = "EAGLE (midlayer.*, no layer ids)"
+
+        # Which layout it is: by the convention of the layer ids.
         if not ids and eagle.get(CONVENTION) is None:
             return "eagle", maker
         if convention is None:
             return None, maker
-        return ("vllm" if convention == "input" else "sglang"), f"{maker}, {convention} of layer i"
+        peer: Format = "vllm" if convention == "input" else "sglang"
+        return peer, f"{maker}, {convention} of layer i"
 
     def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
         """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
@@ -86,28 +97,41 @@ class FusedStatesFormat(DraftFormat):
     def write_fused(
         self, config: Eagle3Config, files: DraftFiles, peer: Format, served: Served
     ) -> DraftFiles:
-        """:meth:`write` for a head of ``config``."""
+        """:meth:`write` for a head of the architecture ``config``."""
+        # Refuse a head that the peer would load with another meaning.
         _check(config, files, peer)
         if peer == "sglang" and config.target_hidden_size == config.hidden_size:
             _check_embedding(config, files, served)
-        raw, tensors = dict(files.config), dict(files.tensors)
+        raw = dict(files.config)
+        tensors = dict(files.tensors)
+
+        # Layer ids with their convention.
         ids = list(config.aux_layer_ids)
         eagle = {**(raw.get("eagle_config") or {}), CONVENTION: "input"}
-        eagle |= {LAYER_IDS: ids} if ids else {}
-        if raw.get(TIED) and OUTPUT not in tensors and peer != "sglang":  # which alone reads this key
+        if ids:
+            eagle[LAYER_IDS] = ids
+
+        # A tied output layer: only SGLang reads tie_word_embeddings, the others need the tensor.
+        if raw.get(TIED) and OUTPUT not in tensors and peer != "sglang":
             embedding = tensors.get(EMBEDDING, served.embedding())
             if embedding is None:
                 refuse(peer, "its output layer is the target's embedding", "Give it with --target.")
             tensors[OUTPUT] = embedding.to(tensors["norm.weight"].dtype).clone()
             raw |= {TIED: False, "draft_vocab_size": config.vocab_size}
+
+        # A draft vocabulary of all target tokens needs no map.
         if config.draft_vocab_size == config.vocab_size and peer in ("vllm", "speculators", "eagle"):
             if bool(tensors["d2t"].any()):
                 refuse(peer, "its draft vocabulary is the target's in another order")
             del tensors["d2t"], tensors["t2d"]
+
+        # Biases: the peers have one of o_proj wherever queries have one.
         if config.attention_bias:
             for name in [name for name in tensors if name.endswith(OUTPUT_WEIGHT)]:
                 bias = name.removesuffix(OUTPUT_WEIGHT) + OUTPUT_BIAS
                 tensors |= zeros_for(tensors, bias, config.hidden_size)
+
+        # Names of tensors, and the config.
         if peer in ("vllm", "speculators"):
             tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
         own = {**raw[OWN], "format": peer}
@@ -116,7 +140,7 @@ class FusedStatesFormat(DraftFormat):
                 numbers, convention = _sglang_ids(config, served)
                 eagle |= {LAYER_IDS: numbers, CONVENTION: convention}
             case "vllm":
-                # deepseek_v3 would be taken for DeepSeek's own MTP modules
+                # vLLM takes model_type deepseek_v3 for DeepSeek's own MTP modules.
                 latent = {"architectures": [LATENT_LAYER[0]], "model_type": "deepseek_v2"}
                 plain = {"architectures": [QWEN_LAYER[0] if config.qk_norm else LLAMA_LAYER[1]]}
                 raw |= latent if config.mla else plain
@@ -125,16 +149,19 @@ class FusedStatesFormat(DraftFormat):
         return DraftFiles({**raw, "eagle_config": eagle, OWN: own}, tensors, files.metadata)
 
     def read(self, files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
-        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`; ``target`` gives the usual layer
-        ids to a config that names none."""
+        """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`. A config without layer ids gets the
+        default layer ids of ``target``."""
+        # Layer ids with a stated convention. ModelOpt writes an empty list for the default layers.
         raw = flatten_config(files.config, files.where, self.kind.speculators_model_type)
         eagle = dict(raw.get("eagle_config") or {})
-        if eagle.get(LAYER_IDS) == []:  # ModelOpt's word for the usual ones
+        if eagle.get(LAYER_IDS) == []:
             del eagle[LAYER_IDS]
         if eagle.get(LAYER_IDS) and eagle.get(CONVENTION) is None:
             eagle[CONVENTION] = "output" if peer == "sglang" else "input"
+
+        # The architecture, the tensors, and the config of our layout.
         own = files.own
-        is_ours = own.pop("format", None) is not None
+        is_exported = own.pop("format", None) is not None
         flat = DraftFiles({**raw, "eagle_config": eagle}, files.tensors, files.metadata, files.where)
         config = self.kind.read_config(flat, target)
         found = self.kind.weights(flat, config)
@@ -143,21 +170,24 @@ class FusedStatesFormat(DraftFormat):
             ours["draft_vocab_size"] = None
         if found.ties_output:
             ours[TIED] = True
-        if is_ours:  # keys that we do not know were ours already
+
+        # A head that this package exported: its other keys are restored.
+        if is_exported:
             known = {*ours, NORM_BEFORE_FC, "embed_requires_grad", "eagle_config"}
             ours = without_keys(raw, known) | ours
             ours["eagle_config"] = {**eagle, **own.pop("eagle_config", {}), **ours["eagle_config"]}
             own.pop("extra", None)
             ours[OWN] = {**own, **ours[OWN]}
         ours[OWN] |= {"vocab_map": map_fingerprint(found.buffers["d2t"])}
+
         tensors = found.tensors | found.copies | found.buffers
-        return DraftFiles(
-            with_dtype(ours, tensors["midlayer.mlp.gate_proj.weight"]), tensors, files.metadata, files.where
-        )
+        ours = with_dtype(ours, tensors["midlayer.mlp.gate_proj.weight"])
+        return DraftFiles(ours, tensors, files.metadata, files.where)
 
 
 def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
-    """Raise UserError for what ``peer`` would lose or read otherwise."""
+    """Raise UserError for a part of the head that ``peer`` does not have or reads differently."""
+    # Captured layers and hidden sizes.
     ids = list(config.aux_layer_ids)
     if ids != sorted(set(ids)):
         refuse(
@@ -167,6 +197,8 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
         )
     if EMBEDDING not in files.tensors and config.target_hidden_size != config.hidden_size:
         refuse(peer, "it is narrower or wider than its target and brings no embedding of its own")
+
+    # Norms and attention of the decoder layer.
     no_residual = "its class takes the residual before hidden_norm (norm_before_residual)"
     if peer == "sglang" and config.norm_before_residual:
         refuse(peer, no_residual)
@@ -178,6 +210,8 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
         refuse(peer, "its class has one norm of all states or one of each, and this head has both")
     if peer == "sglang" and config.attention_bias:
         refuse(peer, "its EAGLE-3 classes have no biases of attention")
+
+    # Latent attention.
     if config.mla and peer in ("speculators", "eagle"):
         refuse(peer, "it has no EAGLE-3 layer with latent attention", "Export it for sglang or vllm.")
     if config.mla and config.attention_bias:
@@ -186,10 +220,13 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
         refuse(peer, "its latent attention needs a bottleneck for queries (q_lora_rank)")
     if config.mla and peer == "vllm" and not config.mla.interleaved:
         refuse(peer, "its latent attention rotates pairs that lie side by side (rope_interleave)")
+
+    # Parts that one class alone lacks.
     if peer == "speculators" and config.target_hidden_size != config.hidden_size:
         refuse(peer, "its fc reads states of the head's own width only")
     if peer == "eagle":
-        if found := [flag for flag in (*FLAGS, "attention_bias") if getattr(config, flag)]:
+        found = [flag for flag in (*FLAGS, "attention_bias") if getattr(config, flag)]
+        if found:
             refuse(peer, f"its head has no {found[0]}")
         if config.rope_scaling:
             refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
@@ -198,8 +235,8 @@ def _check(config: Eagle3Config, files: DraftFiles, peer: Format) -> None:
 
 
 def _check_embedding(config: Eagle3Config, files: DraftFiles, served: Served) -> None:
-    """Raise UserError for a head of the target's width with an embedding of its own, which SGLang replaces by
-    the target's. Warns where nothing tells whether the one that it brings is its own."""
+    """Raise UserError for a head with an embedding of its own and the target's hidden size: SGLang reads
+    the target's embedding. Warns about an embedding that cannot be compared with the target's."""
     if config.own_embedding:
         refuse("sglang", HAS_OWN_EMBEDDING)
     brought = files.tensors.get(EMBEDDING)
@@ -217,7 +254,7 @@ def _check_embedding(config: Eagle3Config, files: DraftFiles, served: Served) ->
 
 
 def _check_plain(config: Eagle3Config, peer: Format) -> None:
-    """Raise UserError for a part that only vLLM's and speculators' classes have."""
+    """Raise UserError for a part that only the classes of vLLM and speculators have."""
     parts = {
         "one norm over all captured states in front of fc (norm_before_fc)": config.norm_before_fc,
         "norms of queries and keys, as Qwen3's layers have": config.qk_norm,
@@ -230,19 +267,25 @@ def _check_plain(config: Eagle3Config, peer: Format) -> None:
 
 
 def _sglang_ids(config: Eagle3Config, served: Served) -> tuple[list[int], str]:
-    """The numbers that SGLang turns into our layers, and the convention that they are then written in."""
+    """Layer ids that SGLang converts to the head's layers, and the convention to state beside them."""
     ids = list(config.aux_layer_ids)
     lowered = [layer - 1 for layer in ids]
     if served.config is not None and ids[-1] >= served.config.num_layers:
         refuse("sglang", "it does not capture what the last layer gives")
-    if ids[0] == 2:  # the same in all of its targets
+
+    # The default layers: SGLang adds 1 for every target.
+    if ids[0] == 2:
         return lowered, "output"
+
+    # DeepSeek's targets.
     if not (served.family or config.mla):
         refuse("sglang", "how it numbers layers depends on the target's family", "Give it with --target.")
     if served.family in DEEPSEEK or (config.mla and not served.family):
         if ids[0] == 1:
             refuse("sglang", "its DeepSeek classes cannot be told to capture the input of layer 1 first")
         return ids, "input"
+
+    # Other targets.
     if ids[0] == 0:
         refuse("sglang", "it has no number for the embedding (the input of layer 0)")
     return lowered, "output"
@@ -251,7 +294,8 @@ def _sglang_ids(config: Eagle3Config, served: Served) -> tuple[list[int], str]:
 def _speculators(
     raw: dict[str, Any], own: dict[str, Any], config: Eagle3Config, files: DraftFiles, served: Served
 ) -> dict[str, Any]:
-    """The config of an ``Eagle3SpeculatorConfig``."""
+    """The ``config.json`` of an ``Eagle3SpeculatorConfig``."""
+    # Keys of the decoder layer, and keys that speculators does not have, which are kept under our own.
     layer = [*layer_to_dict(config, config.rms_norm_eps), "model_type", "num_hidden_layers", "attention_bias"]
     layer += WINDOW_KEYS
     known = {*layer, *SPECULATOR_KEYS, "architectures", "eagle_config", "dtype", "torch_dtype", OWN}
@@ -260,6 +304,8 @@ def _speculators(
     eagle = without_keys(raw.get("eagle_config") or {}, (LAYER_IDS, CONVENTION, "use_aux_hidden_state"))
     if eagle:
         own |= {"eagle_config": eagle}
+
+    # The default proposal: as many tokens as the first measured shape has steps, or 4.
     shapes = files.metadata.get("accept_length") or {}
     steps = next((int(shape.split(",")[0]) for shape in shapes if shape[:1].isdigit()), 4)
     proposal = {"proposal_type": "greedy", "speculative_tokens": steps}

@@ -1,8 +1,17 @@
-"""Heads that read fused states of the target, as EAGLE-3's: the published layout, and what is checked.
+"""What EAGLE-3 and P-EAGLE heads share: ``fc`` fuses captured hidden states into a feature.
 
-Published heads keep q, k, v and gate, up apart; ours are fused. Layer ids are stored as "input of layer i",
-the numbering of EAGLE, SGLang and vLLM, with the convention beside them: the other one ("output of layer i")
-names the same tensors with other numbers, and mixing them fails silently.
+Both have a draft vocabulary (``d2t``, ``t2d``) and one ``config.json`` and tensor layout, which
+this module reads, writes and checks. They differ in the number of layers and in the steps: an
+EAGLE-3 head feeds its output back, a P-EAGLE head runs all steps in one pass over masks.
+
+In order: the kind (:class:`FusedStatesKind`), its decoder layers in ``config.json``, layouts of
+speculators, sizes, layer ids, checks against a target, and first weights.
+
+Layer ids. "Input of layer i" is the convention of EAGLE, vLLM and this package; "output of layer i"
+is the one of SpecForge and SGLang. The output of layer i is the input of layer i + 1. A head that
+is read with the wrong convention loads without an error, and its acceptance is low.
+
+Legend: H hidden, V / Vd target / draft vocabulary, L layers of the target.
 """
 
 from dataclasses import replace
@@ -49,14 +58,18 @@ ARCHITECTURES = (*LLAMA_LAYER, *LATENT_LAYER, *QWEN_LAYER)
 LAYER_TYPES = {"llama": LLAMA_LAYER[0], "qwen3": QWEN_LAYER[0]}
 """``model_type`` of a decoder layer in speculators' configs -> architecture in a flat config."""
 LAYERS = "num_hidden_layers"
-OUTPUT_WEIGHT, OUTPUT_BIAS = ".self_attn.o_proj.weight", ".self_attn.o_proj.bias"
-LAYER_IDS, CONVENTION = "eagle_aux_hidden_state_layer_ids", "eagle_aux_hidden_state_convention"
+OUTPUT_WEIGHT = ".self_attn.o_proj.weight"
+OUTPUT_BIAS = ".self_attn.o_proj.bias"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Key of ``eagle_config`` for the captured layers."""
+CONVENTION = "eagle_aux_hidden_state_convention"
+"""Key of ``eagle_config`` for their convention, a key of :data:`CONVENTION_OFFSETS`."""
 CONVENTION_OFFSETS = {"input": 0, "output": 1}
-"""Convention of layer ids -> what turns one into ours: the output of layer i is the input of layer i + 1."""
+"""Convention of layer ids -> number to add for "input of layer i"."""
 NORM_BEFORE_FC = "norm_before_fc"
 FLAGS = ("fc_norm", "norm_output", "norm_before_residual", NORM_BEFORE_FC)
+"""Fields of :class:`~eagle_kit.drafts.eagle3.head.Eagle3Config` that choose norms."""
 ATTENTION = "midlayer.self_attn."
-
 
 Config = TypeVar("Config", bound=Eagle3Config)
 Head = TypeVar("Head", bound=Eagle3Head)
@@ -64,11 +77,11 @@ Settings = TypeVar("Settings", bound=FusedStatesHeadConfig)
 
 
 class FusedStatesKind(HeadKind[Config, Head, Settings]):
-    """Kinds whose heads read three captured states as EAGLE-3's do, with a draft vocabulary of their own.
+    """Base of the kinds ``eagle3`` and ``p-eagle``.
 
     Attributes:
-        speculators_model_type: the kind's name in configs of the speculators project.
-        has_many_layers: a head may have more than one decoder layer.
+        speculators_model_type: name of the kind in configs of the speculators project.
+        has_many_layers: True if a head may have more than one decoder layer.
     """
 
     speculators_model_type: ClassVar[str]
@@ -76,13 +89,16 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
     may_own_embedding = True
 
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Config:
-        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; ``target`` gives the usual layer ids to a config
-        that names none, as the first EAGLE-3 heads' do."""
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. A config without layer ids, as of the
+        first EAGLE-3 heads, gets the default layer ids of ``target``."""
         return self.config_class(**self.read_fields(files, target))
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
-        """Fields of the architecture, by name; arguments and errors as of :meth:`read_config`."""
-        where, config = files.where, flatten_config(files.config, files.where, self.speculators_model_type)
+        """Fields of the architecture by name. Arguments and errors are those of
+        :meth:`read_config`."""
+        # The config in the flat layout, and the names of the tensors.
+        where = files.where
+        config = flatten_config(files.config, where, self.speculators_model_type)
         refuse_unused_layer_ids(config, where)
         names = canonical_names(files)
         architecture = read_architecture(config, where)
@@ -92,7 +108,7 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
                 f"Use one of {', '.join(ARCHITECTURES)}.",
             )
 
-        # The decoder layer: which parts it has is told by its tensors, and by the config without them.
+        # The decoder layer. Its parts are read from the names of tensors, or from the config without tensors.
         is_latent = architecture in LATENT_LAYER
         norms_heads = architecture in QWEN_LAYER
         if names:
@@ -104,10 +120,14 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         slides = sliding_layers(config, layers, where)
         has_bias = f"{ATTENTION}q_proj.bias" in names or read_flag(config, "attention_bias", where)
 
-        # The states of the target, and the tokens that it proposes.
+        # The captured states that fc reads.
         width = _fc_width(files, names)
         ids = _layer_ids(config, where, target, width)
         target_size = _target_hidden_size(config, width, ids, sizes["hidden_size"], where)
+
+        # The norms. ``use_aux_norm`` is another project's name of fc_norm.
+        has_fc_norm = _has_norm(config, names, "fc_norm", "fc_norm.0.weight", where)
+        has_fc_norm = has_fc_norm or read_flag(config, "use_aux_norm", where)
         return {
             **sizes,
             "target_hidden_size": target_size,
@@ -116,8 +136,7 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
                 config, "max_position_embeddings", where, 2048, most=MAX_POSITIONS
             ),
             "aux_layer_ids": ids,
-            "fc_norm": _has_norm(config, names, "fc_norm", "fc_norm.0.weight", where)
-            or read_flag(config, "use_aux_norm", where),
+            "fc_norm": has_fc_norm,
             "norm_before_fc": _has_norm(config, names, NORM_BEFORE_FC, "input_norm.weight", where),
             "norm_output": read_flag(config, "norm_output", where),
             "norm_before_residual": read_flag(config, "norm_before_residual", where),
@@ -131,13 +150,14 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
 
     @staticmethod
     def _owns_embedding(files: DraftFiles, names: dict[str, str], size: int, target_size: int) -> bool:
-        """Whether it is known without the target's embedding that a head has its own."""
-        is_other = EMBEDDING in names and size != target_size
-        return is_other or read_flag(files.own, OWN_EMBEDDING, files.where)
+        """True if a head has its own embedding, as far as sizes and config show it. Whether the
+        values are the target's is compared later, in :meth:`with_own_embedding`."""
+        has_other_width = EMBEDDING in names and size != target_size
+        return has_other_width or read_flag(files.own, OWN_EMBEDDING, files.where)
 
     def num_layers(self, files: DraftFiles, config: dict[str, Any], target: TargetConfig | None) -> int:
-        """Decoder layers of a head: those that have tensors, or as its flat ``config`` says where these
-        cannot be read or fewer than it says are there. Raises UserError for more than the kind has."""
+        """Number of decoder layers: counted in the names of tensors, or else as the flat ``config``
+        says. Raises UserError for more layers than the kind has."""
         stated = read_size(config, LAYERS, files.where, 1, most=MAX_LAYERS)
         if self.has_many_layers:
             return num_layers(files, stated, (None if target is None else target.num_layers,))
@@ -151,6 +171,18 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
 
     def write_config(self, config: Config) -> dict[str, Any]:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
+        # Norms; norm_before_fc is written only where it is set.
+        flags = {flag: getattr(config, flag) for flag in FLAGS if flag != NORM_BEFORE_FC}
+        if config.norm_before_fc:
+            flags[NORM_BEFORE_FC] = True
+
+        # Captured layers.
+        eagle: dict[str, Any] = {}
+        if config.aux_layer_ids:
+            eagle[LAYER_IDS] = list(config.aux_layer_ids)
+        eagle[CONVENTION] = "input"
+        eagle["use_aux_hidden_state"] = bool(config.aux_layer_ids)
+
         return {
             "architectures": [_architecture(config)],
             "model_type": _model_type(config),
@@ -159,18 +191,14 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
             **layer_to_dict(config, config.rms_norm_eps),
             "attention_bias": config.attention_bias,
             "draft_vocab_size": config.draft_vocab_size,
-            **{flag: getattr(config, flag) for flag in FLAGS if flag != NORM_BEFORE_FC},
-            **({NORM_BEFORE_FC: True} if config.norm_before_fc else {}),
+            **flags,
             **_window_to_dict(config),
-            "eagle_config": {
-                **({LAYER_IDS: list(config.aux_layer_ids)} if config.aux_layer_ids else {}),
-                CONVENTION: "input",
-                "use_aux_hidden_state": bool(config.aux_layer_ids),
-            },
+            "eagle_config": eagle,
         }
 
     def write(self, head: Head, dtype: torch.dtype) -> DraftFiles:
-        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; with the hot-token map and its fingerprint."""
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. ``d2t`` and ``t2d`` are tensors of the
+        file, and their fingerprint is in the config."""
         files = super().write(head, dtype)
         files.config[OWN] |= {"vocab_map": map_fingerprint(head.d2t)}
         return DraftFiles(files.config, {**files.tensors, "d2t": head.d2t.cpu(), "t2d": head.t2d.cpu()})
@@ -182,12 +210,14 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
     def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`.
 
-        A bias behind ``o_proj`` that is all zeros is left out: vLLM and speculators have one wherever queries
-        have one. ``lm_head.weight`` may be absent when the draft vocabulary is the target's: the
-        output layer is then the embedding where ``tie_word_embeddings`` says so, and else the target's.
+        A bias of ``o_proj`` must be zero and is left out: vLLM and speculators have one wherever
+        queries have one. Without ``lm_head.weight`` and with Vd = V the output layer is the
+        embedding (``tie_word_embeddings``) or the target's output layer.
         """
         found = super().take(files, config, target)
         tensors = found.tensors
+
+        # The bias of o_proj.
         for name in [name for name in tensors if name.endswith(OUTPUT_BIAS)]:
             if bool(tensors.pop(name).any()):
                 raise UserError(
@@ -195,6 +225,8 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
                     f"{self.title} has not.",
                     "Serve it with the engine it was made for.",
                 )
+
+        # The draft vocabulary.
         d2t, t2d = complete_map(tensors.pop("d2t", None), tensors.pop("t2d", None), config, files.where)
         fingerprint = files.own.get("vocab_map")
         if fingerprint is not None and fingerprint != map_fingerprint(d2t):
@@ -202,6 +234,8 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
                 f"The vocabulary map of the draft in {files.where} is not the one it was saved with.",
                 "Use config.json and model.safetensors of one checkpoint.",
             )
+
+        # The output layer.
         lacks_output = config.draft_vocab_size == config.vocab_size and OUTPUT not in tensors
         is_tied = read_flag(files.config, "tie_word_embeddings", files.where)
         return found._replace(
@@ -211,7 +245,8 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         )
 
     def check(self, files: DraftFiles, config: Config, target: TargetConfig) -> list[Finding]:
-        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the captured layers too."""
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. Embedding and captured layers are
+        checked too."""
         raw = flatten_config(files.config, files.where, self.speculators_model_type)
         return [
             *super().check(files, config, target),
@@ -220,9 +255,12 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         ]
 
     def start_from_config(self, settings: Settings, target: TargetConfig) -> Config:
-        """The architecture of the head that ``start_from`` names. Raises UserError for one of another target
-        or kind, and for one that names layers without saying whether their inputs or outputs are meant, and
-        does not look as if inputs were."""
+        """Architecture of the head in ``head.start_from``, whose training is continued.
+
+        Raises:
+            UserError: the head is of another target or kind, or its layer ids do not follow the
+                convention "input of layer i".
+        """
         folder = str(settings.start_from)
         files = open_draft(folder)
         found = self.read_config(files, target)
@@ -242,12 +280,12 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         return found
 
     def start_from_head(self, settings: Settings, config: Config, start: InitContext) -> Head:
-        """The head that ``start_from`` names, of the architecture ``config``. Its embedding is its own where
-        it is not the target's, and is trained then."""
+        """The head in ``head.start_from``, of the architecture ``config``. An embedding that is not
+        the target's is the head's own and is trained."""
         assert settings.start_from is not None
-        old = self.read(open_draft(settings.start_from), start.target, device=start.device)
-        old.config = replace(config, own_embedding=old.config.own_embedding)
-        return old
+        head = self.read(open_draft(settings.start_from), start.target, device=start.device)
+        head.config = replace(config, own_embedding=head.config.own_embedding)
+        return head
 
     def joint_layers(self, head: Head) -> list[str]:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
@@ -259,15 +297,16 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         return [f"midlayer.self_attn.{name}" for name in names]
 
     def saved_activation_bytes(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
-        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; on a CPU both projections of latent attention
-        keep a copy of their input ``[2 H]`` in half precision."""
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. On a CPU in half precision both
+        projections of latent attention save a copy of their input ``[T, 2 H]``."""
         before, behind = super().saved_activation_bytes(config, width, is_gpu=is_gpu)
         return before + (2 * width if config.mla and width < 4 and not is_gpu else 0), behind
 
 
 def sliding_layers(config: dict[str, Any], num_layers: int, where: str) -> tuple[int, ...]:
-    """Layers with a sliding window, where a config says that they have one: a Llama's ``sliding_window``
-    alone says nothing. Raises UserError for fewer kinds than layers."""
+    """Indices of the layers with a sliding window: by ``layer_types``, or all with
+    ``use_sliding_window``. The key ``sliding_window`` alone does not switch a window on. Raises
+    UserError for too short ``layer_types``."""
     kinds = config.get("layer_types")
     if not isinstance(kinds, list) or not kinds:
         return tuple(range(num_layers)) if read_flag(config, "use_sliding_window", where) else ()
@@ -309,19 +348,25 @@ def _window_to_dict(config: Eagle3Config) -> dict[str, Any]:
 
 
 def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> dict[str, Any]:
-    """A ``config.json`` of the speculators project in the flat form; any other as it is, with layer ids of
-    its top level in ``eagle_config``.
+    """Convert a ``config.json`` of any layout to the flat layout of EAGLE, SGLang and vLLM.
+
+    Speculators nests the decoder layer in ``transformer_layer_config``. In the flat layout its keys
+    are at the top level, and layer ids are in ``eagle_config``.
 
     Args:
-        kind: its ``speculators_model_type``.
+        config: is not changed.
+        kind: the ``speculators_model_type`` that is read.
 
     Raises:
-        UserError: another kind, a decoder layer that is neither Llama's nor Qwen3's, a key left out that
-            speculators and vLLM fill in differently, or layer ids that contradict each other.
+        UserError: another ``speculators_model_type``, a decoder layer that is neither Llama's nor
+            Qwen3's, a missing ``norm_before_residual``, or layer ids that contradict each other.
     """
+    # A flat config: layer ids of the top level go into eagle_config.
     algorithm = config.get("speculators_model_type")
     if algorithm is None:
         return _with_nested_layer_ids(config, where)
+
+    # A config of speculators: what cannot be converted is refused.
     if algorithm != kind:
         raise UserError(
             f"The draft in {where} is a speculators model of the kind {shown(algorithm)}, which we have no "
@@ -343,6 +388,8 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
             "Write the one that the head was trained with into it.",
         )
     _check_rope_of_speculators(layer, where)
+
+    # The same config in the flat layout.
     extra = read_table(read_table(config, OWN, where), "extra", where)
     flags = (*FLAGS, "target_hidden_size", "mask_token_id")
     ids = config.get(LAYER_IDS)
@@ -358,8 +405,8 @@ def flatten_config(config: dict[str, Any], where: str, kind: str = "eagle3") -> 
 
 
 def _check_rope_of_speculators(layer: dict[str, Any], where: str) -> None:
-    """Raise UserError for a layer that attends to everything and has another rotation for sliding windows,
-    which is the one that speculators' trainer uses."""
+    """Raise UserError for a layer of full attention whose config has another RoPE for sliding
+    windows: the trainer of speculators uses that one for both."""
     rope = read_table(layer, "rope_parameters", where)
     trained = rope.get("sliding_attention")
     named = rope.get("full_attention")
@@ -373,8 +420,8 @@ def _check_rope_of_speculators(layer: dict[str, Any], where: str) -> None:
 
 
 def _with_nested_layer_ids(config: dict[str, Any], where: str) -> dict[str, Any]:
-    """A flat config with its layer ids in ``eagle_config``, if it has them at the top level, where vLLM reads
-    them first. Raises UserError where both places name other layers."""
+    """A flat config whose layer ids of the top level, which vLLM reads first, are moved into
+    ``eagle_config``. Raises UserError if both places have ids of different layers."""
     ids = config.get(LAYER_IDS)
     if ids is None:
         return config
@@ -382,12 +429,10 @@ def _with_nested_layer_ids(config: dict[str, Any], where: str) -> dict[str, Any]
     nested = eagle.get(LAYER_IDS)
     stated = eagle.get(CONVENTION)
     if nested and _is_list_of_layers(nested) and _is_list_of_layers(ids):
-        shifts = (
-            [CONVENTION_OFFSETS[stated]]
-            if stated in CONVENTION_OFFSETS
-            else list(CONVENTION_OFFSETS.values())
-        )
-        if not any([layer + shift for layer in nested] == ids for shift in shifts):
+        offsets = list(CONVENTION_OFFSETS.values())
+        if stated in CONVENTION_OFFSETS:
+            offsets = [CONVENTION_OFFSETS[stated]]
+        if not any([layer + offset for layer in nested] == ids for offset in offsets):
             raise UserError(
                 f"The config.json in {where} names the layers {shown(ids)} at its top level and "
                 f"{shown(nested)} in eagle_config.",
@@ -397,11 +442,15 @@ def _with_nested_layer_ids(config: dict[str, Any], where: str) -> dict[str, Any]
 
 
 def _as_input_ids(ids: object) -> dict[str, Any]:
-    """``eagle_config`` of ids whose place says that they are inputs of layers; ids that look like the usual
-    ones in the other numbering are left without a stated convention, so that checks name it."""
+    """``eagle_config`` for layer ids of the top level, which are inputs of layers by their place.
+
+    Ids that look like outputs of the default layers get no convention, so that
+    :func:`_check_layers` warns.
+    """
     if ids is None:
         return {}
-    is_doubtful = _is_list_of_layers(ids) and are_default_layer_ids(ids, CONVENTION_OFFSETS["output"])  # type: ignore[arg-type]
+    offset = CONVENTION_OFFSETS["output"]
+    is_doubtful = _is_list_of_layers(ids) and are_default_layer_ids(ids, offset)  # type: ignore[arg-type]
     return {LAYER_IDS: ids, CONVENTION: None if is_doubtful else "input"}
 
 
@@ -410,8 +459,8 @@ def _is_list_of_layers(ids: object) -> bool:
 
 
 def refuse_unused_layer_ids(config: dict[str, Any], where: str) -> None:
-    """Raise UserError for a head that reads its target's final states through no ``fc`` and names captured
-    layers as well."""
+    """Raise UserError for a head with ``use_aux_hidden_state: false``, which reads the target's
+    final hidden states, whose config has layer ids all the same."""
     eagle = read_table(config, "eagle_config", where)
     if eagle.get("use_aux_hidden_state") is False and eagle.get(LAYER_IDS):
         raise UserError(
@@ -422,10 +471,14 @@ def refuse_unused_layer_ids(config: dict[str, Any], where: str) -> None:
 
 
 def _has_norm(config: dict[str, Any], names: dict[str, str], flag: str, tensor: str, where: str) -> bool:
-    """Whether a head has a norm in front of ``fc``: its tensor says so, unless its config says no.
+    """True if a head has a norm in front of ``fc``, by its tensor or its config.
+
+    Args:
+        flag: key of the config.
+        tensor: name of the norm's weight.
 
     Raises:
-        UserError: the tensor is there, and the config says that it is not used.
+        UserError: the tensor exists, and the config says false.
     """
     eagle = read_table(config, "eagle_config", where)
     stated = config.get(flag, eagle.get(flag))
@@ -440,7 +493,7 @@ def _has_norm(config: dict[str, Any], names: dict[str, str], flag: str, tensor: 
 
 
 def _fc_width(files: DraftFiles, names: dict[str, str]) -> int | None:
-    """Values that ``fc`` reads; None where it cannot be known."""
+    """Input size of ``fc``; None if the tensor's shape is not available."""
     shape = files.shape_of(names["fc.weight"]) if "fc.weight" in names else None
     return shape[1] if shape is not None and len(shape) == 2 else None
 
@@ -448,7 +501,8 @@ def _fc_width(files: DraftFiles, names: dict[str, str]) -> int | None:
 def _target_hidden_size(
     config: dict[str, Any], width: int | None, ids: tuple[int, ...], hidden_size: int, where: str
 ) -> int:
-    """Width of the target's states: as the config says, or as ``fc``, which reads ``width`` values, says."""
+    """Hidden size of the target: of the config, or else ``width``, the input size of ``fc``,
+    divided by the number of captured layers."""
     default = hidden_size
     if ids and width is not None and width % len(ids) == 0:
         default = width // len(ids)
@@ -458,7 +512,8 @@ def _target_hidden_size(
 def _draft_vocab_size(
     config: dict[str, Any], files: DraftFiles, names: dict[str, str], vocab_size: int
 ) -> int:
-    """Tokens that a head proposes: as its config says, or as its map or output layer has them."""
+    """Size of the draft vocabulary: of the config, or else the length of ``d2t`` or of
+    ``lm_head``."""
     for name in ("d2t", OUTPUT):
         shape = files.shape_of(names[name]) if name in names else None
         if shape:
@@ -470,33 +525,45 @@ def _draft_vocab_size(
 def _layer_ids(
     config: dict[str, Any], where: str, target: TargetConfig | None, width: int | None
 ) -> tuple[int, ...]:
-    """The captured layers in the "input of layer i" numbering, whichever one they are stored in; none for a
-    head that reads the target's final states."""
+    """Captured layers as "input of layer i", converted from the stored convention.
+
+    Args:
+        target: its default layers are taken if the config has no layer ids.
+        width: input size of ``fc``.
+
+    Returns:
+        Layer ids; none for a head that reads the target's final hidden states.
+    """
     if read_table(config, "eagle_config", where).get("use_aux_hidden_state") is False:
         return ()
     ids, convention = stored_layer_ids(config, where)
+
+    # No layer ids: the default layers of the target, as many as fc reads.
     if ids is None and target is not None:
-        usual = target.default_aux_layer_ids
-        count, rest = divmod(width or len(usual) * target.hidden_size, target.hidden_size)
-        if count != len(usual) and not rest:
+        default = target.default_aux_layer_ids
+        count, rest = divmod(width or len(default) * target.hidden_size, target.hidden_size)
+        if count != len(default) and not rest:
             raise UserError(
                 f"The fc of the draft in {where} reads {count} states of the target, and its config does not "
                 "say of which layers.",
                 f"Add eagle_config.{LAYER_IDS} to its config.json.",
             )
-        return usual
+        return default
     if ids is None:
         raise UserError(
             f"The draft in {where} does not say which target layers it reads.",
             f"Load it together with its target, or add eagle_config.{LAYER_IDS} to its config.json.",
         )
+
+    # Layer ids of the config.
     if not ids:
         raise layer_ids_error(ids, where)
     return tuple(layer + CONVENTION_OFFSETS[convention or "input"] for layer in ids)
 
 
 def stored_layer_ids(config: dict[str, Any], where: str) -> tuple[list[int] | None, str | None]:
-    """Layer ids as they are stored, and their convention; None for what is not there. Raises UserError."""
+    """Layer ids and their convention as a flat config has them, each None if it is missing. Raises
+    UserError for values that are no layer ids or no known convention."""
     eagle = read_table(config, "eagle_config", where)
     ids, convention = eagle.get(LAYER_IDS), eagle.get(CONVENTION)
     if ids is not None and not (_is_list_of_layers(ids) and all(abs(layer) <= MAX_LAYERS for layer in ids)):
@@ -510,8 +577,8 @@ def stored_layer_ids(config: dict[str, Any], where: str) -> tuple[list[int] | No
 
 
 def layer_ids_without_convention(files: DraftFiles, kind: FusedStatesKind[Any, Any, Any]) -> list[int] | None:
-    """Layer ids as a head of ``kind`` stores them, where neither its config nor their place says whether
-    inputs or outputs are meant; else None. Raises UserError."""
+    """Layer ids of a head of ``kind``, as they are stored, if their convention is not stated; else
+    None. Raises UserError."""
     flat = flatten_config(files.config, files.where, kind.speculators_model_type)
     eagle = read_table(flat, "eagle_config", files.where)
     ids, convention = stored_layer_ids({"eagle_config": eagle}, files.where)
@@ -519,36 +586,45 @@ def layer_ids_without_convention(files: DraftFiles, kind: FusedStatesKind[Any, A
 
 
 def layer_ids_error(ids: object, where: str) -> UserError:
-    """Error for what is no list of layer ids."""
+    """Error for a value that is not a list of layer ids."""
     return UserError(
         f"The draft in {where} has the layer ids {shown(ids)}.",
         f"Make {LAYER_IDS} a list such as [2, 15, 27].",
     )
 
 
-def are_default_layer_ids(ids: list[int], shift: int = 0) -> bool:
-    """True when ``ids + shift`` are 2, L//2, L-3 for some number of layers L."""
-    ids = [layer + shift for layer in ids]
+def are_default_layer_ids(ids: list[int], offset: int = 0) -> bool:
+    """True if ``ids`` plus ``offset`` are 2, L//2, L-3, EAGLE's default for L layers."""
+    ids = [layer + offset for layer in ids]
     return len(ids) == 3 and ids[0] == 2 and ids[1] == (ids[2] + 3) // 2
 
 
 def layer_id_convention(files: DraftFiles) -> str | None:
-    """Convention of the layer ids of a head: stated, or told by their place or by the usual ids; None when
-    nothing tells."""
-    if LAYER_IDS in files.config:  # where vLLM and speculators have inputs
+    """Convention of a head's layer ids, a key of :data:`CONVENTION_OFFSETS`; None if unknown.
+
+    It is stated in the config, or follows from the place of the ids, or from ids of the default
+    layers.
+    """
+    # Ids at the top level are inputs of layers for vLLM and speculators.
+    if LAYER_IDS in files.config:
         return "input"
     ids, convention = stored_layer_ids(files.config, files.where)
-    if convention is not None or not ids:
-        return convention or "input"
-    return next(
-        (name for name, shift in CONVENTION_OFFSETS.items() if are_default_layer_ids(ids, shift)), None
-    )
+    if convention is not None:
+        return convention
+    if not ids:
+        return "input"
+    for name, offset in CONVENTION_OFFSETS.items():
+        if are_default_layer_ids(ids, offset):
+            return name
+    return None
 
 
 def _check_layers(raw: dict[str, Any], draft: Eagle3Config, target: TargetConfig) -> Finding:
-    """Find ids out of range, and the usual ones in the other numbering, which fails silently."""
+    """Check layer ids: out of range, missing, or of the default layers in the other convention."""
     eagle = raw.get("eagle_config") or {}
-    ids, count, usual = list(draft.aux_layer_ids), target.num_layers, list(target.default_aux_layer_ids)
+    ids = list(draft.aux_layer_ids)
+    count = target.num_layers
+    usual = list(target.default_aux_layer_ids)
     if not ids:
         return Finding("ok", "layer ids", "none: the draft reads the target's final states.")
     if not all(0 <= layer <= count for layer in ids):
@@ -573,7 +649,8 @@ def _check_layers(raw: dict[str, Any], draft: Eagle3Config, target: TargetConfig
 
 
 def _check_embedding(files: DraftFiles, draft: Eagle3Config, target: TargetConfig) -> list[Finding]:
-    """Find a head of another width than the target's that brings no embedding, or reads final states."""
+    """Check a head of another hidden size than the target's: it needs an embedding of its own, and
+    cannot read final hidden states."""
     if not draft.aux_layer_ids and draft.hidden_size != target.hidden_size:
         return findings.check_sizes({"final states": (draft.hidden_size, target.hidden_size)})
     if EMBEDDING in canonical_names(files) and draft.hidden_size != target.hidden_size:
@@ -582,21 +659,22 @@ def _check_embedding(files: DraftFiles, draft: Eagle3Config, target: TargetConfi
 
 
 def describe_inputs(config: Eagle3Config) -> str:
-    """What a head reads of its target, in words."""
+    """The hidden states that a head reads, in words, for its model card."""
     if not config.aux_layer_ids:
         return "the target's final states"
     return f"the inputs of target layers {', '.join(map(str, config.aux_layer_ids))}"
 
 
 def config_overrides(settings: FusedStatesHeadConfig, target: TargetConfig) -> dict[str, Any]:
-    """Fields of a new head's architecture that a training config chooses. Raises UserError for what the
-    target has not."""
+    """Fields of :class:`Eagle3Config` that ``head:`` of a training config sets. Raises UserError
+    for a draft vocabulary or layer ids that the target does not have."""
     check_vocab_size(settings.effective_draft_vocab_size, target)
     flags = ("fc_norm", "norm_before_residual", NORM_BEFORE_FC, "own_embedding")
     fields: dict[str, Any] = {flag: getattr(settings, flag) for flag in flags}
     if settings.intermediate_size is not None:
         fields["intermediate_size"] = settings.intermediate_size
-    if (ids := settings.aux_layer_ids) is not None:
+    ids = settings.aux_layer_ids
+    if ids is not None:
         if not all(0 <= layer <= target.num_layers for layer in ids):
             raise UserError(
                 f"head.aux_layer_ids is {list(ids)}, but the target has layers 0 to {target.num_layers - 1}.",
@@ -607,7 +685,8 @@ def config_overrides(settings: FusedStatesHeadConfig, target: TargetConfig) -> d
 
 
 def init_new_head(head: Head, settings: CapturedStatesHeadConfig, start: InitContext) -> Head:
-    """Give a new head its vocabulary and the target's output rows, in fp32."""
+    """Set the first weights of a new head in place, in fp32: the draft vocabulary, and copies of
+    the target's embedding and output rows where ``settings`` ask for them."""
     head.to(device=start.device, dtype=torch.float32)
     if head.embed_tokens is not None:
         with torch.no_grad():

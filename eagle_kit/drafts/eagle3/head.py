@@ -2,20 +2,21 @@
 
 The paper's symbols (section 3.1, figure 5) and the code:
 
-    l, m, h    hidden states of a low, a middle and a high target layer: ``aux_hidden_states`` ``[T, 3 * Ht]``
+    l, m, h    hidden states of a low, a middle and a high target layer: ``aux_hidden_states``
     g          their fusion ``fc([l; m; h])``, the feature of step 0: :meth:`Eagle3Head.fuse`
     e          embedding of the next token: ``embeds``
     a          output of the decoder layer, which is the feature of the next step in place of g:
                :meth:`Eagle3Head.feed_back`, ``StepOutput.fed_back``
     LM head    ``lm_head(norm(a))`` over the draft vocabulary: :meth:`Eagle3Head.logits`
 
-The paper reduces ``[e; g]`` to H by a second linear layer. The published checkpoints have none, and neither
-has this head: the projections of queries, keys and values read 2 H values. The draft vocabulary (``d2t``,
-``t2d``) is of the published code, not of the paper. EAGLE-3.1 (arXiv 2605.09992) is ``fc_norm`` and
-``norm_output`` of :class:`Eagle3Config`. Training-time test (section 3.2) is :mod:`eagle_kit.objective.ttt`.
+The paper reduces ``[e; g]`` to H by a second linear layer. The published checkpoints have none, and
+neither has this head: the projections of queries, keys and values read 2 H values. The draft
+vocabulary (``d2t``, ``t2d``) is of the published code, not of the paper. EAGLE-3.1 (arXiv
+2605.09992) is ``fc_norm`` and ``norm_output`` of :class:`Eagle3Config`. Training-time test (section
+3.2) is :mod:`eagle_kit.objective.ttt`.
 
-Legend: T packed tokens, H hidden, Ht hidden of the target, L captured layers, Hq query heads, D head size,
-Vd draft vocabulary, V target vocabulary.
+Legend: T packed tokens, H hidden, Ht hidden of the target, L captured layers, Hq query heads, D head
+size, Vd draft vocabulary, V target vocabulary.
 """
 
 from dataclasses import dataclass, replace
@@ -44,10 +45,10 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
         draft_vocab_size: Vd.
         aux_layer_ids: target layers whose inputs are captured. An empty tuple: the head has no ``fc``
             and reads the target's final hidden states.
-        fc_norm: one RMSNorm for each captured layer in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992).
+        fc_norm: one RMSNorm for each captured layer in front of ``fc`` (EAGLE-3.1).
         norm_output: the next step reads ``norm(a)`` instead of ``a`` (EAGLE-3.1).
-        norm_before_residual: the residual is ``hidden_norm(feature)`` instead of the feature (speculators).
-        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (default of speculators).
+        norm_before_residual: the residual is ``hidden_norm(feature)``, not the feature (speculators).
+        norm_before_fc: one RMSNorm over all captured states in front of ``fc`` (speculators).
         attention_bias: the projections of queries, keys and values have biases.
         qk_norm: RMSNorms of queries and keys, as in Qwen3.
         mla: sizes of latent attention; None for the attention of a Llama layer.
@@ -91,7 +92,7 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
         Args:
             model: architecture of the target.
             draft_vocab_size: Vd.
-            latent: the layer has latent attention with the target's sizes. Otherwise it is a Llama layer.
+            latent: latent attention with the target's sizes, instead of a Llama layer.
             overrides: fields that differ from the default.
         """
         assert model.mla is not None or not latent
@@ -155,8 +156,8 @@ class AfterAttention(nn.Module):
 
 
 class Eagle3Layer(AfterAttention, Block):
-    """The single decoder layer (section 3.1). Attention reads ``[norm(e); norm(g)]``; the residual is ``g``,
-    or ``a`` of the step before."""
+    """The single decoder layer (section 3.1). Attention reads ``[norm(e); norm(g)]``; the residual is
+    ``g``, or ``a`` of the step before."""
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
@@ -201,7 +202,7 @@ class Eagle3Head(DraftHead):
         t2d: bool ``[V]``, True for target tokens that are in the draft vocabulary.
         input_norm: RMSNorm over all captured states; None without ``norm_before_fc``.
         fc_norm: one RMSNorm for each captured layer; None without ``fc_norm``.
-        fc: fusion of the captured states, ``[H, L * Ht]``; None for a head of the final hidden states.
+        fc: fusion of the captured states, ``[H, L * Ht]``; None without captured layers.
         embed_tokens: the head's own embedding ``[V, H]``; None for the target's.
         midlayer: the decoder layer.
         norm: RMSNorm in front of ``lm_head``.
@@ -300,8 +301,8 @@ class Eagle3Head(DraftHead):
         return self.fuse(aux_hidden_states)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """Feature of the next step from the layer's output ``out``, both ``[T, H]`` (section 3.1): a itself,
-        or ``norm(a)`` in EAGLE-3.1."""
+        """Feature of the next step from the layer's output ``out``, both ``[T, H]`` (section 3.1): a
+        itself, or ``norm(a)`` in EAGLE-3.1."""
         if self.config.norm_output:
             return self.norm(out)
         return out

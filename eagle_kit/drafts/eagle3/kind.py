@@ -1,7 +1,8 @@
 """The kind ``eagle3``: recognition, description, architecture and first weights of EAGLE-3 heads.
 
 What P-EAGLE heads have as well (reading, checking and writing of folders) is in
-:mod:`eagle_kit.drafts.eagle3.fused_states`. The module itself is :mod:`eagle_kit.drafts.eagle3.head`.
+:mod:`eagle_kit.drafts.eagle3.fused_states`. The torch module is
+:mod:`eagle_kit.drafts.eagle3.head`.
 """
 
 from dataclasses import replace
@@ -29,8 +30,8 @@ from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
 
 NORM_PLACEMENT_FLAGS = ("norm_output", "norm_before_residual")
-"""Flags of :class:`Eagle3Config` that move a norm without adding a tensor. A checkpoint with the wrong flag
-loads without an error, and its acceptance is low."""
+"""Flags of :class:`Eagle3Config` that move a norm without adding a tensor. A checkpoint with the
+wrong flag loads without an error, and its acceptance is low."""
 
 
 class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head, AnyEagle3HeadConfig]):
@@ -64,8 +65,8 @@ class Eagle3Kind(FusedStatesKind[Eagle3Config, Eagle3Head, AnyEagle3HeadConfig])
         return text
 
     def conventions(self, head: Eagle3Head, target: TargetConfig) -> list[Convention]:
-        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. Each of :data:`NORM_PLACEMENT_FLAGS` is tried
-        with its other value."""
+        """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. Each of :data:`NORM_PLACEMENT_FLAGS` is
+        tried with its other value."""
         found = super().conventions(head, target)
         for flag in NORM_PLACEMENT_FLAGS:
             found.append(_flag_negated(flag, head.config))
@@ -108,8 +109,8 @@ EAGLE3 = Eagle3Kind()
 def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
     """Start a new head as a copy of the target's last decoder layer (``head.init: last-layer``).
 
-    ``fc`` returns the last captured state unchanged. The columns of ``qkv_proj`` that read the feature are
-    the target's; the columns that read the embedding stay random. ``hidden_norm`` is the target's
+    ``fc`` returns the last captured state unchanged. The columns of ``qkv_proj`` that read the feature
+    are the target's; the columns that read the embedding stay random. ``hidden_norm`` is the target's
     ``input_layernorm``, because it norms the feature.
 
     Raises:

@@ -124,8 +124,8 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
         return (
             f"{config.num_layers} decoder layers of hidden size {config.hidden_size} "
             f"({describe_attention(config)}) and a draft vocabulary of {config.draft_vocab_size} of "
-            f"{config.vocab_size} tokens, in {dtype}. It reads {describe_inputs(config)} and drafts all steps "
-            f"in one pass, the later ones over masks (token {config.mask_token_id})."
+            f"{config.vocab_size} tokens, in {dtype}. It reads {describe_inputs(config)} and drafts all "
+            f"steps in one pass, the later ones over masks (token {config.mask_token_id})."
         )
 
     def suggested_shape(self, config: PEagleConfig) -> SpecShape:
