@@ -46,7 +46,7 @@ class DenseInputs(NamedTuple):
     def features(self) -> TargetFeatures:
         """The states with the target's choices where the plan needs them."""
         argmax = torch.full_like(self.ids, -1)
-        argmax[self.plan.needed] = vocab_argmax(self.hidden[self.plan.needed], self.head_weight)
+        argmax[self.plan.is_teacher] = vocab_argmax(self.hidden[self.plan.is_teacher], self.head_weight)
         return TargetFeatures(self.aux, self.hidden, argmax)
 
     def batch(self) -> TTTBatch:
@@ -57,7 +57,7 @@ class DenseInputs(NamedTuple):
             row_weights=self.row_weights,
             features=self.features(),
             embed_weight=self.embed_weight,
-            target_head=self.target_rows,
+            target_rows=self.target_rows,
         )
 
 
@@ -76,10 +76,10 @@ def every_row(work: DenseInputs) -> DenseInputs:
         weights.append(torch.zeros(rows[-1].shape, dtype=torch.float32, device=device))
         weights[-1][learned] = work.row_weights[step]
     attention = [plan_rows(mine, work.plan.doc_start) for mine in rows]
-    needed = torch.ones_like(work.plan.needed)
-    # Row i is at place i of every step.
+    is_teacher = torch.ones_like(work.plan.is_teacher)
+    # Row i has index i in every step.
     return work._replace(
-        plan=RowPlan(rows, rows, rows, attention, needed, work.plan.doc_start, work.plan.shares),
+        plan=RowPlan(rows, rows, rows, attention, is_teacher, work.plan.doc_start, work.plan.keep_rates),
         row_weights=weights,
     )
 

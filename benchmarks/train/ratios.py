@@ -167,7 +167,7 @@ def _work(
     ids, device = row.ids, row.ids.device
     plan = plan_row(row.reply, row.doc_start, options.ttt_length)
     if target is not None:
-        found = capture_features(target, ids, row.doc_start, head.capture, torch.zeros_like(plan.needed))
+        found = capture_features(target, ids, row.doc_start, head.capture, torch.zeros_like(plan.is_teacher))
         aux, hidden, embed, output = found.aux, found.hidden, target.embed_tokens.weight, target.head_weight
     else:
         width = config.hidden_size
@@ -177,7 +177,8 @@ def _work(
     choices = torch.zeros(config.vocab_size, dtype=torch.bool)
     # The draft can say what the target would choose here most often, so that rows carry loss.
     with torch.no_grad():
-        wanted = torch.unique((hidden[plan.needed] @ output.T).argmax(-1)).cpu()[: head.lm_head.out_features]
+        chosen = torch.unique((hidden[plan.is_teacher] @ output.T).argmax(-1)).cpu()
+        wanted = chosen[: head.lm_head.out_features]
         choices[wanted] = True
         choices[torch.nonzero(~choices)[: head.lm_head.out_features - len(wanted), 0]] = True
         hot = torch.nonzero(choices)[:, 0]

@@ -84,13 +84,13 @@ def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
     head = Eagle3Head(Eagle3Config.for_target(target.config, size))
     ids, doc_start, reply = made_up_row(options, size)
     plan = plan_row(reply, doc_start, options.ttt_length)
-    features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)
+    features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     # Random text makes the target choose words outside the map; here every row is to carry loss.
     features = features._replace(argmax=torch.randint(0, size, ids.shape))
     timer = Timer(torch.device("cpu"), budget_s=0.0, least=5)
     times = {
         "capture": timer.time(
-            lambda: capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)
+            lambda: capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
         ),
         "head": timer.time(lambda: _train_once(head, target, ids, features, plan)),
     }

@@ -72,11 +72,12 @@ def make_micro_batch(
         group.append(np.asarray(row.group, dtype=np.int64))
         lengths.append(len(row.ids))
     packed = [torch.from_numpy(np.concatenate(part)) for part in (ids, reply, doc_start, group)]
-    shares = uniforms = most = None
+    keep_rates = uniforms = most = None
     if drop is not None:
-        shares, most = drop.sampling.shares(ttt_length), drop.sampling.most
+        keep_rates = drop.sampling.shares(ttt_length)
+        most = drop.sampling.most
         uniforms = drop.uniforms(numbers, lengths)
-    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows, shares, uniforms, most)
+    plan = plan_row(packed[1], packed[2], ttt_length, loss_rows, keep_rates, uniforms, most)
     counts = torch.bincount(packed[3][plan.rows[0]], minlength=len(data.groups)).tolist()
     moved, groups, plan = plan.to(device, packed[0], packed[3])
     return MicroBatch(numbers, lengths, moved, plan.doc_start, plan, groups, counts)

@@ -42,7 +42,7 @@ def step_factors(
     rows: Sequence[torch.Tensor],
     num_positions: int,
     learned: torch.Tensor,
-    sayable: torch.Tensor,
+    in_draft_vocab: torch.Tensor,
     alpha: float,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """:func:`position_weights` as ``factors`` of a :class:`~eagle_kit.ops.soft_cross_entropy.Teacher`.
@@ -51,7 +51,8 @@ def step_factors(
         rows: positions of the rows of each step, K tensors int64, end to end the M rows of a block.
         num_positions: T.
         learned: which of the M rows the confidences will be of, int64 ``[L]``.
-        sayable: bool ``[M]``, rows whose target token the draft can say; that of others has no confidence.
+        in_draft_vocab: bool ``[M]``, True for rows whose target token is in the draft vocabulary; other
+            rows have the confidence 0.
     """
     where = torch.cat(list(rows))
     steps = torch.cat([torch.full_like(part, k) for k, part in enumerate(rows)])
@@ -60,7 +61,7 @@ def step_factors(
         table = confidence.new_zeros(len(rows), num_positions)
         exists = torch.zeros_like(table, dtype=torch.bool)
         exists[steps, where] = True
-        table[steps[learned], where[learned]] = confidence * sayable[learned]
+        table[steps[learned], where[learned]] = confidence * in_draft_vocab[learned]
         return position_weights(table, exists, alpha)[steps[learned], where[learned]]
 
     return factors

@@ -1,8 +1,12 @@
-"""Loss of training-time test: output layer and loss in blocks of rows.
+"""Loss of training-time test (EAGLE-3, section 3.2): output layer and loss in blocks of rows.
 
-The teacher of a block is made once and used by all K steps.
+Every step learns the target's distribution over the draft vocabulary. EAGLE-3 has no loss of features:
+that of EAGLE-1 is :mod:`eagle_kit.objective.regression`. Rows of all steps that learn from the same
+positions are one block, so each teacher distribution is computed once and used by all steps.
 
-Legend: T packed tokens, K steps, R_k rows of step k, H hidden, Vd draft vocabulary.
+Legend: T packed tokens, K steps (``ttt_length``), R_k rows with loss at step k, M rows of a block, N of them
+whose target token is in the draft vocabulary, P their distinct teacher positions, G groups, H hidden,
+H_target hidden of the target, V / Vd target / draft vocabulary.
 """
 
 from collections.abc import Mapping
@@ -24,11 +28,14 @@ from eagle_kit.objective.teacher import draft_vocab_mass, draft_vocab_probs, tex
 from eagle_kit.ops.draft_loss import NEEDS_MASS, linear_draft_loss
 from eagle_kit.ops.soft_cross_entropy import SoftCrossEntropy, Teacher, WeightGrads, Weights, carried
 
-LOSS_BLOCK, LOSS_BLOCK_ON_GPU = 256, 2048
-"""Rows of step 0 whose teacher distributions exist together. Fewer blocks are better where there is memory:
-each adds to the gradient of the whole output weight."""
-LOGITS, LOGITS_ON_GPU = 640, 4096
-"""Rows of all steps whose logits exist together where weights follow the draft's confidence."""
+LOSS_BLOCK = 256
+"""Computed rows of step 0 in a block, on a CPU."""
+LOSS_BLOCK_ON_GPU = 2048
+"""The same on a GPU. Larger blocks need more memory, and fewer of them add to the output layer's gradient."""
+LOGITS = 640
+"""Rows of all steps in a block with D-PACE, which needs their logits at the same time, on a CPU."""
+LOGITS_ON_GPU = 4096
+"""The same on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,11 @@ class TTTBatch:
         ids: int64 ``[T]``.
         plan: rows that carry loss.
         row_weights: fp32 ``[R_k]`` for every step: step weight times normalisation.
-        features: the target's states, which the head learns from.
+        features: the target's states, of which the teacher is made.
         embed_weight: the target's embedding ``[V, H]``.
-        target_head: the target's output rows of the draft vocabulary ``[Vd, H_target]``.
-        inputs: states that the head reads in place of ``features`` (noise); None reads ``features``.
-        group: int64 ``[T]``, what each row is counted as, below ``num_groups``; None counts all as one.
+        target_rows: rows of the target's output layer for the draft vocabulary, ``[Vd, H_target]``.
+        inputs: states with noise that the head reads; None if it reads ``features``.
+        group: int64 ``[T]``, group of each token in the statistics, below ``num_groups``; None is one group.
     """
 
     ids: torch.Tensor
@@ -51,7 +58,7 @@ class TTTBatch:
     row_weights: list[torch.Tensor]
     features: TargetFeatures
     embed_weight: torch.Tensor
-    target_head: torch.Tensor
+    target_rows: torch.Tensor
     inputs: TargetFeatures | None = None
     group: torch.Tensor | None = None
     num_groups: int = 1
@@ -62,18 +69,17 @@ class Objective:
     """Loss to minimise.
 
     Attributes:
-        loss: of :func:`~eagle_kit.ops.draft_loss.linear_draft_loss`, one or several with weights or none.
-        text_weight: of the cross-entropy with the text's tokens, beside ``loss``.
-        eta: of ``lk-hybrid``.
-        target_head: the target's whole output layer ``[V, H_target]``, for losses in the acceptance rate when
-            the draft vocabulary is a part of the target's; None otherwise.
-        regression: EAGLE-1's loss with these weights, in place of ``loss``.
-        detach_steps: no gradient flows through the state that a step hands to the next.
-        dpace_alpha: weigh the steps of each row by the draft's confidence, see
-            :mod:`eagle_kit.objective.dpace`; None leaves ``row_weights`` as they are.
-        confidence_weight: of the cross-entropy between the head's confidence in a row and the row's
-            acceptance rate, as it is now; 0 for heads without.
-        form: of the target's logits.
+        loss: losses of :func:`~eagle_kit.ops.draft_loss.linear_draft_loss`: a name, or names with weights.
+        text_weight: weight of the cross-entropy with the text's tokens, which is added to ``loss``.
+        eta: parameter of the loss ``lk-hybrid``.
+        target_head: the whole output layer of the target ``[V, H_target]``; None unless a loss needs the
+            acceptance rate and the draft vocabulary is smaller than the target's.
+        regression: weights of EAGLE-1's loss, which replaces ``loss``; None for other heads.
+        detach_steps: stop gradients between steps.
+        dpace_alpha: alpha of :mod:`eagle_kit.objective.dpace`, which weighs the steps of a row; None is off.
+        confidence_weight: weight of the loss of the head's confidence in its acceptance rate (DSpark); 0 for
+            heads without a confidence output.
+        form: scale and soft cap of the target's logits.
     """
 
     loss: str | Mapping[str, float] = "ce"
@@ -109,12 +115,12 @@ class Objective:
 
 
 class TTTOutput(NamedTuple):
-    """Loss of one packed row, and its figures.
+    """Loss of one packed row, and its statistics.
 
     Attributes:
-        loss: to differentiate, fp32; without a graph when no row learns.
-        sums: fp64 ``[4, K]``, where the loss is, sums over the rows of each step, by name below.
-        leading_of: fp64 ``[G]``, the sum of ``leading`` over the steps in each group.
+        loss: fp32 scalar to differentiate. It has no graph if no row learns.
+        sums: fp64 ``[4, K]``, sums over the rows of each step, named by the properties below.
+        leading_of: fp64 ``[G]``, the sum of :attr:`leading` over all steps, for each group.
     """
 
     loss: torch.Tensor
@@ -158,79 +164,171 @@ class TTTOutput(NamedTuple):
         return self.sums[3]
 
 
+class _BlockRows(NamedTuple):
+    """Rows of a block that learn, and the states of their teachers. On a GPU N is M.
+
+    Attributes:
+        in_draft_vocab: bool ``[M]``, True for rows whose target token is in the draft vocabulary.
+        learned: int64 ``[N]``, index of each row among the M rows of the block.
+        states: ``[N, H]``, input of the output layer.
+        weights: fp32 ``[N]``.
+        tokens: int64 ``[N]``, the target's most likely token.
+        teachers: int64 ``[P]``, distinct teacher positions.
+        teacher_index: int64 ``[N]``, index of each row's teacher in ``teachers``.
+        teacher_hidden: ``[P, H_target]``, final hidden states of the target at ``teachers``.
+    """
+
+    in_draft_vocab: torch.Tensor
+    learned: torch.Tensor
+    states: torch.Tensor
+    weights: torch.Tensor
+    tokens: torch.Tensor
+    teachers: torch.Tensor
+    teacher_index: torch.Tensor
+    teacher_hidden: torch.Tensor
+
+
 def ttt_loss(
     head: DraftHead, outputs: list[torch.Tensor], batch: TTTBatch, objective: Objective
 ) -> TTTOutput:
     """Weighted loss over all steps.
 
-    A row whose target token (the text's, where rows learn from that alone) is outside the draft vocabulary
-    carries no loss and counts as a miss. On a CPU it
-    is left out; on a GPU, where the host would have to wait for how many there are, it has the weight 0,
-    and zeros in place of the states of head and target.
+    A row whose target token is outside the draft vocabulary carries no loss and counts as a miss. The target
+    token is the target's most likely one, or the text's if rows learn from the text alone.
 
     Args:
-        outputs: the head's states at the rows of each step, K tensors ``[R_k, H]``.
+        outputs: the head's outputs at the rows with loss of each step, K tensors ``[R_k, H]``.
     """
-    plan, argmax = batch.plan, batch.features.argmax
-    normed = [head.norm_for_head(out) for out in outputs]
+    plan = batch.plan
+    on_gpu = batch.features.argmax.is_cuda
+    normed = [head.norm_for_head(out) for out in outputs]  # K of [R_k, H]
+
+    # Sums over blocks. Gradients of the output layer are added up block by block.
     zero = outputs[0].new_zeros((), dtype=torch.float32)
     total, sums, leading_of = TTTOutput.nothing(zero, len(plan.rows), batch.num_groups)
     group = torch.zeros_like(batch.ids) if batch.group is None else batch.group
     output = head.output_weights
     is_learning = torch.is_grad_enabled()
     grads = tuple(torch.zeros_like(w) if w.requires_grad and is_learning else None for w in output)
-    on_gpu = argmax.is_cuda
+
     for block in plan.blocks(block_rows(objective, len(plan.rows), on_gpu=on_gpu)):
-        states, weights, token = block.of(normed), block.of(batch.row_weights), argmax[block.teachers]
-        wanted, index = block.wanted, block.which
-        sayable = head.t2d[token if objective.needs_target else batch.ids[block.teachers + 1]]
-        if on_gpu:  # the host would have to wait for the number of rows that remain
-            weights, states = weights * sayable, states.masked_fill(~sayable[:, None], 0.0)
-            learned = torch.arange(len(token), device=token.device)
-            unsayable = ~head.t2d[argmax[wanted]]  # 0 times what is not finite would be NaN
-            hidden = batch.features.hidden[wanted].masked_fill(unsayable[:, None], 0.0)
-        else:
-            learned = torch.nonzero(sayable)[:, 0]
-            if learned.numel() == 0:
-                continue
-            states, weights, token = states[learned], weights[learned], token[learned]
-            wanted, index = torch.unique(block.teachers[learned], return_inverse=True)
-            hidden = batch.features.hidden[wanted]
-        factors = None
-        if objective.dpace_alpha is not None:
-            rows = [mine[a:b] for mine, (a, b) in zip(plan.rows, block.pieces, strict=True)]
-            factors = step_factors(rows, len(plan.needed), learned, sayable, objective.dpace_alpha)
-        teacher = text = None
-        if objective.needs_target:
-            probs, mass = draft_vocab_probs(hidden, batch.target_head, objective.form), None
-            if objective.target_head is not None:
-                mass = draft_vocab_mass(hidden, batch.target_head, objective.target_head, objective.form)
-            teacher = Teacher(probs, index, weights, mass, factors)
-        if objective.text_weight:
-            probs = text_probs(batch.ids[wanted + 1], head.t2d, head.token_map)
-            text = Teacher(probs, index, weights * probs.sum(-1)[index], None, factors)
-        part = _block_loss(objective, output, states, hidden, (teacher, text), grads)
+        rows = _select_rows(head, block, normed, batch, objective)
+        if rows.learned.numel() == 0:
+            continue
+
+        # Loss against the target's distributions, the text, or both.
+        teachers = _make_teachers(head, block, rows, batch, objective)
+        part = _block_loss(objective, output, rows.states, rows.teacher_hidden, teachers, grads)
         total = total + part.loss
+
+        # Loss of the head's confidence (DSpark).
         if part.acceptance is not None:
-            before = batch.ids[block.teachers[learned]]  # the token before the one that a row drafts
-            total = total + _confidence_loss(head, states, before, part.acceptance, weights, objective)
-        is_match, row_losses = head.to_target(part.best) == token, part.row_losses
+            previous_tokens = batch.ids[block.teachers[rows.learned]]
+            total = total + _confidence_loss(
+                head, rows.states, previous_tokens, part.acceptance, rows.weights, objective
+            )
+
+        # Statistics of all M rows.
+        is_match = head.to_target(part.best) == rows.tokens
+        row_losses = part.row_losses
         if not on_gpu:
-            is_match = torch.zeros_like(sayable).index_copy_(0, learned, is_match)
-            row_losses = row_losses.new_zeros(sayable.shape).index_copy_(0, learned, row_losses)
-        still = _count(sums, block, plan, (is_match, row_losses, sayable))
-        leading_of.index_add_(0, group, still)
+            is_match = torch.zeros_like(rows.in_draft_vocab).index_copy_(0, rows.learned, is_match)
+            row_losses = row_losses.new_zeros(rows.in_draft_vocab.shape)
+            row_losses.index_copy_(0, rows.learned, part.row_losses)
+        leading = _count(sums, block, plan, (is_match, row_losses, rows.in_draft_vocab))
+        leading_of.index_add_(0, group, leading)
+
+    # The gradients of the output layer enter the graph.
     for weight, grad in zip(output, grads, strict=True):
         if grad is not None and total.requires_grad:
             total = total + carried(weight, grad)
     return TTTOutput(total, sums, leading_of)
 
 
+def _select_rows(
+    head: DraftHead, block: LossBlock, normed: list[torch.Tensor], batch: TTTBatch, objective: Objective
+) -> _BlockRows:
+    """Select the rows of a block whose target token is in the draft vocabulary.
+
+    On a CPU the other rows are left out. On a GPU they stay, because the host would have to wait for
+    their number. Their weight is 0, and their states are zeros, because 0 times NaN is NaN.
+
+    Args:
+        normed: inputs of the output layer, K tensors ``[R_k, H]``.
+    """
+    argmax = batch.features.argmax
+    states = block.select(normed)  # [M, H]
+    weights = block.select(batch.row_weights)  # [M]
+    tokens = argmax[block.teachers]  # [M]
+    target_tokens = tokens if objective.needs_target else batch.ids[block.teachers + 1]
+    in_draft_vocab = head.t2d[target_tokens]  # [M]
+
+    if argmax.is_cuda:
+        is_outside = ~head.t2d[argmax[block.unique_teachers]]  # [P]
+        hidden = batch.features.hidden[block.unique_teachers].masked_fill(is_outside[:, None], 0.0)
+        return _BlockRows(
+            in_draft_vocab=in_draft_vocab,
+            learned=torch.arange(len(tokens), device=tokens.device),
+            states=states.masked_fill(~in_draft_vocab[:, None], 0.0),
+            weights=weights * in_draft_vocab,
+            tokens=tokens,
+            teachers=block.unique_teachers,
+            teacher_index=block.teacher_index,
+            teacher_hidden=hidden,
+        )
+
+    learned = torch.nonzero(in_draft_vocab)[:, 0]  # [N]
+    teachers, teacher_index = torch.unique(block.teachers[learned], return_inverse=True)  # [P], [N]
+    return _BlockRows(
+        in_draft_vocab=in_draft_vocab,
+        learned=learned,
+        states=states[learned],
+        weights=weights[learned],
+        tokens=tokens[learned],
+        teachers=teachers,
+        teacher_index=teacher_index,
+        teacher_hidden=batch.features.hidden[teachers],
+    )
+
+
+def _make_teachers(
+    head: DraftHead, block: LossBlock, rows: _BlockRows, batch: TTTBatch, objective: Objective
+) -> tuple[Teacher | None, Teacher | None]:
+    """Teachers of a block's rows: the target's distributions, and the text's tokens, each None if the
+    objective does not use it."""
+    factors = None
+    if objective.dpace_alpha is not None:
+        plan = batch.plan
+        step_rows = [
+            indices[start:stop] for indices, (start, stop) in zip(plan.rows, block.bounds, strict=True)
+        ]
+        factors = step_factors(
+            step_rows, len(plan.is_teacher), rows.learned, rows.in_draft_vocab, objective.dpace_alpha
+        )
+
+    target_teacher = None
+    if objective.needs_target:
+        hidden = rows.teacher_hidden
+        probs = draft_vocab_probs(hidden, batch.target_rows, objective.form)  # [P, Vd]
+        mass = None
+        if objective.target_head is not None:
+            mass = draft_vocab_mass(hidden, batch.target_rows, objective.target_head, objective.form)
+        target_teacher = Teacher(probs, rows.teacher_index, rows.weights, mass, factors)
+
+    text_teacher = None
+    if objective.text_weight:
+        probs = text_probs(batch.ids[rows.teachers + 1], head.t2d, head.token_map)  # [P, Vd]
+        weights = rows.weights * probs.sum(-1)[rows.teacher_index]  # 0 outside the draft vocabulary
+        text_teacher = Teacher(probs, rows.teacher_index, weights, None, factors)
+    return target_teacher, text_teacher
+
+
 def block_rows(objective: Objective, steps: int, *, on_gpu: bool) -> int:
-    """Rows of step 0 in a block: fewer with weights by confidence, which need all logits of a row's steps."""
+    """Computed rows of step 0 in a block of ``steps`` steps."""
     if objective.dpace_alpha is None:
         return LOSS_BLOCK_ON_GPU if on_gpu else LOSS_BLOCK
-    return max(1, (LOGITS_ON_GPU if on_gpu else LOGITS) // steps)
+    num_logits = LOGITS_ON_GPU if on_gpu else LOGITS
+    return max(1, num_logits // steps)
 
 
 def _block_loss(
@@ -241,9 +339,15 @@ def _block_loss(
     teachers: tuple[Teacher | None, Teacher | None],
     grads: WeightGrads,
 ) -> SoftCrossEntropy:
-    """Loss of a block's rows: ``states [M, H]`` learn from ``teachers``, the target's distributions, made of
-    its ``hidden [P, H]``, and the text's tokens, in a pass for each that there is. Gradients of the weights
-    of ``output`` that learn are added to ``grads``."""
+    """Loss of a block's rows. One pass for each teacher; their losses are added.
+
+    Args:
+        output: weights of the output layer.
+        states: its input ``[N, H]``.
+        hidden: final hidden states of the target ``[P, H_target]``, for EAGLE-1's loss.
+        teachers: of the target and of the text.
+        grads: gradients of ``output``, which are added to in place; None for a frozen weight.
+    """
     teacher, text = teachers
     if objective.regression is not None and teacher is not None:
         (weight,) = output
@@ -254,7 +358,7 @@ def _block_loss(
         parts.append(soft(states, output, teacher, tells_acceptance=objective.confidence_weight > 0))
     if text is not None:
         hard = linear_draft_loss(states, output, text, loss={"ce": objective.text_weight}, weight_grad=grads)
-        has_token = text.probs.sum(-1)[text.index]  # or its row says nothing
+        has_token = text.probs.sum(-1)[text.index]  # 0 for a token outside the draft vocabulary
         parts.append(hard._replace(row_losses=hard.row_losses * has_token))
     first, *others = parts
     for part in others:
@@ -265,14 +369,21 @@ def _block_loss(
 def _confidence_loss(
     head: DraftHead,
     states: torch.Tensor,
-    before: torch.Tensor,
+    previous_tokens: torch.Tensor,
     acceptance: torch.Tensor,
     row_weights: torch.Tensor,
     objective: Objective,
 ) -> torch.Tensor:
-    """Weighted cross-entropy of the head's confidence in rows ``states [M, H]`` behind the tokens ``before``
-    with their ``acceptance`` rates (DSpark, arXiv 2607.05147)."""
-    logits = head.confidence_logits(states, before)
+    """Weighted cross-entropy between the head's confidence and the acceptance rate (DSpark, arXiv
+    2607.05147).
+
+    Args:
+        states: inputs of the output layer ``[N, H]``.
+        previous_tokens: int64 ``[N]``, the token before the one that each row drafts.
+        acceptance: fp32 ``[N]``, probability that the row's draft is accepted.
+        row_weights: fp32 ``[N]``.
+    """
+    logits = head.confidence_logits(states, previous_tokens)
     assert logits is not None, "the head does not tell its confidence"
     rows = binary_cross_entropy_with_logits(logits.float(), acceptance, reduction="none")
     return objective.confidence_weight * (rows * row_weights).sum()
@@ -284,22 +395,36 @@ def _count(
     plan: RowPlan,
     figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
-    """Add the figures of a block to ``sums [4, K]``: whether a row matches, its loss and whether it
-    learns, all ``[M]``. Returns the number of leading steps that match at every position, fp64 ``[T]``. A
-    row that was kept at a step counts for those that were dropped there."""
-    rows, num_tokens = plan.rows, len(plan.needed)
+    """Add the statistics of a block to ``sums``.
+
+    A row that conditional drop kept at a step stands for the dropped ones: it counts 1 / keep rate.
+
+    Args:
+        sums: fp64 ``[4, K]``, see :class:`TTTOutput`; changed in place.
+        figures: of each row of the block, ``[M]`` each: whether its most likely token is the target's, its
+            loss, and whether it learns.
+
+    Returns:
+        Number of leading steps that match at every token position, fp64 ``[T]``.
+    """
+    num_tokens = len(plan.is_teacher)
     is_match, row_losses, learns = figures
-    sizes = [b - a for a, b in block.pieces]
-    alive = torch.ones(num_tokens, dtype=torch.bool, device=is_match.device)
-    leading = torch.zeros(num_tokens, dtype=torch.float64, device=is_match.device)
     losses = row_losses.double().masked_fill(~learns, 0.0)
-    pieces = zip(is_match.split(sizes), losses.split(sizes), learns.split(sizes), strict=True)
-    for step, (hits, mine, learned) in enumerate(pieces):
-        a, b = block.pieces[step]
-        still = torch.zeros_like(alive)
-        still[rows[step][a:b]] = hits & alive[rows[step][a:b]]
-        alive = still
-        leading += alive / plan.shares[step]
-        matching = alive.sum() / plan.shares[step]
-        sums[:, step] += torch.stack((mine.sum(), hits.sum(), matching, learned.sum()))
-    return leading
+
+    # The figures of each step.
+    sizes = [stop - start for start, stop in block.bounds]
+    steps = zip(is_match.split(sizes), losses.split(sizes), learns.split(sizes), strict=True)
+
+    # A row leads at a step if it matches there and has matched at all steps before.
+    leads = torch.ones(num_tokens, dtype=torch.bool, device=is_match.device)
+    num_leading = torch.zeros(num_tokens, dtype=torch.float64, device=is_match.device)
+    for step, (step_matches, step_losses, step_learns) in enumerate(steps):
+        start, stop = block.bounds[step]
+        rows = plan.rows[step][start:stop]
+        leads_here = torch.zeros_like(leads)
+        leads_here[rows] = step_matches & leads[rows]
+        leads = leads_here
+        num_leading += leads / plan.keep_rates[step]
+        leading = leads.sum() / plan.keep_rates[step]
+        sums[:, step] += torch.stack((step_losses.sum(), step_matches.sum(), leading, step_learns.sum()))
+    return num_leading

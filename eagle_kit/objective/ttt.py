@@ -1,16 +1,22 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840): a head runs K steps on its own outputs, as when serving.
+"""Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): K steps on the head's own outputs.
 
-Two forwards are shared by heads with decoder layers of the usual kind:
+Step 0 is the paper's native training step: the head reads g, the fused target states. Steps 1 to K - 1 are
+its simulated steps: the head reads a, its own output of the step before. Figure 6 of the paper shows the
+attention masks: a row of step k sees the rows of step 0 up to itself, and its own row of steps 1 to k
+(:func:`~eagle_kit.objective.step_parts.step_attention`). K is ``training.ttt_length``.
 
-* One layer that runs K times (EAGLE-1, EAGLE-3). Step 0 runs over all rows, because its keys and values are
-  the prefix of every row. Everything after its attention, and all later steps, run only over the rows that
-  have loss in this step or a later one.
+Two forwards are shared by heads of several kinds:
+
+* One layer that runs K times (EAGLE-1, EAGLE-3). Step 0 computes keys and values of all rows. The rest of
+  step 0, and all later steps, run over the rows that have loss in this step or in a later one.
 * One layer for every step (MTP modules). Layer k runs at every row, reads the state of layer k - 1 and the
   token of step k, and attends to all rows before it, as in DeepSeek-V3 (arXiv 2412.19437, 2.2).
 
 Other heads (P-EAGLE, DFlash) have a forward of their own, :meth:`DraftHead.training_steps`.
 
-Legend: T packed tokens, K steps, R_k rows with loss of step k, C_k computed rows of step k, H hidden.
+Legend: T packed tokens, P tokens up to the last computed row, K steps (``ttt_length``), R_k rows with loss
+at step k, C_k computed rows of step k, H / H_target hidden of head / target, L captured layers, Hq / Hkv
+heads, D head size.
 """
 
 from functools import partial
@@ -29,9 +35,11 @@ CROSS_ENTROPY = Objective()
 
 
 def ttt_forward_backward(head: DraftHead, batch: TTTBatch, objective: Objective = CROSS_ENTROPY) -> TTTOutput:
-    """:func:`ttt_forward`, then backward; gradients are added to ``.grad`` of the head."""
+    """Run :func:`ttt_forward` and backward. Gradients are added to ``.grad`` of the head's parameters."""
     out = ttt_forward(head, batch, objective)
-    if out.loss.requires_grad:  # not when every token of the target is outside the draft vocabulary
+
+    # The loss has no graph if every target token is outside the draft vocabulary.
+    if out.loss.requires_grad:
         out.loss.backward()
     return out._replace(loss=out.loss.detach())
 
@@ -75,59 +83,71 @@ def run_steps(
 def _run_one_layer(
     head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute: bool
 ) -> list[torch.Tensor]:
-    """:func:`run_steps` of a head whose one layer runs K times."""
+    """:func:`run_steps` of a head whose one layer runs K times (EAGLE-1, EAGLE-3)."""
     ids = batch.ids
     plan = batch.plan
-    features = batch.inputs or batch.features
+    target_states = batch.inputs or batch.features
     layer = head.blocks[0]
     scale = head.config.attention_scale
     window = head.config.layer.sliding_window
     positions = positions_of(plan.doc_start)
     all_rows = torch.arange(plan.length, device=ids.device)
 
-    def first_step(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        embeds = embedding(ids[token_of(all_rows, 0)], head.embedding(batch.embed_weight))
-        x, residual = layer.inputs(hidden, embeds)
-        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[: plan.length]))
+    def first_step(feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The native training step, over g ``[P, H]``. Returns a ``[C_0, H]``, and keys and values of all
+        rows ``[P, Hkv, D]``."""
+        embeds = embedding(ids[token_of(all_rows, 0)], head.embedding(batch.embed_weight))  # [P, H]
+        x, residual = layer.inputs(feature, embeds)  # [P, 2 H], [P, H]
+        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[: plan.length]))  # [P, Hq or Hkv, D]
 
-        # From here on only the rows that are needed again.
+        # Every row has a key and a value. Rows without loss in any step need nothing else.
         rows = plan.computed[0]
         queries = plan.attention[0].within(window, 0)
-        attended = step_attention(q[rows], k, v, None, None, queries, scale)
+        attended = step_attention(q[rows], k, v, None, None, queries, scale)  # [C_0, Hq, D]
         attended = layer.self_attn.gated(attended, x[rows])
-        return head.feed_back(layer.finish(residual[rows], attended)), k, v
+        out = layer.finish(residual[rows], attended)  # [C_0, H]
+        return head.feed_back(out), k, v
 
     def later_step(
-        step: int, before: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *earlier: torch.Tensor
+        step: int, feature: torch.Tensor, k0: torch.Tensor, v0: torch.Tensor, *earlier: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A simulated training step, over a of the step before ``[C_(k-1), H]``. Returns a ``[C_k, H]``, and
+        keys and values of the rows ``[C_k, Hkv, D]``."""
         rows = plan.computed[step]
-        embeds = embedding(ids[token_of(rows, step)], head.embedding(batch.embed_weight))
-        x, residual = layer.inputs(before[plan.kept[step]], embeds)
-        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[rows] + step))
+        embeds = embedding(ids[token_of(rows, step)], head.embedding(batch.embed_weight))  # [C_k, H]
+        x, residual = layer.inputs(feature[plan.index_in_previous[step]], embeds)  # [C_k, 2 H], [C_k, H]
+        q, k, v = layer.self_attn.qkv(x, head.rope.at(positions[rows] + step))  # [C_k, Hq or Hkv, D]
 
-        # ``earlier`` has keys and values in turn, of steps 1 to step - 1.
-        own_k = torch.stack((*earlier[::2], k), 2)
-        own_v = torch.stack((*earlier[1::2], v), 2)
+        # Figure 6: keys of step 0 under the causal mask, and the row's own keys of steps 1 to k, the
+        # diagonals. ``earlier`` has keys and values in turn, of steps 1 to k - 1.
+        own_k = torch.stack((*earlier[::2], k), 2)  # [C_k, Hkv, k, D]
+        own_v = torch.stack((*earlier[1::2], v), 2)  # [C_k, Hkv, k, D]
         queries = plan.attention[step].within(window, step)
-        attended = step_attention(q, k0, v0, own_k, own_v, queries, scale)
+        attended = step_attention(q, k0, v0, own_k, own_v, queries, scale)  # [C_k, Hq, D]
         attended = layer.self_attn.gated(attended, x)
-        return head.feed_back(layer.finish(residual, attended)), k, v
+        out = layer.finish(residual, attended)  # [C_k, H]
+        return head.feed_back(out), k, v
 
-    hidden = head.features(features.hidden[: plan.length], features.aux[: plan.length])
-    fed_back, k0, v0 = call(recompute, first_step, hidden)
+    # Step 0 reads the fused target states.
+    hidden = target_states.hidden[: plan.length]  # [P, H_target]
+    aux_hidden_states = target_states.aux[: plan.length]  # [P, L * H_target]
+    feature = head.features(hidden, aux_hidden_states)  # [P, H]
+    fed_back, k0, v0 = call(recompute, first_step, feature)
     outputs = [rows_with_loss(fed_back, plan, 0)]
+
+    # Later steps read the output of the step before.
     own: list[torch.Tensor] = []
     for step in range(1, len(plan.rows)):
         if plan.computed[step].numel() == 0:
             outputs += [fed_back[:0]] * (len(plan.rows) - step)
             break
 
-        # Keys and values of earlier steps, at the rows that go on.
-        own = [part[plan.kept[step]] for part in own]
-        before = fed_back
+        # Keys and values of earlier steps, at the computed rows of this step.
+        own = [part[plan.index_in_previous[step]] for part in own]
+        feature = fed_back
         if detach_steps:
-            before = fed_back.detach()
-        fed_back, k, v = call(recompute, partial(later_step, step), before, k0, v0, *own)
+            feature = fed_back.detach()
+        fed_back, k, v = call(recompute, partial(later_step, step), feature, k0, v0, *own)
         own += [k, v]
         outputs.append(rows_with_loss(fed_back, plan, step))
     return outputs
@@ -136,10 +156,10 @@ def _run_one_layer(
 def _run_layer_per_step(
     head: DraftHead, batch: TTTBatch, detach_steps: bool, recompute: bool
 ) -> list[torch.Tensor]:
-    """:func:`run_steps` of a head with a layer for every step.
+    """:func:`run_steps` of a head with a layer for every step (MTP modules).
 
-    A row whose token lies past the end of the text, or of its document, is computed with any token: only such
-    rows attend to it.
+    A row whose token is past the end of its document reads another token: only rows without loss attend to
+    it.
     """
     ids = batch.ids
     plan = batch.plan
@@ -152,7 +172,8 @@ def _run_layer_per_step(
     def one_step(step: int, hidden: torch.Tensor) -> torch.Tensor:
         layer = head.blocks[step]
         tokens = ids[token_of(all_rows, step).clamp(max=len(ids) - 1)]
-        x, residual = layer.inputs(hidden, embedding(tokens, head.embedding(batch.embed_weight)))
+        embeds = embedding(tokens, head.embedding(batch.embed_weight))
+        x, residual = layer.inputs(hidden, embeds)
         q, k, v = layer.self_attn.qkv(x, head.rope.at(positions + step))
         attended = step_attention(q, k, v, None, None, queries, head.config.attention_scale)
         return head.feed_back(layer.finish(residual, layer.self_attn.gated(attended, x)))

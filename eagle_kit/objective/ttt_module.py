@@ -38,8 +38,11 @@ class TTTModule(nn.Module):
         objective: Objective = CROSS_ENTROPY,
     ) -> None:
         super().__init__()
-        self.head, self.training_config, self.objective = head, training, objective
-        self._frozen = (embed_weight, target_rows)  # a tuple, so that nobody shards or broadcasts them
+        self.head = head
+        self.training_config = training
+        self.objective = objective
+        # A tuple is no buffer: DDP does not broadcast it, and FSDP does not shard it.
+        self._frozen = (embed_weight, target_rows)
 
     def forward(
         self,
@@ -47,7 +50,7 @@ class TTTModule(nn.Module):
         aux: torch.Tensor,
         hidden: torch.Tensor,
         argmax: torch.Tensor,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         row_weights: list[torch.Tensor],
     ) -> TTTOutput:
         """Loss of one micro_batch.
@@ -58,20 +61,21 @@ class TTTModule(nn.Module):
 
         Args:
             micro_batch: packed rows; None for gradients of zeros.
-            aux, hidden, argmax: what the head reads, see :class:`TargetFeatures`.
-            taught: ``hidden`` without the noise that the head may read; the teacher is made of it.
+            aux, hidden, argmax: what the head reads, with noise if there is any, see
+                :class:`TargetFeatures`.
+            teacher_hidden: ``hidden`` without noise, ``[T, H]``: the teacher is made of it.
             row_weights: see :class:`TTTBatch`.
         """
         if micro_batch is None:
             return TTTOutput.nothing(self._nothing(aux, hidden), 0)
-        embed_weight, target_head = self._frozen
+        embed_weight, target_rows = self._frozen
         batch = TTTBatch(
             ids=micro_batch.ids,
             plan=micro_batch.plan,
             row_weights=row_weights,
-            features=TargetFeatures(aux, taught, argmax),
+            features=TargetFeatures(aux, teacher_hidden, argmax),
             embed_weight=embed_weight,
-            target_head=target_head,
+            target_rows=target_rows,
             inputs=TargetFeatures(aux, hidden, argmax),
             group=micro_batch.group,
             num_groups=micro_batch.num_groups,

@@ -69,7 +69,7 @@ class Step:
         with phase(LogKind.SYNCHRONISATION) as found["capture"]:
             layers = self.head.config.aux_layer_ids
             features = capture_features(
-                self.target, batch.ids, batch.doc_start, layers, plan.taught, plan.spans
+                self.target, batch.ids, batch.doc_start, layers, plan.teacher_positions, plan.spans
             )
         with phase(LogKind.SYNCHRONISATION) as found["forward"]:
             out = self.strategy.forward(batch, features, features.hidden, weights, last=True)

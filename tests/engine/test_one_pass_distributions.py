@@ -56,7 +56,7 @@ def pairs(target):
 
     def learned(make, changes):
         head = make(target, std=0.1, num_layers=1, **changes).requires_grad_(True)
-        features = capture_features(target, ids, doc_start, head.capture, plan.needed)
+        features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
         rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
         batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
         optimizer = torch.optim.AdamW(head.parameters(), lr=5e-3)

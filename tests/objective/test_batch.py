@@ -92,6 +92,6 @@ def test_rows_of_a_step_are_counted_by_group() -> None:
     assert micro_batch.group_counts == [8 + 10 + 4, 3 + 2]
     drop = RowDrop(RowSampling(0.5, 0.0), seed=0, step=0)
     dropped = make_micro_batch(DATA, [0, 2], 3, CPU, "serving", drop)
-    assert dropped.plan.shares == pytest.approx((1.0, 0.5, 0.25))
+    assert dropped.plan.keep_rates == pytest.approx((1.0, 0.5, 0.25))
     assert dropped.group_counts == micro_batch.group_counts, "every row is kept at the first step"
     assert sum(dropped.plan.counts[1:]) < sum(micro_batch.plan.counts[1:])

@@ -46,7 +46,7 @@ def test_a_training_step_weighs_every_row_by_its_own_steps(rule):
     head = tiny_head(target, 101).requires_grad_(True)
     ids, reply, doc_start = packed_row()
     plan = plan_row(reply, doc_start, STEPS, rule)
-    features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)
+    features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     weights = [torch.linspace(0.5, 1.0, count) for count in plan.counts]
     rows = target.head_weight[head.target_ids]
     batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
@@ -63,17 +63,17 @@ def test_a_training_step_weighs_every_row_by_its_own_steps(rule):
                 (head.norm_for_head(outputs[k][i]) @ head.lm_head.weight.t()).double().log_softmax(-1)
                 for k, i in zip(steps, where, strict=True)
             ]
-            sayable = [bool(head.t2d[features.argmax[row + 1 + k]]) for k in steps]
+            in_draft_vocab = [bool(head.t2d[features.argmax[row + 1 + k]]) for k in steps]
             said = [
                 float(q[teacher[row + 1 + k].argmax()].exp()) * can
-                for q, k, can in zip(log_q, steps, sayable, strict=True)
+                for q, k, can in zip(log_q, steps, in_draft_vocab, strict=True)
             ]
             for j, (k, i) in enumerate(zip(steps, where, strict=True)):
                 credit, reached = 0.0, 1.0
                 for m, q in enumerate(said):
                     reached *= (1 - ALPHA) * q + ALPHA
                     credit += reached * (m >= j)
-                if sayable[j]:
+                if in_draft_vocab[j]:
                     loss = -(teacher[row + 1 + k] * log_q[j]).sum()
                     expected += float(weights[k][i]) * credit * float(loss)
     assert float(out.loss) == pytest.approx(expected, rel=1e-4)

@@ -41,7 +41,7 @@ def test_loss_and_every_gradient_equal_the_published_step(recipe):
     head = randomise(Eagle1Head(config), 3, 0.15).bind(target.lm_head)
     ids, reply, doc_start = packed_row()
     plan = plan_row(reply, doc_start, steps)
-    features = capture_features(target, ids, doc_start, head.capture, plan.needed)
+    features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     read = features._replace(hidden=features.hidden + 0.3 * noise(61, 48, seed=7))
     step_weights = [0.7**k for k in range(steps)]
     result = ttt_forward_backward(

@@ -93,7 +93,7 @@ def batch_of(target, head, drop: RowDrop | None = None, *, ids=None, rule: str =
         shares, most = drop.sampling.shares(steps), drop.sampling.most
         uniforms = drop.uniforms([3], [len(ids)])
     plan = plan_row(reply, doc_start, steps, rule, shares, uniforms, most)
-    features = capture_features(target, ids, doc_start, head.capture, plan.needed)
+    features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     weights = [torch.full((n,), 0.9**k) for k, n in enumerate(plan.counts)]
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     return TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
@@ -205,7 +205,7 @@ def test_a_draft_depends_on_nothing_behind_it(target, name):
     if hasattr(head.config, "block_size"):  # the anchor's own state, which serving does not know
         noisy = other.features.aux.clone()
         noisy[row + 1 :] += 1.0
-        shared = other.embed_weight, other.target_head
+        shared = other.embed_weight, other.target_rows
         features = other.features._replace(aux=noisy)
         other = TTTBatch(changed, other.plan, other.row_weights, features, *shared)
     size = head.config.hidden_size

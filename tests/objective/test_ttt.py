@@ -135,7 +135,7 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
         drawn = drop.sampling.shares(STEPS), drop.uniforms([3], [len(ids)])
         kept = torch.stack([drawn[1] < ratio**k for k in range(STEPS)])
     plan = plan_row(reply, doc_start, STEPS, rows, *drawn)
-    features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.needed)
+    features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     weights = [0.8**k for k in range(STEPS)]
     rows_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
     result = ttt_forward_backward(
@@ -163,7 +163,7 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
 def test_published_rows_are_ours_and_those_of_rounds_that_begin_in_the_prompt():
     _, reply, doc_start = packed_row()
     ours, theirs = (plan_row(reply, doc_start, STEPS, rule) for rule in ("serving", "published"))
-    assert torch.equal(ours.needed, theirs.needed)  # so captured states serve both
+    assert torch.equal(ours.is_teacher, theirs.is_teacher)  # so captured states serve both
     for k, (mine, published) in enumerate(zip(ours.rows, theirs.rows, strict=True)):
         extra = published[~torch.isin(published, mine)]
         assert torch.isin(mine, published).all() and (reply[extra + 1] < 0).all()

@@ -37,7 +37,7 @@ def target() -> LlamaModel:
 def ours(head, target, steps: int, weights):
     ids, reply, doc_start = packed_row()
     plan = plan_row(reply, doc_start, steps)
-    features = capture_features(target, ids, doc_start, head.capture, plan.needed)
+    features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     row_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]
     batch = TTTBatch(ids, plan, row_weights, features, target.embed_tokens.weight, rows)

@@ -192,7 +192,7 @@ class Texts:
         target = self.target
         plan = plan_row(self.number, self.doc_start, 3)
         weights = [torch.full((count,), 1 / count) for count in plan.counts]
-        features = capture_features(target, self.ids, self.doc_start, head.capture, plan.needed)
+        features = capture_features(target, self.ids, self.doc_start, head.capture, plan.is_teacher)
         rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
         batch = TTTBatch(self.ids, plan, weights, features, target.embed_tokens.weight, rows)
 

@@ -302,7 +302,7 @@ def check_against_target(source: FileSource, found: TrainingComponents, layer_id
     theirs = source.states(batch, layer_ids)
     target = load_target(found.folder, dtype=dtype, device=device)
     everything = tuple(range(config.num_layers + 1))
-    ours = capture_features(target, batch.ids, batch.doc_start, everything, batch.plan.taught)
+    ours = capture_features(target, batch.ids, batch.doc_start, everything, batch.plan.teacher_positions)
     states = ours.aux.split(config.hidden_size, -1)
     for layer, state in zip(layer_ids, theirs.aux.split(config.hidden_size, -1), strict=True):
         if (gap := _gap(state, states[layer])) > CHECKED_GAP:

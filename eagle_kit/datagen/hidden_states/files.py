@@ -172,8 +172,9 @@ class FileSource:
         hidden = states[:, last].contiguous()
         if is_raw:
             hidden = self._target.final_norm(hidden)
-        argmax, needed = torch.full(micro_batch.ids.shape, -1, device=weight.device), micro_batch.plan.taught
-        argmax[needed] = vocab_argmax(hidden[needed], self._target.head_weight)
+        argmax = torch.full(micro_batch.ids.shape, -1, device=weight.device)
+        teachers = micro_batch.plan.teacher_positions
+        argmax[teachers] = vocab_argmax(hidden[teachers], self._target.head_weight)
         return TargetFeatures(aux, hidden, argmax)
 
 

@@ -201,8 +201,8 @@ class PEagleHead(Eagle3Head):
                 if not len(queries[step]):
                     break
                 if step > 1:
-                    own_keys = [part[plan.kept[step]] for part in own_keys]
-                    own_values = [part[plan.kept[step]] for part in own_values]
+                    own_keys = [part[plan.index_in_previous[step]] for part in own_keys]
+                    own_values = [part[plan.index_in_previous[step]] for part in own_values]
                 own_keys.append(keys[step])
                 own_values.append(values[step])
                 attended = step_attention(

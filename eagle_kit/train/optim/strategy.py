@@ -50,14 +50,14 @@ class Strategy(ABC):
         self,
         micro_batch: MicroBatch,
         inputs: TargetFeatures,
-        taught: torch.Tensor,
+        teacher_hidden: torch.Tensor,
         row_weights: list[torch.Tensor],
         *,
         last: bool,
     ) -> TTTOutput:
         """Call :attr:`module`; ``last`` as for :meth:`backward`."""
         self._prepare(inputs, last)
-        return self.module(micro_batch, *inputs, taught, row_weights)
+        return self.module(micro_batch, *inputs, teacher_hidden, row_weights)
 
     @abstractmethod
     def update(self, learning_rate: float, clip_norm: float | None) -> float:

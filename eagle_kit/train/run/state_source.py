@@ -27,7 +27,7 @@ class TargetSource:
         """See :class:`StateSource`."""
         ids, starts = micro_batch.ids, micro_batch.doc_start
         return capture_features(
-            self._target, ids, starts, layer_ids, micro_batch.plan.taught, micro_batch.plan.spans
+            self._target, ids, starts, layer_ids, micro_batch.plan.teacher_positions, micro_batch.plan.spans
         )
 
 
@@ -45,14 +45,19 @@ class SharedTarget:
 
     def states(self, micro_batch: MicroBatch, layer_ids: tuple[int, ...]) -> TargetFeatures:
         """See :class:`StateSource`."""
-        device, plan, mine = micro_batch.ids.device, micro_batch.plan, None
+        device = micro_batch.ids.device
+        plan = micro_batch.plan
+        mine = None
         given = self._ranks.all((micro_batch.ids.cpu(), micro_batch.doc_start.cpu(), plan.spans))
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         for rank, (ids, starts, spans) in enumerate(given):
-            is_mine = rank == self._ranks.rank
-            layers, needed = (layer_ids, plan.taught) if is_mine else ((), nothing)
-            found = capture_features(self._target, ids.to(device), starts.to(device), layers, needed, spans)
-            mine = found if is_mine else mine
+            # The forward of another process's row: no layer is captured for it here.
+            if rank != self._ranks.rank:
+                capture_features(self._target, ids.to(device), starts.to(device), (), nothing, spans)
+                continue
+            mine = capture_features(
+                self._target, ids.to(device), starts.to(device), layer_ids, plan.teacher_positions, spans
+            )
         assert mine is not None
         return mine
 

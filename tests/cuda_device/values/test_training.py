@@ -118,8 +118,9 @@ class Trainer:
             is_last = number == len(batches)
             weights = row_weights(batch, self.config.weights[:TTT_LENGTH], "tokens", counts, num_documents)
             layers = self.head.config.aux_layer_ids
+            teachers = batch.plan.teacher_positions
             features = capture_features(
-                self.target, batch.ids, batch.doc_start, layers, batch.plan.taught, batch.plan.spans
+                self.target, batch.ids, batch.doc_start, layers, teachers, batch.plan.spans
             )
             out = self.strategy.forward(batch, features, features.hidden, weights, last=is_last)
             self.strategy.backward(out.loss, last=is_last)

@@ -317,7 +317,7 @@ def test_a_store_has_what_the_target_says_of_every_row(make_run: Callable) -> No
             torch.testing.assert_close(
                 states["hidden"][start:stop], out.hidden_states[-1][0], rtol=1e-4, atol=1e-4
             )
-            needed = forward.plan.needed[start:stop]
+            needed = forward.plan.is_teacher[start:stop]
             assert states["argmax"][start:stop][needed].equal(out.logits[0].argmax(-1)[needed])
             assert states["argmax"][start:stop][~needed].eq(-1).all() and needed.any()
 

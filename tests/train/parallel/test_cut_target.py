@@ -34,7 +34,7 @@ def row(rank: int) -> Any:
     doc_start = starts.repeat_interleave(torch.tensor(lengths))
     ids = torch.randint(270, (sum(lengths),), generator=generator)
     taught = torch.arange(1, sum(lengths), 2)
-    plan = SimpleNamespace(taught=taught, spans=document_spans(doc_start))
+    plan = SimpleNamespace(teacher_positions=taught, spans=document_spans(doc_start))
     return SimpleNamespace(ids=ids, doc_start=doc_start, plan=plan)
 
 
@@ -80,7 +80,7 @@ def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
     whole_bytes = sum(parameter.nbytes for name, parameter in layers if "norm" not in name)
     for rank, (found, held) in enumerate(run_ranks(size, capture_cut, folder)):
         mine = row(rank)
-        expected = capture_features(whole, mine.ids, mine.doc_start, LAYERS, mine.plan.taught)
+        expected = capture_features(whole, mine.ids, mine.doc_start, LAYERS, mine.plan.teacher_positions)
         torch.testing.assert_close(found.aux, expected.aux, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(found.hidden, expected.hidden, rtol=1e-4, atol=1e-4)
         assert found.argmax.equal(expected.argmax) and (found.argmax >= 0).any()

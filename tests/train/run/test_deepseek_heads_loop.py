@@ -229,7 +229,7 @@ def test_modules_that_a_curriculum_has_not_come_to_have_gradients_of_zeros(deeps
     head = MTPHead(MTPConfig(target.config, 2)).bind(target.lm_head)
     module = TTTModule(head, target.embed_tokens.weight, target.head_weight, TrainingConfig(ttt_length=2))
     forward = make_micro_batch(data, [0], 1, torch.device("cpu"))
-    features = capture_features(target, forward.ids, forward.doc_start, (), forward.plan.needed)
+    features = capture_features(target, forward.ids, forward.doc_start, (), forward.plan.is_teacher)
     weights = row_weights(forward, [1.0], "tokens", forward.plan.counts, 1)
     module(forward, *features, features.hidden, weights).loss.backward()
     second = dict(head.layers[1].named_parameters())

@@ -67,7 +67,7 @@ class Step:
                 self.ids,
                 self.plan.doc_start,
                 self.head.config.aux_layer_ids,
-                self.plan.needed,
+                self.plan.is_teacher,
             )
 
     def train(self, backend, features, autocast=False):
