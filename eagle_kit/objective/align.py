@@ -1,35 +1,39 @@
-"""Alignment of rows, tokens, positions and teachers.
+"""Alignment of training-time test: the token, position and teacher of each row, and its loss mask.
 
-At row i and step k of training-time test
+At row i and step k (EAGLE-3, arXiv 2503.01840, section 3.2), with the text x:
 
-    feature    the fused target state f_i (k = 0), else the head's own output at row i of step k - 1
-    token      x[i + 1 + k]
-    position   i + k (RoPE, within the document)
-    teacher    the target's distribution at position i + 1 + k, its prediction of x[i + 2 + k]
+    feature    g of position i (k = 0), or a of row i at step k - 1
+    token      x[i + 1 + k], whose embedding e the head reads
+    position   i + k, for RoPE, within the document
+    teacher    the target's distribution at position i + 1 + k, which predicts x[i + 2 + k]
 
-A row carries loss at step k when serving would draft there: a round starts after a token that was sampled, so
-x[i + 1] is a token of a reply, and the predicted token x[i + 2 + k] belongs to the same reply. Rows whose
-target would run past the sequence do not exist.
+Rows without x[i + 2 + k] do not exist. The loss mask is ``reply``: the number of the reply that each token
+belongs to, and -1 for tokens of prompts. ``loss_mask`` of other trainers is ``reply >= 0``. Of the rows
+that exist, these carry loss at step k:
 
-The published code of EAGLE-3 (SafeAILab/EAGLE, ``traineagle3``) multiplies by its loss mask shifted by k, and
-its mask lies one token before the reply's tokens and ends two before its end: row i carries loss at step k
-when x[i + 1 + k] and x[i + 2 + k] are of the same reply. At step 0 that is the same; later it adds k rows
-before every reply, where no round ever starts. (In a conversation's last turn its mask runs on to the end of
-the text, which also teaches what follows the last token, and once a uniform distribution: one and two
-rows a conversation that are not imitated.)
+    loss_rows    condition                                        function
+    serving      x[i + 1] and x[i + 2 + k] are of one reply       :func:`supervised_rows`
+    published    x[i + 1 + k] and x[i + 2 + k] are of one reply   :func:`published_rows`
 
-Legend: T packed tokens, K steps, R_k rows of step k.
+``serving`` has the rows where the engine drafts: a round starts after a token of a reply. ``published`` has
+those of the published code (SafeAILab/EAGLE, ``traineagle3``), which shifts its loss mask by k. Both are
+equal at step 0. At step k ``published`` adds k rows before every reply, where no round starts.
+
+The published code also trains one or two rows behind the last reply of a conversation, because its mask
+goes on to the end of the text. These rows are not imitated.
+
+Legend: T packed tokens, K steps (``ttt_length``), R_k rows with loss at step k.
 """
 
 import torch
 
 
 def supervised_rows(reply: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
-    """Rows that carry loss at each step.
+    """Rows that carry loss at each step where the engine drafts (``loss_rows: serving``).
 
     Args:
-        reply: int64 ``[T]``, the reply each token must be produced in, different for every reply of the
-            packed row; -1 elsewhere.
+        reply: int64 ``[T]``, number of the reply that each token belongs to, different for every reply of
+            the packed row; -1 elsewhere.
         ttt_length: K.
 
     Returns:
@@ -38,18 +42,22 @@ def supervised_rows(reply: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
     length = reply.shape[0]
     rows = []
     for k in range(ttt_length):
-        count = max(length - 2 - k, 0)
-        started, predicted = reply[1 : 1 + count], reply[2 + k : 2 + k + count]
-        rows.append(torch.nonzero((started >= 0) & (started == predicted))[:, 0])
+        num_rows = max(length - 2 - k, 0)
+        started = reply[1 : 1 + num_rows]  # reply of x[i + 1]
+        predicted = reply[2 + k : 2 + k + num_rows]  # reply of x[i + 2 + k]
+        loss_mask = (started >= 0) & (started == predicted)
+        rows.append(torch.nonzero(loss_mask)[:, 0])
     return rows
 
 
 def published_rows(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int) -> list[torch.Tensor]:
-    """Rows that carry loss at each step in the published code of EAGLE-3.
+    """Rows that carry loss at each step in the published code of EAGLE-3 (``loss_rows: published``).
 
     Args:
-        reply, ttt_length: see :func:`supervised_rows`.
-        doc_start: int64 ``[T]``; a row and what it learns are of one document.
+        reply: see :func:`supervised_rows`.
+        doc_start: int64 ``[T]``, first token of each token's document; a row and its teacher are of one
+            document.
+        ttt_length: K.
 
     Returns:
         K ascending int64 tensors ``[R_k]``, not subsets of each other.
@@ -57,18 +65,20 @@ def published_rows(reply: torch.Tensor, doc_start: torch.Tensor, ttt_length: int
     length = reply.shape[0]
     rows = []
     for k in range(ttt_length):
-        count = max(length - 2 - k, 0)
-        seen, predicted = reply[1 + k : 1 + k + count], reply[2 + k : 2 + k + count]
-        inside = doc_start[:count] == doc_start[1 + k : 1 + k + count]
-        rows.append(torch.nonzero((seen >= 0) & (seen == predicted) & inside)[:, 0])
+        num_rows = max(length - 2 - k, 0)
+        embedded = reply[1 + k : 1 + k + num_rows]  # reply of x[i + 1 + k]
+        predicted = reply[2 + k : 2 + k + num_rows]  # reply of x[i + 2 + k]
+        is_one_document = doc_start[:num_rows] == doc_start[1 + k : 1 + k + num_rows]
+        loss_mask = (embedded >= 0) & (embedded == predicted) & is_one_document
+        rows.append(torch.nonzero(loss_mask)[:, 0])
     return rows
 
 
 def token_of(rows: torch.Tensor, step: int) -> torch.Tensor:
-    """Index of the token that each row embeds at ``step``."""
+    """Index of the token whose embedding each row reads at ``step``; ``rows`` int64 of any shape."""
     return rows + 1 + step
 
 
 def teacher_of(rows: torch.Tensor, step: int) -> torch.Tensor:
-    """Index of the position whose target distribution each row learns at ``step``."""
+    """Position whose target distribution each row learns at ``step``; ``rows`` int64 of any shape."""
     return rows + 1 + step

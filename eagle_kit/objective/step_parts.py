@@ -1,6 +1,6 @@
-"""Parts that the forwards of training-time test share: recomputation, rows with loss, attention of a step.
+"""What the forwards of training-time test share: recomputation, rows with loss, attention of a step.
 
-Legend: T packed tokens, S steps so far, R_k rows with loss of step k, C_k computed rows of step k, H hidden,
+Legend: T packed tokens, S steps so far, R_k rows with loss at step k, C_k computed rows of step k, H hidden,
 Hq / Hkv heads, D size of a key, Dv size of a value.
 """
 
@@ -41,7 +41,10 @@ def step_attention(
     plan: QueryPlan,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of the rows of one step to the rows of step 0 and to their own rows of later steps.
+    """Attention of the rows of one step to the rows of step 0 and to their own rows of steps 1 to k.
+
+    These are the attention masks of EAGLE-3, figure 6: causal over the text, and one diagonal for each
+    later step.
 
     Values may be narrower than keys (latent attention): they are padded with zeros and the outputs are cut,
     both exactly.
@@ -58,12 +61,16 @@ def step_attention(
     Returns:
         ``[C_k, Hq, Dv]``.
     """
+    # Step 0 has no rows of later steps.
     if own_k is None or own_v is None:
         own_k = k.new_empty(q.shape[0], k.shape[1], 0, k.shape[2])
         own_v = own_k
+
+    # Values as wide as keys.
     key_size = k.shape[-1]
     value_size = v.shape[-1]
     if value_size < key_size:
         v = pad(v, (0, key_size - value_size))
         own_v = pad(own_v, (0, key_size - own_v.shape[-1]))
+
     return ttt_attention(q, k, v, own_k, own_v, plan, scale)[..., :value_size]

@@ -1,6 +1,8 @@
-"""Hidden states and choices of the target over a packed row, captured in one forward.
+"""Hidden states and most likely tokens of the target over a packed row, captured in one forward.
 
-Legend: T packed tokens, H target hidden, V target vocabulary, P positions.
+These are the inputs of EAGLE-3's draft model (section 3.1) and of its teacher (section 3.2).
+
+Legend: T packed tokens, L captured layers, H hidden of the target, V target vocabulary, P positions.
 """
 
 from typing import NamedTuple
@@ -13,20 +15,21 @@ from eagle_kit.ops.backend import current_device
 from eagle_kit.ops.linear import linear
 
 VOCAB_CHUNK = 8192
+"""Tokens of the vocabulary in a chunk of logits."""
 ROW_CHUNK = 256
+"""Rows in a chunk of logits."""
 LOGITS_ON_GPU = 1 << 28
-"""Logits of :func:`vocab_argmax` that exist together on a GPU: 512 MB in bfloat16, 2,000 rows of a vocabulary
-of 128 K, few launches."""
+"""Logits of :func:`vocab_argmax` that exist at the same time on a GPU: 512 MB in bfloat16, or 2,000 rows of a
+vocabulary of 128 K."""
 
 
 class TargetFeatures(NamedTuple):
-    """States of the target over one packed row.
+    """Hidden states of the target over one packed row, and its most likely tokens.
 
     Attributes:
-        aux: ``[T, 3 H]``, the captured states.
-        hidden: ``[T, H]``, final-normed.
-        argmax: int64 ``[T]``, the most likely next token at each position that some row learns from, -1
-            elsewhere.
+        aux: aux hidden states ``[T, L * H]``: inputs of the captured layers, side by side (l, m, h).
+        hidden: final hidden states ``[T, H]``, after the target's last norm.
+        argmax: int64 ``[T]``, the most likely next token at each teacher position, -1 elsewhere.
     """
 
     aux: torch.Tensor
@@ -35,7 +38,11 @@ class TargetFeatures(NamedTuple):
 
 
 def positions_of(doc_start: torch.Tensor) -> torch.Tensor:
-    """Positions within the document ``[T]``, of ``doc_start`` int64 ``[T]``."""
+    """Position of each token within its document, int64 ``[T]``.
+
+    Args:
+        doc_start: int64 ``[T]``, first token of each token's document.
+    """
     return torch.arange(doc_start.shape[0], device=doc_start.device) - doc_start
 
 
@@ -45,21 +52,25 @@ def capture_features(
     ids: torch.Tensor,
     doc_start: torch.Tensor,
     layer_ids: tuple[int, ...],
-    needed: torch.Tensor,
+    teachers: torch.Tensor,
     spans: list[tuple[int, int]] | None = None,
 ) -> TargetFeatures:
-    """Run the target over a packed row, every document by itself.
+    """Run the target over a packed row. Documents do not attend to each other.
 
     Args:
-        target: on any device; the features are returned where ``ids`` are.
-        ids, doc_start: int64 ``[T]``.
-        layer_ids: captured states, as inputs of these layers.
-        needed: positions whose most likely token is wanted, bool ``[T]`` or int64 ``[P]``; only the former
-            has the host wait for a GPU.
-        spans: (start, stop) of each document; default from ``doc_start``, for which the host waits.
+        target: on any device. The features are returned on the device of ``ids``.
+        ids: int64 ``[T]``.
+        doc_start: int64 ``[T]``, first token of each token's document.
+        layer_ids: target layers whose inputs are captured.
+        teachers: teacher positions, whose most likely token is computed: bool ``[T]``, or int64 ``[P]``, for
+            which the host does not wait for a GPU.
+        spans: (start, stop) of each document. None reads them from ``doc_start``, and the host waits.
     """
-    device, home = target.embed_tokens.weight.device, ids.device
-    spans, starts = spans or document_spans(doc_start), doc_start.to(device)
+    device = target.embed_tokens.weight.device
+    home = ids.device
+    spans = spans or document_spans(doc_start)
+    starts = doc_start.to(device)
+
     with current_device(device):
         out = target(
             ids.to(device),
@@ -67,26 +78,41 @@ def capture_features(
             target.packed(spans, starts.int()),
             layer_ids,
         )
-        best = vocab_argmax(out.hidden[needed.to(device)], target.head_weight)
+        best = vocab_argmax(out.hidden[teachers.to(device)], target.head_weight)  # [P]
+
     argmax = torch.full_like(ids, -1)
-    argmax[needed] = best.to(home)
+    argmax[teachers] = best.to(home)
     return TargetFeatures(out.aux.to(home), out.hidden.to(home), argmax)
 
 
 @torch.no_grad()
 def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tensor:
-    """The most likely token of each row, without ``P x V`` logits: ``[P, H]``, ``[V, H]`` -> ``[P]``. At most
-    :data:`LOGITS_ON_GPU` logits exist at a time on a GPU, and as many as fit into a cache on a CPU."""
+    """The most likely token of each row, without ``[P, V]`` logits in memory.
+
+    Args:
+        hidden: final hidden states ``[P, H]``.
+        head_weight: output layer ``[V, H]``.
+
+    Returns:
+        int64 ``[P]``.
+    """
+    # Sizes of chunks: on a GPU all tokens at once, on a CPU what fits into a cache.
+    num_tokens = VOCAB_CHUNK
+    num_rows = ROW_CHUNK
+    if hidden.is_cuda:
+        num_tokens = head_weight.shape[0]
+        num_rows = max(1, LOGITS_ON_GPU // num_tokens)
+
     best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    words = head_weight.shape[0] if hidden.is_cuda else VOCAB_CHUNK
-    size = max(1, LOGITS_ON_GPU // words) if hidden.is_cuda else ROW_CHUNK
-    for start in range(0, hidden.shape[0], size):
-        rows = hidden[start : start + size]
-        values, tokens = [], []
-        for first in range(0, head_weight.shape[0], words):
-            value, token = linear(rows, head_weight[first : first + words]).max(-1)
+    for start in range(0, hidden.shape[0], num_rows):
+        # The best token of each chunk of the vocabulary, and the best of these.
+        rows = hidden[start : start + num_rows]
+        values = []
+        tokens = []
+        for first in range(0, head_weight.shape[0], num_tokens):
+            value, token = linear(rows, head_weight[first : first + num_tokens]).max(-1)
             values.append(value)
             tokens.append(token + first)
         winner = torch.stack(values).argmax(0, keepdim=True)
-        best[start : start + size] = torch.stack(tokens).gather(0, winner)[0]
+        best[start : start + num_rows] = torch.stack(tokens).gather(0, winner)[0]
     return best

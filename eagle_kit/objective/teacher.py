@@ -1,6 +1,6 @@
-"""Distributions of the teacher over the draft vocabulary: the target's probabilities, or the text's tokens.
+"""Teacher distributions over the draft vocabulary: the target's probabilities, or the text's tokens.
 
-Legend: H target hidden, V / Vd target / draft vocabulary, P positions.
+Legend: H hidden of the target, V / Vd target / draft vocabulary, P teacher positions.
 """
 
 import torch
@@ -12,8 +12,16 @@ from eagle_kit.ops.linear import linear
 
 @torch.no_grad()
 def draft_vocab_probs(hidden: torch.Tensor, head_rows: torch.Tensor, form: LogitForm) -> torch.Tensor:
-    """The target's softmax over the draft vocabulary only: ``[P, H]``, ``[Vd, H]`` -> fp32 ``[P, Vd]``;
-    ``form`` of its logits."""
+    """The target's softmax over the logits of the draft vocabulary alone, as the published code has it.
+
+    Args:
+        hidden: final hidden states of the target ``[P, H]``.
+        head_rows: rows of its output layer for the draft vocabulary ``[Vd, H]``.
+        form: scale and soft cap of its logits.
+
+    Returns:
+        fp32 ``[P, Vd]``; each row sums to 1.
+    """
     probs = torch.empty(hidden.shape[0], head_rows.shape[0], dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], ROW_CHUNK):
         rows = slice(start, start + ROW_CHUNK)
@@ -26,34 +34,54 @@ def draft_vocab_probs(hidden: torch.Tensor, head_rows: torch.Tensor, form: Logit
 def draft_vocab_mass(
     hidden: torch.Tensor, head_rows: torch.Tensor, head_weight: torch.Tensor, form: LogitForm
 ) -> torch.Tensor:
-    """The target's probability of the draft vocabulary as a whole: ``[P, H]``, ``[Vd, H]`` and ``[V, H]`` ->
-    fp32 ``[P]``, at most 1. One matmul with the whole output layer for every teacher, shared by all steps."""
-    mine, whole = (_log_total(hidden, weight, form) for weight in (head_rows, head_weight))
-    return (mine - whole).exp().clamp_max(1.0)
+    """The sum of the target's probabilities of all tokens of the draft vocabulary.
+
+    Args:
+        hidden: final hidden states of the target ``[P, H]``.
+        head_rows: rows of its output layer for the draft vocabulary ``[Vd, H]``.
+        head_weight: its whole output layer ``[V, H]``.
+        form: scale and soft cap of its logits.
+
+    Returns:
+        fp32 ``[P]``, at most 1.
+    """
+    draft_total = _log_sum_exp(hidden, head_rows, form)  # [P]
+    target_total = _log_sum_exp(hidden, head_weight, form)  # [P]
+    return (draft_total - target_total).exp().clamp_max(1.0)
 
 
 def text_probs(tokens: torch.Tensor, t2d: torch.Tensor, token_map: torch.Tensor | None) -> torch.Tensor:
-    """Distributions fp32 ``[P, Vd]`` that are certain of ``tokens`` int64 ``[P]``; zero for those outside the
-    draft vocabulary.
+    """One-hot distributions of the text's tokens, for ``hard-ce``.
 
     Args:
-        t2d: bool ``[V]``, the tokens of the draft vocabulary.
-        token_map: target id of every draft id, int64 ``[Vd]``; None where they are equal.
+        tokens: target ids, int64 ``[P]``.
+        t2d: bool ``[V]``, True for tokens of the draft vocabulary.
+        token_map: target id of every draft id, int64 ``[Vd]``; None if they are equal.
+
+    Returns:
+        fp32 ``[P, Vd]``. A row is zero if its token is outside the draft vocabulary.
     """
-    size, ids = len(t2d), tokens
+    # Draft id of each token.
+    size = len(t2d)
+    ids = tokens
     if token_map is not None:
-        size, draft_ids = len(token_map), torch.zeros_like(t2d, dtype=torch.int64)
+        size = len(token_map)
+        draft_ids = torch.zeros_like(t2d, dtype=torch.int64)  # [V]
         draft_ids[token_map] = torch.arange(size, device=tokens.device)
-        ids = draft_ids[tokens]
-    probs = torch.zeros(len(tokens), size, device=tokens.device)
-    return probs.scatter_(1, ids[:, None], t2d[tokens].float()[:, None])
+        ids = draft_ids[tokens]  # [P]
+
+    probs = torch.zeros(len(tokens), size, device=tokens.device)  # [P, Vd]
+    in_draft_vocab = t2d[tokens].float()  # [P]
+    return probs.scatter_(1, ids[:, None], in_draft_vocab[:, None])
 
 
-def _log_total(hidden: torch.Tensor, head_weight: torch.Tensor, form: LogitForm) -> torch.Tensor:
-    """Log of the sum of exponentials of all logits, in chunks of rows and words."""
+def _log_sum_exp(hidden: torch.Tensor, head_weight: torch.Tensor, form: LogitForm) -> torch.Tensor:
+    """Log of the sum of the exponentials of each row's logits, fp32 ``[P]``, in chunks of rows and tokens."""
     totals = []
     for rows in hidden.split(ROW_CHUNK):
-        logits = (linear(rows, words).float() for words in head_weight.split(VOCAB_CHUNK))
-        parts = [form(each).logsumexp(-1) for each in logits]
+        parts = []
+        for tokens in head_weight.split(VOCAB_CHUNK):
+            logits = form(linear(rows, tokens).float())
+            parts.append(logits.logsumexp(-1))
         totals.append(torch.stack(parts).logsumexp(0))
     return torch.cat(totals)
