@@ -82,26 +82,28 @@ class HeadConfig(Section):
 
 
 class CapturedStatesHeadConfig(HeadConfig):
-    """Heads that read captured states of the target and may have an output layer of their own."""
+    """Heads that read captured hidden states of the target and may have an output layer of their own."""
 
     draft_vocab_size: int | None = Field(default=None, ge=2)
-    """Tokens that the head can propose, chosen by frequency in the supervised tokens. Null is 8192."""
+    """Size of the draft vocabulary: the most frequent tokens under the loss mask. Null is 8192."""
 
     vocab_map: str | None = None
-    """File of ``eagle-kit data vocab`` to take them from instead, made for the same tokenizer."""
+    """Draft vocabulary to use instead: a file of ``eagle-kit data vocab``, made for the same tokenizer."""
 
     aux_layer_ids: tuple[int, ...] | None = None
-    """Captured states, as "input of layer i"; null is ``(2, L//2, L-3)``."""
+    """Captured layers, as "input of layer i". Null is ``(2, L//2, L-3)``."""
 
     lm_head_init: Literal["target", "random"] = "target"
-    """``target`` copies the target's rows of the draft vocabulary, ``random`` does not."""
+    """First weights of the output layer: ``target`` copies the target's rows of the draft vocabulary,
+    ``random`` does not.
+    """
 
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the MLP; null is the target's."""
 
     start_from: str | None = None
-    """A draft of any known layout, as a folder or a hub id, whose weights, sizes and vocabulary the run
-    begins with: all but ``kind`` is left to it.
+    """A draft of any known layout, as a folder or a hub id, whose training is continued. Its weights, sizes
+    and draft vocabulary are used; of the keys of ``head`` only ``kind`` may be set beside it.
     """
 
     @model_validator(mode="after")
@@ -125,7 +127,7 @@ class CapturedStatesHeadConfig(HeadConfig):
 
     @property
     def effective_draft_vocab_size(self) -> int:
-        """:attr:`draft_vocab_size`, or what null is."""
+        """:attr:`draft_vocab_size`, or 8192 if it is null."""
         return DRAFT_VOCAB_SIZE if self.draft_vocab_size is None else self.draft_vocab_size
 
     @property

@@ -1,4 +1,8 @@
-"""Heads that read captured states through ``fc``: EAGLE-3, with a layer of either attention, and P-EAGLE."""
+"""Options of EAGLE-3 and P-EAGLE heads: the sections ``head`` and ``training`` of a training config.
+
+Both kinds fuse captured hidden states of the target by ``fc``. ``FusedStatesHeadConfig`` has the options of
+both. The docstring below an option is its help text.
+"""
 
 from typing import ClassVar, Literal
 
@@ -27,11 +31,11 @@ class Eagle3TrainingConfig(
 
 
 class PEagleTrainingConfig(DownSampleTrainingConfig, NoiseTrainingConfig, LossTrainingConfig):
-    """Training of a P-EAGLE head, whose later steps are masks."""
+    """Training of a P-EAGLE head, whose later steps read masks."""
 
     down_sample_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Step k is trained at a share ``max(ratio ** k, min)`` of the rows that could learn there, others in
-    every optimiser step. Null is 0.8, 1 is all rows.
+    """Step k is trained at a share ``max(ratio ** k, min)`` of its rows, drawn anew in every optimiser step.
+    Null is 0.8, 1 is all rows.
     """
 
     @property
@@ -41,49 +45,51 @@ class PEagleTrainingConfig(DownSampleTrainingConfig, NoiseTrainingConfig, LossTr
 
 
 class FusedStatesHeadConfig(CapturedStatesHeadConfig):
-    """Heads whose ``fc`` joins captured states."""
+    """Heads whose ``fc`` fuses captured hidden states (EAGLE-3, section 3.1)."""
 
     fc_norm: bool = False
-    """One RMSNorm per captured state in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992)."""
+    """One RMSNorm for each captured layer in front of ``fc`` (EAGLE-3.1, arXiv 2605.09992)."""
 
     norm_before_residual: bool = False
-    """Take the layer's residual after its norm of the feature, as heads of the speculators project do."""
+    """The residual of the decoder layer is the normed feature instead of the feature, as in the speculators
+    project.
+    """
 
     norm_before_fc: bool = False
-    """One RMSNorm over all captured states in front of ``fc`` (the same project's default)."""
+    """One RMSNorm over all captured states in front of ``fc`` (the default of speculators)."""
 
     own_embedding: bool = False
-    """An embedding of the head's own, which begins as the target's and is trained."""
+    """Train an embedding of the head's own, which starts as a copy of the target's."""
 
 
 class LlamaLayerHeadConfig(FusedStatesHeadConfig):
-    """Heads with a layer of ordinary attention."""
+    """Heads with Llama layers."""
 
     qk_norm: bool = False
-    """Norms of queries and keys, as Qwen3's layers have them."""
+    """RMSNorms of queries and keys, as in Qwen3."""
 
     sliding_window: int | None = Field(default=None, ge=33)
-    """Tokens that the layer attends to, its own included: a head's cost then ends with it; more than
-    ``training.ttt_length``. Null is all.
+    """Number of tokens that the layer attends to, its own included, more than ``training.ttt_length``. Null
+    is all.
     """
 
 
 class AnyEagle3HeadConfig(FusedStatesHeadConfig):
-    """EAGLE-3 with a layer of either attention."""
+    """EAGLE-3 with a Llama layer or latent attention."""
 
     training_schema: ClassVar[type[TrainingConfig]] = Eagle3TrainingConfig
 
     aux_layer_ids: tuple[int, ...] | None = None
-    """Captured states, as "input of layer i"; null is ``(2, L//2, L-3)``, an empty list is the target's final
-    states in their place.
+    """Captured layers, as "input of layer i". Null is ``(2, L//2, L-3)``. With an empty list the head reads
+    the target's final hidden states instead.
     """
 
     norm_output: bool = False
-    """Feed the normed state back (EAGLE-3.1)."""
+    """The next step reads the output after the last norm instead of before it (EAGLE-3.1)."""
 
     init: Literal["auto", "last-layer", "random"] = "auto"
-    """``last-layer`` (the target's last layer behind its last captured state) or ``random``, which ``auto``
-    is.
+    """First weights of the decoder layer: ``last-layer`` copies the target's last layer, ``random`` does not.
+    ``auto`` is ``random``.
     """
 
     @model_validator(mode="after")
@@ -119,12 +125,12 @@ class PEagleHeadConfig(LlamaLayerHeadConfig):
     """P-EAGLE (arXiv 2602.01469)."""
 
     aux_layer_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Captured states, as "input of layer i"; null is ``(2, L//2, L-3)``."""
+    """Captured layers, as "input of layer i". Null is ``(2, L//2, L-3)``."""
 
     num_layers: int | None = Field(default=None, ge=1, le=64)
-    """Decoder layers; null is 4."""
+    """Number of decoder layers. Null is 4."""
 
     mask_token_id: int | None = Field(default=None, ge=0)
-    """Token whose embedding is the mask's in exported heads; choose one that texts do not have. Null is the
-    last one of the target's vocabulary.
+    """Token whose embedding is the mask's in exported heads. Choose one that texts do not contain. Null is
+    the last token of the target's vocabulary.
     """
