@@ -1,4 +1,4 @@
-"""How new heads with an output layer of their own begin, and heads that go on from another."""
+"""First weights of heads with a draft vocabulary, and checks of the settings that choose them."""
 
 from collections.abc import Iterable
 
@@ -24,9 +24,14 @@ def check_vocab_size(size: int, target: TargetConfig) -> None:
 def init_output_layer(
     head: Eagle3Head | DFlashHead, settings: CapturedStatesHeadConfig, start: InitContext
 ) -> None:
-    """Give a new head the vocabulary of the data, and the target's output rows of it unless the settings ask
-    for random ones."""
-    # A target may have more rows than its tokenizer has tokens, or fewer.
+    """Set the draft vocabulary of a new head (``d2t``, ``t2d``) and its output layer, in place.
+
+    With ``lm_head_init: target`` the output layer is a copy of the target's rows of the draft vocabulary.
+
+    Raises:
+        UserError: the draft vocabulary has a token that the target's embedding does not have.
+    """
+    # The draft vocabulary. The target's embedding may have more rows than its tokenizer has tokens, or fewer.
     t2d = torch.as_tensor(start.vocab.t2d)
     num_rows = head.config.vocab_size
     if t2d[num_rows:].any():
@@ -38,14 +43,17 @@ def init_output_layer(
     in_draft = torch.zeros(num_rows, dtype=torch.bool)
     in_draft[: len(t2d)] = t2d[:num_rows]
     head.set_vocab_map(torch.as_tensor(start.vocab.d2t), in_draft)
-    tokens, weight = head.token_map, start.target.head_weight
+
+    # The output layer.
+    tokens = head.token_map
+    weight = start.target.head_weight
     assert tokens is not None, "the head has an output layer of its own"
     if settings.lm_head_init == "target":
         head.output.weight.copy_(weight[tokens.to(weight.device)])
 
 
 def check_start_from(folder: str, sizes: Iterable[tuple[str, object, object]]) -> None:
-    """Raise UserError where the head of ``head.start_from``, in ``folder``, is another one than a run needs.
+    """Raise UserError if the head in ``folder``, of ``head.start_from``, does not fit the run.
 
     Args:
         sizes: name of each size, what the head has, and what the run needs.

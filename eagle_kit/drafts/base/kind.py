@@ -40,10 +40,9 @@ from eagle_kit.models.targets.target import Target
 from eagle_kit.ops.linear import pack_weights
 
 FIRST_NORM = 0.1
-"""Largest share of the target's final norm that a head with the target's output layer starts with."""
+"""Largest factor of :func:`scale_final_norm`."""
 FIRST_LOGITS = 0.35
-"""Largest standard deviation of the logits that such a head starts with; a tenth of SmolLM2's norm gives
-about this."""
+"""Largest standard deviation of a new head's logits. A tenth of SmolLM2's final norm gives about this."""
 Config = TypeVar("Config", bound=HeadArchitecture)
 Head = TypeVar("Head", bound=DraftHead)
 Settings = TypeVar("Settings", bound=HeadConfig)
@@ -92,13 +91,13 @@ class DraftKind(ABC):
 
 
 class Weights(NamedTuple):
-    """Tensors of a head, every one accounted for.
+    """All tensors of a head's files, sorted by their use.
 
     Attributes:
-        config: what they make of the architecture.
-        tensors: of the head's parameters, by published names, in the dtypes of the file.
-        copies: of the target's embedding and output layer, which are not used.
-        buffers: by our names.
+        config: the architecture, with what only tensors show (``own_embedding``).
+        tensors: parameters of the head, by published name, in the dtypes of the file.
+        copies: copies of the target's embedding and output layer, which are not used.
+        buffers: buffers of the head, such as ``d2t`` and ``t2d``, by name in our module.
         borrows_output: the output layer is the target's, though the kind has one.
         ties_output: the output layer is the embedding, which is the head's own or the target's.
     """
@@ -112,8 +111,14 @@ class Weights(NamedTuple):
 
 
 class InitContext(NamedTuple):
-    """Material for the first weights of a head: the target and its folder, the vocabulary that the data ask
-    for, and the device of the head."""
+    """What the first weights of a head are made from.
+
+    Attributes:
+        target: the target model.
+        folder: its folder.
+        vocab: draft vocabulary that was chosen from the training data.
+        device: device of the new head.
+    """
 
     target: Target
     folder: Path
@@ -241,12 +246,16 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
         return head.bind(start.target.lm_head)
 
     def saved_activation_bytes(self, config: Config, width: int, *, is_gpu: bool) -> tuple[float, float]:
-        """Bytes that a row of the layer saves for the backward pass for each value of its state, before its
-        attention and behind it; what attention and MLP save themselves is not counted.
+        """Bytes of activations that one row of the decoder layer saves for backward, divided by H.
+
+        What attention and MLP save themselves is not counted.
 
         Args:
-            width: bytes of a matmul's operand.
-            is_gpu: norms are kernels, whose results have the dtype of that operand.
+            width: bytes of a matmul's operand: 4 for fp32, 2 for half precision.
+            is_gpu: the norms are kernels, whose results have the operand's dtype.
+
+        Returns:
+            The bytes before attention, and the bytes after it.
         """
         return 4 * width, 2 * width
 
@@ -484,15 +493,15 @@ def describe_attention(layer: DecoderConfig) -> str:
 
 @torch.no_grad()
 def scale_final_norm(norm: nn.Module, target: Target) -> None:
-    """Start a final norm at a small share of the target's.
+    """Set the final norm of a new head to the target's times a small factor, in place.
 
-    A new layer has learned nothing, and at full size its first logits would be confidently wrong: loss 15
-    where guessing evenly costs 9. Norms differ by target (Gemma's has a root mean square of 54), so the share
-    is chosen by the standard deviation of the logits of random states.
+    With factor 1 an untrained layer has large random logits, and the first loss is 15 where uniform logits
+    give 9. The scale of norms differs by target (Gemma's has a root mean square of 54), so the factor depends
+    on the standard deviation of the logits of random states.
     """
     full = target.norm_weight.float() * target.logit_form.scale
 
-    # Variance of logits, over tokens, for states whose values are independent and of size 1.
+    # Standard deviation of the logits, over tokens, of states with independent values of variance 1.
     rows = target.head_weight
     squares = torch.linalg.vector_norm(rows, dim=0, dtype=torch.float32).square() / len(rows)
     deviation = float((full.square() * squares.to(full.device)).sum().sqrt())
