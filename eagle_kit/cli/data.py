@@ -532,7 +532,8 @@ def _template_variants(text: str | None) -> "tuple[TemplateVariant, ...]":
 def _engine(options: RegenerateFlags) -> "tuple[Responder, str]":
     """Our engine, and its target's fingerprint."""
     from eagle_kit.cli.generate import check_shape
-    from eagle_kit.data.chat.template import template_hash
+    from eagle_kit.data.chat.renderer import ChatRenderer
+    from eagle_kit.data.chat.template import set_chat_template, template_hash
 
     context = options.max_prompt_tokens + options.max_tokens
     config = options.engine.replace(max_context=context)
@@ -541,12 +542,18 @@ def _engine(options: RegenerateFlags) -> "tuple[Responder, str]":
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.engine.llm import LLM
     from eagle_kit.models.loading.loader import target_fingerprint
-    from eagle_kit.models.loading.source import resolve_target
+    from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     named = chosen_target(options.target, [options.draft] if options.draft else [])
     with naming(named):
         folder = resolve_target(named.name)
-        llm = LLM(folder, options.draft, config)
+
+        # A missing chat template is refused before the weights are loaded and a file is written.
+        tokenizer = load_tokenizer(folder)
+        set_chat_template(tokenizer, config.chat_template)
+        ChatRenderer(tokenizer).template()
+
+        llm = LLM(folder, options.draft, config, tokenizer=tokenizer)
     target = target_fingerprint(folder)
     if config.chat_template is not None:
         target += f", chat template {template_hash(llm.tokenizer)}"

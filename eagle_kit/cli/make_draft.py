@@ -276,11 +276,13 @@ def _tracking(options: MakeDraftOptions, out: Path) -> list[str]:
 
 
 def _chosen_pilot(job: DraftJob, log: StageLog) -> Pilot:
-    """The pilot that an earlier call chose, or a new one. Raises UserError for too short a budget."""
+    """The pilot that an earlier call chose, or a new one. Raises UserError for a target without a chat
+    template, and for too short a budget."""
     from eagle_kit.train.plan.pilot import pilot_for
 
     if "pilot" in log.choices:
         return Pilot(**log.choices["pilot"])
+    _check_chat_template(job)
     pilot, seconds = pilot_for(job, MAX_PROMPT_TOKENS + MAX_REPLY_TOKENS)
     log.choices["pilot"] = asdict(pilot)
     print(
@@ -289,6 +291,19 @@ def _chosen_pilot(job: DraftJob, log: StageLog) -> Pilot:
         flush=True,
     )
     return pilot
+
+
+def _check_chat_template(job: DraftJob) -> None:
+    """Raise UserError unless the target or ``--chat-template`` has a chat template."""
+    from eagle_kit.data.chat.template import has_chat_template
+    from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+
+    if job.chat_template is None and not has_chat_template(load_tokenizer(resolve_target(job.target))):
+        raise UserError(
+            f"The target {job.target} has no chat template, and make-draft trains on its replies to chats.",
+            "Give a template with --chat-template FILE, or train on texts with a config that "
+            "eagle-kit train CONFIG --init TARGET writes.",
+        )
 
 
 def _make_plan(job: DraftJob, log: StageLog) -> BudgetPlan:

@@ -10,26 +10,30 @@ from pydantic import BaseModel
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import write_text_atomically
+from eagle_kit.data.chat.template import has_chat_template
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.loading.loader import read_target_config
-from eagle_kit.models.loading.source import resolve_target
+from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
 SMALL_WIDTH = 1024
 """Hidden size up to which a target is small enough for the settings of a laptop."""
 REPLIES = "replies.jsonl"
+TEXTS = "texts.jsonl"
 WIDTH = 100
 """Of comments."""
 
 
 def write_first_config(path: Path, target: str) -> None:
-    """Write a config for a first head of ``target``; only the target's own config is read.
+    """Write a config for a first head of ``target``; of the target, config and tokenizer are read.
 
     Raises:
         UserError: the file exists, the target cannot be read, or the file cannot be written.
     """
     if path.exists():
         raise UserError(f"{path} exists.", "Name another file, or delete it.")
-    text = first_config(target, path, read_target_config(resolve_target(target)))
+    folder = resolve_target(target)
+    has_template = has_chat_template(load_tokenizer(folder))
+    text = first_config(target, path, read_target_config(folder), has_template)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, text)
@@ -37,12 +41,13 @@ def write_first_config(path: Path, target: str) -> None:
         raise UserError(f"{path} cannot be written ({error.strerror}).", "Name another file.") from error
 
 
-def first_config(target: str, path: Path, architecture: TargetConfig) -> str:
-    """Text of a config: an EAGLE-3 head that learns from the target's own replies.
+def first_config(target: str, path: Path, architecture: TargetConfig, has_template: bool) -> str:
+    """Text of a config: an EAGLE-3 head that learns from the target's own replies, or from texts.
 
     Args:
         path: of the config, whose name without an ending is also that of the run.
         architecture: of the target, by which sizes are chosen.
+        has_template: the target has a chat template; a target without one cannot reply to chats.
     """
     name = path.stem
 
@@ -53,7 +58,7 @@ def first_config(target: str, path: Path, architecture: TargetConfig) -> str:
         "target": target,
         "output_dir": f"runs/{name}",
         "data": {
-            "source": REPLIES,
+            "source": REPLIES if has_template else TEXTS,
             "max_length": min(length, architecture.max_position_embeddings),
             "eval_conversations": 48,
         },
@@ -72,10 +77,18 @@ def first_config(target: str, path: Path, architecture: TargetConfig) -> str:
     }
 
     # What to do with it, above the keys.
-    head = [
-        "# A first EAGLE-3 head. The project's docs/reference/options.md has every other key.",
+    data = [
         "# 1. Let the target answer prompts, which teaches more than replies of others:",
         f"#    eagle-kit data regenerate --target {target} --source PROMPTS --out {REPLIES}",
+    ]
+    if not has_template:
+        data = [
+            "# 1. The target has no chat template, so the head learns from texts: write them to",
+            f'#    {TEXTS}, a line {{"text": "..."}} each (docs/training.md, "A base model on raw text").',
+        ]
+    head = [
+        "# A first EAGLE-3 head. The project's docs/reference/options.md has every other key.",
+        *data,
         f"# 2. eagle-kit train {path}",
         f"# 3. eagle-kit export runs/{name} --out {name}-draft",
         "",

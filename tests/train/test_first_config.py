@@ -7,7 +7,8 @@ import pytest
 from eagle_kit.config.loading.loader import load_config
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.train.__main__ import main as train
-from tests.drafts.test_validate import make_target
+from tests.data.chat.test_no_template import remove_template
+from tests.support.tiny_run import make_target
 
 
 def test_a_first_config_is_one_that_the_trainer_reads(
@@ -38,3 +39,12 @@ def test_a_target_that_is_not_there_writes_nothing(
     assert train([str(tmp_path / "mine.yaml"), "--init", "/nowhere/at/all"]) == 2
     assert "/nowhere/at/all" in capsys.readouterr().err
     assert not (tmp_path / "mine.yaml").exists()
+
+
+def test_a_target_without_a_chat_template_learns_from_texts(tmp_path: Path) -> None:
+    target = remove_template(make_target(tmp_path / "base"))
+    path = tmp_path / "mine.yaml"
+    assert train([str(path), "--init", str(target)]) == 0
+    assert load_config(TrainConfig, path).data.source == "texts.jsonl"
+    text = path.read_text()
+    assert "data regenerate" not in text and '{"text": "..."}' in text

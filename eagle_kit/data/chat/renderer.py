@@ -124,8 +124,8 @@ class ChatRenderer:
         if not has_chat_template(self.tokenizer):
             raise UserError(
                 "The tokenizer has no chat template.",
-                "Give one with --chat-template FILE (a training: data.chat_template), or texts without turns "
-                "(a server: /v1/completions; a training: text records).",
+                "Give one with --chat-template FILE (a training: data.chat_template; LLM: chat_template), or "
+                "texts without turns (a server: /v1/completions; a training: text records; LLM: generate).",
             )
         try:
             return self.tokenizer.get_chat_template(None, list(tools) or None)

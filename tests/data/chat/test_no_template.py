@@ -7,6 +7,7 @@ import pytest
 from accelerate import PartialState
 
 from eagle_kit import LLM
+from eagle_kit.cli.app import main
 from eagle_kit.cli.serve import describe_template
 from eagle_kit.config import load_config
 from eagle_kit.config.train import TrainConfig
@@ -14,7 +15,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.data.chat.template import read_chat_template
 from eagle_kit.models.loading.source import load_tokenizer
 from eagle_kit.train.run.setup import load_components
-from tests.support.tiny_run import TEMPLATE, make_config, make_target, tokens_of
+from tests.support.tiny_run import TEMPLATE, make_config, make_conversations, make_target, tokens_of
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -101,3 +102,19 @@ def test_a_file_that_is_no_chat_template_is_one_sentence(tmp_path, content, caus
         path.write_bytes(content)
     with pytest.raises(UserError, match=cause):
         read_chat_template(path)
+
+
+def test_replies_to_chats_are_refused_before_weights_are_read_and_files_are_written(base, tmp_path, capsys):
+    (base / "model.safetensors").unlink()
+    chats = make_conversations(tmp_path / "chats.jsonl")
+    out = tmp_path / "out" / "replies.jsonl"
+    command = ["data", "regenerate", "--target", str(base), "--source", str(chats), "--out", str(out)]
+    assert main(command) == 2
+    assert "no chat template" in capsys.readouterr().err and not out.parent.exists()
+
+
+def test_a_draft_within_a_time_is_refused_before_the_budget_is_compared(base, tmp_path, capsys):
+    command = ["make-draft", str(base), "--budget", "1s", "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "no chat template" in error and "--chat-template FILE" in error
