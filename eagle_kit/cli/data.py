@@ -280,10 +280,12 @@ def _preview(options: PreviewFlags) -> int:
     from eagle_kit.data.chat.records import SkipLog
     from eagle_kit.data.chat.renderer import ChatRenderer
     from eagle_kit.data.chat.template import set_chat_template
+    from eagle_kit.data.packed_data import check_sources
     from eagle_kit.data.tasks.excluded import ExcludedSets
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
     # Find the conversation.
+    check_sources(config.data)
     tokenizer = load_tokenizer(resolve_target(config.target))
     set_chat_template(tokenizer, config.data.chat_template)
     excluded = ExcludedSets.load(config.data.decontaminate)
@@ -292,13 +294,12 @@ def _preview(options: PreviewFlags) -> int:
     chosen = next(islice(records, options.record, None), None)
     unread = skipped.unread()
     if chosen is None:
+        cause = f"{_listed(config)} has no conversation"
         remedy = "Correct its records, or name another source."
         if options.record:
+            cause += f" number {options.record}"
             remedy = "Give a smaller number, from 0."
-        raise UserError(
-            f"{_listed(config)} has no conversation number {options.record}{unread and f'; {unread}'}.",
-            remedy,
-        )
+        raise UserError(f"{cause}{unread and f'; {unread}'}.", remedy)
     if unread:
         print(f"note: before it, {unread}")
 
@@ -330,9 +331,10 @@ def _data(config: "TrainConfig", vocab_size: int | None = None) -> "PreparedData
         vocab_size: tokens of its vocabulary; None for those of the config's head.
     """
     from eagle_kit.data.chat.template import set_chat_template
-    from eagle_kit.data.packed_data import load_packed_data
+    from eagle_kit.data.packed_data import check_sources, load_packed_data
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
 
+    check_sources(config.data)
     tokenizer = load_tokenizer(resolve_target(config.target))
     set_chat_template(tokenizer, config.data.chat_template)
     if vocab_size is None:

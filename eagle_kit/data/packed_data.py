@@ -7,10 +7,19 @@ from eagle_kit.config.train import DataConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import expand
 from eagle_kit.data.chat.dataset import PreparedData, load_prepared, prepare_dataset
+from eagle_kit.data.chat.records import check_source
 from eagle_kit.data.chat.template import template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.hidden_states.manifest import DATA, check_data_files, check_fields, field, need_manifest
 from eagle_kit.data.tasks.excluded import ExcludedSets
+
+
+def check_sources(settings: DataConfig) -> None:
+    """Raise UserError where a file, package or preset of the sources is missing; a store needs none."""
+    if settings.store is None:
+        for source in settings.sources:
+            for file in source.files:
+                check_source(file)
 
 
 def load_packed_data(

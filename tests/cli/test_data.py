@@ -63,6 +63,27 @@ def test_preview_of_a_conversation_that_training_skips_says_why(
     assert "Yes." in capsys.readouterr().out
 
 
+def test_a_source_that_is_missing_is_named_before_the_tokenizer_is_read(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (Path(yaml.safe_load(config.read_text())["target"]) / "tokenizer.json").unlink()
+    missing = f"data.source={tmp_path / 'none.jsonl'}"
+    for command in (["data", "preview"], ["data", "prepare"], ["train"]):
+        assert main([*command, str(config), missing]) == 2
+        assert "none.jsonl does not exist" in error(capsys)
+
+
+def test_preview_of_an_empty_file_says_that_it_has_no_conversation(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert main(["data", "preview", str(config), f"data.source={empty}"]) == 2
+    assert "empty.jsonl has no conversation." in error(capsys)
+    assert main(["data", "preview", str(config), "--record", "1", f"data.source={empty}"]) == 2
+    assert "empty.jsonl has no conversation number 1." in error(capsys)
+
+
 def test_preview_and_prompts_say_what_they_could_not_read(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

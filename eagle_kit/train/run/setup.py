@@ -14,7 +14,7 @@ from eagle_kit.data.chat.template import set_chat_template, template_hash
 from eagle_kit.data.chat.vocab_map import tokenizer_hash
 from eagle_kit.data.hidden_states import manifest as state_manifest
 from eagle_kit.data.hidden_states.store import StateStore
-from eagle_kit.data.packed_data import load_packed_data
+from eagle_kit.data.packed_data import check_sources, load_packed_data
 from eagle_kit.drafts.base.initial_weights import check_vocab_size
 from eagle_kit.drafts.registry import training_kind
 from eagle_kit.models.bridge.config import BridgedConfig
@@ -69,6 +69,7 @@ def load_components(
         with_layers: load the whole target; default where the run computes its states.
     """
     with accelerator.local_main_process_first():
+        check_sources(config.data)
         folder = resolve_target(config.target)
         weights = target_fingerprint(folder)
         if accelerator.is_local_main_process:
