@@ -122,7 +122,24 @@ def test_stray_arguments_are_refused(stray, capsys):
     for command in (["data", "preview", "run.yaml", "a=1", "--record", "3"], ["doctor"]):
         assert app.main([*command, *stray]) == 2
         cause, remedy = capsys.readouterr().err.splitlines()
-        assert stray[0] in cause and remedy.startswith("  -> See eagle-kit")
+        name = " ".join(word for word in command[:2] if word.isalpha())
+        assert stray[0].partition("=")[0] in cause
+        assert remedy == f"  -> See eagle-kit {name} --help."
+
+
+@pytest.mark.parametrize(
+    ("command", "wrong", "nearest"),
+    [
+        ("bench --batch-sizes 1 --rounds 2", "--batch-sizes", "--batches"),
+        ("diagnose draft --tasks ours", "--tasks", "--task"),
+        ("data regenerate --target t --source s --outs r.jsonl", "--outs", "--out"),
+        ("train run.yaml --rezume", "--rezume", "--resume"),
+    ],
+)
+def test_a_flag_that_does_not_exist_is_named_with_the_nearest_one(command, wrong, nearest, capsys):
+    assert app.main(command.split()) == 2
+    cause, remedy = capsys.readouterr().err.splitlines()
+    assert f"no flag {wrong}" in cause and f"Did you mean {nearest}?" in remedy
 
 
 def test_a_number_may_have_an_exponent_without_a_point(tmp_path):

@@ -131,7 +131,7 @@ def test_the_help_is_the_text_of_the_field_with_its_default() -> None:
         (("--more", "[1]"), "--more is no JSON object."),
         (("--more", "{"), "--more is not JSON"),
         (("--dry-run", "--no-check"), "--dry-run was given beside --no-check."),
-        (("--unknown",), "Unrecognized arguments: --unknown."),
+        (("--unknown",), "command has no flag --unknown."),
     ],
 )
 def test_an_error_names_the_flag(words: tuple[str, ...], cause: str) -> None:

@@ -5,6 +5,8 @@ them is written a second time. Annotations (:class:`Flag`, :class:`FlagsOf`) say
 """
 
 import argparse
+import difflib
+import sys
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,13 +84,39 @@ class Parser(argparse.ArgumentParser):
     remedies: Mapping[str, str] = {}
     hint: str = ""
 
+    _words: Sequence[str] | None = None
+    """The command line that is being parsed; of a sub-command, the words behind its name; None before."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse as argparse does; keep the words for :meth:`error`."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(self._words, namespace)
+
     def error(self, message: str) -> NoReturn:
-        """Raise UserError with the message of argparse."""
-        remedy = f"See {self.prog} --help."
-        if message.startswith(UNRECOGNIZED):
-            words = message.removeprefix(UNRECOGNIZED).split()
-            remedy = self._remedy(words) or f"{self.hint} {remedy}".strip()
-        raise UserError(f"{message[:1].upper()}{message[1:]}.", remedy)
+        """Raise UserError for an error of argparse.
+
+        A flag of another engine is answered with ours. Otherwise the first flag that does not exist is named,
+        since argparse may have taken its value for something else; without one, the message is argparse's.
+        """
+        parser = self._innermost()
+        remedy = f"See {parser.prog} --help."
+        cause = f"{message[:1].upper()}{message[1:]}."
+
+        # Flags that other engines have.
+        words = message.removeprefix(UNRECOGNIZED).split() if message.startswith(UNRECOGNIZED) else []
+        foreign = self._remedy(words) or parser._remedy(words)
+        if foreign:
+            raise UserError(cause, foreign)
+
+        # Flags that nobody has.
+        unknown = parser._unknown_flag()
+        if unknown is None:
+            raise UserError(cause, f"{self.hint} {remedy}".strip())
+        known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+        near = difflib.get_close_matches(unknown, known, n=1)
+        if near:
+            remedy = f"Did you mean {near[0]}? {remedy}"
+        raise UserError(f"{parser.prog} has no flag {unknown}.", remedy)
 
     def _remedy(self, words: Sequence[str]) -> str:
         """What to give in place of the flags among ``words``; empty where none of them is known elsewhere."""
@@ -106,6 +134,32 @@ class Parser(argparse.ArgumentParser):
         if len(found) == 1:
             return next(iter(found.values()))
         return " ".join(f"{flag}: {remedy}" for flag, remedy in found.items())
+
+    def _sub_commands(self) -> dict[str, "Parser"]:
+        """Parsers of the sub-commands by their names."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                return action.choices
+        return {}
+
+    def _innermost(self) -> "Parser":
+        """The parser of the sub-command that was parsed last; this one without sub-commands."""
+        for sub in self._sub_commands().values():
+            if sub._words is not None:
+                return sub._innermost()
+        return self
+
+    def _unknown_flag(self) -> str | None:
+        """The first word with two dashes that is neither a flag here nor the beginning of one; None where
+        ``--`` comes before it."""
+        for word in self._words or ():
+            flag = word.partition("=")[0]
+            if flag == "--":
+                return None
+            is_known = any(known.startswith(flag) for known in self._option_string_actions)
+            if flag.startswith("--") and not is_known:
+                return flag
+        return None
 
 
 def add_options(parser: argparse.ArgumentParser, schema: type[Options]) -> dict[str, Any]:
