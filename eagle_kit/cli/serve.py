@@ -234,10 +234,18 @@ def names_of(model: "ServedModel") -> tuple[str, ...]:
     names = []
     for given in (model.target, model.draft):
         if given is not None:
-            is_folder = Path(given).is_dir()
-            names.append(Path(given).resolve().name if is_folder else given.partition("@")[0])
-            names.append(given)
+            names += [_short_name(given), given]
     return tuple(dict.fromkeys(names))
+
+
+def _short_name(given: str) -> str:
+    """Name of a model without its folders or revision; of a target read from a GGUF, that of the file."""
+    from eagle_kit.drafts.files.findings import target_name
+
+    path = Path(given)
+    if path.is_dir():
+        return target_name(path)
+    return path.name if path.suffix == ".gguf" else given.partition("@")[0]
 
 
 def plan(args: argparse.Namespace, flags: ServeFlags) -> int:

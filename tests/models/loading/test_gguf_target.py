@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from eagle_kit.cli.serve import names_of
 from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.files.findings import target_name
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import load_tokenizer, resolve_target
+from eagle_kit.server.api.startup import ServedModel
 from tests.support.tiny_run import TEMPLATE
 
 gguf = pytest.importorskip("gguf")
@@ -267,3 +269,10 @@ def test_a_folder_of_gguf_files_names_one(cache):
     with pytest.raises(UserError, match="GGUF files") as error:
         resolve_target(folder)
     assert "model.Q4.gguf" in error.value.remedy
+
+
+def test_a_server_names_a_converted_file_as_the_file(cache):
+    path = write_gguf(cache / "tiny.gguf", tiny_model())
+    folder = str(resolve_target(path))
+    assert names_of(ServedModel(str(path), None)) == ("tiny.gguf", str(path))
+    assert names_of(ServedModel(folder, None)) == ("tiny.gguf", folder)
