@@ -121,7 +121,8 @@ class Stages:
             self._time.restart()
             self._is_measuring = True
         if not self._shows_bar:
-            self._prints(f"stage   {label}, {total} {unit}s")
+            units = "replies" if unit == "reply" else f"{unit}s"
+            self._prints(f"stage   {label}, {total} {units}")
         self._bar = tqdm(total=total, unit=unit, desc=label, dynamic_ncols=True, disable=not self._shows_bar)
 
     def step(self, *_: object) -> None:

@@ -75,10 +75,10 @@ def test_later_stages_are_counted_by_their_costs(lines: list[str], wait: Callabl
     stage, time_left = lines
     assert "1/2 first" in stage and "10 prompts" in stage
     assert re.findall(r"\d+", time_left) == ["39"]
-    work.start("second", 3, "visit")
+    work.start("second", 3, "reply")
     work.step()
     (stage,) = lines[2:]
-    assert "2/2 second" in stage and "3 visits" in stage, "the time is printed once"
+    assert "2/2 second" in stage and "3 replies" in stage, "the time is printed once"
 
 
 def test_what_was_done_before_is_not_measured(lines: list[str], wait: Callable[[float], None]) -> None:

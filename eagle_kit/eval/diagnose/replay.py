@@ -69,6 +69,17 @@ class Replay:
     num_different: int
 
 
+def check_sizes(config: DiagnoseConfig) -> None:
+    """Raise UserError where replies of full length would have too few tokens to measure on."""
+    num_tokens = config.limit * config.max_tokens
+    if num_tokens - config.limit < FEWEST_TOKENS:
+        raise UserError(
+            f"{config.limit} replies of at most {config.max_tokens} tokens have at most {num_tokens} tokens, "
+            "too few to tell a cause from chance.",
+            f"Raise --limit or --max-tokens to more than {FEWEST_TOKENS + config.limit} tokens in all.",
+        )
+
+
 def decode_replies(llm: LLM, config: DiagnoseConfig, stages: Stages) -> Replies:
     """Decode the prompts of a task plainly.
 

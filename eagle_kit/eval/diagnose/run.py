@@ -23,7 +23,15 @@ from eagle_kit.eval.diagnose.fit import measure_fit
 from eagle_kit.eval.diagnose.formats import FormatReading, read_formats
 from eagle_kit.eval.diagnose.hypotheses import DTYPE, ROPE, Hypothesis, hypotheses, layers_needed, mask_tokens
 from eagle_kit.eval.diagnose.models import Models, load_models
-from eagle_kit.eval.diagnose.replay import DRAFTED, PLAIN, Replay, Replies, decode_drafted, decode_replies
+from eagle_kit.eval.diagnose.replay import (
+    DRAFTED,
+    PLAIN,
+    Replay,
+    Replies,
+    check_sizes,
+    decode_drafted,
+    decode_replies,
+)
 from eagle_kit.eval.diagnose.row import Text, compute_states, pack
 from eagle_kit.eval.diagnose.server import Server, ServerReading
 from eagle_kit.eval.diagnose.trials import LIKELY, STEPS, Trial, compare, decoded, read, try_all
@@ -86,6 +94,7 @@ def diagnose(
         UserError: a model that cannot be found, a draft that is no head, too short replies, a server that
             does not answer, or one beside a target without a chat template.
     """
+    check_sizes(config)
     place = resolve_target(target)
     opened = DraftFolder.open(draft, read_target_config(place))
     _ = opened.head_kind  # a whole model is refused

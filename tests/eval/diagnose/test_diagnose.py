@@ -295,7 +295,7 @@ def test_a_server_that_fails_between_replies_takes_nothing_of_what_was_found(bes
         (["DRAFT", "--limit", "3"], "--limit is 3"),
         (["DRAFT", "--task", "FEW"], "has 3 prompts, too few to tell a cause from chance"),
         (["DRAFT", "--task", "nothing"], "There is no task and no file"),
-        (["DRAFT", "--max-tokens", "8", "--limit", "8"], "too few to tell a cause from chance"),
+        (["/no", "--max-tokens", "8", "--limit", "8"], "64 tokens, too few to tell a cause from chance"),
         (["DRAFT", "--base-url", "localhost:1"], "not a URL"),
         (["TARGET"], "is a whole model"),
     ],
