@@ -648,7 +648,8 @@ class LLM:
         """Measure how much of what the draft proposes is accepted in answers to conversations of yours.
 
         Args:
-            conversations, sampling_params, fields: see :meth:`chat`.
+            conversations, sampling_params, fields: see :meth:`chat`. Texts are continued, as by
+                :meth:`generate`, where there is no chat template.
             shape: speculation shape; default the draft's, :attr:`default_shape`, in every cycle.
 
         Returns:
@@ -661,7 +662,11 @@ class LLM:
             raise UserError("There is no draft whose acceptance could be measured.", "Give one to LLM.")
         used = self.default_shape if shape is None else shape
         total = SpecStats()
-        for output in self.chat(conversations, sampling_params, shape=used, **fields):
+        prompts = conversations if isinstance(conversations, list | tuple) else [conversations]
+        are_texts = all(isinstance(prompt, str) for prompt in prompts)
+        continues = are_texts and not has_chat_template(self._tokenizer_for_text())
+        reply_to = self.generate if continues else self.chat
+        for output in reply_to(conversations, sampling_params, shape=used, **fields):
             for reply in output.outputs:
                 total.add(reply.stats)
         return total

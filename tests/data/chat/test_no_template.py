@@ -50,6 +50,14 @@ def test_a_text_is_continued_as_it_is_and_messages_are_refused_with_a_remedy(bas
     assert "--chat-template" in error.value.remedy
 
 
+def test_acceptance_is_measured_on_texts_that_are_continued(base):
+    llm = LLM(base, algorithm="NGRAM")
+    stats = llm.acceptance(["abababab", "Hi"], max_tokens=80)
+    assert 0 < stats.num_emitted_tokens <= 160
+    with pytest.raises(UserError, match="no chat template"):
+        llm.acceptance(CHAT)
+
+
 def test_messages_are_rendered_by_the_template_of_a_file(base, template):
     own = load_tokenizer(base)
     llm = LLM(base, tokenizer=own, chat_template=template)
