@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
         since argparse may have taken its value for something else; without one, the message is argparse's.
         """
         parser = self._innermost()
-        remedy = f"See {parser.prog} --help."
+        remedy = f"{parser.hint or self.hint} See {parser.prog} --help.".strip()
         cause = f"{message[:1].upper()}{message[1:]}."
 
         # Flags that other engines have.
@@ -111,7 +111,7 @@ class Parser(argparse.ArgumentParser):
         # Flags that nobody has.
         unknown = parser._unknown_flag()
         if unknown is None:
-            raise UserError(cause, f"{self.hint} {remedy}".strip())
+            raise UserError(cause, remedy)
         known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
         near = difflib.get_close_matches(unknown, known, n=1)
         if near:
