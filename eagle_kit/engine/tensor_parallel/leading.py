@@ -145,7 +145,7 @@ class LeadingEngine(Engine):
             super().forget_prefixes()
 
     def drain(self) -> None:
-        """See :class:`Engine`. Once a rank is lost, rank 0 drops its pending results without waiting."""
+        """See :class:`Engine`. Once a rank is lost, rank 0 drops its results in flight without waiting."""
         if self._leader.group.ranks.lost is not None:
             self._in_flight.clear()
             super().drain()
