@@ -1,9 +1,9 @@
-"""Paged store of a model's tokens: pages of committed tokens and a scratch for window nodes.
+"""Base of the paged stores: row layout of committed tokens and of window nodes.
 
-Subclasses store keys and values (:mod:`.keys_values`) or latents (:mod:`.latents`); the place of a token is
-the same for all of them and defined here.
+Subclasses store keys and values (:mod:`.keys_values`) or latents (:mod:`.latents`). All of them use the rows
+and slots that are defined here.
 
-Legend: R rows, B requests, N window nodes, P pages of a request.
+Legend: R rows, B requests, N window nodes, P pages of a request, T prompt tokens.
 """
 
 from abc import ABC, abstractmethod
@@ -22,10 +22,11 @@ from eagle_kit.ops.cpu.memory import zeros_when_used
 from eagle_kit.ops.rope import WindowRows
 
 KV_DTYPES = {"auto": None, "fp8_e4m3": torch.float8_e4m3fn}
-"""Dtypes of stores by their names in ``EngineConfig``; None is the model's."""
+"""Dtypes of stores by their names in ``EngineConfig``; None is the dtype of the model."""
 
 TILES = 512
-"""Most tiles of query rows and key heads of a request whose parts are counted (``WindowPlan.arrivals``)."""
+"""Largest number of tiles of query rows and key heads of one request, each with a counter of finished splits
+(``WindowPlan.arrivals``)."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,11 @@ class PoolLayout:
     """Sizes that the stores of an engine share.
 
     Attributes:
-        num_pages, page_size: of the pool.
-        max_batch_size: requests that have a scratch.
-        window: rows of a scratch.
-        dtype: of what is stored, when it is another one than the model's: fp8 e4m3, which saturates.
+        num_pages: number of pages of the pool, without the dummy page.
+        page_size: number of slots of a page, one for each token.
+        max_batch_size: number of requests that have a scratch.
+        window: number of scratch rows of a request.
+        dtype: dtype of the stored rows; None for the dtype of the model. fp8 e4m3 saturates.
     """
 
     num_pages: int
@@ -47,13 +49,14 @@ class PoolLayout:
 
 
 class Segment(NamedTuple):
-    """Prompt tokens of one request that a forward computes.
+    """Prompt tokens of one request that are computed in one forward.
 
     Attributes:
-        page_table: int64 ``[P]``, the request's pages.
-        start, stop: the tokens are those at slots start..stop-1.
-        write_from: tokens before this slot lie in pages that other requests share. They are computed again
-            and not stored.
+        page_table: int64 ``[P]``, pages of the request.
+        start: slot of the first token.
+        stop: slot after the last token.
+        write_from: first slot that is written. Tokens before it lie in pages shared with other requests; they
+            are computed again and not stored.
         shard: shard of the page pool that the pages belong to (data-parallel attention).
     """
 
@@ -65,17 +68,32 @@ class Segment(NamedTuple):
 
 
 class PagedStore(ABC):
-    """R rows in every layer: the slots of the layout's pages and of one *dummy page*, then a scratch of
-    ``window`` rows per request of a batch, then one dummy row that padding reads and nobody writes, and one
-    trash row for tokens that are not to be stored.
+    """Store with R rows in every layer, in this order:
 
-    Only committed tokens are ever in the pool: a window writes its nodes into the scratch,
-    :meth:`commit_window` copies the accepted ones. Slot ``page_table[b, p // page_size] * page_size + p %
-    page_size`` belongs to position p. Page tables hold the dummy page where a request has no page.
+    * the slots of the layout's pages, then of one *dummy page*,
+    * a scratch of ``window`` rows for each request of a batch,
+    * one dummy row, which padding reads and no kernel writes,
+    * one trash row, to which tokens that are not to be stored are written.
+
+    The pool holds committed tokens only: a window writes its nodes into the scratch, and
+    :meth:`commit_window` copies the accepted nodes to the pool. Position p of request b has row
+    ``page_table[b, p // page_size] * page_size + p % page_size``. A page table holds the dummy page where the
+    request has no page.
 
     Args:
-        first_slot: slots at the front of a request that hold nothing and are not attended to.
-        dtype: of queries, keys and values.
+        layout: sizes of the store.
+        first_slot: number of slots at the front of a request that hold nothing and are not attended to.
+        dtype: dtype of queries, keys and values.
+        device: device of the rows.
+
+    Attributes:
+        dummy_page: number of the dummy page.
+        num_slots: number of slots, the dummy page included; row of the first scratch.
+        dummy_row: row of zeros.
+        trash_row: row for tokens that are not stored.
+        num_rows: R.
+        arrivals: int32 ``[max_batch_size * TILES]``, counters of the window attention kernels, 0 between
+            launches.
     """
 
     def __init__(
@@ -86,50 +104,60 @@ class PagedStore(ABC):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.page_size, self.window, self.first_slot = layout.page_size, layout.window, first_slot
-        self.dtype, self.device = dtype, torch.device(device)
+        self.page_size = layout.page_size
+        self.window = layout.window
+        self.first_slot = first_slot
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self._store_dtype = layout.dtype or dtype
+
+        # Rows: slots of pages, scratches, the dummy row, the trash row.
         self.dummy_page = layout.num_pages
         self.num_slots = (layout.num_pages + 1) * layout.page_size
         self.dummy_row = self.num_slots + layout.max_batch_size * layout.window
         self.trash_row = self.dummy_row + 1
         self.num_rows = self.trash_row + 1
-        self._store_dtype = layout.dtype or dtype
-        self.arrivals = torch.zeros(layout.max_batch_size * TILES, dtype=torch.int32, device=self.device)
+
+        # Counters of the window attention kernels.
+        num_counters = layout.max_batch_size * TILES
+        self.arrivals = torch.zeros(num_counters, dtype=torch.int32, device=self.device)
 
     def _empty(self, *shape: int) -> torch.Tensor:
-        """Allocate rows of zeros.
+        """Allocate a tensor of zeros with the dtype of the store.
 
         Raises:
-            UserError: the system refuses so much memory.
+            UserError: the system refuses the memory.
         """
         try:
             return zeros_when_used(shape, self._store_dtype, self.device)
         except OSError as error:
-            size = torch.Size(shape).numel() * self._store_dtype.itemsize / 1e9
+            gigabytes = torch.Size(shape).numel() * self._store_dtype.itemsize / 1e9
             raise UserError(
-                f"The system refuses {size:.2f} GB of memory for keys and values: {error.strerror}.",
+                f"The system refuses {gigabytes:.2f} GB of memory for keys and values: {error.strerror}.",
                 "Give less `kv_memory`, or fewer `kv_tokens`.",
             ) from error
 
     @property
     @abstractmethod
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Keys and values, or latents and None, as ``commit_path`` takes them."""
+        """Tensors of all layers: keys and values ``[L, Hkv, R, D]``, or latents ``[L, R, D]`` and None."""
 
     @property
     def numbers_per_token(self) -> int:
-        """Numbers held for one committed token in all layers."""
+        """Number of elements stored for one committed token, in all layers together."""
         return sum(tensor.numel() // self.num_rows for tensor in self.tensors if tensor is not None)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one committed token in all layers."""
+        """Number of bytes stored for one committed token, in all layers together."""
         return sum(tensor.nbytes // self.num_rows for tensor in self.tensors if tensor is not None)
 
     def slots(self, page_table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Pool rows ``[B, n]`` of ``positions`` int64 ``[B, n]`` under ``page_table [B, P]``."""
-        page = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
-        return page_table.gather(1, page) * self.page_size + positions % self.page_size
+        """Rows int64 ``[B, n]`` of the tokens at ``positions`` int64 ``[B, n]`` under ``page_table`` int64
+        ``[B, P]``."""
+        page_index = (positions // self.page_size).clamp(max=page_table.shape[1] - 1)
+        page = page_table.gather(1, page_index)
+        return page * self.page_size + positions % self.page_size
 
     @abstractmethod
     def window_attend(
@@ -140,20 +168,28 @@ class PagedStore(ABC):
         num_keys: int,
         num_columns: int,
     ) -> Attend:
-        """Make the attention of a forward over ``[B * N]`` window nodes, the last N of ``num_keys`` window
-        keys.
+        """Make the attention of a forward over ``[B * N]`` window nodes.
 
-        The nodes are stored in the scratch. Each attends to the first ``prefix_lens [B]`` slots (without
-        those before ``first_slot``) and to its ``ancestors [B, N]``. ``num_columns`` bounds prefix +
-        ``num_keys``.
+        The forward stores the nodes in the scratch. A node attends to the slots from ``first_slot`` to
+        ``prefix_lens`` and to its ancestors in the window.
+
+        Args:
+            page_table: int64 ``[B, P]``.
+            prefix_lens: int64 ``[B]``, number of slots that hold committed tokens.
+            ancestors: int64 ``[B, N]``, bits of the window keys that each node attends to.
+            num_keys: number of window keys; the N nodes are the last of them.
+            num_columns: upper bound of ``prefix_lens + num_keys``, known to the host.
         """
 
     @abstractmethod
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """Make the attention of a forward over prompt tokens of one or several requests, packed in this
-        order.
+        """Make the attention of a forward over the packed prompt tokens of one or several requests.
 
-        The tokens are stored in the pool and attend causally from ``first_slot`` on, within their request.
+        The forward stores the tokens in the pool. A token attends causally to the slots of its request from
+        ``first_slot`` on.
+
+        Args:
+            segments: tokens of each request, in the order of packing.
         """
 
     def commit_window(
@@ -163,10 +199,18 @@ class PagedStore(ABC):
         first_position: torch.Tensor,
         num_committed: torch.Tensor,
     ) -> None:
-        """Copy the first ``num_committed [B]`` of window ``nodes [B, n]`` to positions ``first_position [B] +
-        0..n-1``."""
+        """Copy accepted window nodes from the scratch to the pool.
+
+        Args:
+            page_table: int64 ``[B, P]``.
+            nodes: int64 ``[B, n]``, window indices of the nodes on the accepted path.
+            first_position: int64 ``[B]``, position of the first node on the path.
+            num_committed: int64 ``[B]``, number of nodes on the path that are copied.
+        """
+        keys, values = self.tensors
         commit_path(
-            *self.tensors,
+            keys,
+            values,
             page_table,
             self.page_size,
             nodes,
@@ -184,9 +228,13 @@ class PagedStore(ABC):
         num_keys: int,
         num_columns: int,
     ) -> tuple[WindowPlan, WindowRows]:
-        """Plan a window's attention -> the plan, and the scratch rows of its nodes."""
-        b, n = ancestors.shape
-        assert n <= num_keys <= self.window, "a window has no more nodes than its scratch"
+        """Plan the attention of a window; see :meth:`window_attend`.
+
+        Returns:
+            The plan, and the scratch rows of the nodes.
+        """
+        batch, num_nodes = ancestors.shape
+        assert num_nodes <= num_keys <= self.window, "a window has no more nodes than its scratch"
         plan = WindowPlan(
             page_table=page_table,
             page_size=self.page_size,
@@ -201,17 +249,26 @@ class PagedStore(ABC):
             dtype=self.dtype,
             arrivals=self.arrivals,
         )
-        return plan, WindowRows(self.num_slots + num_keys - n, self.window, b, n, self.device)
+        first_row = self.num_slots + num_keys - num_nodes
+        return plan, WindowRows(first_row, self.window, batch, num_nodes, self.device)
 
     def prompt_rows(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Rows int64 ``[T]`` that prompt tokens are written to (the trash row where they are not), and the
-        rows of the earlier tokens of each request."""
-        written, cached = [], []
-        for table, start, stop, write_from, _ in segments:
-            positions = torch.arange(self.first_slot, stop, device=self.device)
-            rows = self.slots(table[None], positions[None])[0]
-            segment_rows = rows[start - self.first_slot :]
-            keep = positions[start - self.first_slot :] >= write_from
-            written.append(torch.where(keep, segment_rows, self.trash_row))
-            cached.append(rows[: start - self.first_slot])
+        """Find the rows of prompt tokens and of the tokens before them.
+
+        Returns:
+            Rows int64 ``[T]`` that the tokens are written to, the trash row for tokens that are not stored.
+            For each request, rows int64 of its earlier tokens from ``first_slot`` on.
+        """
+        written: list[torch.Tensor] = []
+        cached: list[torch.Tensor] = []
+        for segment in segments:
+            # Rows of all tokens of the request up to the last one of the segment.
+            positions = torch.arange(self.first_slot, segment.stop, device=self.device)
+            rows = self.slots(segment.page_table[None], positions[None])[0]
+
+            # Split them into earlier tokens and those of the segment.
+            num_cached = segment.start - self.first_slot
+            is_stored = positions[num_cached:] >= segment.write_from
+            written.append(torch.where(is_stored, rows[num_cached:], self.trash_row))
+            cached.append(rows[:num_cached])
         return torch.cat(written), cached
