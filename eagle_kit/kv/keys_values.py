@@ -1,6 +1,7 @@
-"""Paged store of keys and values.
+"""Paged store of keys and values, for attention with heads.
 
-Legend: L layers, R rows, B requests, N window nodes, Hkv heads, D head size.
+Legend: L layers, R rows, B requests, N window nodes, T tokens of a forward, C cached tokens, Hq / Hkv query /
+key heads, D head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +27,22 @@ from eagle_kit.ops.transfer import to_device
 
 
 class PagedKV(PagedStore):
-    """Keys and values ``[L, Hkv, R, D]``; rows and ``options`` are those of :class:`PagedStore`.
+    """Keys and values ``[L, Hkv, R, D]`` of every layer.
 
     Args:
-        variants: how each layer attends; default plainly, with the usual scale.
-        heads: of ``num_heads``, those that each layer uses; default all.
+        num_layers: L.
+        num_heads: Hkv, the largest number of key heads of a layer.
+        head_dim: D.
+        layout: sizes of the store.
+        variants: variant of attention of each layer; None for plain attention with scale D ** -0.5.
+        heads: number of key heads of each layer; None for ``num_heads`` in all.
+        options: further arguments of :class:`PagedStore`.
 
     Attributes:
-        prompt_attention: attention of planned prompts in place of ours, set by who chooses among libraries.
+        k: keys ``[L, Hkv, R, D]``.
+        v: values ``[L, Hkv, R, D]``.
+        prompt_attention: makes the attention of a prompt from its plan; None for the package's own kernels.
+            The prefill backends of the engine set it.
     """
 
     prompt_attention: Callable[[PrefillPlan], PromptAttention] | None = None
@@ -51,14 +60,16 @@ class PagedKV(PagedStore):
     ) -> None:
         super().__init__(layout, **options)
         shape = (num_layers, num_heads, self.num_rows, head_dim)
-        self.k, self.v = self._empty(*shape), self._empty(*shape)
+        self.k = self._empty(*shape)
+        self.v = self._empty(*shape)
         self.variants = variants or [AttentionVariant(head_dim**-0.5)] * num_layers
         self.heads = heads or [num_heads] * num_layers
         assert len(self.variants) == len(self.heads) == num_layers
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values ``[Hkv, R, D]`` of a layer."""
-        return self.k[layer, : self.heads[layer]], self.v[layer, : self.heads[layer]]
+        """Keys and values of a layer, ``[Hkv, R, D]`` each; Hkv is the number of key heads of that layer."""
+        num_heads = self.heads[layer]
+        return self.k[layer, :num_heads], self.v[layer, :num_heads]
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,9 +84,10 @@ class PagedKV(PagedStore):
         num_keys: int,
         num_columns: int,
     ) -> Attend:
-        """See :class:`PagedStore`; the nodes' keys and values are written as soon as they are computed
+        """See :class:`PagedStore`. The projection may write keys and values to the store itself
         (:func:`~eagle_kit.models.blocks.layers.kv_slots_of`)."""
-        return _WindowAttend(self, *self._window(page_table, prefix_lens, ancestors, num_keys, num_columns))
+        plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
+        return _WindowAttend(self, plan, rows)
 
     def entering_attend(
         self,
@@ -85,91 +97,164 @@ class PagedKV(PagedStore):
         num_keys: int,
         num_columns: int,
     ) -> Attend:
-        """Make the attention of a forward over all ``[B * num_keys]`` rows of windows, of which the last N
-        of each attend and the others are written only; arguments as of :meth:`window_attend`."""
+        """Make the attention of a forward over all ``[B * num_keys]`` window keys.
+
+        The forward stores all of them. Only the last N keys of each window attend. The arguments are those of
+        :meth:`window_attend`.
+        """
         plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
-        every = WindowRows(self.num_slots, self.window, rows.batch, num_keys, self.device)
-        return _WindowAttend(self, plan, every)
+        all_rows = WindowRows(self.num_slots, self.window, rows.batch, num_keys, self.device)
+        return _WindowAttend(self, plan, all_rows)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> Attend:
-        """See :class:`PagedStore`. Kernels, libraries, and stores of another dtype read keys from the pool;
-        otherwise those of earlier tokens are copied next to the new ones."""
+        """See :class:`PagedStore`. Kernels, libraries, and stores with another dtype than the model's read
+        the keys from the pool. In torch, cached keys are copied in front of the new ones."""
+        # Attention that reads the pool.
         if self.prompt_attention is not None:
             rows, plan = self._prefill_plan(segments)
             return _PrefillAttend(self, rows, self.prompt_attention(plan))
-        if uses_triton(self.k) or uses_cpp(self.k) or self.k.dtype != self.dtype:
+        reads_pool = uses_triton(self.k) or uses_cpp(self.k) or self.k.dtype != self.dtype
+        if reads_pool:
             rows, plan = self._prefill_plan(segments)
             return _PrefillAttend(self, rows, own_attention(plan))
-        target_rows, cached = self.prompt_rows(segments)
-        sizes = [segment.stop - segment.start for segment in segments]
-        _, heads, _, head_dim = self.k.shape
-        spaces = []  # one for all layers: a new one would cost more than the copy
-        for rows, size in zip(cached, sizes, strict=True):
-            space = self.k.new_empty(2, heads, round_columns(len(rows) + size), head_dim)
-            space[:, :, len(rows) + size :] = 0
-            spaces.append(space)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            k_rows, v_rows = self.layer(layer)
-            k_rows.index_copy_(1, target_rows, k.transpose(0, 1))
-            v_rows.index_copy_(1, target_rows, v.transpose(0, 1))
-            out = []
-            parts = zip(q.split(sizes), k.split(sizes), v.split(sizes), cached, spaces, strict=True)
-            for my_q, my_k, my_v, rows, space in parts:
-                keys, values = space[:, : len(k_rows)]
-                _join(k_rows, rows, my_k, keys)
-                _join(v_rows, rows, my_v, values)
-                out.append(chunk_attention(my_q, keys, values, self.variants[layer], start=len(rows)))
-            return torch.cat(out) if len(out) > 1 else out[0]
-
-        return attend
+        # Attention of each request to a buffer of its keys and values.
+        return _CopiedPrefillAttend(self, segments)
 
     def _prefill_plan(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, PrefillPlan]:
-        """Rows int64 ``[T]`` that the tokens' keys and values are written to, and the plan of those that they
-        attend to."""
-        bounds = [(segment.start, segment.stop, segment.write_from) for segment in segments]
-        sizes = [segment.stop - segment.start for segment in segments]
-        starts, stops, write_from = to_device(torch.tensor(bounds).t().contiguous(), self.k.device)
+        """Plan the attention of prompt tokens to the pool.
+
+        Returns:
+            Rows int64 ``[T]`` that the tokens are written to, the trash row for tokens that are not stored,
+            and the plan.
+        """
+        # Bounds of the segments, on the host and on the device.
+        device = self.k.device
+        bounds = [(segment.start, segment.stop) for segment in segments]
+        sizes = [stop - start for start, stop in bounds]
+        num_tokens = sum(sizes)
+        on_host = torch.tensor([(segment.start, segment.stop, segment.write_from) for segment in segments])
+        starts, stops, write_from = to_device(on_host.t().contiguous(), device)
         cu_rows = torch.nn.functional.pad((stops - starts).cumsum(0), (1, 0))
-        request = torch.repeat_interleave(stops - starts, output_size=sum(sizes))
-        positions = torch.arange(sum(sizes), device=self.k.device) + (starts - cu_rows[:-1])[request]
+
+        # Request and position of every token.
+        request = torch.repeat_interleave(stops - starts, output_size=num_tokens)
+        positions = torch.arange(num_tokens, device=device) + (starts - cu_rows[:-1])[request]
+
+        # Rows that the tokens are written to.
         tables = torch.stack([segment.page_table for segment in segments])
-        own = tables[request, positions // self.page_size] * self.page_size + positions % self.page_size
-        rows = torch.where(positions >= write_from[request], own, self.trash_row)
-        reaches = [(start, stop) for start, stop, _ in bounds]
-        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes), reaches)
+        pages = tables[request, positions // self.page_size]
+        slots = pages * self.page_size + positions % self.page_size
+        rows = torch.where(positions >= write_from[request], slots, self.trash_row)
+
+        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes), bounds)
         return rows, plan
 
 
-def _join(store_rows: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, out: torch.Tensor) -> None:
-    """Write ``rows [C]`` of ``store_rows [Hkv, R, D]``, then ``new [T, Hkv, D]``, to the front of ``out [Hkv,
-    ..., D]``."""
-    for head, mine in zip(store_rows, out, strict=True):
-        torch.index_select(head, 0, rows, out=mine[: len(rows)])
-    out[:, len(rows) : len(rows) + len(new)] = new.transpose(0, 1)
+class _CopiedPrefillAttend:
+    """Attention of prompt tokens in torch, request by request, to copies of the cached keys and the new keys.
+
+    Args:
+        kv: the store.
+        segments: tokens of each request, in the order of packing.
+    """
+
+    def __init__(self, kv: PagedKV, segments: Sequence[Segment]) -> None:
+        self._kv = kv
+        self._written, self._cached = kv.prompt_rows(segments)
+        self._sizes = [segment.stop - segment.start for segment in segments]
+
+        # One buffer ``[2, Hkv, columns, D]`` for each request. All layers use it, because an allocation in
+        # each layer would take longer than the copy. Columns behind the keys are zero.
+        num_heads = kv.k.shape[1]
+        head_dim = kv.k.shape[3]
+        self._buffers: list[torch.Tensor] = []
+        for rows, size in zip(self._cached, self._sizes, strict=True):
+            num_keys = len(rows) + size
+            buffer = kv.k.new_empty(2, num_heads, round_columns(num_keys), head_dim)
+            buffer[:, :, num_keys:] = 0
+            self._buffers.append(buffer)
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        # Store the new keys and values.
+        k_rows, v_rows = self._kv.layer(layer)
+        k_rows.index_copy_(1, self._written, k.transpose(0, 1))
+        v_rows.index_copy_(1, self._written, v.transpose(0, 1))
+
+        # Attend within each request.
+        requests = zip(
+            q.split(self._sizes),
+            k.split(self._sizes),
+            v.split(self._sizes),
+            self._cached,
+            self._buffers,
+            strict=True,
+        )
+        out: list[torch.Tensor] = []
+        for request_q, request_k, request_v, cached, buffer in requests:
+            keys, values = buffer[:, : len(k_rows)]
+            _join(k_rows, cached, request_k, keys)
+            _join(v_rows, cached, request_v, values)
+            variant = self._kv.variants[layer]
+            out.append(chunk_attention(request_q, keys, values, variant, start=len(cached)))
+        if len(out) == 1:
+            return out[0]
+        return torch.cat(out)
+
+
+def _join(store_rows: torch.Tensor, cached: torch.Tensor, new: torch.Tensor, out: torch.Tensor) -> None:
+    """Write cached keys, then new ones, to the front of ``out``.
+
+    Args:
+        store_rows: ``[Hkv, R, D]``, a layer of the store.
+        cached: int64 ``[C]``, rows of the cached tokens.
+        new: ``[T, Hkv, D]``, keys of the new tokens.
+        out: ``[Hkv, columns, D]``, written in place.
+    """
+    num_cached = len(cached)
+    for head_rows, head_out in zip(store_rows, out, strict=True):
+        torch.index_select(head_rows, 0, cached, out=head_out[:num_cached])
+    out[:, num_cached : num_cached + len(new)] = new.transpose(0, 1)
 
 
 class _StoreAttend:
-    """Attention over a store into whose rows keys and values are written as they are made."""
+    """Base of attention that first writes the new keys and values to the store.
+
+    Args:
+        kv: the store.
+        rows: store row of each token of the forward.
+    """
 
     def __init__(self, kv: PagedKV, rows: Rows) -> None:
-        self.kv, self.rows = kv, rows
+        self.kv = kv
+        self.rows = rows
 
     def kv_slots(self, layer: int) -> KVSlots:
-        """Store rows of the tokens."""
-        return KVSlots(*self.kv.layer(layer), self.rows)
+        """Keys and values of a layer, and the rows of the tokens in them."""
+        keys, values = self.kv.layer(layer)
+        return KVSlots(keys, values, self.rows)
 
     def _stored(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write ``k`` and ``v`` -> the layer's keys and values, these included."""
+        """Write ``k`` and ``v`` ``[T, Hkv, D]``, unless they are empty because the projection wrote them.
+
+        Returns:
+            Keys and values of the layer, ``[Hkv, R, D]`` each.
+        """
         k_rows, v_rows, rows = self.kv_slots(layer)
-        if len(k):
+        if len(k) > 0:
             store(k_rows, rows_tensor(rows), k, 1.0)
             store(v_rows, rows_tensor(rows), v, 1.0)
         return k_rows, v_rows
 
 
 class _WindowAttend(_StoreAttend):
-    """Attention of window nodes to the pool and the scratch."""
+    """Attention of window nodes to the pool and the scratch.
+
+    Args:
+        kv: the store.
+        plan: plan of the window.
+        rows: scratch row of each token of the forward.
+    """
 
     def __init__(self, kv: PagedKV, plan: WindowPlan, rows: WindowRows) -> None:
         super().__init__(kv, rows)
@@ -177,24 +262,41 @@ class _WindowAttend(_StoreAttend):
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k_rows, v_rows = self._stored(layer, k, v)
-        b, n = self.plan.ancestors.shape
-        nodes = q.unflatten(0, (b, -1))[:, -n:]
-        return window_attention(nodes, k_rows, v_rows, self.plan, self.kv.variants[layer]).flatten(0, 1)
+        batch, num_nodes = self.plan.ancestors.shape
+        nodes = q.unflatten(0, (batch, -1))[:, -num_nodes:]  # [B, N, Hq, D]
+        out = window_attention(nodes, k_rows, v_rows, self.plan, self.kv.variants[layer])
+        return out.flatten(0, 1)
 
     def packed(self, rows: torch.Tensor, counts: torch.Tensor) -> Attend | None:
-        """Make the attention of a forward over some nodes, ``rows`` int64 ``[T]`` of ``B * N``: the first
-        ``counts`` int64 ``[B]`` of every window and some to spare; None where none takes them."""
+        """Make the attention of a forward over some of the window nodes.
+
+        Args:
+            rows: int64 ``[T]``, indices into the ``B * N`` nodes: the first ``counts`` nodes of each window,
+                then padding.
+            counts: int64 ``[B]``, number of nodes of each window.
+
+        Returns:
+            None where no kernel attends for packed nodes.
+        """
         if not uses_cpp(self.kv.k) or type(self.plan) is not WindowPlan:
             return None
         return _PackedWindowAttend(self.kv, self.plan, rows_tensor(self.rows)[rows], counts)
 
 
 class _PackedWindowAttend(_StoreAttend):
-    """Attention of the first nodes of windows; the keys of others are not read."""
+    """Attention of the first nodes of each window. Keys of the other nodes are not read.
+
+    Args:
+        kv: the store.
+        plan: plan of the whole windows.
+        rows: int64 ``[T]``, scratch row of each token of the forward.
+        counts: int64 ``[B]``, number of nodes of each window.
+    """
 
     def __init__(self, kv: PagedKV, plan: WindowPlan, rows: torch.Tensor, counts: torch.Tensor) -> None:
         super().__init__(kv, rows)
-        self.plan, self.counts = plan, counts
+        self.plan = plan
+        self.counts = counts
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k_rows, v_rows = self._stored(layer, k, v)
@@ -202,11 +304,18 @@ class _PackedWindowAttend(_StoreAttend):
 
 
 class _PrefillAttend(_StoreAttend):
-    """Attention of prompt tokens to the pool."""
+    """Attention of prompt tokens to the pool.
+
+    Args:
+        kv: the store.
+        rows: int64 ``[T]``, row that each token is written to.
+        attention: attention for the plan of these tokens.
+    """
 
     def __init__(self, kv: PagedKV, rows: torch.Tensor, attention: PromptAttention) -> None:
         super().__init__(kv, rows)
         self.attention = attention
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return self.attention(q, *self._stored(layer, k, v), self.kv.variants[layer])
+        k_rows, v_rows = self._stored(layer, k, v)
+        return self.attention(q, k_rows, v_rows, self.kv.variants[layer])
