@@ -1,11 +1,11 @@
-"""Paged store of latent attention.
+"""Paged store of multi-head latent attention (``models/blocks/mla.py``): one row for each token and layer.
 
-A token is one row a layer, from which all heads' keys and values are made (``models/blocks/mla.py``).
-Windows attend in the absorbed form, which reads each row once for all heads and nodes. Prompts attend in the
-expanded form: earlier tokens are expanded with them, so that a prompt in chunks, or one with a cached prefix,
-is computed as if it were whole.
+Windows attend in the absorbed form, which reads a row once for all heads and nodes. Prompts attend in the
+expanded form with their earlier tokens, so a prompt in chunks and a prompt with a cached prefix give the
+results of a whole prompt.
 
-Legend: L layers, R rows, D = latent + RoPE size, H heads, T prompt tokens.
+Legend: L layers, R rows of the store, C rows before a prompt, D = latent + RoPE size, H heads, Dk / Dv sizes
+of an expanded key / value, T prompt tokens.
 """
 
 import itertools
@@ -27,13 +27,25 @@ from eagle_kit.ops.rope import WindowRows
 from eagle_kit.ops.rope.reference import store
 from eagle_kit.ops.transfer import to_device
 
-PAGE, PACKED_TOKENS = 16, 8192
-"""Slots of a page of expanded keys, and most tokens, cached ones included, of prompts that are expanded
-together: 128 heads of DeepSeek-V3 are half a gigabyte of keys."""
+EXPANDED_PAGE_SIZE = 16
+"""Number of slots of a page of expanded keys."""
+
+PACKED_TOKENS = 8192
+"""Largest number of tokens, cached tokens included, of prompts that are expanded together. With the 128 heads
+of DeepSeek-V3 their keys take half a gigabyte."""
 
 
 class PagedLatents(PagedStore):
-    """Rows ``[L, R, D]``, the latent first; rows and ``options`` are those of :class:`PagedStore`."""
+    """Rows of latents and RoPE parts of keys.
+
+    Args:
+        spec: sizes of the rows and scale of the scores.
+        layout: sizes of the store.
+        options: further arguments of :class:`PagedStore`.
+
+    Attributes:
+        rows: ``[L, R, D]``, the latent first, then the RoPE part.
+    """
 
     def __init__(self, spec: LatentSpec, layout: PoolLayout, **options: Any) -> None:
         super().__init__(layout, **options)
@@ -42,7 +54,7 @@ class PagedLatents(PagedStore):
 
     @property
     def tensors(self) -> tuple[torch.Tensor, None]:
-        """Rows ``[L, R, D]``, and None."""
+        """Rows ``[L, R, D]``, and None for values."""
         return self.rows, None
 
     def window_attend(
@@ -54,20 +66,31 @@ class PagedLatents(PagedStore):
         num_columns: int,
     ) -> LatentAttend:
         """See :class:`PagedStore`."""
-        return _WindowAttend(self, *self._window(page_table, prefix_lens, ancestors, num_keys, num_columns))
+        plan, rows = self._window(page_table, prefix_lens, ancestors, num_keys, num_columns)
+        return _WindowAttend(self, plan, rows)
 
     def prefill_attend(self, segments: Sequence[Segment]) -> LatentAttend:
         """See :class:`PagedStore`."""
         return _PrefillAttend(self, segments)
 
-    def taken_in(self, layer: int, at: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Write ``rows`` of a layer to ``at``, and return them as they will be read: chunks of a prompt give
-        the results of a whole prompt."""
-        held = self.rows[layer]
-        _put(held, at, rows)
-        if held.dtype == rows.dtype:
+    def write_prompt(self, layer: int, indices: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Store the rows of prompt tokens and round them to the dtype of the store.
+
+        A later chunk of the prompt reads the rounded rows, so the current chunk attends to them as well.
+
+        Args:
+            layer: layer whose rows are written.
+            indices: int64 ``[T]``, rows of the store that are written.
+            rows: ``[T, D]``.
+
+        Returns:
+            The rounded rows ``[T, D]``, with the dtype of ``rows``.
+        """
+        stored = self.rows[layer]
+        _put(stored, indices, rows)
+        if stored.dtype == rows.dtype:
             return rows
-        rounded = torch.empty_like(rows, dtype=held.dtype)
+        rounded = torch.empty_like(rows, dtype=stored.dtype)
         _put(rounded, torch.arange(len(rows), device=rows.device), rows)
         return rounded.to(rows.dtype)
 
@@ -80,52 +103,103 @@ class _LatentAttend:
 
 
 class _WindowAttend(_LatentAttend):
-    """Absorbed attention of window nodes."""
+    """Absorbed attention of window nodes.
+
+    Args:
+        store: the store.
+        plan: plan of the window.
+        rows: scratch rows of the nodes.
+    """
 
     def __init__(self, store: PagedLatents, plan: WindowPlan, rows: WindowRows) -> None:
-        self.store, self.plan, self.rows = store, plan, rows
+        self.store = store
+        self.plan = plan
+        self.rows = rows
 
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
-        held, spec = self.store.rows[layer], self.store.spec
-        _put(held, self.rows.tensor, rows)
-        nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape)
-        out = mla_window_attention(nodes, held, self.plan, spec.scale, latent_dim=spec.latent_dim)
+        """See :class:`~eagle_kit.models.blocks.mla.LatentAttend`."""
+        stored = self.store.rows[layer]
+        spec = self.store.spec
+        _put(stored, self.rows.tensor, rows)
+        nodes = heads.absorb(q).unflatten(0, self.plan.ancestors.shape)  # [B, N, H, D]
+        out = mla_window_attention(nodes, stored, self.plan, spec.scale, latent_dim=spec.latent_dim)
         return heads.project(out.flatten(0, 1))
 
 
 class _PrefillAttend(_LatentAttend):
-    """Expanded attention of prompts: request by request in torch, or several in one launch of the kernel."""
+    """Expanded attention of prompts: several prompts in a launch of the kernel, one at a time in torch.
+
+    Args:
+        store: the store.
+        segments: tokens of each request, in the order of packing.
+    """
 
     def __init__(self, store: PagedLatents, segments: Sequence[Segment]) -> None:
         self.store = store
         self.written, self.cached = store.prompt_rows(segments)
         self.sizes = [segment.stop - segment.start for segment in segments]
-        self.packs = _packs(self.sizes, self.cached) if uses_triton(store.rows) else []
+        self.packs: list[_Pack] = []
+        if uses_triton(store.rows):
+            self.packs = _make_packs(self.sizes, self.cached)
 
     def latents(self, layer: int, q: Queries, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
-        held = self.store.rows[layer]
-        rows = self.store.taken_in(layer, self.written, rows)
-        out = []
+        """See :class:`~eagle_kit.models.blocks.mla.LatentAttend`."""
+        stored = self.store.rows[layer]
+        new_rows = self.store.write_prompt(layer, self.written, rows)
         if self.packs:
-            for pack in self.packs:
-                found = torch.cat((_take(held, pack.cached, rows.dtype), rows[pack.first : pack.stop]))
-                keys, values = heads.expand(found[pack.order])
-                mine, scale = q.whole[pack.first : pack.stop], self.store.spec.scale
-                out.append(_attend_packed(mine, keys, values, pack.plan, scale))
-            return torch.cat(out) if len(out) > 1 else out[0]
-        parts = zip(q.whole.split(self.sizes), rows.split(self.sizes), self.cached, strict=True)
-        for my_q, my_rows, before in parts:
-            known = len(before) + len(my_rows)
-            unused = my_rows.new_zeros(round_columns(known) - known, my_rows.shape[1])
-            k, v = heads.expand(torch.cat((_take(held, before, rows.dtype), my_rows, unused)))
-            keys, values = k.transpose(0, 1), v.transpose(0, 1)
-            out.append(chunk_attention(my_q, keys, values, self.store.spec.scale, start=len(before)))
-        return torch.cat(out) if len(out) > 1 else out[0]
+            out = self._attend_packs(stored, q, new_rows, heads)
+        else:
+            out = self._attend_each(stored, q, new_rows, heads)
+        if len(out) == 1:
+            return out[0]
+        return torch.cat(out)
+
+    def _attend_packs(
+        self, stored: torch.Tensor, q: Queries, new_rows: torch.Tensor, heads: LatentHeads
+    ) -> list[torch.Tensor]:
+        """Attend with one launch for each pack; outputs ``[T, H, Dv]`` of each."""
+        out: list[torch.Tensor] = []
+        for pack in self.packs:
+            # Keys and values of all prompts of the pack, in the order of its pages.
+            cached = _take(stored, pack.cached, new_rows.dtype)
+            rows = torch.cat((cached, new_rows[pack.first : pack.stop]))
+            keys, values = heads.expand(rows[pack.order])
+
+            queries = q.whole[pack.first : pack.stop]
+            out.append(_attend_packed(queries, keys, values, pack.plan, self.store.spec.scale))
+        return out
+
+    def _attend_each(
+        self, stored: torch.Tensor, q: Queries, new_rows: torch.Tensor, heads: LatentHeads
+    ) -> list[torch.Tensor]:
+        """Attend in torch, request by request; outputs ``[T, H, Dv]`` of each."""
+        out: list[torch.Tensor] = []
+        requests = zip(q.whole.split(self.sizes), new_rows.split(self.sizes), self.cached, strict=True)
+        for request_q, request_rows, cached_indices in requests:
+            # Earlier rows, new rows, and zeros up to a number of columns whose sums do not depend on chunks.
+            cached = _take(stored, cached_indices, new_rows.dtype)
+            num_rows = len(cached) + len(request_rows)
+            padding = request_rows.new_zeros(round_columns(num_rows) - num_rows, request_rows.shape[1])
+            k, v = heads.expand(torch.cat((cached, request_rows, padding)))
+
+            keys = k.transpose(0, 1)
+            values = v.transpose(0, 1)
+            scale = self.store.spec.scale
+            out.append(chunk_attention(request_q, keys, values, scale, start=len(cached)))
+        return out
 
 
 class _Pack(NamedTuple):
-    """Prompts in one launch: their rows ``first`` to ``stop``, the pool's rows ``cached`` before them, and
-    the ``order`` in which these and the new ones, behind them, lie as pages of the ``plan``."""
+    """Prompts that attend in one launch.
+
+    Attributes:
+        first: first token of the pack among those of the forward.
+        stop: token after the last one of the pack.
+        cached: int64 ``[C]``, rows of the store before the prompts, prompt after prompt.
+        order: int64, for each slot of the pages of ``plan`` an index into the cached rows followed by the new
+            rows. Slots behind the tokens of a prompt have index 0 and are not attended to.
+        plan: plan of the launch, whose pages are those of the expanded keys.
+    """
 
     first: int
     stop: int
@@ -134,71 +208,117 @@ class _Pack(NamedTuple):
     plan: PrefillPlan
 
 
-def _packs(sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> list[_Pack]:
-    """Put prompts together as long as they have at most ``PACKED_TOKENS``, cached ones included."""
+def _make_packs(sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> list[_Pack]:
+    """Group consecutive prompts, each group with at most :data:`PACKED_TOKENS` or of one prompt.
+
+    Args:
+        sizes: number of new tokens of each prompt.
+        cached: int64 rows of the store before each prompt.
+    """
+    # Indices of the prompts of each group.
     groups: list[list[int]] = []
-    tokens = 0
-    for i, (size, before) in enumerate(zip(sizes, cached, strict=True)):
-        tokens += size + len(before)
-        if not groups or tokens > PACKED_TOKENS:
+    num_tokens = 0
+    for i, size in enumerate(sizes):
+        prompt_tokens = size + len(cached[i])
+        num_tokens += prompt_tokens
+        if not groups or num_tokens > PACKED_TOKENS:
             groups.append([])
-            tokens = size + len(before)
+            num_tokens = prompt_tokens
         groups[-1].append(i)
-    first, packs = 0, []
+
+    # A pack for each group.
+    packs: list[_Pack] = []
+    first = 0
     for group in groups:
-        stop = first + sum(sizes[i] for i in group)
-        packs.append(_pack(first, [sizes[i] for i in group], [cached[i] for i in group]))
-        first = stop
+        pack = _make_pack(first, [sizes[i] for i in group], [cached[i] for i in group])
+        packs.append(pack)
+        first = pack.stop
     return packs
 
 
-def _pack(first: int, sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> _Pack:
-    starts = [len(before) for before in cached]
+def _make_pack(first: int, sizes: Sequence[int], cached: Sequence[torch.Tensor]) -> _Pack:
+    """Lay out the prompts of a pack in pages; arguments as in :func:`_make_packs` and :class:`_Pack`."""
+    starts = [len(rows) for rows in cached]
+    num_cached = sum(starts)
+
+    # Each prompt begins with a new page.
     order: list[int] = []
-    num_cached, tables, before, new = sum(starts), [], 0, 0
+    tables: list[list[int]] = []
+    next_cached = 0
+    next_new = num_cached
     for start, size in zip(starts, sizes, strict=True):
-        pages = -(-(start + size) // PAGE)
-        tables.append([len(order) // PAGE + page for page in range(pages)])
-        order += range(before, before + start)
-        order += range(num_cached + new, num_cached + new + size)
-        order += [0] * (pages * PAGE - start - size)  # never attended to
-        before, new = before + start, new + size
-    device, most = cached[0].device, max(map(len, tables))
-    tables = [[*table, *[0] * (most - len(table))] for table in tables]
-    numbers = [0, *itertools.accumulate(sizes)]
-    page_tables, cu_rows, begins, places = (
-        to_device(values, device) for values in (list(itertools.chain(*tables)), numbers, starts, order)
+        num_pages = -(-(start + size) // EXPANDED_PAGE_SIZE)
+        first_page = len(order) // EXPANDED_PAGE_SIZE
+        tables.append(list(range(first_page, first_page + num_pages)))
+        order += range(next_cached, next_cached + start)
+        order += range(next_new, next_new + size)
+        order += [0] * (num_pages * EXPANDED_PAGE_SIZE - start - size)
+        next_cached += start
+        next_new += size
+
+    # Page tables of equal length.
+    max_pages = max(len(table) for table in tables)
+    padded: list[int] = []
+    for table in tables:
+        padded += table
+        padded += [0] * (max_pages - len(table))
+
+    device = cached[0].device
+    plan = PrefillPlan(
+        page_tables=to_device(padded, device).view(len(sizes), max_pages),
+        page_size=EXPANDED_PAGE_SIZE,
+        cu_rows=to_device([0, *itertools.accumulate(sizes)], device),
+        starts=to_device(starts, device),
+        first_slot=0,
+        max_rows=max(sizes),
     )
-    plan = PrefillPlan(page_tables.view(len(sizes), most), PAGE, cu_rows, begins, 0, max(sizes))
-    return _Pack(first, first + new, torch.cat(list(cached)), places, plan)
+    return _Pack(first, first + sum(sizes), torch.cat(list(cached)), to_device(order, device), plan)
 
 
 def _attend_packed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: PrefillPlan, scale: float
 ) -> torch.Tensor:
-    """Attention of ``q [T, H, Dk]`` to keys ``[R, H, Dk]`` and values ``[R, H, Dv]`` in the pages of a plan
-    -> ``[T, H, Dv]``; the kernel has one size of head."""
-    out_size = v.shape[-1]
-    size = max(k.shape[-1], out_size)
+    """Attend to expanded keys and values in the pages of ``plan``.
+
+    The kernel has one head size for keys and values, so the smaller ones are padded with zeros.
+
+    Args:
+        q: ``[T, H, Dk]``.
+        k: ``[S, H, Dk]``, S slots of the plan's pages.
+        v: ``[S, H, Dv]``.
+        plan: plan of the pack.
+        scale: factor of the scores.
+
+    Returns:
+        ``[T, H, Dv]``.
+    """
+    value_size = v.shape[-1]
+    size = max(k.shape[-1], value_size)
+    queries = _padded(q, size)
     keys = _padded(k.transpose(0, 1), size).contiguous()
     values = _padded(v.transpose(0, 1), size).contiguous()
-    return paged_prefill_attention(_padded(q, size), keys, values, plan, scale)[..., :out_size]
+    out = paged_prefill_attention(queries, keys, values, plan, scale)
+    return out[..., :value_size]
 
 
 def _padded(x: torch.Tensor, size: int) -> torch.Tensor:
-    """``x`` with zeros behind its last dimension up to ``size``; itself where it is as large."""
-    return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+    """Pad the last dimension of ``x`` with zeros up to ``size``; returns ``x`` if it has that size."""
+    if x.shape[-1] == size:
+        return x
+    return F.pad(x, (0, size - x.shape[-1]))
 
 
-def _put(held: torch.Tensor, at: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write ``held[at] = rows``, rounded to the store's type."""
-    if held.dtype == rows.dtype:
-        held.index_copy_(0, at, rows)
+def _put(stored: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write ``stored[indices] = rows``, rounded to the dtype of ``stored``."""
+    if stored.dtype == rows.dtype:
+        stored.index_copy_(0, indices, rows)
     else:
-        store(held[None], at, rows[:, None], 1.0)
+        store(stored[None], indices, rows[:, None], 1.0)
 
 
-def _take(held: torch.Tensor, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Gather ``held[rows]`` as ``dtype``; torch cannot index fp8."""
-    raw = held.view(torch.uint8) if held.element_size() == 1 else held
-    return raw[rows].view(held.dtype).to(dtype)
+def _take(stored: torch.Tensor, indices: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Gather ``stored[indices]`` as ``dtype``. Torch cannot index fp8, so its bytes are gathered."""
+    raw = stored
+    if stored.element_size() == 1:
+        raw = stored.view(torch.uint8)
+    return raw[indices].view(stored.dtype).to(dtype)

@@ -73,6 +73,6 @@ def test_rows_are_returned_as_a_pool_of_fp8_holds_them():
     )
     rows = torch.randn(5, LATENT + ROPE, generator=torch.Generator().manual_seed(0))
     at = torch.arange(3, 8)
-    taken = store.taken_in(0, at, rows)
+    taken = store.write_prompt(0, at, rows)
     assert taken.equal(store.rows[0][at].to(rows.dtype).view_as(rows))
     assert not taken.equal(rows)
