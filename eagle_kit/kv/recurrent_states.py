@@ -1,9 +1,10 @@
-"""Recurrent states of a target: one for every slot of a batch, and snapshots for the prefix cache.
+"""States of recurrent layers: one state for each request of a batch, and snapshots for the prefix cache.
 
-As in the paged stores, only committed tokens change a state. A window keeps the updates of its nodes aside.
-:meth:`StateWindow.commit` applies those of the accepted path (:mod:`eagle_kit.ops.recurrence`).
+As in the paged stores, only committed tokens change a state. A window keeps the columns and updates of its
+nodes, and :meth:`StateWindow.commit` applies the accepted path (:mod:`eagle_kit.ops.recurrence`).
 
-Legend: S states, B requests, N window nodes, T prompt tokens, C channels, W width of a convolution.
+Legend: S states, B requests, N window nodes, T prompt tokens, C channels, W width of a convolution, m nodes
+of a path.
 """
 
 from collections.abc import Sequence
@@ -29,17 +30,19 @@ from eagle_kit.ops.recurrence import (
 
 
 class StatePool:
-    """Recurrent states by number: those of the slots, that of the dummy slot, then snapshots.
+    """Pool of S states: one for each request, by its slot, then one for padding, then the snapshots.
 
     Args:
-        spec: shapes of the target's recurrences and convolutions.
-        max_batch_size: number of slots.
-        num_snapshots: number of snapshots.
-        dtype: dtype of activations, in which the columns of convolutions are kept.
+        spec: shapes of the recurrences and convolutions of the target.
+        max_batch_size: number of requests that have a state.
+        num_snapshots: number of snapshots for the prefix cache.
+        dtype: dtype of activations and of ``tails``.
+        device: device of the states.
 
     Attributes:
+        first_snapshot: index of the first snapshot.
         states: fp32 ``[S, heads, key size, value size]`` of each recurrence.
-        tails: the last columns ``[S, W - 1, C]`` of each convolution, oldest first.
+        tails: the last input columns ``[S, W - 1, C]`` of each convolution, oldest first.
     """
 
     def __init__(
@@ -53,47 +56,64 @@ class StatePool:
     ) -> None:
         self.spec = spec
         self.first_snapshot = max_batch_size + 1
-        count = max_batch_size + 1 + num_snapshots
-        self.states = [torch.zeros(count, *each.shape, device=device) for each in spec.recurrences]
+        num_states = self.first_snapshot + num_snapshots
+        self.states = [
+            torch.zeros(num_states, *recurrence.shape, device=device) for recurrence in spec.recurrences
+        ]
         self.tails = [
-            torch.zeros(count, width - 1, channels, dtype=dtype, device=device)
+            torch.zeros(num_states, width - 1, channels, dtype=dtype, device=device)
             for channels, width in spec.convolutions
         ]
 
     def window(self, attend: Attend, slots: torch.Tensor, ancestors: torch.Tensor) -> "StateWindow":
-        """Join the attention of window nodes with their recurrence.
+        """Combine the attention of window nodes with their recurrence.
 
         Args:
-            slots: int64 ``[B]``, the slots of the requests, which are the numbers of their states.
-            ancestors: int64 ``[B, N]``, as in ``WindowPlan``.
+            attend: attention of the nodes.
+            slots: int64 ``[B]``, index of each request's state.
+            ancestors: int64 ``[B, N]``, bits of the ancestors of each node, as in ``WindowPlan``.
         """
         return StateWindow(attend, self, slots, ancestors)
 
     def prompts(self, attend: Attend, texts: Sequence[Text]) -> Hybrid:
-        """Join the attention of packed prompts with their recurrence, which writes the states at once."""
+        """Combine the attention of packed prompts with their recurrence. The forward writes the states.
+
+        Args:
+            attend: attention of the prompts.
+            texts: tokens of each prompt, the state that it continues from, and the states that it saves.
+        """
         return Hybrid(attend, _PromptRecur(self, TextPlan(texts)))
 
 
 class StateWindow(Hybrid):
-    """Attention and recurrence of window nodes."""
+    """Attention and recurrence of window nodes. The arguments are those of :meth:`StatePool.window`."""
 
     def __init__(self, attend: Attend, pool: StatePool, slots: torch.Tensor, ancestors: torch.Tensor) -> None:
         self._recurrence = _WindowRecur(pool, slots, ancestors)
         super().__init__(attend, self._recurrence)
 
     def commit(self, path: torch.Tensor, num_committed: torch.Tensor) -> None:
-        """Apply the first ``num_committed [B]`` nodes of ``path [B, m]`` to the requests' states."""
+        """Apply the accepted nodes to the states of the requests.
+
+        Args:
+            path: int64 ``[B, m]``, window indices of the nodes on the accepted path.
+            num_committed: int64 ``[B]``, number of nodes on the path that are applied.
+        """
         self._recurrence.commit(path, num_committed)
 
 
 class _WindowRecur:
-    """Recurrence of window nodes. It changes no state until :meth:`commit`."""
+    """Recurrence of window nodes. The states change at :meth:`commit` only."""
 
     def __init__(self, pool: StatePool, slots: torch.Tensor, ancestors: torch.Tensor) -> None:
         self._pool = pool
         self._slots = slots
         self._ancestors = ancestors
-        self._read: dict[int, torch.Tensor] = {}
+
+        # Columns that each node reads, by the width of the convolution.
+        self._path_columns: dict[int, torch.Tensor] = {}
+
+        # Input columns of each convolution and updates of each recurrence, by their numbers.
         self._columns: dict[int, torch.Tensor] = {}
         self._written: dict[int, Written] = {}
 
@@ -101,19 +121,25 @@ class _WindowRecur:
         self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See :class:`~eagle_kit.models.blocks.recurrence.Recur`."""
+        # Columns of the path to each node; convolutions of one width share them.
         width = weight.shape[1]
-        if width not in self._read:
-            self._read[width] = path_columns(self._ancestors, width)
-        nodes = self._columns[number] = x.view(*self._ancestors.shape, -1)
+        if width not in self._path_columns:
+            self._path_columns[width] = path_columns(self._ancestors, width)
+
+        # Keep the inputs of the nodes for the commit.
+        nodes = x.view(*self._ancestors.shape, -1)  # [B, N, C]
+        self._columns[number] = nodes
+
         tails = self._pool.tails[number]
-        return window_convolution(nodes, weight, bias, tails, self._slots, self._read[width]).flatten(0, 1)
+        out = window_convolution(nodes, weight, bias, tails, self._slots, self._path_columns[width])
+        return out.flatten(0, 1)
 
     def recur(self, number: int, inputs: Inputs, *, delta: bool) -> torch.Tensor:
         """See :class:`~eagle_kit.models.blocks.recurrence.Recur`."""
-        nodes, states = inputs.view(*self._ancestors.shape), self._pool.states[number]
-        out, self._written[number] = recurrent_window(
-            nodes, states, self._slots, self._ancestors, delta=delta
-        )
+        nodes = inputs.view(*self._ancestors.shape)
+        states = self._pool.states[number]
+        out, written = recurrent_window(nodes, states, self._slots, self._ancestors, delta=delta)
+        self._written[number] = written
         return out.flatten(0, 1)
 
     def commit(self, path: torch.Tensor, num_committed: torch.Tensor) -> None:
@@ -125,7 +151,12 @@ class _WindowRecur:
 
 
 class _PromptRecur:
-    """Recurrence of packed prompts."""
+    """Recurrence of packed prompts, which writes the states.
+
+    Args:
+        pool: the states.
+        plan: plan of the prompts.
+    """
 
     def __init__(self, pool: StatePool, plan: TextPlan) -> None:
         self._pool = pool
