@@ -1,4 +1,4 @@
-"""Choice of the paged store for a model."""
+"""Choice of the paged store for a model: keys and values, latents, or latents of one rank."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,13 +20,26 @@ def open_store(
     share: Share | None = None,
     **options: Any,
 ) -> PagedStore:
-    """Open the store of a model that keeps ``spec`` of a token and whose layers attend as ``variants`` say;
-    ``options`` are those of :class:`PagedStore`. With a ``share``
-    it is that of a rank of data-parallel attention."""
+    """Make the store for a model.
+
+    Args:
+        spec: what the model stores for a token: keys and values, or latents.
+        layout: sizes of the store, of all ranks together with ``share``.
+        variants: variant of attention of each layer; stores of latents do not use them.
+        share: this rank, for data-parallel attention (latents only); None otherwise.
+        options: further arguments of :class:`PagedStore`.
+    """
     if share is not None:
-        assert isinstance(spec, LatentSpec)
+        assert isinstance(spec, LatentSpec), "data-parallel attention is for latents"
         return DataParallelLatents(spec, layout, share, **options)
     if isinstance(spec, LatentSpec):
         return PagedLatents(spec, layout, **options)
-    sizes = spec.num_layers, spec.num_heads, spec.head_dim
-    return PagedKV(*sizes, layout, variants=variants, heads=spec.heads, **options)
+    return PagedKV(
+        spec.num_layers,
+        spec.num_heads,
+        spec.head_dim,
+        layout,
+        variants=variants,
+        heads=spec.heads,
+        **options,
+    )
