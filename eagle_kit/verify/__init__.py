@@ -1,1 +1,1 @@
-"""Verifiers, and the sampling and acceptance of a window."""
+"""Proposals, verifiers, and sampling of the target's tokens."""

@@ -1,10 +1,10 @@
-"""Sampling and verification: the target's next token after every node of a window.
+"""Sampling of the target's tokens after the nodes of a window, and acceptance of the drafts.
 
-A node's token is sampled with the uniform random number of its position. All nodes of one depth share a
-number, and only one of them is on the path. A deterministic draft is accepted as far as it agrees with these
-tokens, so the text is the one that plain decoding draws with the same seed.
+A node's token is sampled with the uniform random number of its position, so the nodes of one depth share a
+number; at most one of them is on the accepted path. With a deterministic draft the text is therefore the text
+of plain decoding with the same seed.
 
-Legend: B requests, N window nodes, V vocabulary.
+Legend: B requests, N window nodes, S draft steps, V vocabulary.
 """
 
 import torch
@@ -31,19 +31,27 @@ def choose(
     sampling: SamplingBatch | None,
     allowed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sample a token after every node: ``logits [B, N, V]`` -> int64 ``[B, N]``.
+    """Sample a token after every node.
 
     Args:
-        tree: the window; a token's penalties depend on the path to its node.
+        logits: ``[B, N, V]``, the target's logits.
+        tree: the window; the penalties after a node depend on the tokens on its path.
         seq_lens: int64 ``[B]``, position of the root.
-        sampling: None takes the most likely token everywhere.
-        allowed: bool ``[B, N, V]``, the tokens that a grammar allows; at least one per node.
+        sampling: sampling parameters; None selects the most likely token after every node.
+        allowed: bool ``[B, N, V]``, tokens that a grammar allows, at least one after each node; None for all.
+
+    Returns:
+        Tokens int64 ``[B, N]``.
     """
+    # Greedy decoding.
     if sampling is None:
         return _masked(logits, allowed).argmax(-1)
+
+    # Sampling. The token after a node has the position after that node.
     positions = seq_lens[:, None] + 1 + tree.depths
     uniforms = position_uniforms(sampling.seeds, positions, TARGET_UNIFORMS)
-    return sample(distribution_of(logits, tree, sampling, allowed), uniforms)
+    distribution = distribution_of(logits, tree, sampling, allowed)
+    return sample(distribution, uniforms)
 
 
 def decide(
@@ -55,19 +63,25 @@ def decide(
     allowed: torch.Tensor | None,
     steps: int,
 ) -> Accepted:
-    """Accept a path of the window and sample the bonus token.
+    """Accept drafts and sample the bonus token of each request.
 
     Args:
-        logits: ``[B, N, V]``, the target's logits after each node.
-        window: the tree, and how it was made.
-        verifier: verifier of requests that sample.
-        seq_lens, sampling, allowed: see :func:`choose`.
+        logits: ``[B, N, V]``, the target's logits.
+        window: the window and its proposal.
+        verifier: a verifier that is sound for the proposal; not used for greedy decoding.
+        seq_lens: int64 ``[B]``, position of the root.
+        sampling: sampling parameters; None for greedy decoding of all requests.
+        allowed: bool ``[B, N, V]``, tokens that a grammar allows, at least one after each node; None for all.
         steps: S, depth of the window.
     """
     tree, proposal = window
+
+    # Greedy decoding: follow the most likely tokens.
     if sampling is None:
         assert isinstance(proposal, Deterministic), "a draft of greedy requests is deterministic"
         return accept_most_likely(_masked(logits, allowed), tree.tokens, tree.parents, steps)
+
+    # Sampling: the verifier compares the proposal with the target's distribution.
     distribution = distribution_of(logits, tree, sampling, allowed)
     return accept(distribution, window, verifier, sampling.seeds, seq_lens, steps)
 
@@ -75,14 +89,18 @@ def decide(
 def distribution_of(
     logits: torch.Tensor, tree: Tree, sampling: SamplingBatch, allowed: torch.Tensor | None
 ) -> torch.Tensor | FilteredLogits:
-    """Return the target's distribution after every node.
+    """Sampling distribution of the target after every node; arguments as in :func:`choose`.
 
-    It has the penalties, biases, grammar, temperature and filters of each request.
+    Penalties and bias are applied first, then the grammar, then temperature and filters.
     """
-    if sampling.counts is not None or sampling.bias is not None:
+    is_adjusted = sampling.counts is not None or sampling.bias is not None
+    if is_adjusted:
         logits = adjust_logits(logits.float(), sampling, tree.tokens, tree.ancestors)
     return target_distribution(_masked(logits, allowed), sampling)
 
 
 def _masked(logits: torch.Tensor, allowed: torch.Tensor | None) -> torch.Tensor:
-    return logits if allowed is None else logits.masked_fill(~allowed, float("-inf"))
+    """``logits`` with -inf for tokens that are not allowed."""
+    if allowed is None:
+        return logits
+    return logits.masked_fill(~allowed, float("-inf"))
