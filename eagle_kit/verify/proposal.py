@@ -1,10 +1,10 @@
-"""Types of proposals: a window of drafted tokens, and how they were made.
+"""Types of proposals: a window of draft tokens, and the distribution that they were sampled from, if any.
 
-A deterministic draft is a function of the text. Its tokens were not sampled, so it has no distribution q, and
-rejection sampling with a softmax in place of q would change the distribution of the text. A sampled draft was
-sampled from q and carries q. ``verify.verifiers.accept`` refuses a verifier that does not fit the type.
+A deterministic draft is a function of the text and has no distribution q; verifying it with a softmax as q
+would change the distribution of the text. So :func:`eagle_kit.verify.verifiers.accept` refuses a verifier
+that is not sound for the type of the proposal.
 
-Legend: B requests, N window nodes, S steps, V vocabulary.
+Legend: B requests, N window nodes, S draft steps, Q nodes with children, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from eagle_kit.ops.tree_build import Tree
 
 @dataclass(frozen=True)
 class Deterministic:
-    """Proposal of any topology that depends on the text only: top-k drafts, n-grams."""
+    """Proposal of any topology whose tokens depend on the text only, such as top-k drafts and n-grams."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class SampledChain:
     """Chain of sampled tokens.
 
     Attributes:
-        q: ``[B, S, V]``, the distribution that the child of each node was sampled from.
+        q: ``[B, S, V]``, distribution that the child of each node was sampled from.
     """
 
     q: torch.Tensor
@@ -35,11 +35,11 @@ class SampledChain:
 class SampledTree:
     """Tree of a fixed topology, whose siblings were sampled without replacement (``sample_distinct``).
 
-    Siblings lie in the window in the order in which they were drawn.
+    Siblings lie in the window in the order in which they were sampled.
 
     Attributes:
-        q: ``[B, Q, V]``, the distribution that the children of each of the first Q nodes were sampled from.
-            Later nodes have no children.
+        q: ``[B, Q, V]``, distribution that the children of each of the first Q nodes were sampled from. The
+            other nodes have no children.
     """
 
     q: torch.Tensor
@@ -49,7 +49,12 @@ Proposal = Deterministic | SampledChain | SampledTree
 
 
 class DraftOutput(NamedTuple):
-    """A window to verify, and how its tokens were made."""
+    """Window to verify.
+
+    Attributes:
+        tree: tokens and topology of the window, int64 ``[B, N]`` each.
+        proposal: type of the draft, with its distribution q where it was sampled.
+    """
 
     tree: Tree
     proposal: Proposal
