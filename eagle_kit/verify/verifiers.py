@@ -1,6 +1,8 @@
-"""Verifiers, and the choice of the kernel that accepts a window: see ``ops/accept`` for the arithmetic.
+"""Verifiers, and the selection of the kernel that accepts a window.
 
-Legend: B requests, N window nodes, S steps, V vocabulary.
+The modules of ``ops/accept`` contain the arithmetic and its proofs.
+
+Legend: B requests, N window nodes, S draft steps, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -26,22 +28,32 @@ from eagle_kit.verify.proposal import Deterministic, DraftOutput, SampledChain, 
 
 @dataclass(frozen=True)
 class TargetOnly:
-    """Accept deterministic drafts while the target samples the same token; lossless."""
+    """Accept a deterministic draft token if the target samples the same token; lossless."""
 
 
 @dataclass(frozen=True)
 class RejectionSampling:
-    """Accept sampled tokens with probability min(1, p / q); lossless."""
+    """Accept a sampled token with probability min(1, p / q) (arXiv 2211.17192); lossless."""
 
 
 @dataclass(frozen=True)
 class BlockVerification:
-    """Weigh prefixes of a sampled chain (arXiv 2403.10444); lossless, accepts no fewer than rejection."""
+    """Accept a prefix of a sampled chain as a whole (arXiv 2403.10444); lossless.
+
+    The expected number of accepted tokens is at least that of :class:`RejectionSampling`.
+    """
 
 
 @dataclass(frozen=True)
 class Relaxed:
-    """LOSSY thresholds for deterministic drafts, see ``accept_relaxed``; lossless if both are 1."""
+    """Accept a deterministic draft token by thresholds on its probability (``accept_relaxed``).
+
+    LOSSY, unless both thresholds are 1.
+
+    Attributes:
+        threshold_single: probability in [0, 1] from which a token is always accepted.
+        threshold_acc: number in [0, 1] by which the summed probability of tried siblings is divided.
+    """
 
     threshold_single: float
     threshold_acc: float
@@ -51,16 +63,21 @@ Verifier = TargetOnly | RejectionSampling | BlockVerification | Relaxed
 
 
 def make_verifier(config: EngineConfig) -> Verifier | None:
-    """Make the verifier that the options ask for; None leaves the choice to the drafter."""
-    name = config.verifier or ("relaxed" if config.is_relaxed else None)
-    if name == "relaxed":
-        return Relaxed(config.accept_threshold_single, config.accept_threshold_acc)
-    return {
-        "target-only": TargetOnly(),
-        "rejection": RejectionSampling(),
-        "block": BlockVerification(),
-        None: None,
-    }[name]
+    """Make the verifier that the config names; None if the drafter chooses it."""
+    name = config.verifier
+    if name is None and config.is_relaxed:
+        name = "relaxed"
+    match name:
+        case "target-only":
+            return TargetOnly()
+        case "relaxed":
+            return Relaxed(config.accept_threshold_single, config.accept_threshold_acc)
+        case "rejection":
+            return RejectionSampling()
+        case "block":
+            return BlockVerification()
+        case None:
+            return None
 
 
 def accept(
@@ -73,43 +90,59 @@ def accept(
     *,
     backend: Backend | None = None,
 ) -> Accepted:
-    """Verify a window with uniform random numbers that depend only on each request's seed and position.
+    """Verify a window with uniform random numbers that depend on the seed and position of a request only.
 
-    Target-only verification uses the number of the decided token's position, so the text does not depend on
-    the draft. Other verifiers use numbers of the root's position. It grows from cycle to cycle, so a number
-    that was drawn for a rejected draft is not used again.
+    The numbers of target-only verification belong to the position of the sampled token, so the text does not
+    depend on the draft. The numbers of the other verifiers belong to the position of the root, which is
+    another one in each cycle, so a number of a rejected draft is never used again.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
-        window: the tree, and how it was made.
-        verifier: a verifier that is sound for the proposal.
-        seeds: int64 ``[B]``, seeds of the requests.
-        root_positions: int64 ``[B]``, positions of the roots.
+        window: the window and its proposal.
+        verifier: rule of acceptance.
+        seeds: int64 ``[B]``.
+        root_positions: int64 ``[B]``, position of the root of each window.
         steps: S, depth of the window.
+        backend: implementation of the kernels; None for the default of the device.
 
     Raises:
         TypeError: the verifier is not sound for the type of the proposal.
     """
     tree, proposal = window
-    n = tree.tokens.shape[1]
+
+    # Target-only verification: a uniform for the position after each depth.
     if isinstance(proposal, Deterministic) and isinstance(verifier, TargetOnly):
-        positions = root_positions[:, None] + 1 + torch.arange(steps + 1, device=tree.tokens.device)
+        depths = torch.arange(steps + 1, device=tree.tokens.device)
+        positions = root_positions[:, None] + 1 + depths
         uniforms = position_uniforms(seeds, positions, TARGET_UNIFORMS, backend=backend)
         return accept_target_only(
             probs, tree.tokens, tree.parents, tree.depths, uniforms, steps, backend=backend
         )
-    uniforms = window_uniforms(seeds, root_positions, n + 1, VERIFY_UNIFORMS, backend=backend)
-    nodes, bonus = uniforms[:, :n], uniforms[:, n]
+
+    # Other verifiers: a uniform for each node and one for the bonus token.
+    num_nodes = tree.tokens.shape[1]
+    uniforms = window_uniforms(seeds, root_positions, num_nodes + 1, VERIFY_UNIFORMS, backend=backend)
+    nodes = uniforms[:, :num_nodes]
+    drafts = nodes[:, 1:]  # the root was not drafted
+    bonus = uniforms[:, num_nodes]
     match proposal, verifier:
-        case Deterministic(), Relaxed(single, acc):
-            # One uniform per depth; there are no more depths than nodes.
+        case Deterministic(), Relaxed(threshold_single, threshold_acc):
+            # The kernel reads one uniform for each depth. There are no more depths than nodes.
             return accept_relaxed(
-                probs, tree.tokens, tree.parents, nodes, bonus, steps, single, acc, backend=backend
+                probs,
+                tree.tokens,
+                tree.parents,
+                nodes,
+                bonus,
+                steps,
+                threshold_single,
+                threshold_acc,
+                backend=backend,
             )
         case SampledChain(q), RejectionSampling():
-            return accept_rejection_chain(probs, q, tree.tokens, nodes[:, 1:], bonus, backend=backend)
+            return accept_rejection_chain(probs, q, tree.tokens, drafts, bonus, backend=backend)
         case SampledChain(q), BlockVerification():
-            return accept_block(probs, q, tree.tokens, nodes[:, 1:], bonus, backend=backend)
+            return accept_block(probs, q, tree.tokens, drafts, bonus, backend=backend)
         case SampledTree(q), RejectionSampling():
             return accept_rejection_tree(
                 probs, q, tree.tokens, tree.parents, nodes, bonus, steps, backend=backend
