@@ -166,7 +166,7 @@ class DataParallelLatents(PagedLatents):
         num_tokens = 0
         for segment in segments:
             size = segment.stop - segment.start
-            rank = segment.part
+            rank = segment.shard
             if rank == self.share.rank:
                 local_table = self.local_pages(segment.page_table)
                 own_segments.append(segment._replace(page_table=local_table))
