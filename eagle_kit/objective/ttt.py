@@ -1,4 +1,4 @@
-"""Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): K steps on the head's own outputs.
+"""Training-time test (EAGLE-3, arXiv 2503.01840, section 3.2): a head runs K steps on its own outputs.
 
 Step 0 is the paper's native training step: the head reads g, the fused target states. Steps 1 to K - 1 are
 its simulated steps: the head reads a, its own output of the step before. Figure 6 of the paper shows the
