@@ -26,9 +26,14 @@ from eagle_kit.ops.linear import Linear
 
 
 class StepForm(Enum):
-    """How the steps of a draft come about: ``FED_BACK``, one block reads its own output of the step before;
-    ``MODULES``, each step has a block of its own; ``MASKED``, all steps are rows of one pass, the later ones
-    over masks; ``BLOCK``, so they are, and the target's states are keys only."""
+    """How the steps of a draft are computed.
+
+    Attributes:
+        FED_BACK: one block reads its own output of the step before (EAGLE).
+        MODULES: each step has a block of its own (MTP).
+        MASKED: all steps are rows of one pass; later steps read masks (P-EAGLE).
+        BLOCK: as ``MASKED``, and the target's states are keys and values only (DFlash).
+    """
 
     FED_BACK = "fed back"
     MODULES = "modules"
@@ -59,8 +64,15 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input of attention, ``[T, 2H]`` or ``[T, H]``, and the residual ``[T, H]``, from ``hidden`` and
-        ``embeds [T, H]``."""
+        """The part before attention.
+
+        Args:
+            hidden: features ``[T, H]``.
+            embeds: embeddings of the next tokens ``[T, H]``.
+
+        Returns:
+            Input of attention, ``[T, 2 H]`` or ``[T, H]``, and the residual ``[T, H]``.
+        """
 
     def inputs_of(
         self,
@@ -69,14 +81,28 @@ class Block(nn.Module, ABC):
         tokens: torch.Tensor,
         embedding: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`inputs` of ``features[feature_rows]`` (all of them, in order, where that is None) and of the
-        rows ``tokens`` of ``embedding [V, H]``."""
+        """:meth:`inputs`, with a gather of features and embeddings, which kernels fuse.
+
+        Args:
+            features: ``[R, H]``.
+            feature_rows: int64 ``[T]``, index of each row's feature; None if row i reads feature i.
+            tokens: int64 ``[T]``.
+            embedding: ``[V, H]``.
+        """
         hidden = features if feature_rows is None else features[feature_rows]
         return self.inputs(hidden, F.embedding(tokens, embedding))
 
     @abstractmethod
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Rest of the layer after attention: ``residual [T, H]``, ``attended [T, Hq, D]`` -> ``[T, H]``."""
+        """The part after attention.
+
+        Args:
+            residual: ``[T, H]``.
+            attended: output of attention ``[T, Hq, D]``.
+
+        Returns:
+            Output of the layer ``[T, H]``.
+        """
 
 
 class DraftHead(nn.Module, ABC):

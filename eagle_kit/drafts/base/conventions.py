@@ -1,6 +1,7 @@
-"""Other readings of a head's weights: what another trainer or converter may have meant by the same tensors.
+"""Conventions in which another trainer or converter may have written a head's tensors.
 
-None of them fails to load, and each costs acceptance silently. `eagle-kit diagnose` tries them.
+A head that is read with the wrong convention loads without an error, and its acceptance is low.
+`eagle-kit diagnose` tries each convention and compares the acceptance.
 
 Legend: H hidden, D head size.
 """
@@ -22,14 +23,14 @@ ROPE_BASES = (10_000.0, 100_000.0, 500_000.0, 1_000_000.0)
 
 @dataclass(frozen=True)
 class Convention:
-    """One other reading.
+    """One convention that differs from how the head was read.
 
     Attributes:
-        subject: what is read otherwise, a cause of :mod:`eagle_kit.eval.diagnose`.
-        words: the reading, as in "0.58 with ...".
-        remedy: one sentence.
-        change: turns a copy of a head, without packed weights, into one that is read so.
-        depth: of a chain, at which it shows first.
+        subject: what differs, a cause of :mod:`eagle_kit.eval.diagnose`.
+        words: the convention, for the sentence "0.58 with ...".
+        remedy: what the user does if it fits better, one sentence.
+        change: converts a copy of the head, without packed weights, to this convention, in place.
+        depth: first depth of a chain at which the acceptance differs.
     """
 
     subject: str
@@ -40,11 +41,11 @@ class Convention:
 
 
 def shared_conventions(head: DraftHead, target: DecoderConfig, joint: Iterable[str]) -> list[Convention]:
-    """Readings that every kind of head may have.
+    """Conventions that every kind of head may have.
 
     Args:
-        target: its RoPE is tried.
-        joint: names of the linear layers that read embedding and feature ``[2 H]`` side by side.
+        target: the target's architecture, whose RoPE is tried.
+        joint: names of the linear layers that read ``[embedding; feature]``, ``[2 H]``.
     """
     return [*_norm_offsets(), *_ropes(head, target), *_orders(head, tuple(joint))]
 

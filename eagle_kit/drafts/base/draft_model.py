@@ -1,6 +1,11 @@
-"""Draft models: the contract with a drafter, heads behind a target, and whole models.
+"""Draft models as a drafter sees them: draft heads that read a target's states, and whole models.
 
-Legend: T rows, M numbers of the target's states, F features, H hidden, Vd draft vocabulary.
+For an EAGLE-3 head, with the symbols of the paper (arXiv 2503.01840, section 3.1): :meth:`DraftModel.states`
+selects the captured states [l; m; h], :meth:`DraftModel.features` fuses them to g, :meth:`DraftModel.step`
+computes a from g, or from a of the step before, and :meth:`DraftModel.logits` is the LM head.
+
+Legend: T rows, M size of the target's states of a token, F size of a feature, H hidden, V / Vd target /
+draft vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -19,8 +24,13 @@ from eagle_kit.ops.linear import Linear
 
 
 class Readout(NamedTuple):
-    """The last matmul of a draft: ``states [T, H]`` times ``weight [Vd, H]``; ``token_map`` int64 ``[Vd]``,
-    the target id of each draft id, None when they are the same."""
+    """Operands of a draft model's last matmul.
+
+    Attributes:
+        states: ``[T, H]``.
+        weight: ``[Vd, H]``.
+        token_map: target id of each draft id, int64 ``[Vd]``; None if they are equal.
+    """
 
     states: torch.Tensor
     weight: torch.Tensor
@@ -28,8 +38,14 @@ class Readout(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """Rows of a draft's forward: ``tokens`` int64 ``[T]`` at ``positions`` int64 ``[T]``, each behind a row
-    of ``features [R, F]``: row ``feature_rows[i]`` (int64 ``[T]``), or row i where that is None."""
+    """Input rows of a draft model's step.
+
+    Attributes:
+        features: ``[R, F]``.
+        tokens: int64 ``[T]``, the token that each row embeds.
+        positions: int64 ``[T]``, for RoPE.
+        feature_rows: int64 ``[T]``, index of each row's feature; None if row i reads feature i.
+    """
 
     features: torch.Tensor
     tokens: torch.Tensor
@@ -41,24 +57,28 @@ class DraftModel(ABC):
     """A model that proposes tokens.
 
     Args:
-        output: its last matmul, ``[V, H]`` or ``[Vd, H]``.
-        token_map: target ids int64 ``[Vd]`` that it may propose (FR-Spec): only their rows are multiplied.
+        output: output layer, ``[V, H]`` or ``[Vd, H]``.
+        token_map: target ids int64 ``[Vd]`` that may be proposed (FR-Spec). Only their rows are multiplied.
 
     Attributes:
-        capture: target layers whose inputs it reads.
-        first_slot: first slot of its store that it fills: 1 where an entry is made of a feature and the token
-            after it (EAGLE), 0 where it is made of a feature alone (DFlash), and for a whole model.
-        cache: entry of a token in its store.
-        variants: how each layer of the store attends.
-        state_size: M, of what it reads of the target for a token, of ``state_dtype``; 0 for a model that
-            reads no states.
+        capture: target layers whose inputs are captured.
+        first_slot: first slot of the key-value store that is filled. 1 if an entry is made of a feature and
+            the token after it (EAGLE), 0 if it is made of a feature alone (DFlash), and for a whole model.
+        cache: layout of a token's entry in the store.
+        variants: attention variant of each layer of the store.
+        state_size: M; 0 for a model that reads no states.
+        state_dtype: dtype of the target's states.
         feature_size: F; 0 for a model that reads no states.
-        num_modules: 1, or one for every step of a draft.
-        step_form: how the steps of a draft come about.
-        is_whole_model: every drafted token costs a pass through a model of several layers.
-        head: the draft head; None of a whole model.
-        correction: last matmul of the Markov head that corrects its logits, ``[Vd, r]``; None without one.
-        token_map: the target id of each draft id, int64 ``[Vd]``; None when they are the same.
+        num_modules: number of blocks: 1, or one for each step of a draft.
+        step_form: what a step reads of the step before.
+        is_whole_model: True if every drafted token costs a pass through a model of several layers.
+        head: the draft head; None for a whole model.
+        correction: output layer of the Markov head that corrects the logits, ``[Vd, r]``; None without one.
+        output: output layer, ``[Vd, H]``.
+        token_map: target id of each draft id, int64 ``[Vd]``; None if they are equal.
+        draft_vocab_size: Vd.
+        dtype: dtype of the output layer.
+        device: device of the output layer.
     """
 
     first_slot: int
@@ -78,10 +98,12 @@ class DraftModel(ABC):
         self.token_map = None if token_map is None else token_map.to(output.weight.device)
         self.output = self._rows_of(output)
         weight = self.output.weight
-        self.draft_vocab_size, self.dtype, self.device = weight.shape[0], weight.dtype, weight.device
+        self.draft_vocab_size = weight.shape[0]
+        self.dtype = weight.dtype
+        self.device = weight.device
 
     def _rows_of(self, output: Linear) -> Linear:
-        """Rows of an output layer that may be proposed."""
+        """The rows of an output layer whose tokens may be proposed, ``[Vd, H]``."""
         if self.token_map is None:
             return output
         mine = Linear(output.in_features, len(self.token_map), bias=False)
@@ -91,46 +113,54 @@ class DraftModel(ABC):
 
     @abstractmethod
     def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """States ``[T, M]`` that features are made of, of all of the target's output or of ``rows`` int64
-        ``[T]``."""
+        """States ``[T, M]`` of the target that features are made of.
+
+        Args:
+            rows: int64 ``[T]``, rows of ``out`` to select; None selects all.
+        """
 
     @abstractmethod
     def features(self, states: torch.Tensor) -> torch.Tensor:
-        """Features ``[T, F]`` of :meth:`states`."""
+        """Features ``[T, F]`` of step 0, from :meth:`states`."""
 
     @abstractmethod
     def step(
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
     ) -> StepOutput:
-        """Run rows of features and the tokens after them through one of the modules. A token's position is
-        its slot less :attr:`first_slot`.
+        """Run one step over rows of features and the tokens after them.
+
+        A token's position is its slot minus :attr:`first_slot`.
 
         Args:
-            wanted: int64 ``[n]``, the rows to return; default all.
+            rows: features, tokens and positions.
+            attend: attention. It stores the rows' keys and values.
+            module: index of the block to run, below :attr:`num_modules`.
+            wanted: int64 ``[n]``, rows to return; None returns all.
         """
 
     def readout(self, read: torch.Tensor) -> Readout:
-        """:meth:`logits` before its matmul, for kernels that need no logits."""
+        """Operands of the matmul of :meth:`logits`, for kernels that do not store logits."""
         return Readout(read, self.output.weight, self.token_map)
 
     def logits(self, read: torch.Tensor) -> torch.Tensor:
-        """What the output layer reads of a step ``[T, H]`` -> ``[T, Vd]``."""
+        """Logits ``[T, Vd]`` of ``read``, a step's :attr:`StepOutput.read` ``[T, H]``."""
         return self.output(self.readout(read).states)
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft ids of any shape -> target ids."""
+        """Convert draft ids of any shape to target ids."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
 
 class HeadDraftModel(DraftModel):
-    """A head of any kind behind its target.
+    """A draft head of any kind, with its target.
 
     Args:
-        head: it is bound to the target's output layer, where it has none of its own.
+        head: bound to the target's output layer if it has none of its own.
+        target: the model whose states the head reads.
         token_map: see :class:`DraftModel`.
 
     Raises:
-        UserError: a ``token_map`` beside the head's own.
+        UserError: a ``token_map`` is given, and the head has a draft vocabulary of its own.
     """
 
     is_whole_model = False
@@ -141,53 +171,67 @@ class HeadDraftModel(DraftModel):
             raise UserError("A token map was given, but the head brings its own (d2t).", "Leave the map out.")
         super().__init__(head.bind(target.lm_head).output, token_map)
         self.correction = None if head.markov is None else self._rows_of(head.markov.markov_w2)
-        self.head, self.target, self.first_slot = head, target, head.first_slot
-        self.capture, self.num_modules, self.cache = head.capture, head.config.num_modules, head.cache
-        self.feature_size, self.step_form = head.config.hidden_size, head.step_form
+        self.head = head
+        self.target = target
+
+        # What the head reads of the target.
+        self.capture = head.capture
         self.state_size = max(1, len(self.capture)) * target.config.hidden_size
         self.state_dtype = target.embed_tokens.weight.dtype
+        self.feature_size = head.config.hidden_size
+
+        # Its steps, and their key-value store.
+        self.num_modules = head.config.num_modules
+        self.step_form = head.step_form
+        self.first_slot = head.first_slot
+        self.cache = head.cache
         self.variants = head.config.variants
         if token_map is None:
             self.token_map = head.token_map
 
     def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """See :class:`DraftModel`. A head reads captured states, or else the final ones."""
+        """See :class:`DraftModel`: the captured states, or the final hidden states if none are captured."""
         states = out.aux if self.capture else out.hidden
-        return states if rows is None else states.index_select(0, rows)  # on a CPU faster than states[rows]
+        if rows is None:
+            return states
+        return states.index_select(0, rows)  # faster than states[rows] on a CPU
 
     def features(self, states: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""
         none = states[:, :0]
-        return self.head.features(none, states) if self.capture else self.head.features(states, none)
+        if self.capture:
+            return self.head.features(none, states)
+        return self.head.features(states, none)
 
     def step(
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
-        features, tokens, _, feature_rows = rows
         embedding = self.head.embedding(self.target.embed_tokens.weight)
-        inputs = self.head.blocks[module].inputs_of(features, feature_rows, tokens, embedding)
+        block = self.head.blocks[module]
+        inputs = block.inputs_of(rows.features, rows.feature_rows, rows.tokens, embedding)
         return self.head.step(inputs, rows.positions, attend, module, wanted)
 
 
 class StandaloneDraftModel(DraftModel):
-    """A whole small model of the target's vocabulary. It reads no target states, and its entries begin with
-    the first token.
+    """A small model with the target's tokenizer. It reads no states of the target.
 
-    The embedding may have another number of rows than the target's (padding of the same tokenizer). Ids that
-    only one of them has are never proposed, and one that the target emits all the same is read as the last.
+    Its embedding may have another number of rows than the target's, by padding. Ids that only one of the two
+    has are never proposed. If the target emits such an id, the draft reads its own last id instead.
 
     Args:
         model: the small model.
         token_map: see :class:`DraftModel`.
-        target_vocab_size: rows of the target's embedding; None where there are as many.
+        target_vocab_size: number of rows of the target's embedding; None if it is the same.
     """
 
-    first_slot, is_whole_model = 0, True
+    first_slot = 0
+    is_whole_model = True
 
     def __init__(
         self, model: Target, token_map: torch.Tensor | None = None, target_vocab_size: int | None = None
     ) -> None:
+        # The tokens that both models have.
         own_size = model.config.vocab_size
         target_size = own_size if target_vocab_size is None else target_vocab_size
         self._last_token = own_size - 1 if target_size > own_size else None
@@ -195,7 +239,9 @@ class StandaloneDraftModel(DraftModel):
             token_map = _shared_ids(token_map, min(own_size, target_size))
         super().__init__(model.lm_head, token_map)
         self.state_dtype = self.dtype
-        self.model, self.cache, self.variants = model, model.config.cache, model.variants
+        self.model = model
+        self.cache = model.config.cache
+        self.variants = model.variants
 
     def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`."""
@@ -210,15 +256,20 @@ class StandaloneDraftModel(DraftModel):
         self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
-        tokens = rows.tokens if self._last_token is None else rows.tokens.clamp(max=self._last_token)
-        hidden = self.model(tokens, rows.positions, attend).hidden
-        hidden = hidden if wanted is None else hidden.index_select(0, wanted)
+        tokens = rows.tokens
+        if self._last_token is not None:
+            tokens = tokens.clamp(max=self._last_token)
+        hidden = self.model(tokens, rows.positions, attend).hidden  # [T, H]
+        if wanted is not None:
+            hidden = hidden.index_select(0, wanted)  # [n, H]
         return StepOutput(hidden, hidden)
 
     def readout(self, read: torch.Tensor) -> Readout:
-        """See :class:`DraftModel`; a soft cap of its logits, which changes no order, is left out."""
+        """See :class:`DraftModel`. A soft cap of the logits is left out, because it keeps their order."""
         scale = self.model.logit_form.scale
-        return super().readout(read if scale == 1.0 else read * scale)
+        if scale != 1.0:
+            read = read * scale
+        return super().readout(read)
 
     def logits(self, read: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""
@@ -227,7 +278,7 @@ class StandaloneDraftModel(DraftModel):
 
 
 def _shared_ids(token_map: torch.Tensor | None, count: int) -> torch.Tensor:
-    """Ids below ``count`` that may be proposed."""
+    """Ids of ``token_map`` below ``count``, or all ids below ``count``."""
     if token_map is None:
         return torch.arange(count)
     shared = token_map[token_map < count]
