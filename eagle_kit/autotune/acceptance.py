@@ -237,6 +237,11 @@ class AcceptanceTable:
         """Expected tokens per verify of average text."""
         return 1.0 + float(self.shares[shape] @ self.reach[shape].sum(1)) if shape.steps else 1.0
 
+    def average(self) -> "AcceptanceTable":
+        """Return the table of cycles whose confidence is not known."""
+        reach = {shape: (self.shares[shape] @ self.reach[shape])[None] for shape in self.reach}
+        return AcceptanceTable((), dict.fromkeys(reach, np.ones(1)), reach)
+
     def only(self, shapes: Iterable[SpecShape]) -> "AcceptanceTable":
         """Return the part of some of the shapes."""
         kept = [shape for shape in shapes if shape in self.reach]
