@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.case import Machine
 from benchmarks.peers import Seconds, peer_rate, transformers_model, transformers_seconds, vllm_engines
 from benchmarks.tune.prompts import part_of
-from benchmarks.tune.sizes import AUTO, PLAIN, TOKENS_OF_A_ROUND, WHOLE, Sizes
+from benchmarks.tune.sizes import AUTO, PLAIN, TOKENS_OF_A_ROUND, Sizes
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
@@ -64,7 +64,7 @@ def compare(
         for request in decoded[AUTO].requests:
             used.update({str(shape): count for shape, count in request.stats.shapes.items()})
         ratios = _over_plain(rates)
-        stay = PLAIN, AUTO, WHOLE
+        stay = PLAIN, AUTO
         running = {name: llms[name] for name in running if name in stay or _may_win(name, ratios)}
     warm.clear()
     warm.add(batch)
@@ -162,7 +162,7 @@ def compare_cold(
     return {"figures": figures, "course": course}
 
 
-CHOOSING = "choose", "observe", "see", "observe_time", "new_request", "leave"
+CHOOSING = "choose", "observe", "see", "observe_time", "new_request"
 """What an engine calls of its policy."""
 
 

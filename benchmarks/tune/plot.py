@@ -7,7 +7,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from benchmarks.tune.prompts import MIXED
-from benchmarks.tune.sizes import AUTO, WHOLE
+from benchmarks.tune.sizes import AUTO
 from benchmarks.verdict import Rows
 from eagle_kit.core.files import write_bytes_atomically
 from eagle_kit.report.plots import GREY, Bars, BarSeries, Curve, Curves, HeatMap, Panel, draw, hue
@@ -35,7 +35,7 @@ def _panels(name: str, cells: Rows) -> list[Panel]:
         for setting in settings
         for batch in batches
     }
-    fixed = [setting for setting in settings if setting not in (AUTO, WHOLE)]
+    fixed = [setting for setting in settings if setting != AUTO]
     best = [max((means[setting, batch], setting) for setting in fixed)[1] for batch in batches]
     groups = [f"batch {batch}\nbest {shape}" for batch, shape in zip(batches, best, strict=True)]
     series = [

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from benchmarks.tune.prompts import OWN_TASKS
 
-PLAIN, AUTO, WHOLE = "none", "auto", "auto, whole windows"
+PLAIN = "none"
+AUTO = "auto"
 SHAPES = ("1,1,2", "2,1,3", "3,1,4", "4,1,5", "5,4,16")
 TOKENS_OF_A_ROUND = 1024
 """At most."""
@@ -24,7 +25,6 @@ class Sizes:
         max_tokens: of a reply; less in large batches, whose rounds have :data:`TOKENS_OF_A_ROUND`.
         compare: also decode with transformers, plainly and with prompt look-up, at batch sizes 1 and 8,
             beside the first draft.
-        whole_windows: also decode with chosen shapes whose windows are not packed.
         vllm: python of an environment with vLLM, to decode with it as well.
     """
 
@@ -34,5 +34,4 @@ class Sizes:
     rounds: int = 7
     max_tokens: int = 64
     compare: bool = True
-    whole_windows: bool = False
     vllm: str | None = None

@@ -21,8 +21,7 @@ from benchmarks.tune.cells import (
 from benchmarks.tune.judge import verdicts
 from benchmarks.tune.plot import plot
 from benchmarks.tune.prompts import MAX_CONTEXT, make_prompts
-from benchmarks.tune.sizes import AUTO, PLAIN, WHOLE, Sizes
-from eagle_kit.autotune.policy import ShapePolicy
+from benchmarks.tune.sizes import AUTO, PLAIN, Sizes
 from eagle_kit.core.errors import UserError
 from eagle_kit.engine.llm import LLM
 
@@ -113,11 +112,6 @@ def _settings(plain: LLM, draft: str, sizes: Sizes, most: dict[str, Any]) -> dic
         for shape in sizes.shapes
     }
     llms = {PLAIN: plain, **fixed, AUTO: auto}
-    if sizes.whole_windows:
-        whole = llms[WHOLE] = LLM(plain.target, auto.draft, tokenizer=plain.tokenizer, **most)
-        policy = whole.engine().shapes
-        assert isinstance(policy, ShapePolicy)
-        policy.costs.packed_share = None
     forget_graphs(llms)
     return llms
 

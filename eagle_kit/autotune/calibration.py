@@ -1,9 +1,9 @@
-"""Calibration of the confidences that a draft tells of each depth, learnt while it serves.
+"""Calibration of a draft's confidences by depth, learnt while it serves.
 
 A confidence head is trained on other text, behind the target's own tokens; in use its log-odds x of a depth
-are too high or too low, and too far or not far enough apart, by depth. What they stand for is ``slope * x +
-offset``, a line for each depth, which all requests teach: a step of logistic regression (a Kalman filter of a
-binary outcome) for every depth that a cycle has reached.
+are too high or too low, and too far or not far enough apart. The calibrated ones are ``slope * x + offset``,
+a line for each depth, which the outcomes of all requests teach by logistic regression (a Kalman filter of a
+binary outcome).
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from eagle_kit.autotune.chances import chance_of
 from eagle_kit.core.shape import MAX_WINDOW
 
-SLOPE_VARIANCE, OFFSET_VARIANCE = 0.25, 1.0
-"""Of the slope about 1 and of the offset about 0, before anything was seen."""
-DRIFT = 3e-5
-"""What every outcome adds to both variances, up to the first: texts change."""
+SLOPE_VARIANCE = 0.25  # of the slope about 1 at first
+OFFSET_VARIANCE = 1.0  # of the offset about 0 at first
+DRIFT = 3e-5  # that every outcome adds to both variances, up to the first: texts change
 MOST_SLOPE = 4.0
 
 
@@ -30,14 +29,14 @@ class Line:
     covariance: float = 0.0
 
     def at(self, odds: float) -> float:
-        """Log-odds that told ``odds`` stand for."""
+        """Return the calibrated log-odds."""
         return self.slope * odds + self.offset
 
-    def learn(self, odds: float, bias: float, is_accepted: bool) -> None:
-        """Learn from an outcome of a request whose log-odds are off by ``bias`` beside what all share."""
+    def learn(self, odds: float, is_accepted: bool) -> None:
+        """Learn from an outcome of a draft with log-odds ``odds``."""
         slope_gain = self.slope_variance * odds + self.covariance
         offset_gain = self.covariance * odds + self.offset_variance
-        chance = chance_of(self.at(odds) + bias)
+        chance = chance_of(self.at(odds))
         information = chance * (1.0 - chance)
         left = 1.0 + information * (slope_gain * odds + offset_gain)
         surprise = (is_accepted - chance) / left
@@ -57,12 +56,11 @@ class Calibration:
     def __init__(self) -> None:
         self.lines = [Line() for _ in range(MAX_WINDOW)]
 
-    def log_odds(self, told: Sequence[float]) -> list[float]:
-        """Log-odds of each depth, where all before it are accepted, that told ones stand for."""
-        return [line.at(odds) for line, odds in zip(self.lines, told, strict=False)]
+    def log_odds(self, confidences: Sequence[float]) -> list[float]:
+        """Calibrate the log-odds of each depth, where all before it are accepted."""
+        return [line.at(odds) for line, odds in zip(self.lines, confidences, strict=False)]
 
-    def learn(self, told: Sequence[float], bias: float, num_accepted: int) -> None:
-        """Learn from a cycle that verified drafts with ``told`` log-odds and accepted the first so many, of a
-        request whose log-odds are off by ``bias`` beside what all share."""
-        for depth, odds in enumerate(told[: num_accepted + 1]):
-            self.lines[depth].learn(odds, bias, depth < num_accepted)
+    def learn(self, confidences: Sequence[float], num_accepted: int) -> None:
+        """Learn from a cycle that verified drafts with some log-odds and accepted the first of them."""
+        for depth, odds in enumerate(confidences[: num_accepted + 1]):
+            self.lines[depth].learn(odds, depth < num_accepted)

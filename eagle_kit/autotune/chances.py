@@ -1,6 +1,6 @@
-"""Chances of acceptance as log-odds, which easier and harder text shifts.
+"""Probabilities of acceptance as log-odds, which offsets of requests shift.
 
-Legend: M shapes, C classes of confidence, S steps of the deepest shape, G values of ease.
+Legend: M shapes, C confidence classes, S draft steps, G offsets.
 """
 
 import math
@@ -15,12 +15,6 @@ LEAST, MOST = 0.02, 0.98
 """Bounds of a chance: text that was never seen may be different."""
 UNKNOWN = 0.05
 """Chance of a depth that was never reached."""
-LEAST_EASE, MOST_EASE = -6.0, 6.0
-EASES = np.linspace(LEAST_EASE, MOST_EASE, 49)
-EASE_SPACING = float(EASES[1] - EASES[0])
-VARIANCE, CHANGE = 1.0, 0.01
-"""Variance of the ease of texts beside what they have in common, and what is added to that of a request's
-with every cycle: texts change."""
 
 
 def conditional_log_odds(acceptance: AcceptanceTable, shapes: Sequence[SpecShape]) -> np.ndarray:
@@ -39,15 +33,15 @@ def conditional_log_odds(acceptance: AcceptanceTable, shapes: Sequence[SpecShape
     return odds
 
 
-def reach_of(odds: np.ndarray, eases: np.ndarray) -> np.ndarray:
-    """Chance ``[G, M, C, S]`` that each depth is accepted with all before it, of text of every ease."""
-    reach: np.ndarray = sigmoid(odds[None] + eases[:, None, None, None]).cumprod(3)
+def reach_of(odds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Chance ``[G, M, C, S]`` that each depth is accepted with all before it, for every offset."""
+    reach: np.ndarray = sigmoid(odds[None] + offsets[:, None, None, None]).cumprod(3)
     return reach
 
 
-def expected_lengths(odds: np.ndarray, eases: np.ndarray) -> np.ndarray:
-    """Tokens per verify ``[G, M, C]`` of text of every ease ``[G]``."""
-    lengths: np.ndarray = 1.0 + reach_of(odds, eases).sum(3)
+def expected_lengths(odds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Tokens per verify ``[G, M, C]`` for every offset ``[G]``."""
+    lengths: np.ndarray = 1.0 + reach_of(odds, offsets).sum(3)
     return lengths
 
 
@@ -61,26 +55,6 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def chance_of(odds: float) -> float:
     """Chance of log-odds."""
     return 1.0 / (1.0 + math.exp(-max(odds, -700.0)))
-
-
-def place_of(value: float) -> int:
-    """Place among ``EASES`` of the one nearest to a value within their bounds."""
-    return int((value - LEAST_EASE) / EASE_SPACING + 0.5)
-
-
-def learn_offset(
-    value: float, variance: float, odds: Sequence[float], num_accepted: int
-) -> tuple[float, float, float]:
-    """A number that is added to the log-odds of each depth, its variance, and the information of a cycle
-    about it, behind a cycle that accepted so many."""
-    surprise, information = float(num_accepted), 0.0
-    for each in odds[: num_accepted + 1]:
-        chance = chance_of(each + value)
-        surprise -= chance
-        information += chance * (1.0 - chance)
-    left = variance / (1.0 + variance * information)
-    value = min(max(value + left * surprise, LEAST_EASE), MOST_EASE)
-    return value, min(left + CHANGE, VARIANCE), information
 
 
 def log_odds_of(survival: Sequence[float]) -> list[float]:

@@ -21,7 +21,7 @@ import numpy as np
 from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.autotune.calibration import Calibration
 from eagle_kit.autotune.chances import chance_of, conditional_log_odds, log_odds_of, reach_of
-from eagle_kit.autotune.policy import Choice, ToldPolicy
+from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
 from eagle_kit.autotune.shapes import Seconds
 from eagle_kit.core.shape import SpecShape
 
@@ -74,36 +74,6 @@ MAX_EXPLORED_CYCLES = 8  # of plain decoding until then
 EXPLOITED_CYCLES = 128  # cycles for which the result of an exploration is of use
 COMPARED_CYCLES = 16  # drafting cycles of a batch size before its first comparison with plain decoding
 MAX_COMPARISONS = 4  # attempts at that, for batch sizes up to each power of two
-
-
-@dataclass(eq=False)
-class RequestAcceptance:
-    """Acceptance statistics of one request.
-
-    Attributes:
-        offset: log-odds by which each of its drafts is likelier to be accepted than the table says.
-        variance: of the offset.
-        histogram: share of its cycles in each confidence class, ``[C]``.
-        newness: correlation of its offset's error with the shared offset's, 1 at first.
-        confidence_class: class of the draft's confidence in its next token; None if it is unknown.
-        depth_log_odds: log-odds of each depth by the draft's confidence head; empty without one.
-        num_pending: tokens that the draft has not read; set by the engine.
-        is_first_cycle: no drafting cycle was learnt from.
-    """
-
-    offset: float
-    variance: float
-    histogram: Sequence[float]
-    newness: float = 1.0
-    confidence_class: int | None = None
-    depth_log_odds: Sequence[float] = ()
-    num_pending: int = 0
-    is_first_cycle: bool = True
-
-    @property
-    def row(self) -> int:
-        """Index of the offset in ``OFFSETS``."""
-        return round((self.offset - OFFSETS[0]) / (OFFSETS[1] - OFFSETS[0]))
 
 
 class Outcome(NamedTuple):
@@ -170,7 +140,7 @@ class AcceptanceModel:
     def mean_tokens(self, requests: Sequence[RequestAcceptance]) -> np.ndarray:
         """Expected tokens of each request's cycles on average, ``[B, M]``."""
         histograms = np.array([request.histogram for request in requests])
-        tokens = self._tokens[[request.row for request in requests]]  # [B, C, M]
+        tokens = self._tokens[[row_of(request) for request in requests]]  # [B, C, M]
         mean: np.ndarray = (histograms[:, None] @ tokens)[:, 0]
         return mean
 
@@ -179,7 +149,7 @@ class AcceptanceModel:
         if request.confidence_class is None:
             mean: list[float] = self.mean_tokens([request])[0].tolist()
             return mean
-        tokens = self._token_lists[request.row][request.confidence_class]
+        tokens = self._token_lists[row_of(request)][request.confidence_class]
         if not request.depth_log_odds:
             return tokens
         tokens = tokens.copy()
@@ -194,7 +164,7 @@ class AcceptanceModel:
         steps = self.chains[number]
         if len(request.depth_log_odds) >= steps:
             return self._depth_survival(request)[:steps]
-        survival = self._survival[request.row, number, :, :steps]
+        survival = self._survival[row_of(request), number, :, :steps]
         if request.confidence_class is None:
             survival = np.array(request.histogram) @ survival
         else:
@@ -204,7 +174,7 @@ class AcceptanceModel:
 
     def likeliest(self, requests: Sequence[RequestAcceptance], number: int, count: int) -> float:
         """Mean number of accepted drafts if the ``count`` likeliest of a batch's chains are verified."""
-        survival = self._survival[[request.row for request in requests], number]  # [B, C, S]
+        survival = self._survival[[row_of(request) for request in requests], number]  # [B, C, S]
         survival = survival[:, :, : self.chains[number]]
         histograms = np.array([request.histogram for request in requests])
         shares = np.broadcast_to(histograms[:, :, None], survival.shape).ravel()
@@ -214,7 +184,7 @@ class AcceptanceModel:
 
     def relative_variance(self, requests: Sequence[RequestAcceptance], number: int) -> float:
         """Variance of a batch's expected tokens in a shape, over their square (delta method)."""
-        rows = np.array([request.row for request in requests])
+        rows = np.array([row_of(request) for request in requests])
         histograms = np.array([request.histogram for request in requests])
         tokens = (self._tokens[rows, :, number] * histograms).sum(1)
         above = np.minimum(rows + 1, len(OFFSETS) - 1)
@@ -267,7 +237,7 @@ class AcceptanceModel:
         for outcome in self._outcomes:
             self._learn_offsets(outcome)
             if outcome.depth_log_odds:
-                self.calibration.learn(outcome.depth_log_odds, 0.0, outcome.num_accepted)
+                self.calibration.learn(outcome.depth_log_odds, outcome.num_accepted)
         self._outcomes = []
 
     def _learn_offsets(self, outcome: Outcome) -> None:
@@ -296,6 +266,11 @@ class AcceptanceModel:
         request.newness /= spread
         request.variance /= spread
         age(request, 1)
+
+
+def row_of(request: RequestAcceptance) -> int:
+    """Index of a request's offset in ``OFFSETS``."""
+    return round((request.offset - OFFSETS[0]) / (OFFSETS[1] - OFFSETS[0]))
 
 
 def age(request: RequestAcceptance, num_cycles: int) -> None:
@@ -540,7 +515,7 @@ class Forecast(NamedTuple):
         return float(self.seconds[0])
 
 
-class ShapeChooser(ToldPolicy):
+class ShapeChooser(ShapePolicy):
     """Choice of the shape for a running batch.
 
     Args:
@@ -605,14 +580,14 @@ class ShapeChooser(ToldPolicy):
 
     # Calls of the engine
 
-    def new_request(self) -> RequestAcceptance:  # type: ignore[override]
+    def new_request(self) -> RequestAcceptance:
         """Return the statistics that a request begins with; the next decision comes soon."""
         self.learn()
         self._held = min(self._held, self._batch_size // 4)
         self._next_hold = FIRST_HOLD
         return self.acceptance.new_request(self._batch_size)
 
-    def choose(self, requests: Sequence[RequestAcceptance], context: int) -> SpecShape:  # type: ignore[override]
+    def choose(self, requests: Sequence[RequestAcceptance], context: int) -> SpecShape:
         """Choose the shape of the next cycle of a batch with ``context`` tokens per request on average."""
         self._held -= 1
         if self._held <= 0 or len(requests) != self._batch_size or self._forecast is None:
@@ -626,11 +601,11 @@ class ShapeChooser(ToldPolicy):
         number, self.num_rows = self._forecast.candidates[chosen]
         return self.shapes[number]
 
-    def see(self, request: RequestAcceptance, confidence: float | Sequence[float] | None) -> None:  # type: ignore[override]
+    def see(self, request: RequestAcceptance, confidence: float | Sequence[float] | None) -> None:
         """Take in the draft's confidence, see :meth:`AcceptanceModel.see`."""
         self.acceptance.see(request, confidence)
 
-    def observe(  # type: ignore[override]
+    def observe(
         self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
     ) -> None:
         """Take in a cycle of one request, whose first ``num_drafts`` depths were verified, None for all."""

@@ -144,8 +144,8 @@ class CostTable:
         saved = float(np.dot(whole - packed, self.coefficients[-len(whole) :]))
         return 1.0 - saved / self._fitted(batch_size, shape, context)
 
-    def reading_seconds(self, batch_size: int, num_tokens: int, context: int) -> float:
-        """Predict the time in which the draft reads tokens that each request has decoded without it."""
+    def backfill_seconds(self, batch_size: int, num_tokens: int, context: int) -> float:
+        """Predict the time of a draft backfill of ``num_tokens`` of each request."""
         features = _of_forwards(
             self.knots, batch_size, {"extend": batch_size * num_tokens}, {"extend": 1}, context
         )

@@ -8,10 +8,11 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from eagle_kit.autotune.policy import GAIN, Choice, ToldPolicy
-from eagle_kit.autotune.texts import Ease
+from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 
+GAIN = 1.03
+"""Speed of drafting over plain decoding with which drafting begins."""
 FIRST_CYCLES = 4
 """Cycles of each kind that a batch size begins with, and cycles of a trial."""
 HOLD = 8
@@ -34,7 +35,7 @@ TRIAL_RATE = 1 / 8
 the four cycles of a trial count for 41 % of the new one; at ``LENGTH_RATE`` they would count for 12 %."""
 
 
-class NgramPolicy(ToldPolicy):
+class NgramPolicy(ShapePolicy):
     """Choice between plain decoding and one shape of n-grams, for engines whose cycles are not captured.
 
     Args:
@@ -60,9 +61,9 @@ class NgramPolicy(ToldPolicy):
         self._is_drafting = False
         self._is_trial = False
 
-    def choose(self, eases: Sequence[Ease], context: int) -> SpecShape:
+    def choose(self, requests: Sequence[RequestAcceptance], context: int) -> SpecShape:
         """Choose the shape of the next cycle of a batch."""
-        size = len(eases)
+        size = len(requests)
         self._num_left -= 1
         self._num_since_trial += 1
         if self._num_left <= 0 or size != self._size:
@@ -106,7 +107,9 @@ class NgramPolicy(ToldPolicy):
         drafted = statistics.median(self._seconds_of[size, self._ngram_shape])
         return self.length * plain / drafted
 
-    def observe(self, ease: Ease, shape: SpecShape, num_accepted: int, num_drafts: int | None = None) -> None:
+    def observe(
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+    ) -> None:
         """Take in a cycle of one request."""
         if shape != self._ngram_shape:
             return

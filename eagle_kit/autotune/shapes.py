@@ -13,8 +13,8 @@ WIDTHS = 2, 3, 4, 8
 WINDOWS = 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64
 MENU = 5
 """Shapes for a batch size besides plain decoding. Each has a graph, or a recording, of its own."""
-MENU_EASES = np.linspace(-2.5, 2.5, 6)
-"""Of the texts that a menu serves; the average one has 0, other languages -2 and less."""
+MENU_OFFSETS = np.linspace(-2.5, 2.5, 6)
+"""Acceptance offsets of the texts that a menu serves; average text has 0, other languages -2 and less."""
 MENU_CONTEXTS = 64, 1024
 
 Seconds = Callable[[int, SpecShape, int], float]
@@ -43,7 +43,7 @@ def choose_menu(
     for context in MENU_CONTEXTS:
         plain = seconds(batch_size, NO_SPECULATION, context)
         costs = np.array([seconds(batch_size, shape, context) for shape in allowed]) / plain
-        lengths = expected_lengths(conditional_log_odds(acceptance, allowed), MENU_EASES)
+        lengths = expected_lengths(conditional_log_odds(acceptance, allowed), MENU_OFFSETS)
         gains.append((lengths / costs[:, None]).transpose(0, 2, 1).reshape(-1, len(allowed)))
     speeds = np.concatenate(gains)  # [scenarios, shapes], over plain decoding
     menu: list[int] = []

@@ -427,13 +427,13 @@ class Engine:
         """Choose the shape of the next cycle, and the drafts of each request to verify, None for all."""
         if isinstance(self.shapes, ShapeTable):
             return self.shapes.at(self.runner.padded(len(decoding))), None
-        eases = []
+        acceptances = []
         for request in decoding:
-            ease = request.stats.acceptance or self.shapes.new_request()
-            ease.num_missed = request.on_device.num_pending_draft_tokens
-            request.stats.acceptance = ease
-            eases.append(ease)
-        chosen = self.shapes.choose(eases, _mean_context(decoding)), self.shapes.num_drafts
+            acceptance = request.stats.acceptance or self.shapes.new_request()
+            acceptance.num_pending = request.on_device.num_pending_draft_tokens
+            request.stats.acceptance = acceptance
+            acceptances.append(acceptance)
+        chosen = self.shapes.choose(acceptances, _mean_context(decoding)), self.shapes.num_drafts
         if self.target.ranks is not None:  # choices depend on time
             chosen = self.target.ranks.agree(chosen)
         return chosen
@@ -591,9 +591,9 @@ class Engine:
         acceptance = request.stats.acceptance
         if acceptance is None or not isinstance(self.shapes, ShapePolicy):
             return
-        if shape.steps or acceptance.is_young:
+        if shape.steps:
             self.shapes.observe(acceptance, shape, num_accepted, num_drafts)
-        if confidence is not None or acceptance.confidence is not None:
+        if confidence is not None or acceptance.confidence_class is not None:
             self.shapes.see(acceptance, confidence)
 
     def _count_read(self, request: Request) -> None:
@@ -696,8 +696,6 @@ class Engine:
             self._index([request])
             del self._num_indexed[request]
             self.ngram.forget(request.number)
-        if request.stats.acceptance is not None and isinstance(self.shapes, ShapePolicy):
-            self.shapes.leave(request.stats.acceptance)
         request.reply.finish_reason = reason
         self.totals.num_finished[reason] += 1
 

@@ -12,7 +12,7 @@ from eagle_kit.core.stats import SpecStats
 from eagle_kit.kv.page_pool import PageAllocation, RadixNode
 
 if TYPE_CHECKING:
-    from eagle_kit.autotune.policy import Ease
+    from eagle_kit.autotune.policy import RequestAcceptance
     from eagle_kit.engine.grammar.protocols import Match
     from eagle_kit.engine.text_stream import TextStream
 
@@ -136,7 +136,7 @@ class RequestStats:
     spec: SpecStats = field(default_factory=SpecStats)
     shapes: Counter[SpecShape] = field(default_factory=Counter)
     uncounted: deque[UncountedTokens] = field(default_factory=deque)
-    acceptance: "Ease | None" = None
+    acceptance: "RequestAcceptance | None" = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     admitted_at: float = 0.0

@@ -48,7 +48,7 @@ def test_errors_by_depth_become_small(text, bound):
             for depth, each in enumerate(reached):
                 told[depth].append((chance_of(odds[depth]), outcomes[depth]))
                 ours[depth].append((chance_of(each), outcomes[depth]))
-        calibration.learn(odds, 0.0, accepted)
+        calibration.learn(odds, accepted)
     before, after = [expected_error(pairs) for pairs in told], [expected_error(pairs) for pairs in ours]
     assert min(before[1:]) > 0.06, before
     assert max(after) < bound, after
@@ -58,7 +58,7 @@ def test_lines_are_found_and_right_confidences_stay():
     for true in (TOO_SURE, [(1.0, 0.0)] * DEPTHS):
         calibration = Calibration()
         for odds, outcomes in replay(true, 20000, seed=1):
-            calibration.learn(odds, 0.0, next((d for d, hit in enumerate(outcomes) if not hit), DEPTHS))
+            calibration.learn(odds, next((d for d, hit in enumerate(outcomes) if not hit), DEPTHS))
         for line, (slope, offset) in zip(calibration.lines[:DEPTHS], true, strict=True):
             assert line.slope == pytest.approx(slope, abs=0.12)
             assert line.offset == pytest.approx(offset, abs=0.25)
@@ -66,10 +66,10 @@ def test_lines_are_found_and_right_confidences_stay():
 
 def test_depths_behind_a_rejected_one_teach_nothing():
     calibration = Calibration()
-    calibration.learn([0.5, 0.5, 0.5], 0.0, 1)
+    calibration.learn([0.5, 0.5, 0.5], 1)
     first, second, third, *_ = calibration.lines
     assert first.at(0.5) > 0.5 > second.at(0.5) and third.at(0.5) == 0.5
-    calibration.learn([], 0.0, 0)
+    calibration.learn([], 0)
     assert calibration.log_odds([0.0, 0.0, 2.0])[2] == 2.0
 
 
@@ -78,7 +78,7 @@ def test_no_outcomes_break_it():
     calibration = Calibration()
     for cycle in range(5000):
         odds = (9.2, -9.2)[cycle % 2]
-        calibration.learn([odds, odds], 0.0, 0 if odds > 0 else 1)  # the other way round
+        calibration.learn([odds, odds], 0 if odds > 0 else 1)  # the other way round
     for line in calibration.lines:
         assert 0.0 <= line.slope <= MOST_SLOPE and math.isfinite(line.offset)
         assert line.slope_variance > 0 and line.offset_variance > 0

@@ -131,8 +131,8 @@ def test_a_draft_reads_what_it_has_missed_in_the_time_of_as_many_rows(table):
     for batch_size, num_tokens in ((1, 8), (4, 3), (4, 8)):
         forward = max(3e-3, 3e-3 * batch_size * num_tokens / 20)
         forward += 2e-3 * 3e-3 * batch_size * 64 / 100 * 0.1
-        assert table.reading_seconds(batch_size, num_tokens, 64) == pytest.approx(forward, rel=0.5)
-    assert table.reading_seconds(8, 16, 64) > 2 * table.reading_seconds(8, 2, 64)
+        assert table.backfill_seconds(batch_size, num_tokens, 64) == pytest.approx(forward, rel=0.5)
+    assert table.backfill_seconds(8, 16, 64) > 2 * table.backfill_seconds(8, 2, 64)
 
 
 def test_times_of_a_later_and_slower_machine_are_joined_by_what_plain_decoding_takes():

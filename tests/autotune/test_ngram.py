@@ -14,13 +14,13 @@ DRAFTED_MS = 15.0
 
 def run(policy, cycles, accepted, size=2):
     """Shapes of ``cycles`` cycles, in each of which every request accepts ``accepted`` drafts."""
-    eases = [policy.new_request() for _ in range(size)]
+    requests = [policy.new_request() for _ in range(size)]
     shapes = []
     for _ in range(cycles):
-        shape = policy.choose(eases, 100)
+        shape = policy.choose(requests, 100)
         shapes.append(shape)
-        for ease in eases:
-            policy.observe(ease, shape, accepted if shape.steps else 0, 4 if shape.steps else 0)
+        for request in requests:
+            policy.observe(request, shape, accepted if shape.steps else 0, 4 if shape.steps else 0)
         policy.observe_time(size, shape, 100, (DRAFTED_MS if shape.steps else PLAIN_MS) / 1e3)
     return shapes
 

@@ -4,14 +4,13 @@ import itertools
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from sweep import sweep
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.autotune import files
+from eagle_kit.autotune.chooser import ShapeChooser
 from eagle_kit.autotune.costs import Timing
-from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
 from eagle_kit.engine.calibrate import cycle_timing as timing
@@ -47,21 +46,21 @@ def texts(outputs):
     ("sampling", "graph_mode"),
     sweep(itertools.product(SAMPLING, ("off", "cycle")), fast=[("greedy", "off"), ("seeded", "cycle")]),
 )
-def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(sampling, graph_mode):
+def test_the_default_is_measured_and_its_text_is_that_of_plain_decoding(sampling, graph_mode, monkeypatch):
     llm = make(graph_mode=graph_mode)
     params = SamplingParams(max_tokens=60, **SAMPLING[sampling])
-    policy, looks = llm.engine().shapes, itertools.count()
-    assert isinstance(policy, ShapePolicy)
+    policy = llm.engine().shapes
+    assert isinstance(policy, ShapeChooser)
+    forecast_of, decisions = policy._forecast_of, itertools.count()
 
-    def speeds(eases, context):
-        """A target of microseconds is fastest alone; here other shapes are best in turn, and ever faster."""
-        n, number = next(looks), len(policy.shapes)
-        found = np.roll(2.0 ** np.arange(number), n)
-        found *= 2.0**n
-        found[0] = 1e12 if n % 4 > 1 else 1e-12  # beside what was expected of cycles, in tokens per second
-        return found
+    def forecast(requests, context):
+        """A target of microseconds is fastest alone; here another candidate is fastest at every decision."""
+        found = forecast_of(requests, context)
+        seconds = found.seconds.copy()
+        seconds[next(decisions) % len(seconds)] /= 8
+        return found._replace(seconds=seconds, least_seconds=seconds)
 
-    policy.speeds = speeds
+    monkeypatch.setattr(policy, "_forecast_of", forecast)
     outputs = llm.generate(PROMPTS, params)
     used = set().union(*(output.shapes for output in outputs))
     assert NO_SPECULATION in used and len(used) > 1
@@ -132,10 +131,10 @@ def find_timings(llm, shape=None):
 def test_times_are_learnt_from_cycles_that_are_like_others(graph_mode):
     llm = make(graph_mode=graph_mode, max_batch_size=1, lag=0)
     policy, plan = llm.engine().shapes, [NO_SPECULATION] * 3 + [SHAPES[0]] * 3
-    assert isinstance(policy, ShapePolicy)
+    assert isinstance(policy, ShapeChooser)
     chosen, timed = [], []
 
-    def choose(eases, context):
+    def choose(requests, context):
         chosen.append(plan[len(chosen) % len(plan)])
         return chosen[-1]
 

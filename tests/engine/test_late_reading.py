@@ -9,7 +9,7 @@ from tiny_engine import decode, resolved
 from tiny_mixtures import randomised, v2
 from uncaptured import UncapturedGraphs
 
-from eagle_kit.autotune.policy import ToldPolicy
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.drafts.base.draft_model import StandaloneDraftModel
@@ -104,7 +104,7 @@ def test_plain_cycles_in_between_change_neither_text_nor_acceptance(
     options = {"sampled_drafts": True} if sampled else {}
 
     def run():
-        policy = ToldPolicy({1: [SpecShape.parse(shape), NO_SPECULATION]})
+        policy = ShapePolicy({1: [SpecShape.parse(shape), NO_SPECULATION]})
         engine = Engine(*pairs[name], resolved(3, 256, kv_tokens=1500, lag=lag, **options))
         engine.use_shape(policy)
         requests = [
@@ -139,7 +139,7 @@ def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, 
     def run(ways):
         engine = Engine(*pairs[name], resolved(4, 256, kv_tokens=2000, lag=1, batch_sizes=(1, 4)))
         engine.runner.graphs = UncapturedGraphs()
-        policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+        policy = ShapePolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
         engine.use_shape(policy)
         assert engine.runner.warm_up_backfill() == ways
         requests = [
@@ -165,7 +165,7 @@ def test_padding_that_has_missed_nothing_is_read_too(pairs, plain, monkeypatch, 
 def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
     """A window of them is stored at once, and nothing is drafted behind it."""
     engine = Engine(*pairs[name], resolved(1, 256, kv_tokens=400))
-    policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+    policy = ShapePolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
     engine.use_shape(policy)
     request, model, seen = Request(0, PROMPTS[0], SamplingParams(max_tokens=100)), engine.draft, []
     engine.add_request(request)
@@ -199,7 +199,7 @@ def test_a_whole_model_waits_in_a_dtype_of_its_own(dtype):
     target = tiny_target(vocab_size=11)
     draft = StandaloneDraftModel(tiny_target(vocab_size=11, num_layers=2, seed=5).to(dtype))
     engine = Engine(target, draft, resolved(1, 256, kv_tokens=400))
-    policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+    policy = ShapePolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
     engine.use_shape(policy)
     engine.add_request(request := Request(0, PROMPTS[0], SamplingParams(max_tokens=80)))
     for policy.shape in map(SpecShape.parse, (*["none"] * 70, *["4,1,5"] * 10)):
@@ -212,7 +212,7 @@ def test_a_whole_model_waits_in_a_dtype_of_its_own(dtype):
 def test_rows_of_a_reading_are_planned_for(pairs, monkeypatch, name):
     """Those of masks and blocks too: a batch that is far behind is read in parts."""
     engine = Engine(*pairs[name], resolved(3, 256, kv_tokens=1500, prefill_tokens=64))
-    policy = ToldPolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
+    policy = ShapePolicy({1: [SpecShape.parse("4,1,5"), NO_SPECULATION]})
     engine.use_shape(policy)
     for i, prompt in enumerate(PROMPTS):
         engine.add_request(Request(i, prompt, SamplingParams(max_tokens=60)))

@@ -11,7 +11,6 @@ from tiny import tiny_dflash, tiny_dspark, tiny_p_eagle
 from tiny_engine import PROMPTS, decode
 from tiny_trained import trained_models
 
-from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
@@ -112,11 +111,11 @@ class Sure(ShapePolicy):
 
     def __init__(self):
         shapes = [SpecShape(steps, 1, steps + 1) for steps in (1, 2, 3)]
-        super().__init__(lambda batch_size, shape, context: 1.0, AcceptanceTable.even(shapes), {1: shapes})
+        super().__init__({1: shapes})
         self.used = Counter()
 
-    def choose(self, eases, context):
-        chances = 1 / (1 + np.exp(-np.array(eases[0].told or [-9.0] * 3)))
+    def choose(self, requests, context):
+        chances = 1 / (1 + np.exp(-np.array(requests[0].depth_log_odds or [-9.0] * 3)))
         likely = chances[:3].cumprod() > np.array([0.0, 0.45, 0.23])  # of the head at hand, each at times
         steps = int(likely.cumprod().sum())
         self.used[steps] += 1
@@ -141,9 +140,9 @@ class Packed(Sure):
         super().__init__()
         self.verified = Counter()
 
-    def choose(self, eases, context):
-        likely = [super(Packed, self).choose([ease], context).steps for ease in eases]
-        is_sure = [bool(ease.told) and ease.told[0] > 0.0 for ease in eases]
+    def choose(self, requests, context):
+        likely = [super(Packed, self).choose([request], context).steps for request in requests]
+        is_sure = [bool(each.depth_log_odds) and each.depth_log_odds[0] > 0.0 for each in requests]
         self.num_drafts = [n if sure else n - 1 for n, sure in zip(likely, is_sure, strict=True)]
         self.verified.update(self.num_drafts)
         return SpecShape(3, 1, 4)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from tiny_engine import PROMPTS, decode, make_engine, resolved, serve
 
-from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.autotune.packing import packed_counts, packed_rows
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.sampling_params import SamplingParams
@@ -27,15 +26,15 @@ class Fixed(ShapePolicy):
     """One shape, of which each request's first drafts are verified, as many as its number says."""
 
     def __init__(self, shape, drafts):
-        super().__init__(lambda *_: 1.0, AcceptanceTable.even([shape]), {1: [shape]})
-        self.only, self.given, self.eases = shape, drafts, []
+        super().__init__({1: [shape]})
+        self.only, self.given, self.known = shape, drafts, []
 
     def new_request(self):
-        self.eases.append(super().new_request())
-        return self.eases[-1]
+        self.known.append(super().new_request())
+        return self.known[-1]
 
-    def choose(self, eases, context):
-        numbers = [next(i for i, each in enumerate(self.eases) if each is ease) for ease in eases]
+    def choose(self, requests, context):
+        numbers = [self.known.index(request) for request in requests]
         self.num_drafts = [self.given[i % len(self.given)] for i in numbers]
         return self.only
 
@@ -43,9 +42,9 @@ class Fixed(ShapePolicy):
 class Turning(Fixed):
     """The same, of which each request has another number in every cycle."""
 
-    def choose(self, eases, context):
+    def choose(self, requests, context):
         self.given = [*self.given[1:], self.given[0]]
-        return super().choose(eases, context)
+        return super().choose(requests, context)
 
 
 def serve_watched(engine, requests):

@@ -2,13 +2,11 @@
 
 import itertools
 
-import numpy as np
 import pytest
 from restless import Restless
 from sweep import sweep
 from tiny_engine import PROMPTS, decode, make_engine, serve
 
-from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.sampling_params import SamplingParams
@@ -60,7 +58,7 @@ class Late(Restless):
         super().__init__(0, SHAPES)
         self.num_plain, self.chain = num_plain, next(shape for shape in SHAPES if shape.topk == 1)
 
-    def choose(self, eases, context):
+    def choose(self, requests, context):
         self.num_plain -= 1
         return NO_SPECULATION if self.num_plain >= 0 else self.chain
 
@@ -167,16 +165,12 @@ def test_the_draft_says_how_sure_it_is_of_its_next_token(models, drafts):
     engine = make_engine(models, 2, **drafts)
     chain = SpecShape(2, 1, 3)
     seen = []
-    left = []
-    policy = ShapePolicy(lambda *_: 1.0, AcceptanceTable.even([chain]), {1: [chain]})
-    policy.choose = lambda eases, context: chain
-    policy.see = lambda ease, probability: seen.append(probability)
-    policy.leave = left.append
+    policy = ShapePolicy({1: [chain]}, chain)
+    policy.see = lambda request, probability: seen.append(probability)
     engine.use_shape(policy)
     requests = [Request(i, list(p), SamplingParams(max_tokens=20)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     assert seen
-    assert {id(ease) for ease in left} == {id(request.stats.acceptance) for request in requests}
     assert all(0 < probability <= 1 for probability in seen)
     assert len(set(seen)) > 5
 
@@ -185,30 +179,37 @@ class Once(ShapePolicy):
     """A chain in the first cycle of a request, then plain decoding."""
 
     def __init__(self):
-        self.chain, self.eases, self.confidences = SpecShape(1, 1, 2), [], []
-        shares, reach = {self.chain: np.full(2, 0.5)}, {self.chain: np.array([[0.3], [0.7]])}
-        table = AcceptanceTable((0.5,), shares, reach)
-        super().__init__(lambda *_: 1.0, table, {1: [NO_SPECULATION, self.chain]})
+        self.chain = SpecShape(1, 1, 2)
+        super().__init__({1: [NO_SPECULATION, self.chain]})
+        self.seen = []
+        self.given = []
+        self.observed = []
 
-    def choose(self, eases, context):
-        (ease,) = eases
-        self.confidences.append(ease.confidence)
-        if ease in self.eases:
-            return NO_SPECULATION
-        self.eases.append(ease)
-        return self.chain
+    def choose(self, requests, context):
+        (request,) = requests
+        is_first = request not in self.given
+        self.given.append(request)
+        return self.chain if is_first else NO_SPECULATION
+
+    def see(self, request, confidence):
+        self.seen.append((request, confidence))
+        request.confidence_class = None if confidence is None else 0
+
+    def observe(self, request, shape, num_accepted, num_drafts=None):
+        self.observed.append((request, shape))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_first_cycles_that_plain_ones_follow_teach_nothing(models, lag):
+def test_policies_learn_from_drafting_cycles_and_hear_where_the_confidence_is_unknown(models, lag):
     policy, engine = Once(), make_engine(models, 1, lag=lag)
     engine.use_shape(policy)
     requests = [
         Request(i, list(p), SamplingParams(max_tokens=12, ignore_eos=True)) for i, p in enumerate(PROMPTS)
     ]
     serve(engine, requests)
-    policy.learn()
-    assert len(policy.eases) == len(PROMPTS) and policy.texts.shared_ease == 0.0
-    assert not any(ease.is_young or ease.information or ease.confidence is not None for ease in policy.eases)
-    num_known = sum(confidence is not None for confidence in policy.confidences)
-    assert num_known == (0 if lag else len(PROMPTS)), "behind the chain, as far as it is known in time"
+    everyone = list(dict.fromkeys(policy.given))
+    assert len(everyone) == len(PROMPTS)
+    assert policy.observed == [(request, policy.chain) for request in everyone]
+    for request in everyone:
+        confidences = [confidence for who, confidence in policy.seen if who is request]
+        assert len(confidences) == (0 if lag else 2) and confidences[1:] == ([] if lag else [None])

@@ -2,7 +2,6 @@
 
 import random
 
-from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.shape import NO_SPECULATION
 
@@ -12,11 +11,11 @@ class Restless(ShapePolicy):
     in every second cycle how many drafts of each request are verified."""
 
     def __init__(self, seed, shapes, most_plain=50):
-        super().__init__(lambda batch_size, shape, context: 1.0, AcceptanceTable.even(shapes), {1: shapes})
+        super().__init__({1: shapes})
         self.rng, self.plain, self.most_plain, self.used = random.Random(seed), 0, most_plain, set()
         self.rng_of_drafts = random.Random(seed)
 
-    def choose(self, eases, context):
+    def choose(self, requests, context):
         self.num_drafts = None
         if self.plain:
             self.plain -= 1
@@ -27,5 +26,5 @@ class Restless(ShapePolicy):
         self.used.add(shape)
         if shape.steps and self.rng_of_drafts.random() < 0.5:
             most = self.rng_of_drafts.randrange(shape.tokens)
-            self.num_drafts = [self.rng_of_drafts.randint(0, most) for _ in eases]
+            self.num_drafts = [self.rng_of_drafts.randint(0, most) for _ in requests]
         return shape

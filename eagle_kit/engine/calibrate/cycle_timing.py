@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eagle_kit.autotune.costs import Timing
-from eagle_kit.autotune.policy import ToldPolicy
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
@@ -126,10 +126,10 @@ def _joined(visits: Sequence[Sequence[Timing]]) -> list[Timing]:
 
 
 @contextmanager
-def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator[ToldPolicy]:
+def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator[ShapePolicy]:
     """Have an engine use the shapes that it is told."""
     before, totals = engine.shapes, engine.totals
-    dictated = ToldPolicy({1: shapes})
+    dictated = ShapePolicy({1: shapes})
     engine.use_shape(dictated)
     engine.totals = type(totals)()
     try:
@@ -141,7 +141,7 @@ def _dictation(engine: Engine, shapes: Sequence[SpecShape]) -> Iterator[ToldPoli
         engine.totals = totals
 
 
-def time_point(engine: Engine, dictated: ToldPolicy, point: Point, plan: Plan) -> list[Timing]:
+def time_point(engine: Engine, dictated: ShapePolicy, point: Point, plan: Plan) -> list[Timing]:
     """Run cycles at one point -> typical times of plain decoding and of the plan's shapes, in this order.
 
     Args:
@@ -207,7 +207,7 @@ def prefill(engine: Engine, requests: Sequence[Request]) -> None:
 class _Batch:
     """Requests of random tokens at a point. Their lengths differ, as those of requests do."""
 
-    def __init__(self, engine: Engine, dictated: ToldPolicy, point: Point) -> None:
+    def __init__(self, engine: Engine, dictated: ShapePolicy, point: Point) -> None:
         self._engine, self._dictated = engine, dictated
         self._requests: list[Request] = []
         rng, top, count = random.Random(0), engine.target.config.vocab_size, point.batch_size

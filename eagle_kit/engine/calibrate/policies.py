@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from eagle_kit.autotune.chooser import ShapeChooser
 from eagle_kit.autotune.costs import CostTable, join
 from eagle_kit.autotune.files import (
     Costs,
@@ -20,7 +21,6 @@ from eagle_kit.autotune.files import (
     find_costs,
     save_costs,
 )
-from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.autotune.shapes import MOST_STEPS, choose_menu
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import writing_remedy
@@ -78,7 +78,7 @@ def chooses_ngram(engine: Engine) -> bool:
     return engine.ngram is not None and not engine.runner.graphs.has_fixed_shapes
 
 
-def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
+def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapeChooser:
     """Make the policy of an engine from what is known of its costs and its draft, or else from a short
     measurement, whose result is kept.
 
@@ -104,7 +104,7 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapePolicy:
     return policy_of(engine, Tuned(costs, found, is_average))
 
 
-def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
+def policy_of(engine: Engine, tuned: Tuned) -> ShapeChooser:
     """Make a policy over the shapes that an engine can run."""
     config, costs, acceptance = engine.config, tuned.costs.table, tuned.acceptance.table
     shapes = runnable(engine, acceptance.shapes)
@@ -114,12 +114,13 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapePolicy:
         )
         for size in config.batch_sizes
     }
-    packs = engine.runner.packs and not config.lag  # with a lag confidences come too late
-    share = costs.packed_share if packs else None
-    to = tuned.costs.tuned_to
-    reading, is_average = costs.reading_seconds, tuned.is_average
-    return ShapePolicy(
-        costs.seconds, acceptance, menus, tuned.origin, reading, share, to, is_average=is_average
+    return ShapeChooser(
+        costs.seconds,
+        acceptance,
+        menus,
+        tuned.origin,
+        costs.backfill_seconds,
+        is_average=tuned.is_average,
     )
 
 

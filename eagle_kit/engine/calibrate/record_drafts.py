@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 
 from eagle_kit.autotune.acceptance import Drafts, ReadyCandidates, Recording
-from eagle_kit.autotune.policy import ToldPolicy
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
@@ -70,7 +70,7 @@ def record_drafts(
     recorder = _Recorder(drafter)
     engine.runner.drafter = cast(Drafter, recorder)
     whole = SpecShape(steps, topk, min(shape.tokens, 1 + topk + (steps - 1) * topk**2))
-    engine.use_shape(ToldPolicy({1: [whole]}, whole))  # as where a policy reads confidences
+    engine.use_shape(ShapePolicy({1: [whole]}, whole))  # as where a policy reads confidences
     drafts: dict[Request, list[_Draft]] = {request: [] for request in requests}
     for request in requests:
         engine.add_request(request)

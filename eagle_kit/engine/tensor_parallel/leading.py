@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eagle_kit.autotune.policy import ShapePolicy, ToldPolicy
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import FinishReason
@@ -293,7 +293,7 @@ class Follower:
     def use_shape(self, shapes: ShapeTable | SpecShape | dict[int, list[SpecShape]]) -> None:
         """Speculate in ``shapes``. From candidate shapes by batch size rank 0 chooses one a cycle."""
         if isinstance(shapes, dict):
-            self.engine.use_shape(ToldPolicy(shapes))
+            self.engine.use_shape(ShapePolicy(shapes))
         else:
             self.engine.use_shape(shapes)
 

@@ -17,7 +17,7 @@ from tiny_run import make_target
 
 from eagle_kit.autotune import files
 from eagle_kit.autotune.costs import Timing
-from eagle_kit.autotune.policy import ToldPolicy
+from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import NO_SPECULATION, ShapeTable, SpecShape
@@ -236,7 +236,7 @@ def test_confidences_are_computed_where_they_are_read(pairs, monkeypatch, lag, i
     shape, told, (_, head) = SpecShape(4, 1, 5), [], pairs["dspark"]
     engine, compute = make_engine(pairs["dspark"], lag=lag, sampled_drafts=is_sampled), head.confidence_logits
     monkeypatch.setattr(head, "confidence_logits", lambda *given: told.append(0) or compute(*given))
-    engine.use_shape(ToldPolicy({1: [shape]}, shape) if is_chosen else shape)
+    engine.use_shape(ShapePolicy({1: [shape]}, shape) if is_chosen else shape)
     serve(engine, [Request(0, PROMPTS[0], SamplingParams(max_tokens=20))])
     assert bool(told) == (is_chosen and not lag)
 
