@@ -35,7 +35,9 @@ MIN_GAIN_CYCLES = 8  # of a batch
 BACKFILL_CYCLES = 32  # drafting cycles that have to pay for a draft backfill
 
 # Acceptance, in log-odds
-OFFSETS = np.linspace(-6.0, 6.0, 49)
+MAX_OFFSET = 6.0
+OFFSET_STEP = 0.25
+OFFSETS = np.arange(-MAX_OFFSET, MAX_OFFSET + OFFSET_STEP, OFFSET_STEP)  # of the tables
 OFFSET_VARIANCE = 1.0  # of requests around the offset that they share
 OFFSET_CHANGE = 0.01  # variance that a cycle adds to a request's offset
 SHARED_VARIANCE = 0.25  # of the shared offset at first; OFFSET_VARIANCE with another draft's table
@@ -153,10 +155,10 @@ class AcceptanceModel:
         if not request.depth_log_odds:
             return tokens
         tokens = tokens.copy()
-        sums = [1.0, *itertools.accumulate(self._depth_survival(request), initial=1.0)]
+        sums = [*itertools.accumulate(self._depth_survival(request), initial=1.0)]
         for number, steps in self.chains.items():
-            if steps + 1 < len(sums):
-                tokens[number] = sums[steps + 1]
+            if steps < len(sums):
+                tokens[number] = sums[steps]
         return tokens
 
     def next_survival(self, request: RequestAcceptance, number: int) -> list[float]:
@@ -189,7 +191,7 @@ class AcceptanceModel:
         tokens = (self._tokens[rows, :, number] * histograms).sum(1)
         above = np.minimum(rows + 1, len(OFFSETS) - 1)
         slopes = (self._tokens[above, :, number] * histograms).sum(1) - tokens
-        slopes /= OFFSETS[1] - OFFSETS[0]
+        slopes /= OFFSET_STEP
         newness = np.array([request.newness for request in requests])
         own = np.array([request.variance for request in requests]) - newness**2 * self.shared_variance
         variance = slopes**2 @ own.clip(0.0) + (slopes @ newness) ** 2 * self.shared_variance
@@ -270,7 +272,7 @@ class AcceptanceModel:
 
 def row_of(request: RequestAcceptance) -> int:
     """Index of a request's offset in ``OFFSETS``."""
-    return round((request.offset - OFFSETS[0]) / (OFFSETS[1] - OFFSETS[0]))
+    return round((request.offset + MAX_OFFSET) / OFFSET_STEP)
 
 
 def age(request: RequestAcceptance, num_cycles: int) -> None:
@@ -280,7 +282,7 @@ def age(request: RequestAcceptance, num_cycles: int) -> None:
 
 
 def _within(offset: float) -> float:
-    return min(max(offset, float(OFFSETS[0])), float(OFFSETS[-1]))
+    return min(max(offset, -MAX_OFFSET), MAX_OFFSET)
 
 
 def _counted(histogram: Sequence[float], classes: Sequence[int], rate: float) -> list[float]:
@@ -407,12 +409,14 @@ class CostCorrection:
         before = self._last_number
         if before is None or number == before:
             self._covariance[0, 0] += variance
-        elif number:
+        elif number and before:
             self._doubt(1 + number, variance)
-            self._doubt(1, 0.0 if before else variance)
+        elif number:
+            self._doubt(1, variance)
+            self._doubt(1 + number, variance)
         else:
-            self._doubt(1 + before, variance, was_measured=True)
             self._doubt(1, variance, was_measured=True)
+            self._doubt(1 + before, variance, was_measured=True)
 
     def _doubt(self, term: int, variance: float, *, was_measured: bool = False) -> None:
         """Add a variance to a term. If the last cycles had it, its sum with the level stays as known."""
@@ -517,6 +521,9 @@ class Forecast(NamedTuple):
 
 class ShapeChooser(ShapePolicy):
     """Choice of the shape for a running batch.
+
+    ``choose`` is called before each cycle; ``observe``, ``see`` and ``observe_time`` behind it, perhaps one
+    cycle late. What they bring is learnt at the next decision.
 
     Args:
         seconds: time of a cycle by a table: batch size, shape, context.
@@ -727,6 +734,7 @@ class ShapeChooser(ShapePolicy):
         self._batch_size = size
         if not best:
             self._use(0)
+            self._is_exploring = False
         elif self._has_to_explore(size):
             self._used = best if self._used else 0
         else:

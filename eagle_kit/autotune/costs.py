@@ -134,7 +134,7 @@ class CostTable:
         rest = sum(_interpolated(self.rest.get(each, ()), batch_size, context) for each in (None, shape))
         return self._fitted(batch_size, shape, context) * math.exp(rest)
 
-    def packed_share(self, batch_size: int, shape: SpecShape, context: int, num_rows: int) -> float:
+    def row_share(self, batch_size: int, shape: SpecShape, context: int, num_rows: int) -> float:
         """Predict the time of a cycle whose target reads ``num_rows`` in place of whole windows, as a part of
         that with all."""
         whole, packed = (  # without context: attention stays that of whole windows

@@ -66,7 +66,6 @@ class ShapePolicy:
         shape: as given; it may be set between two cycles.
         shapes: all candidates, plain decoding first.
         origin: source of the choice, for users.
-        num_drafts: drafts of each request to verify in the next cycle; None for all.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class ShapePolicy:
         self.shape = shape
         self.shapes = [NO_SPECULATION, *sorted(drafting)]
         self.origin = ""
-        self.num_drafts: list[int] | None = None
         self._sizes = sorted(candidates)
         self._by_size = {
             size: [each for each in self.shapes if not each.steps or each in candidates[size]]

@@ -15,7 +15,6 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.distributed.collectives import Ranks
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.drafter import CandidateSpec, Drafter, PendingTokens
-from eagle_kit.engine.packed import Packing
 from eagle_kit.engine.tensor_parallel.agreement import agree_most_likely, agree_path, agree_tree
 from eagle_kit.kv.dp_latents import DataParallelLatents, ShardRequests
 from eagle_kit.kv.recurrent_states import StatePool, StateWindow
@@ -58,7 +57,6 @@ class CycleSettings(NamedTuple):
         verifier: verifier of the drafts of requests that sample, sound for the drafter's proposals.
         candidate_spec: candidates of the draft state that the cycle makes; None takes those of ``shape``.
         reads_confidence: True if the cycle emits the draft's confidence.
-        num_rows: rows of the target's forward if the nodes to verify are packed; None for a row per node.
     """
 
     shape: SpecShape
@@ -67,7 +65,6 @@ class CycleSettings(NamedTuple):
     verifier: Verifier = TargetOnly()
     candidate_spec: CandidateSpec | None = None
     reads_confidence: bool = False
-    num_rows: int | None = None
 
 
 class Logprobs(NamedTuple):
@@ -125,20 +122,13 @@ class WindowRead(NamedTuple):
 
     Attributes:
         out: hidden states of all nodes, ``B * N`` rows.
-        attend: attention of the whole windows.
-        logits: ``[T, V]``, one row per row of the forward; with tensor parallelism this rank's columns.
-        packing: rows of the forward, if the nodes to verify were packed; None if T is ``B * N``.
+        attend: attention of the window.
+        logits: ``[B * N, V]``; with tensor parallelism this rank's columns.
     """
 
     out: TargetOutput
     attend: Attend
     logits: torch.Tensor
-    packing: Packing | None = None
-
-    def of_nodes(self, rows: torch.Tensor, batch_size: int) -> torch.Tensor:
-        """Unpack ``rows [T, ...]``, which belong to the rows of the logits, to ``[B, N, ...]``."""
-        whole = rows if self.packing is None else rows[self.packing.places]
-        return whole.unflatten(0, (batch_size, -1))
 
 
 class Verified(NamedTuple):
@@ -230,25 +220,14 @@ def verify_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Run the target over the window, accept a path, and commit it to the pool."""
-    packing = None
-    if settings.num_rows is not None and state.num_drafts is not None:
-        packing = Packing.of(state.num_drafts, window.tree.tokens.shape[1], settings.num_rows)
-        window = packing.cut(window)
-    read = read_window(models, state, window.tree, settings, packing)
+    read = read_window(models, state, window.tree, settings)
     return accept_and_commit(models, state, window, read, settings, sampling, allowed)
 
 
-def read_window(
-    models: CycleModels,
-    state: CycleState,
-    tree: Tree,
-    settings: CycleSettings,
-    packing: Packing | None = None,
-) -> WindowRead:
-    """Run the target over the nodes of the windows, or over those of a packing."""
-    out, attend = _forward(models, tree, state, settings.num_columns, packing)
-    logits = models.target.local_logits(out.hidden)
-    return WindowRead(out if packing is None else packing.whole(out), attend, logits, packing)
+def read_window(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowRead:
+    """Run the target over the nodes of the windows."""
+    out, attend = _forward(models, tree, state, settings.num_columns)
+    return WindowRead(out, attend, models.target.local_logits(out.hidden))
 
 
 def accept_and_commit(
@@ -261,7 +240,7 @@ def accept_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Accept a path of a window that the target has run over, and commit it to the pool."""
-    out, attend, logits, _ = read
+    out, attend, logits = read
     steps = settings.shape.steps
     seq_lens = state.seq_lens
     ranks = models.target.ranks
@@ -271,11 +250,11 @@ def accept_and_commit(
     is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
     if is_greedy and (ranks is not None or not uses_triton(logits)):
         best = agree_most_likely(models.target, logits)
-        predicted = read.of_nodes(best.tokens, size)
+        predicted = best.tokens.unflatten(0, (size, -1))
         accepted = accept_greedy(predicted, window.tree.tokens, window.tree.parents, steps)
-        logits = read.of_nodes(best.values.float(), size)
+        logits = best.values.float().unflatten(0, (size, -1))
     else:
-        logits = models.target.whole_logits(read.of_nodes(logits, size))
+        logits = models.target.whole_logits(logits.unflatten(0, (size, -1)))
         accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
     accepted = agree_path(accepted, ranks)
     after = outcome(logits, accepted, state.active, seq_lens)
@@ -318,12 +297,12 @@ def draft_extend(
 
 
 def _forward(
-    models: CycleModels, tree: Tree, state: CycleState, num_columns: int, packing: Packing | None
+    models: CycleModels, tree: Tree, state: CycleState, num_columns: int
 ) -> tuple[TargetOutput, Attend]:
-    """Run the target over the nodes of the windows, ``B * N`` rows, or over those of a packing.
+    """Run the target over the nodes of the windows, ``B * N`` rows.
 
     Returns:
-        Its output, with the inputs of the layers that the draft captures, and its attention of whole windows.
+        Its output, with the inputs of the layers that the draft captures, and its attention.
     """
     n = tree.tokens.shape[1]
 
@@ -343,12 +322,7 @@ def _forward(
     # The forward. A window of one node is its root, at depth 0.
     positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)
     capture = models.drafter.capture if models.drafter is not None else ()
-    tokens = tree.tokens.view(-1)
-    if packing is None:
-        return models.target(tokens, positions, attend, capture), attend
-    assert models.states is None, "recurrent layers have a layout of their own"
-    rows = packing.rows
-    return models.target(tokens[rows], positions[rows], packing.attend(attend), capture), attend
+    return models.target(tree.tokens.view(-1), positions, attend, capture), attend
 
 
 def _shard_of(state: CycleState) -> ShardRequests:

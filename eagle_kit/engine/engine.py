@@ -405,8 +405,8 @@ class Engine:
         if decoding:
             if self._uses_ngram:
                 self._index(decoding)
-            shape, wanted = self._shape(decoding)
-            self._in_flight.append(self.runner.decode(decoding, shape, self.ngram, wanted))
+            shape = self._shape(decoding)
+            self._in_flight.append(self.runner.decode(decoding, shape, self.ngram))
 
         # Launch prefill behind the cycle, whose results do not wait for prompts.
         if chunks:
@@ -423,17 +423,17 @@ class Engine:
         self._news = {}
         return news
 
-    def _shape(self, decoding: Sequence[Request]) -> tuple[SpecShape, list[int] | None]:
-        """Choose the shape of the next cycle, and the drafts of each request to verify, None for all."""
+    def _shape(self, decoding: Sequence[Request]) -> SpecShape:
+        """Choose the shape of the next cycle."""
         if isinstance(self.shapes, ShapeTable):
-            return self.shapes.at(self.runner.padded(len(decoding))), None
+            return self.shapes.at(self.runner.padded(len(decoding)))
         acceptances = []
         for request in decoding:
             acceptance = request.stats.acceptance or self.shapes.new_request()
             acceptance.num_pending = request.on_device.num_pending_draft_tokens
             request.stats.acceptance = acceptance
             acceptances.append(acceptance)
-        chosen = self.shapes.choose(acceptances, _mean_context(decoding)), self.shapes.num_drafts
+        chosen = self.shapes.choose(acceptances, _mean_context(decoding))
         if self.target.ranks is not None:  # choices depend on time
             chosen = self.target.ranks.agree(chosen)
         return chosen
@@ -632,7 +632,7 @@ class Engine:
         if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_steady_state:
             context = _mean_context(results.requests)
             took = now - self._clock
-            self.shapes.observe_time(len(results.requests), results.shape, context, took, results.num_rows)
+            self.shapes.observe_time(len(results.requests), results.shape, context, took)
         self._clock = now
 
     def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eagle_kit.autotune.packing import packed_rows
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.sampling_params import MAX_LOGPROBS
 from eagle_kit.core.shape import MAX_WINDOW, NO_SPECULATION, SpecShape
@@ -75,7 +74,6 @@ class Results(NamedTuple):
         shape: shape of the cycle.
         is_steady_state: False if the cycle included draft backfill or graph capture; its time is not used for
             tuning.
-        num_rows: rows of the target's forward if the windows were packed, else None.
     """
 
     requests: list[Request]
@@ -85,7 +83,13 @@ class Results(NamedTuple):
     num_computed: Sequence[int] = ()
     shape: SpecShape = NO_SPECULATION
     is_steady_state: bool = True
-    num_rows: int | None = None
+
+
+def _num_nodes(most_found: int, num_nodes: int) -> int:
+    """Nodes of n-gram windows with up to ``most_found`` drafts each: the root and none, a quarter, half,
+    three quarters or all of the drafts of ``num_nodes``. Few sizes are few recordings."""
+    quarters = [-(-part * (num_nodes - 1) // 4) for part in range(5)]
+    return 1 + next(quarter for quarter in quarters if quarter >= most_found)
 
 
 class CycleInputs(NamedTuple):
@@ -98,7 +102,6 @@ class CycleInputs(NamedTuple):
         window: the window to verify, if the host needs it before verification; None if the cycle proposes it.
         is_masked: True if grammars mask the logits of ``window``, by the masks of the slots.
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
-        num_drafts: int64 ``[B]``, nodes behind the root to verify if the windows are packed, else None.
     """
 
     rows: torch.Tensor
@@ -106,7 +109,6 @@ class CycleInputs(NamedTuple):
     window: DraftOutput | None = None
     is_masked: bool = False
     shard: ShardRequests | None = None
-    num_drafts: torch.Tensor | None = None
 
 
 class Batch(NamedTuple):
@@ -233,12 +235,6 @@ class Runner:
     def verifiers(self) -> tuple[type, ...]:
         """Verifiers that are sound for the drafts, the default first."""
         return (TargetOnly, Relaxed) if self.drafter is None else self.drafter.verifiers
-
-    @property
-    def packs(self) -> bool:
-        """True if windows can be packed: no recurrent state and no DP-attention shard depends on their
-        layout, and no graph on their number of rows."""
-        return not self.graphs.has_fixed_shapes and self.states is None and self._share is None
 
     def verifier(self, shape: SpecShape) -> Verifier:
         """Return the verifier of the drafts of requests that sample.
@@ -476,13 +472,11 @@ class Runner:
         requests: list[Request],
         shape: SpecShape,
         ngram: NgramIndex | None = None,
-        num_to_verify: Sequence[int] | None = None,
     ) -> Results:
         """Launch one cycle for ``requests`` in one of the current shapes.
 
         Args:
             ngram: drafts in place of a model; every token of the requests must be known to the host.
-            num_to_verify: draft tokens of each request to verify, the first ones of its window; None for all.
         """
         batch = self._batch_of(requests)
         num_warm_ups = self.graphs.num_warm_ups
@@ -502,22 +496,14 @@ class Runner:
         if ngram is not None and shape.steps:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
             num_drafts = found.num_drafts[: len(requests)].tolist()
+            # A batch in which few drafts were found has smaller windows, where no graph fixes their size.
+            if self.target.ranks is None and not self.graphs.has_fixed_shapes:
+                found = found.cut(_num_nodes(max(num_drafts), shape.tokens))
             # The first rank's log may hold tokens that a stop text removed, so all ranks take its drafts.
             tree = agree_tree(to_tree(found, self.device), self.target.ranks)
-            num_to_verify = num_drafts if self.target.ranks is None else None
-
-        # Pack the nodes to verify, if that saves rows.
-        inputs = batch.inputs
-        if num_to_verify is not None and self.packs:
-            num_rows = packed_rows(size, shape.tokens - 1, sum(num_to_verify))
-            if num_rows is not None:
-                num_drafts = list(num_to_verify)
-                settings = settings._replace(num_rows=num_rows)
-                padded = self._tensor([*num_to_verify, *[0] * batch.padding])
-                inputs = inputs._replace(num_drafts=padded)
 
         # Launch the cycle, and send its results to the host.
-        emitted = self._run(batch.matches, inputs, settings, tree)
+        emitted = self._run(batch.matches, batch.inputs, settings, tree)
         if emitted.logprobs is not None and not batch.wants_logprobs:
             emitted = emitted._replace(logprobs=None)
         has_capture = self.graphs.num_warm_ups != num_warm_ups
@@ -528,7 +514,6 @@ class Runner:
             num_drafts,
             shape=shape,
             is_steady_state=not (has_backfill or has_capture),
-            num_rows=settings.num_rows,
         )
 
     def _batch_of(self, requests: list[Request]) -> Batch:
@@ -819,12 +804,12 @@ class Runner:
     ) -> tuple[CycleInputs, CycleSettings]:
         """Leave out what a proposal does not depend on, so that its graphs are few."""
         # The draft is whole on every rank.
-        inputs = inputs._replace(shard=None, num_drafts=None)
+        inputs = inputs._replace(shard=None)
 
         # Deterministic drafts are the same for requests that sample.
         if TargetOnly in self.verifiers or self.models.drafter is None:
             inputs = inputs._replace(sampling=None)
-        return inputs, settings._replace(num_logprobs=None, num_rows=None)
+        return inputs, settings._replace(num_logprobs=None)
 
     def _allowed_bits(self, matches: Sequence[Match | None], tree: Tree) -> torch.Tensor:
         return agree_bits(matches, tree, self.vocab_size, self.device, self.target.ranks)
@@ -917,7 +902,7 @@ class Runner:
             rows = (table[inputs.rows] for table in self.slots.tables)
             sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
         state = self.slots.gather(inputs.rows, with_draft=with_draft)
-        return state._replace(shard=inputs.shard, num_drafts=inputs.num_drafts), sampling
+        return state._replace(shard=inputs.shard), sampling
 
     def _ngram_draft(
         self, requests: list[Request], padding: int, ngram: NgramIndex, shape: SpecShape

@@ -18,7 +18,7 @@ from eagle_kit.ops.attention.prefill import (
     own_attention,
 )
 from eagle_kit.ops.attention.variant import AttentionVariant
-from eagle_kit.ops.attention.window import WindowPlan, packed_window_attention, window_attention
+from eagle_kit.ops.attention.window import WindowPlan, window_attention
 from eagle_kit.ops.backend import uses_cpp, uses_triton
 from eagle_kit.ops.cpu.summation import round_columns
 from eagle_kit.ops.rope import Rows, WindowRows, rows_tensor
@@ -266,41 +266,6 @@ class _WindowAttend(_StoreAttend):
         nodes = q.unflatten(0, (batch, -1))[:, -num_nodes:]  # [B, N, Hq, D]
         out = window_attention(nodes, k_rows, v_rows, self.plan, self.kv.variants[layer])
         return out.flatten(0, 1)
-
-    def packed(self, rows: torch.Tensor, counts: torch.Tensor) -> Attend | None:
-        """Make the attention of a forward over some of the window nodes.
-
-        Args:
-            rows: int64 ``[T]``, indices into the ``B * N`` nodes: the first ``counts`` nodes of each window,
-                then padding.
-            counts: int64 ``[B]``, number of nodes of each window.
-
-        Returns:
-            None where no kernel attends for packed nodes.
-        """
-        if not uses_cpp(self.kv.k) or type(self.plan) is not WindowPlan:
-            return None
-        return _PackedWindowAttend(self.kv, self.plan, rows_tensor(self.rows)[rows], counts)
-
-
-class _PackedWindowAttend(_StoreAttend):
-    """Attention of the first nodes of each window. Keys of the other nodes are not read.
-
-    Args:
-        kv: the store.
-        plan: plan of the whole windows.
-        rows: int64 ``[T]``, scratch row of each token of the forward.
-        counts: int64 ``[B]``, number of nodes of each window.
-    """
-
-    def __init__(self, kv: PagedKV, plan: WindowPlan, rows: torch.Tensor, counts: torch.Tensor) -> None:
-        super().__init__(kv, rows)
-        self.plan = plan
-        self.counts = counts
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        k_rows, v_rows = self._stored(layer, k, v)
-        return packed_window_attention(q, k_rows, v_rows, self.plan, self.kv.variants[layer], self.counts)
 
 
 class _PrefillAttend(_StoreAttend):

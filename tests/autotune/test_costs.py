@@ -121,10 +121,10 @@ def test_fewer_rows_of_the_target_take_the_time_of_a_smaller_window(table, batch
     """Beside the draft, whose forwards are those of the larger one."""
     small, large = SpecShape(1, 1, 2), SpecShape(4, 1, 5)
     forwards = {n: max(30e-3, 30e-3 * batch_size * n / 20) for n in (2, 5)}
-    share = table.packed_share(batch_size, large, 64, batch_size * small.tokens)
+    share = table.row_share(batch_size, large, 64, batch_size * small.tokens)
     truth = machine(batch_size, large, 64)
     assert share == pytest.approx((truth - forwards[5] + forwards[2]) / truth, abs=0.05)
-    assert table.packed_share(batch_size, large, 64, batch_size * large.tokens) == 1.0
+    assert table.row_share(batch_size, large, 64, batch_size * large.tokens) == 1.0
 
 
 def test_a_draft_reads_what_it_has_missed_in_the_time_of_as_many_rows(table):

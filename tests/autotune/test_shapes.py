@@ -2,7 +2,6 @@
 
 from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.autotune.files import average_acceptance
-from eagle_kit.autotune.packing import packed_counts, packed_rows
 from eagle_kit.autotune.shapes import MENU, candidate_shapes, choose_menu
 from eagle_kit.core.shape import SpecShape
 
@@ -55,8 +54,3 @@ def test_a_menu_is_for_short_and_long_contexts():
 
     table = average_acceptance().table
     assert {shape.topk > 1 for shape in choose_menu(seconds, table, 1, table.shapes)} == {True, False}
-
-
-def test_drafts_that_are_verified_together_have_few_sizes():
-    assert packed_counts(3, 4) == [0, 3, 6, 9] and packed_counts(1, 2) == [0, 1]
-    assert [packed_rows(3, 4, total) for total in (0, 3, 4, 9, 10, 12)] == [3, 6, 9, 12, None, None]

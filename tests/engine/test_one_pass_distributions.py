@@ -16,12 +16,10 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base import sampled_ready
 from eagle_kit.engine.llm import LLM
-from eagle_kit.engine.packed import Packing
 from eagle_kit.objective.loss import Objective, TTTBatch
 from eagle_kit.objective.row_plan import plan_row
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
-from eagle_kit.verify.proposal import SampledChain
 
 HEADS = {
     "dspark": (tiny_dspark, {"block_size": 4}),
@@ -130,53 +128,6 @@ def test_windows_cut_by_confidences_keep_the_distribution(pairs, plain_counts, v
     counts = pair_counts(pairs["dspark"], COUNT, **options)
     assert len(policy.used) == 3 and min(policy.used.values()) > 20, policy.used
     assert excess(counts, plain_counts) < 4
-
-
-class Packed(Sure):
-    """Has all chains drafted to the end, and verifies of each request the depths that its confidences call
-    likely, one less where the first is not very likely."""
-
-    def __init__(self):
-        super().__init__()
-        self.verified = Counter()
-
-    def choose(self, requests, context):
-        likely = [super(Packed, self).choose([request], context).steps for request in requests]
-        is_sure = [bool(each.depth_log_odds) and each.depth_log_odds[0] > 0.0 for each in requests]
-        self.num_drafts = [n if sure else n - 1 for n, sure in zip(likely, is_sure, strict=True)]
-        self.verified.update(self.num_drafts)
-        return SpecShape(3, 1, 4)
-
-
-@pytest.mark.parametrize("verifier", ["block", pytest.param("rejection", marks=pytest.mark.nightly)])
-def test_packed_windows_of_drawn_chains_keep_the_distribution(pairs, plain_counts, verifier, monkeypatch):
-    policy, cut, packings = Packed(), Packing.cut, []
-
-    def watched(self, window):
-        packings.append(self)
-        return cut(self, window)
-
-    monkeypatch.setattr(Packing, "cut", watched)
-    options = {"shape": policy, "seed": 3, "sampled_drafts": True, "verifier": verifier, "batch": 80}
-    counts = pair_counts(pairs["dspark"], COUNT, **options)
-    assert set(policy.verified) == {0, 1, 2, 3} and min(policy.verified.values()) > 20, policy.verified
-    assert len(packings) > 50
-    assert excess(counts, plain_counts) < 4
-
-
-@pytest.mark.nightly
-def test_a_q_that_is_left_where_nothing_was_verified_is_seen_by_the_same_test(
-    pairs, plain_counts, monkeypatch
-):
-    cut = Packing.cut
-
-    def cut_tree(self, window):
-        whole = SampledChain(window.proposal.q.clone())
-        return cut(self, window)._replace(proposal=whole)
-
-    monkeypatch.setattr(Packing, "cut", cut_tree)
-    options = {"shape": Packed(), "seed": 3, "sampled_drafts": True, "batch": 20}
-    assert excess(pair_counts(pairs["dspark"], COUNT, **options), plain_counts) > 10
 
 
 @pytest.fixture(scope="module")

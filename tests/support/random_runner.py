@@ -120,8 +120,7 @@ class RandomRunner:
     def padded(self, batch_size):
         return batch_size
 
-    def decode(self, requests, shape, ngram=None, num_to_verify=None):
-        assert num_to_verify is None or len(num_to_verify) == len(requests)
+    def decode(self, requests, shape, ngram=None):
         width = shape.steps + 1
         num_drafts = [shape.tokens - 1] * len(requests)
         if ngram is not None:

@@ -19,7 +19,6 @@ class CycleState(NamedTuple):
         draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
         slots: int64 ``[B]``, the slots of the batch, also its recurrent states; None outside an engine.
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
-        num_drafts: int64 ``[B]``, nodes behind the root to verify; None where all are (``engine/packed.py``).
     """
 
     page_table: torch.Tensor
@@ -29,4 +28,3 @@ class CycleState(NamedTuple):
     draft: tuple[torch.Tensor, ...] | None
     slots: torch.Tensor | None = None
     shard: ShardRequests | None = None
-    num_drafts: torch.Tensor | None = None

@@ -47,6 +47,10 @@ class NgramDraft(NamedTuple):
         """Used nodes of each window besides the root, ``[B]``."""
         return (self.parents != np.arange(self.parents.shape[1])).sum(1)
 
+    def cut(self, num_nodes: int) -> "NgramDraft":
+        """Return the first nodes of each window; those behind must be unused."""
+        return NgramDraft(*(np.ascontiguousarray(part[:, :num_nodes]) for part in self))
+
 
 @dataclass
 class _Node:

@@ -11,7 +11,7 @@ from tiny_engine import PROMPTS, resolved, serve
 from eagle_kit.config.engine import NgramConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.core.shape import SpecShape
+from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 from eagle_kit.drafts.ngram.index import CHAIN_STEPS, NgramIndex, to_tree
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
@@ -276,3 +276,30 @@ def test_many_n_gram_drafts_are_kept():
     requests = [Request(i, list(p), SamplingParams(max_tokens=60)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
     assert engine.totals.spec.accept_length > 1.2
+
+
+def test_windows_have_few_sizes_and_room_for_what_was_found(monkeypatch):
+    """Greedy text stays that of plain decoding."""
+    options = {"max_tokens": 60, "ignore_eos": True}
+    target = tiny_target(vocab_size=11)
+    replies, sizes = [], []
+    for shape in (NO_SPECULATION, SpecShape(8, 4, 12)):
+        config = resolved(3, 256, kv_tokens=1200, page_size=4, algorithm="NGRAM")
+        engine = Engine(target, None, config)
+        engine.use_shape(shape)
+        run = engine.runner._run
+
+        def watched(matches, inputs, settings, tree, run=run):
+            if tree is not None:
+                is_used = tree.parents != torch.arange(tree.parents.shape[1])
+                sizes.append((tree.parents.shape[1], int(is_used.sum(1).max())))
+            return run(matches, inputs, settings, tree)
+
+        monkeypatch.setattr(engine.runner, "_run", watched)
+        requests = [Request(i, list(p), SamplingParams(**options)) for i, p in enumerate(PROMPTS)]
+        serve(engine, requests)
+        replies.append([request.token_ids for request in requests])
+    assert replies[0] == replies[1]
+    assert {1, 12} <= {size for size, _ in sizes} <= {1, 4, 7, 10, 12}
+    for size, num_used in sizes:
+        assert size - 4 < num_used + 1 <= size

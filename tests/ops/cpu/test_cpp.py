@@ -22,12 +22,7 @@ from eagle_kit.ops.accept import most_likely
 from eagle_kit.ops.attention.mla import mla_window_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, chunk_attention, paged_prefill_attention
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
-from eagle_kit.ops.attention.window import (
-    WindowPlan,
-    ancestor_bits,
-    packed_window_attention,
-    window_attention,
-)
+from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, compiled, window_attention
 from eagle_kit.ops.commit import commit_path
 from eagle_kit.ops.cpu import cpp
 from eagle_kit.ops.draft_topk import reference, topk_of_logits
@@ -224,27 +219,6 @@ def test_a_token_has_the_same_bits_in_chains_trees_prompts_and_alone(variant):
         assert torch.equal(out[borders[1:] - 1], alone)
         chunk = chunk_attention(q[: sizes[0]], text.keys[0], text.values[0], variant, start=starts[0])
         assert torch.equal(chunk[-1], alone[0])
-
-
-@needs_compiler
-@torch.no_grad()
-@pytest.mark.parametrize("size", [24, 33])
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-@pytest.mark.parametrize("counts", [(1, 5), (3, 1), (5, 5), (1, 1)])
-def test_the_first_nodes_of_windows_have_the_bits_of_whole_ones(variant, counts, size):
-    """What is left out of a window may be anything."""
-    text = Text(size)
-    places, parents = [40, 41, 50, 42, 51], [0, 0, 1, 1, 2]
-    whole = text.attend(places, 40, parents, variant)
-    plan = text.plan(places, 40, parents)
-    for b, count in enumerate(counts):
-        left_out = slice(SCRATCH + 16 * b + count, SCRATCH + 16 * b + 5)
-        text.k[:, left_out] = text.v[:, left_out] = float("nan")
-    q = text.queries[:, places]
-    rows = torch.cat([q[0, : counts[0]], q[1, : counts[1]], drawn(2, 6, size, seed=5)])
-    got = packed_window_attention(rows, text.k, text.v, plan, variant, torch.tensor(counts))
-    want = torch.cat([whole[0, : counts[0]], whole[1, : counts[1]], torch.zeros(2, 6, size)])
-    assert torch.equal(got, want)
 
 
 @needs_compiler
@@ -510,10 +484,7 @@ def test_what_does_not_fit_is_refused():
     plan = text.plan([20, 21], 20, [0, 0])
     with pytest.raises(RuntimeError, match="fp32"):
         half = drawn(4, 6, 24).bfloat16()
-        packed_window_attention(half, text.k, text.v, plan, VARIANTS["plain"], torch.tensor((2, 1)))
-    for q, counts in ((drawn(2, 6, 24), (2, 1)), (drawn(4, 6, 24), (2, 3)), (drawn(4, 6, 24), (0, 1))):
-        with pytest.raises(RuntimeError, match="window|missing"):
-            packed_window_attention(q, text.k, text.v, plan, VARIANTS["plain"], torch.tensor(counts))
+        compiled.window_attention(half, text.k, text.v, plan, VARIANTS["plain"])
     qkv, rotation = drawn(3, 10, 24), Rotation(torch.arange(3), drawn(12).abs())
     stores = {"k_rows": torch.zeros(2, 9, 24), "v_rows": torch.zeros(2, 9, 24)}
     with pytest.raises(RuntimeError, match="not in the store"):
@@ -543,7 +514,7 @@ def committed(ops, table=TABLES, first=ONE, counts=ONE):
 
 def attended(ops, q=QUERIES, v=STORE, table=TABLES, lens=ONE, keys=2):
     sizes = [4, 0, 5, 2, keys, 0, 0]
-    return ops.window_attention(q, STORE, v, table, lens, BITS, sizes, 0.2, 0.0, None, None)
+    return ops.window_attention(q, STORE, v, table, lens, BITS, sizes, 0.2, 0.0, None)
 
 
 def prompted(ops, q=QUERIES, table=TABLES, borders=BORDERS):

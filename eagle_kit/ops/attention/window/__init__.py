@@ -13,7 +13,7 @@ from eagle_kit.ops.attention.window import recorded as recorded  # registers ope
 from eagle_kit.ops.attention.window.plan import WindowPlan, ancestor_bits, chain_bits, reference_columns
 from eagle_kit.ops.backend import Backend, is_differentiated, uses_cpp, uses_triton
 
-__all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "packed_window_attention", "window_attention"]
+__all__ = ["WindowPlan", "ancestor_bits", "chain_bits", "window_attention"]
 
 
 def window_attention(
@@ -63,17 +63,3 @@ def window_attention(
         return out
     columns = reference_columns(plan, q, backend, variant.limits)
     return reference.window_attention(q, k_rows, v_rows, columns, variant, k_scale, v_scale)
-
-
-def packed_window_attention(
-    q: torch.Tensor,
-    k_rows: torch.Tensor,
-    v_rows: torch.Tensor,
-    plan: WindowPlan,
-    variant: AttentionVariant,
-    counts: torch.Tensor,
-) -> torch.Tensor:
-    """Attention of windows of which the first ``counts`` int64 ``[B]`` nodes are there: ``q [T, Hq, D]`` has
-    their rows, one behind the other, and rows to spare, whose results are 0 -> ``[T, Hq, D]``. Where
-    :func:`~eagle_kit.ops.backend.uses_cpp` says so of the tensors."""
-    return compiled.window_attention(q, k_rows, v_rows, plan, variant, counts)

@@ -19,10 +19,8 @@ def window_attention(
     v_rows: torch.Tensor,
     plan: WindowPlan,
     variant: AttentionVariant,
-    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See :func:`eagle_kit.ops.attention.window.window_attention`, and with ``counts``
-    :func:`~eagle_kit.ops.attention.window.packed_window_attention`; all fp32 on a CPU."""
+    """See :func:`eagle_kit.ops.attention.window.window_attention`; all fp32 on a CPU."""
     places = plan.page_size, plan.first_slot, plan.scratch_start, plan.scratch_stride, plan.num_keys
     out: torch.Tensor = torch.ops.eagle_kit_cpp.window_attention(
         q.reshape(-1, *q.shape[-2:]).contiguous(),
@@ -33,6 +31,5 @@ def window_attention(
         plan.ancestors.contiguous(),
         [*places, *variant.limits],
         *score_arguments(variant),
-        None if counts is None else counts.contiguous(),
     )
     return out.view(*q.shape[:-1], -1)

@@ -263,32 +263,21 @@ struct Call {
 
 // q [B * N, Hq, D], k_rows [Hkv, R, D], v_rows [Hkv, R, E], page_table [B, P], prefix_lens [B], ancestors [B,
 // N] -> [B * N, Hq, E]; sizes: page_size, first_slot, scratch_start, scratch_stride, num_keys, window, chunk
-// (WindowPlan and Limits). With counts [B] each window has its first nodes only, as if it were so much
-// smaller, whose queries lie behind each other in q [T, Hq, D], and rows to spare behind them, whose results
-// are 0.
+// (WindowPlan and Limits).
 static Tensor window_attention(
     const Tensor& q, const Tensor& k_rows, const Tensor& v_rows, const Tensor& page_table,
     const Tensor& prefix_lens, const Tensor& ancestors, const std::vector<int64_t>& sizes, double scale,
-    double soft_cap, const std::optional<Tensor>& sinks, const std::optional<Tensor>& counts) {
+    double soft_cap, const std::optional<Tensor>& sinks) {
   const int64_t page_size = sizes[0], first_slot = sizes[1], scratch = sizes[2], stride = sizes[3],
                 keys = sizes[4];
   STD_TORCH_CHECK(q.dim() == 3 && ancestors.dim() == 2, "queries are not [T, Hq, D]");
   const int64_t batch = ancestors.size(0), nodes = ancestors.size(1), pages = page_table.size(1);
   STD_TORCH_CHECK(
       prefix_lens.numel() == batch && page_table.size(0) == batch && nodes <= keys && keys <= 64 &&
-          (counts ? counts->numel() == batch && nodes == keys : q.size(0) == batch * nodes),
+          q.size(0) == batch * nodes,
       "a window does not fit its plan");
-  std::vector<int64_t> starts(batch + 1, 0);  // of the rows of every window
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t count = counts ? numbers(*counts)[b] : nodes;
-    STD_TORCH_CHECK(count >= 1 && count <= nodes, "a window has its root and no more than its nodes");
-    starts[b + 1] = starts[b] + count;
-  }
-  STD_TORCH_CHECK(starts[batch] <= q.size(0), "queries are missing");
   Tensor out = torch::stable::new_empty(q, {q.size(0), q.size(1), v_rows.size(2)});
   const Call call(q, k_rows, v_rows, sinks, out, scale, soft_cap);
-  const int64_t wide = q.size(1) * v_rows.size(2);
-  std::fill(call.out + starts[batch] * wide, call.out + q.size(0) * wide, 0.0f);
   const int64_t *tables = numbers(page_table), *lens = numbers(prefix_lens), *bits = numbers(ancestors);
   const int64_t rows = nodes * call.group, threads = torch::stable::get_num_threads();
   if (batch == 0 || rows == 0) return out;
@@ -299,9 +288,7 @@ static Tensor window_attention(
     static thread_local Task task;
     for (int64_t t = begin; t < end; ++t) {
       const int64_t b = t / (call.key_heads * parts), head = t / parts % call.key_heads, prefix = lens[b];
-      const int64_t absent = nodes - (starts[b + 1] - starts[b]);  // keys behind those that there are
-      const int64_t first = t % parts * part, last = std::min(rows - absent * call.group, first + part);
-      if (first >= last) continue;
+      const int64_t first = t % parts * part, last = std::min(rows, first + part);
       task.sights.clear();
       for (int64_t m = first; m < last; ++m) {
         const int64_t node = m / call.group;
@@ -309,7 +296,7 @@ static Tensor window_attention(
         task.sights.push_back(sight_of(seen, keys - nodes + node, prefix, first_slot, sizes[5], sizes[6]));
       }
       const Place place{tables + b * pages, page_size, prefix, scratch + b * stride};
-      call.run(task, starts[b], head, first, last, place, prefix + keys - absent);
+      call.run(task, b * nodes, head, first, last, place, prefix + keys);
     }
   });
   return out;
@@ -359,7 +346,7 @@ static Tensor prompt_attention(
 STABLE_TORCH_LIBRARY_FRAGMENT(eagle_kit_cpp, m) {
   m.def(
       "window_attention(Tensor q, Tensor k_rows, Tensor v_rows, Tensor page_table, Tensor prefix_lens, "
-      "Tensor ancestors, int[] sizes, float scale, float soft_cap, Tensor? sinks, Tensor? counts) -> Tensor");
+      "Tensor ancestors, int[] sizes, float scale, float soft_cap, Tensor? sinks) -> Tensor");
   m.def(
       "prompt_attention(Tensor q, Tensor k_rows, Tensor v_rows, Tensor page_tables, Tensor cu_rows, Tensor "
       "starts, "
