@@ -208,8 +208,9 @@ class AcceptanceModel:
         request.depth_log_odds = ()
         if confidence is None:
             return
-        first = confidence
-        if not isinstance(confidence, float):
+        if isinstance(confidence, float):
+            first = confidence
+        else:
             first = confidence[0]
             request.depth_log_odds = log_odds_of(confidence)
         is_number = first == first
