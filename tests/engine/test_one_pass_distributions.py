@@ -11,6 +11,7 @@ from tiny import tiny_dflash, tiny_dspark, tiny_p_eagle
 from tiny_engine import PROMPTS, decode
 from tiny_trained import trained_models
 
+from eagle_kit.autotune.chances import log_odds_of
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
@@ -111,6 +112,9 @@ class Sure(ShapePolicy):
         shapes = [SpecShape(steps, 1, steps + 1) for steps in (1, 2, 3)]
         super().__init__({1: shapes})
         self.used = Counter()
+
+    def see(self, request, confidence):
+        request.depth_log_odds = () if confidence is None else log_odds_of(confidence)
 
     def choose(self, requests, context):
         chances = 1 / (1 + np.exp(-np.array(requests[0].depth_log_odds or [-9.0] * 3)))
