@@ -27,6 +27,11 @@ def about(seconds: float) -> str:
     return f"about {minutes / 60:.1f} hours"
 
 
+def _plural(unit: str) -> str:
+    """``"replies"`` for ``"reply"``, ``"steps"`` for ``"step"``."""
+    return f"{unit[:-1]}ies" if unit.endswith("y") else f"{unit}s"
+
+
 class TimeLeft:
     """The line that says about how long a command still takes, printed once, after its first measured work.
 
@@ -121,8 +126,7 @@ class Stages:
             self._time.restart()
             self._is_measuring = True
         if not self._shows_bar:
-            units = "replies" if unit == "reply" else f"{unit}s"
-            self._prints(f"stage   {label}, {total} {units}")
+            self._prints(f"stage   {label}, {total} {_plural(unit)}")
         self._bar = tqdm(total=total, unit=unit, desc=label, dynamic_ncols=True, disable=not self._shows_bar)
 
     def step(self, *_: object) -> None:

@@ -81,6 +81,12 @@ def test_later_stages_are_counted_by_their_costs(lines: list[str], wait: Callabl
     assert "2/2 second" in stage and "3 replies" in stage, "the time is printed once"
 
 
+@pytest.mark.parametrize(("unit", "words"), [("reply", "8 replies"), ("trial", "8 trials")])
+def test_pieces_of_a_stage_are_in_the_plural(lines: list[str], unit: str, words: str) -> None:
+    Stages({"first": 1}, shows_bar=False).start("first", 8, unit)
+    assert lines[0].endswith(words)
+
+
 def test_what_was_done_before_is_not_measured(lines: list[str], wait: Callable[[float], None]) -> None:
     work = Stages({"first": 10, "second": 10}, shows_bar=False)
     work.start("first", 10)
