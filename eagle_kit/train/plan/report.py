@@ -151,7 +151,7 @@ def table(planners: dict[str, Planner], gpu: str) -> str:
         one, eight = (planner.place(count) for count in COUNTS)
         rows.append(
             (
-                Path(path).stem,
+                Path(path).name.removesuffix(".yaml"),
                 f"{total / 1e9:.2f}",
                 f"{met / 1e9:.2f}",
                 f"{planner.costs.head.total / 1e6:.0f}",

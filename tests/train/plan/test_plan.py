@@ -202,6 +202,12 @@ def test_several_configs_make_a_table_and_name_what_is_left_out(capsys: pytest.C
     assert "qwen3-8b-eagle3" in text and "left out" in text and "unknown key" in text
 
 
+@pytest.mark.parametrize("word", ["llama-3.1-8b-eagle3", "configs/llama-3.1-8b-eagle3.yaml"])
+def test_a_config_has_its_whole_name_in_the_table(word: str) -> None:
+    lines = table({word: planner_of("llama-3.1-8b-eagle3")}, "h200").splitlines()
+    assert lines[2].split()[0] == "llama-3.1-8b-eagle3"
+
+
 def test_mistakes_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     config = str(CONFIGS / "qwen3-8b-eagle3.yaml")
     with pytest.raises(UserError, match="gpu9"):
