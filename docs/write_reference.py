@@ -100,18 +100,19 @@ def _first_sentence(path: Path) -> str:
 
 
 def _parsers(parser: argparse.ArgumentParser, name: str) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    """The parsers of commands and of commands inside of them, with their names."""
+    """The parsers of commands and of commands inside of them, with their names. A command that runs by itself
+    too, as ``bench`` beside ``bench serve``, has its own parser here."""
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):
             continue
         for word, inner in action.choices.items():
             if word in DELEGATED and name == "eagle-kit":
                 inner = build_train_parser()
-            has_commands = any(isinstance(each, argparse._SubParsersAction) for each in inner._actions)
-            if has_commands:
-                yield from _parsers(inner, f"{name} {word}")
-            else:
+            groups = [each for each in inner._actions if isinstance(each, argparse._SubParsersAction)]
+            if not any(group.required for group in groups):
                 yield f"{name} {word}", inner
+            if groups:
+                yield from _parsers(inner, f"{name} {word}")
 
 
 def head_lines() -> list[str]:

@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from eagle_kit.cli.app import COMMANDS
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -30,6 +32,13 @@ def test_the_page_of_commands_is_up_to_date(writer: ModuleType, monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", str(writer.COLUMNS))
     page = (DOCS / "reference" / "commands.md").read_text(encoding="utf-8")
     assert page == writer.command_page(), "run make reference"
+
+
+def test_every_command_that_runs_by_itself_has_a_section(writer: ModuleType) -> None:
+    headings = {line for line in writer.command_page().splitlines() if line.startswith("## ")}
+    running = set(COMMANDS) - {"data"}  # which needs one of its actions
+    assert {f"## `eagle-kit {name}`" for name in running} <= headings
+    assert "## `eagle-kit bench serve`" in headings and "## `eagle-kit data mix`" in headings
 
 
 def test_the_page_of_modules_is_up_to_date(writer: ModuleType) -> None:
