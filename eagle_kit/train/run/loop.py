@@ -1,7 +1,7 @@
-"""The training loop: set up, estimate, step, judge, save; and how it is stopped and resumed.
+"""Training loop of a draft head: set-up, estimate, optimiser steps, validation, checkpoints, stop, resume.
 
-A step is a pure function of the weights, the optimiser and the step counter: order of the data and learning
-rate follow from the counter, so a resumed run is bitwise the run that was never stopped.
+An optimiser step is a pure function of the weights, the optimiser state and the step counter: the data order
+and the learning rate follow from the counter. A resumed run is therefore bitwise the uninterrupted one.
 """
 
 import os
@@ -11,11 +11,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.process import INTERRUPTED
+from eagle_kit.data.hidden_states.store import StateStore
 from eagle_kit.drafts.base.kind import InitContext
 from eagle_kit.drafts.files.draft import DraftFolder, save_draft
 from eagle_kit.drafts.files.draft_files import read_metadata
@@ -62,38 +63,40 @@ if TYPE_CHECKING:
 TOO_LARGE = (
     "Use a GPU with more free memory, another training.target_placement, or a launcher that shares the head."
 )
-"""Remedy where a GPU has too little memory for the weights."""
+"""Remedy if the weights do not fit into the memory of a GPU."""
 NEED_LESS = (
     "Lower data.max_length, set training.gradient_checkpointing=steps, or leave out "
     "training.gradient_accumulation, so that a forward has one row; a saved run goes on with --resume."
 )
-"""Remedy where a GPU has too little memory for a step."""
+"""Remedy if an optimiser step does not fit into the memory of a GPU."""
 
 
 class Ending(Enum):
-    """Why a session ended."""
+    """Reason why a session ended."""
 
-    DONE = "all steps, or the judge's patience"
+    DONE = "all steps, or the patience of validation"
     MAX_STEPS = "the flag --max-steps"
     TIME = "the flag --stop-after"
     SIGNAL = "Ctrl-C or SIGTERM"
 
     @property
     def exit_code(self) -> int:
-        """0 when what was asked for is done, 130 when it was saved on the way."""
-        return INTERRUPTED if self in (Ending.TIME, Ending.SIGNAL) else 0
+        """Exit code of the process: 130 if a signal or the time limit stopped the run, else 0."""
+        if self in (Ending.TIME, Ending.SIGNAL):
+            return INTERRUPTED
+        return 0
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Settings of a session besides the config.
+    """Options of a session that are not part of the config.
 
     Attributes:
-        resume: go on from the last checkpoint; begin where there is none yet.
+        resume: continue from the last checkpoint; start from step 0 if the folder has none.
         max_steps: stop at this step; the schedule stays as configured.
-        stop_after_s: stop after this many seconds of training in this session, but not before a step is made:
-            who repeats the command comes to the end.
-        dry_run: print the estimate and stop; the run folder is neither made nor changed.
+        stop_after_s: stop after this many seconds of training in this session. Every session makes at least
+            one step, so repeated sessions finish the run.
+        dry_run: print the estimate and stop; the run folder is neither created nor changed.
         arguments: config file and overrides, for :attr:`command`.
     """
 
@@ -105,30 +108,36 @@ class RunOptions:
 
     @property
     def command(self) -> str:
-        """Command of this session but for ``--resume``, for ``run.yaml`` and the model card."""
-        flags = {
-            "--max-steps": None if self.max_steps is None else str(self.max_steps),
-            "--stop-after": None if self.stop_after_s is None else f"{self.stop_after_s:g}s",
-        }
-        given = [word for name, value in flags.items() if value is not None for word in (name, value)]
-        return shlex.join(["eagle-kit", "train", *self.arguments, *given])
+        """Command line of this session without ``--resume``, for ``run.yaml`` and the model card."""
+        words = ["eagle-kit", "train", *self.arguments]
+        if self.max_steps is not None:
+            words += ["--max-steps", str(self.max_steps)]
+        if self.stop_after_s is not None:
+            words += ["--stop-after", f"{self.stop_after_s:g}s"]
+        return shlex.join(words)
 
 
 def train(config: TrainConfig, options: RunOptions) -> Ending:
-    """Train a head as ``config`` says; returns why it ended, having saved.
+    """Train a head as ``config`` describes, and save the run.
+
+    Returns:
+        The reason why the session ended.
 
     Raises:
-        UserError: settings, data or folders that cannot be used; nothing is half-written.
+        UserError: settings, data or folders that cannot be used; no file is left half-written.
     """
     config = with_precision(config)
     folder = RunFolder(config.output_dir)
     writes = is_main(os.environ) and not options.dry_run
     with folder.locked() if writes else nullcontext():
+        # Checks that need no model.
         if options.resume:
             folder.check_resumable(config)
         elif not options.dry_run:
             folder.check_unused()
         check_trackers(config)
+
+        # Load and train.
         accelerator = make_accelerator(config)
         try:
             with watching(config, accelerator):
@@ -140,128 +149,208 @@ def train(config: TrainConfig, options: RunOptions) -> Ending:
             accelerator.end_training()
 
 
+class Stop(NamedTuple):
+    """End of the step loop.
+
+    Attributes:
+        ending: the reason.
+        message: the reason as a sentence.
+    """
+
+    ending: Ending
+    message: str
+
+
 class Trainer:
-    """One session of a run: owns the head, the counters and the stepper. Making one writes nothing."""
+    """One session of a run. Owns the head, the counters and the stepper; the constructor writes no file."""
 
     def __init__(
         self, config: TrainConfig, options: RunOptions, folder: RunFolder, accelerator: "Accelerator"
     ) -> None:
-        self.config, self.options, self.folder, self.accelerator = config, options, folder, accelerator
+        self.config = config
+        self.options = options
+        self.folder = folder
+        self.accelerator = accelerator
+
+        # Target, data and validation prompts.
         self.components = load_components(config, accelerator)
+        target = self.components.target
         data = self.components.data
-        context = self.components.target.config.max_position_embeddings
+        context = target.config.max_position_embeddings
         self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
-        found = self._checkpoint() if options.resume else None
-        self.state, self.head = (found.state, found.head) if found else (TrainState(), self._new_head())
-        self.tokens_before = self._tokens_before(found)
+
+        # Head and counters: from the last checkpoint, or new.
+        checkpoint = self._load_last_checkpoint() if options.resume else None
+        if checkpoint is not None:
+            self.state = checkpoint.state
+            self.head = checkpoint.head
+        else:
+            self.state = TrainState()
+            self.head = self._new_head()
+        self.tokens_before = self._tokens_before(checkpoint)
         if config.head.first_draft is not None and self.head.token_map is not None:
             data.use_vocabulary(self.head.token_map.cpu().numpy())
+
+        # Schedule and captured hidden states.
         schedule = Schedule.from_config(config.training, len(data))
         store = state_store(config, self.components, self.head.config)
-        if found is not None:
-            self._check_states(found, "computed" if store is None or store.is_exact else store.format)
+        if checkpoint is not None:
+            self._check_state_format(checkpoint, _state_format(store))
+
+        # Target and head on their devices.
         sharding = sharding_asked_for(os.environ)
-        self.head.bind(output_layer(self.components.target, accelerator.device))
-        place_target(self.components.target, config, accelerator)
+        self.head.bind(output_layer(target, accelerator.device))
+        place_target(target, config, accelerator)
         self.components.share_embedding()
+
+        # Optimiser.
         self.stepper = Stepper(config, accelerator, self.components, self.head, schedule, store, sharding)
-        if found is not None:
-            found.restore(self.stepper.strategy, self.stepper.ema)
-        self.stop_at = min(schedule.total_steps, options.max_steps or schedule.total_steps)
+        if checkpoint is not None:
+            checkpoint.restore(self.stepper.strategy, self.stepper.ema)
+        self.stop_at = schedule.total_steps
+        if options.max_steps:
+            self.stop_at = min(schedule.total_steps, options.max_steps)
         self.judge: Judge | None = None
 
     def run(self) -> Ending:
-        """Estimate, then step until the end or a stop; returns which. A dry run is done with the estimate."""
-        heldout = len(self.components.data.heldout_prompts)
-        context = self.components.target.config.max_position_embeddings
-        self._print(describe_machine(self.config, self.accelerator))
-        self._print(describe(self.config, self.components, self.head.config))
-        self._print(describe_judge(self.config, heldout, len(self.prompts), context))
-        if self.options.resume:
-            lacks = "" if self.folder.checkpoints() else " has no checkpoint yet:"
-            self._print(f"resume  {self.folder.path}{lacks} from step {self.state.step} of {self.stop_at}")
+        """Print the estimate, then make optimiser steps until the end or a stop.
+
+        Returns:
+            The reason why the session ended; ``Ending.DONE`` for a dry run, which ends after the estimate.
+        """
+        # Describe the run and estimate its cost.
+        self._describe_run()
         steps = range(self.state.step, self.stop_at)
         estimate = estimate_run(self.config, self.accelerator, self.components, self.stepper, steps)
         self._print(estimate.report())
         if self.options.dry_run:
             return Ending.DONE
         reserve_segment(self.accelerator.device, estimate.of_step)
-        is_new = not (self.options.resume and self.folder.has_run)
-        if self.accelerator.is_main_process:
-            if not is_new:
-                self.folder.resume(self.config, self.options.command, self.state.step)
-            else:
-                self.folder.start(self.config, self.options.command)
-        self.accelerator.wait_for_everyone()
-        try:
-            settings = flatten(self.config.model_dump(mode="json"))
-            start_trackers(self.accelerator, self.config, settings, self.state.step)
-        except UserError:
-            if is_new and self.accelerator.is_main_process:
-                self.folder.discard()
-            raise
+
+        # Open the run folder and the trackers.
+        self._open_folder()
+
+        # Train.
         self.judge = self._make_judge()
         try:
             with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
-                ending, why = self._step_until_stopped(interrupt)
+                stop = self._step_until_stopped(interrupt)
         finally:
             self.stepper.close()
-        self._print(f"{why} The run is in {self.folder.path}.")
+
+        # Report.
+        self._print(f"{stop.message} The run is in {self.folder.path}.")
         if self.state.num_skipped:
             self._print(f"{self.state.num_skipped} steps were skipped: loss or gradient was not finite.")
         self._report()
         if self.accelerator.is_main_process and self.state.step:
             print(summary(RunCurves.read(self.folder.path)), flush=True)
-        if ending is not Ending.DONE:
-            reached = ending is Ending.MAX_STEPS
-            again = replace(self.options, max_steps=None if reached else self.options.max_steps)
-            self._print(go_on(f"{again.command} --resume", os.environ))
-        return ending
+        if stop.ending is not Ending.DONE:
+            self._print(go_on(f"{self._next_options(stop.ending).command} --resume", os.environ))
+        return stop.ending
 
-    def _step_until_stopped(self, interrupt: Interrupt) -> tuple[Ending, str]:
-        """The loop; returns why it ended, also as a sentence. The last step is always saved."""
-        state, judge_every, total = self.state, self.config.judge.every, self.stepper.schedule.total_steps
-        first, ending, why = state.step, Ending.DONE, f"All {total} steps are done."
+    def _describe_run(self) -> None:
+        """Print the machine, the data, the validation and the step that the session starts from."""
+        num_heldout = len(self.components.data.heldout_prompts)
+        context = self.components.target.config.max_position_embeddings
+        self._print(describe_machine(self.config, self.accelerator))
+        self._print(describe(self.config, self.components, self.head.config))
+        self._print(describe_judge(self.config, num_heldout, len(self.prompts), context))
+        if self.options.resume:
+            note = "" if self.folder.checkpoints() else " has no checkpoint yet:"
+            self._print(f"resume  {self.folder.path}{note} from step {self.state.step} of {self.stop_at}")
+
+    def _open_folder(self) -> None:
+        """Create the run folder or note the resumed session in it, and start the trackers.
+
+        Raises:
+            UserError: a tracker does not start; a new run folder is removed.
+        """
+        is_main_process = self.accelerator.is_main_process
+        is_new = not (self.options.resume and self.folder.has_run)
+        if is_main_process:
+            if is_new:
+                self.folder.start(self.config, self.options.command)
+            else:
+                self.folder.resume(self.config, self.options.command, self.state.step)
+        self.accelerator.wait_for_everyone()
+        try:
+            settings = flatten(self.config.model_dump(mode="json"))
+            start_trackers(self.accelerator, self.config, settings, self.state.step)
+        except UserError:
+            if is_new and is_main_process:
+                self.folder.discard()
+            raise
+
+    def _next_options(self, ending: Ending) -> RunOptions:
+        """Options of the session that continues this one: a limit of steps that was reached is dropped."""
+        if ending is Ending.MAX_STEPS:
+            return replace(self.options, max_steps=None)
+        return self.options
+
+    def _step_until_stopped(self, interrupt: Interrupt) -> Stop:
+        """Make optimiser steps until the end or a stop. The last step is always saved."""
+        state = self.state
+        first = state.step
+        total = self.stepper.schedule.total_steps
+        judge_every = self.config.judge.every
+        stop = Stop(Ending.DONE, f"All {total} steps are done.")
         if self.stop_at < total:
-            ending = Ending.MAX_STEPS
-            why = f"Step {self.stop_at} of {total} is done, where --max-steps stops."
+            stop = Stop(Ending.MAX_STEPS, f"Step {self.stop_at} of {total} is done, where --max-steps stops.")
+
         started = time.perf_counter()
         saved = state.step if self.folder.checkpoints() else -1
-        main = self.accelerator.is_main_process
-        with ProgressLine(self.stop_at, state.step, self.options.stop_after_s, enabled=main) as line:
+        is_main_process = self.accelerator.is_main_process
+        with ProgressLine(self.stop_at, first, self.options.stop_after_s, enabled=is_main_process) as line:
             while state.step < self.stop_at:
-                if stop := self._should_stop(interrupt, started if state.step > first else None):
-                    ending, why = stop, f"Stopped after step {state.step} of {total}."
+                # Stop on a signal, or on the time limit once this session has made a step.
+                early = self._should_stop(interrupt, started if state.step > first else None)
+                if early is not None:
+                    stop = Stop(early, f"Stopped after step {state.step} of {total}.")
                     break
+
+                # One optimiser step.
                 self._record(self.stepper.step(state), line)
+
+                # Validate.
                 is_last = state.step == total
-                due = judge_every and (is_last or state.step % judge_every == 0)
-                with self._servable():
-                    is_over = due and self._judge(line)
-                if is_over:
-                    ending = Ending.DONE
-                    why = f"No better accept length in {self.config.judge.patience} judgements; stopped."
-                    break
+                if judge_every and (is_last or state.step % judge_every == 0):
+                    with self._servable():
+                        out_of_patience = self._validate(line)
+                    if out_of_patience:
+                        patience = self.config.judge.patience
+                        message = f"No better accept length in {patience} judgements; stopped."
+                        stop = Stop(Ending.DONE, message)
+                        break
+
+                # Save.
                 if state.step % self.config.training.save_every == 0:
                     self._save()
                     saved = state.step
             if saved != state.step:
                 self._save()
-        return ending, why
+        return stop
 
     def _should_stop(self, interrupt: Interrupt, started: float | None) -> Ending | None:
-        """Reason to stop: a process was interrupted, or time is up; all processes get the same answer.
+        """Reason to stop before the next step, or None. All processes return the same value.
 
         Args:
-            started: when this session did; None while it has made no step, which it has time for.
+            started: start of this session in seconds of ``time.perf_counter``; None before its first step,
+                which the time limit does not stop.
         """
         limit = self.options.stop_after_s
-        is_late = limit is not None and started is not None and time.perf_counter() - started >= limit
-        asked, late = sum_numbers(self.accelerator, [float(interrupt.requested), float(is_late)])
-        return Ending.SIGNAL if asked else Ending.TIME if late else None
+        is_late = False
+        if limit is not None and started is not None:
+            is_late = time.perf_counter() - started >= limit
+        interrupted, late = sum_numbers(self.accelerator, [float(interrupt.requested), float(is_late)])
+        if interrupted:
+            return Ending.SIGNAL
+        if late:
+            return Ending.TIME
+        return None
 
     def _record(self, result: StepResult, line: ProgressLine) -> None:
-        """Write the step's row, redraw the line, tell the tracker."""
+        """Write the row of the step, update the progress line, and log to the trackers."""
         if not self.accelerator.is_main_process:
             return
         step = self.state.step
@@ -273,23 +362,42 @@ class Trainer:
         if step % self.config.training.log_every == 0:
             self.accelerator.log(_scalars(row), step=step)
 
-    def _judge(self, line: ProgressLine) -> bool:
-        """Decode held-out prompts, keep the head as best/ when it is; whether patience has run out."""
+    def _validate(self, line: ProgressLine) -> bool:
+        """Decode the held-out prompts, and save the head as ``best/`` if its accept length is the longest.
+
+        Returns:
+            True if ``judge.patience`` validations in a row brought no longer accept length.
+        """
         assert self.judge is not None
         started = time.perf_counter()
-        whole, target = self.stepper.strategy.whole_head(), self.components.target
-        # The engine sizes its pool by what is free, and gives back the segment of the steps for it.
+
+        # Decode. The engine sizes its pool by the free memory: the segment of the steps is released.
+        whole = self.stepper.strategy.whole_head()
+        target = self.components.target
         with reserved_again(self.accelerator.device):
             mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
-        is_shared = self.components.cut is not None  # then all have decoded the same
-        figures = Judgement.total([mine] if is_shared else gather_objects(self.accelerator, mine)).row()
-        decoded = figures["accept_length"]
-        state, chosen = self.state, decoded[self.config.judge.shapes[0]]
-        is_better = chosen > state.best_accept_length
+
+        # Sum over the processes. Processes that share the target have all decoded the same prompts.
+        if self.components.cut is not None:
+            judgements = [mine]
+        else:
+            judgements = gather_objects(self.accelerator, mine)
+        figures = Judgement.total(judgements).row()
+
+        # Compare with the best head so far.
+        state = self.state
+        accept_lengths = figures["accept_length"]
+        accept_length = accept_lengths[self.config.judge.shapes[0]]
+        is_better = accept_length > state.best_accept_length
         if is_better:
-            state.best_accept_length, state.best_step, state.num_worse = chosen, state.step, 0
+            state.best_accept_length = accept_length
+            state.best_step = state.step
+            state.num_worse = 0
         else:
             state.num_worse += 1
+
+        # Record, and save the best head.
+        patience = self.config.judge.patience
         if self.accelerator.is_main_process:
             row = {
                 "step": state.step,
@@ -301,63 +409,79 @@ class Trainer:
             }
             self.folder.judgements.append(row)
             self.accelerator.log(judgement_scalars(row), step=state.step)
-            line.say(judgement_line(row, state.num_worse, self.config.judge.patience))
+            line.say(judgement_line(row, state.num_worse, patience))
             if is_better:
-                save_draft(whole, self.folder.path / "best", metadata=self._metadata(decoded))
+                save_draft(whole, self.folder.path / "best", metadata=self._metadata(accept_lengths))
         self._report(line.say)
         self.accelerator.wait_for_everyone()
-        patience = self.config.judge.patience
         return patience is not None and state.num_worse >= patience
 
     def _report(self, say: Callable[[str], None] = print) -> None:
-        """Draw report.html anew; what keeps it from being drawn costs no step."""
-        if self.accelerator.is_main_process and draws_report(self.config) and self.state.step:
-            try:
-                write_report(self.folder.path)
-            except UserError as error:
-                say(f"note    {error.cause} The run goes on; draw it with eagle-kit report.")
+        """Write ``report.html`` again. An error is printed with ``say`` and does not stop the run."""
+        if not self.accelerator.is_main_process or not draws_report(self.config) or not self.state.step:
+            return
+        try:
+            write_report(self.folder.path)
+        except UserError as error:
+            say(f"note    {error.cause} The run goes on; draw it with eagle-kit report.")
 
     def _servable(self) -> AbstractContextManager[None]:
-        """Context in which the head has the weights that are judged and served: their average, if any."""
+        """Context in which the head has the weights that are validated and saved: the average, if any."""
         ema = self.stepper.ema
-        return nullcontext() if ema is None else ema.applied()
+        if ema is None:
+            return nullcontext()
+        return ema.applied()
 
     def _save(self) -> None:
+        """Write the checkpoint of the current step and delete the oldest. All processes call it together."""
         strategy = self.stepper.strategy
-        head, optimizer_state = strategy.whole_head(), strategy.optimizer_state()  # all processes gather
+        head = strategy.whole_head()  # all processes gather
+        optimizer_state = strategy.optimizer_state()
         if self.accelerator.is_main_process:
-            path, ema = self.folder.path / f"step-{self.state.step}", self.stepper.ema
+            path = self.folder.path / f"step-{self.state.step}"
             with self._servable():
-                save_checkpoint(path, head, optimizer_state, self.state, self._metadata(), ema)
+                save_checkpoint(path, head, optimizer_state, self.state, self._metadata(), self.stepper.ema)
             self.folder.rotate(self.config.training.keep_last)
         self.accelerator.wait_for_everyone()
 
-    def _checkpoint(self) -> Checkpoint | None:
-        """The last checkpoint, or None where there is none yet. Raises UserError for one of other data."""
-        checkpoints, data = self.folder.checkpoints(), self.components.data
+    def _load_last_checkpoint(self) -> Checkpoint | None:
+        """The last checkpoint of the run folder, or None if it has none.
+
+        Raises:
+            UserError: the run was trained on other data, or its head does not fit the settings.
+        """
+        checkpoints = self.folder.checkpoints()
         if not checkpoints:
             return None
-        about = read_metadata(checkpoints[-1][1]).get("data")
-        learned = str(about.get("fingerprint") if isinstance(about, dict) else None)
-        if not data.equals(learned):
+        path = checkpoints[-1][1]
+
+        # The data must be the same.
+        data = self.components.data
+        about = read_metadata(path).get("data")
+        before = str(about.get("fingerprint") if isinstance(about, dict) else None)
+        if not data.equals(before):
             raise UserError(
-                f"The run in {self.folder.path} learned from other data ({learned}) than there is now "
+                f"The run in {self.folder.path} was trained on other data ({before}) than there is now "
                 f"({data.fingerprint}).",
                 "Restore the data, or start a new run with output_dir=FOLDER.",
             )
-        found = load_checkpoint(checkpoints[-1][1], self.accelerator.device)
-        check_steps(self.config, found.head.config)  # the judge may be another one
-        return found
+
+        # A resumed run may have other settings of validation.
+        checkpoint = load_checkpoint(path, self.accelerator.device)
+        check_steps(self.config, checkpoint.head.config)
+        return checkpoint
 
     def _new_head(self) -> DraftHead:
-        config, found = self.config, self.components
-        draft = head_architecture(config, found.target.config, found.tokenizer)
-        start = InitContext(found.target, found.folder, found.data.vocab_map, self.accelerator.device)
-        return new_head(config, draft, start)
+        """A head with seeded weights."""
+        components = self.components
+        target = components.target
+        draft = head_architecture(self.config, target.config, components.tokenizer)
+        context = InitContext(target, components.folder, components.data.vocab_map, self.accelerator.device)
+        return new_head(self.config, draft, context)
 
-    def _check_states(self, found: Checkpoint, now: str) -> None:
-        """Raise UserError when the run learned from states of another format than there are now."""
-        data = read_metadata(found.folder).get("data")
+    def _check_state_format(self, checkpoint: Checkpoint, now: str) -> None:
+        """Raise UserError if the checkpoint was trained on hidden states in another format than ``now``."""
+        data = read_metadata(checkpoint.folder).get("data")
         before = data.get("states", "computed") if isinstance(data, dict) else "computed"
         if before != now:
             raise UserError(
@@ -367,42 +491,69 @@ class Trainer:
             )
 
     def _make_judge(self) -> Judge | None:
-        """The judge of this process's share of the prompts, or of all of them where processes share the
-        target and decode together; None when nothing is judged."""
-        settings, cut = self.config.judge, self.components.cut
+        """The validation of this process, or None without ``judge.every``.
+
+        Each process decodes its share of the prompts. Processes that share the target decode all prompts
+        together.
+        """
+        settings = self.config.judge
         if not settings.every:
             return None
-        rank, count = self.accelerator.process_index, self.accelerator.num_processes
-        rank, count = (rank, count) if cut is None else (0, 1)
-        data, mine = self.components.data, self.prompts[rank::count]
+
+        # Prompts of this process.
+        cut = self.components.cut
+        if cut is None:
+            target = self.components.target
+            mine = self.prompts[self.accelerator.process_index :: self.accelerator.num_processes]
+        else:
+            target = cut
+            mine = self.prompts
+
+        # Token ids and categories.
+        data = self.components.data
         prompts = [data.heldout_prompts[i] for i in mine]
         categories = [data.groups[data.heldout_groups[i]] for i in mine]
-        return Judge(self.components.target if cut is None else cut, prompts, settings, categories)
+        return Judge(target, prompts, settings, categories)
 
-    def _metadata(self, decoded: dict[str, float] | None = None) -> dict[str, Any]:
+    def _metadata(self, accept_lengths: dict[str, float] | None = None) -> dict[str, Any]:
+        """Contents of ``eagle_kit.json`` beside the weights. Updates the peak memory in the state.
+
+        Args:
+            accept_lengths: decoded accept length by shape, or None if the head was not validated.
+        """
+        # Counters and settings.
         peak = peak_memory_gb(str(self.accelerator.device)) or 0.0
         self.state.peak_memory_gb = max(self.state.peak_memory_gb, peak)
         about = metadata(
-            self.config, self.accelerator, self.components, self.state, self.options.command, decoded
+            self.config, self.accelerator, self.components, self.state, self.options.command, accept_lengths
         )
+
+        # Validations so far; rows of old runs have no "tokens".
         about["judged"] = [
             {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]}
             for row in self.folder.judgements.rows()
-            if "tokens" in row  # which rows of old runs do not have
+            if "tokens" in row
         ]
         if self.tokens_before:
             about["tokens_before"] = self.tokens_before
+
+        # Captured hidden states.
         store = self.stepper.store
-        about["data"]["states"] = "computed" if store is None or store.is_exact else store.format
+        about["data"]["states"] = _state_format(store)
         if store is not None:
             about["data"]["source"] = store.manifest["data"]["source"]
         return about
 
-    def _tokens_before(self, found: Checkpoint | None) -> int:
-        """Tokens that the head of ``head.start_from``, and those that it began with, had seen; 0 where it is
-        of another trainer. A resumed run knows them, and may do without that head."""
-        if found is not None:
-            return int(read_metadata(found.folder).get("tokens_before", 0))
+    def _tokens_before(self, checkpoint: Checkpoint | None) -> int:
+        """Training tokens of the draft of ``head.start_from`` and of its predecessors.
+
+        A checkpoint has the number in its metadata, so a resumed run does not need that draft.
+
+        Returns:
+            The number; 0 without ``head.start_from``, and for a draft of another trainer.
+        """
+        if checkpoint is not None:
+            return int(read_metadata(checkpoint.folder).get("tokens_before", 0))
         first_draft = self.config.head.first_draft
         if first_draft is None:
             return 0
@@ -410,12 +561,23 @@ class Trainer:
         return sum(about.get(name, 0) for name in ("tokens_seen", "tokens_before"))
 
     def _print(self, text: str) -> None:
+        """Print on the main process."""
         if self.accelerator.is_main_process:
             print(text, flush=True)
 
 
+def _state_format(store: StateStore | None) -> str:
+    """Format of the hidden states that the head is trained on; "computed" if none is lossy."""
+    if store is None or store.is_exact:
+        return "computed"
+    return store.format
+
+
 def _scalars(row: dict[str, Any]) -> dict[str, float]:
-    """A metrics row for a tracker: lists become one number per step; None is left out."""
+    """Turn a row of ``metrics.jsonl`` into scalars for a tracker; None values are left out.
+
+    Entries of lists and dictionaries get the names ``name/index`` and ``name/key``.
+    """
     flat: dict[str, float] = {}
     for name, value in row.items():
         if isinstance(value, list):
