@@ -1,4 +1,4 @@
-"""Features of the rows of a step: from the target, or from captured states read ahead."""
+"""Target features of micro-batches in training: computed by the target, or read ahead from a store."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -12,19 +12,19 @@ from eagle_kit.train.run.state_source import StateSource
 
 
 class FeatureSource:
-    """Features of micro_batches, one after the other.
+    """Source of the target features of micro-batches, one after the other.
 
     Args:
-        source: of the states of rows that no store has.
-        layer_ids: captured states, as inputs of these layers.
-        store: read, and filled when it may grow; None runs the target every time.
-        everyone: turns one process's answer into that of all, where they share a target.
+        source: computes the hidden states of rows that are not in the store.
+        layer_ids: layers whose inputs are captured.
+        store: captured hidden states, read first and filled if it may grow; None runs the target every time.
+        everyone: True if its argument is true on all processes that share a target.
         pin: read into pinned memory, for a GPU.
 
     Attributes:
-        wait_s: seconds that training waited for the disk so far.
-        capture_s: seconds that the target ran for it, the states' way into the store included; on a GPU
-            only what the host spent, since nothing here waits for the device.
+        wait_s: seconds that training has waited for the disk.
+        capture_s: seconds that the target has run, with the write into the store. On a GPU, host time only:
+            nothing here waits for the device.
     """
 
     def __init__(
@@ -36,60 +36,74 @@ class FeatureSource:
         *,
         pin: bool = False,
     ) -> None:
-        self.source, self.pin, self.layer_ids, self.store, self.everyone = (
-            source,
-            pin,
-            layer_ids,
-            store,
-            everyone,
-        )
-        self.wait_s = self.capture_s = 0.0
-        self._ahead: Prefetcher | None = None
+        self.source = source
+        self.layer_ids = layer_ids
+        self.store = store
+        self.everyone = everyone
+        self.pin = pin
+        self.wait_s = 0.0
+        self.capture_s = 0.0
+        self._prefetcher: Prefetcher | None = None
 
     def expect(self, order: Iterable[list[int]]) -> None:
-        """Read ahead in this order from now on: the rows of every forward to come."""
+        """Restart the prefetch with this order: the row numbers of every micro-batch to come."""
         if self.store is None:
             return
         self.close()
-        self._ahead = Prefetcher(self.store, order, pin=self.pin)
+        self._prefetcher = Prefetcher(self.store, order, pin=self.pin)
 
     def get(self, micro_batch: MicroBatch) -> TargetFeatures:
-        """The target's view of the rows of ``micro_batch``.
+        """Target features of ``micro_batch``.
 
         Raises:
-            UserError: a store that cannot be read or written, or that may not grow and lacks a row.
+            UserError: the store cannot be read or written, or lacks a row and may not grow.
         """
-        store, started = self.store, time.perf_counter()
-        if store is not None:
-            device = micro_batch.ids.device
-            parts = None if self._ahead is None else self._ahead.take(micro_batch.numbers)
-            kept = store.load(micro_batch.numbers, device) if parts is None else store.decode(parts, device)
-            self.wait_s += time.perf_counter() - started
-            has_all = self.everyone(kept is not None)
-            if kept is not None and has_all:
-                return TargetFeatures(**kept)
-            if kept is None and not store.can_grow:
+        # Stored features. Processes that share a target run it together: all of them, if one lacks a row.
+        if self.store is not None:
+            stored = self._load(micro_batch, self.store)
+            if self.everyone(stored is not None) and stored is not None:
+                return stored
+            if stored is None and not self.store.can_grow:
                 raise UserError(
-                    f"The store {store.folder} lacks one of the rows {micro_batch.numbers}.",
+                    f"The store {self.store.folder} lacks one of the rows {micro_batch.numbers}.",
                     "Run its eagle-kit data capture command again.",
                 )
-            started = time.perf_counter()
+
+        # Run the target, and store its features. A lossy format is decoded again: the head must be trained on
+        # the same features now as on a later pass.
+        started = time.perf_counter()
         features = self.source.states(micro_batch, self.layer_ids)
-        if store is not None:
-            parts = store.add(micro_batch.numbers, micro_batch.lengths, features._asdict())
-            if not store.is_exact:  # learn from the same now as later
-                features = TargetFeatures(**store.decode(parts, micro_batch.ids.device))
+        if self.store is not None:
+            encoded = self.store.add(micro_batch.numbers, micro_batch.lengths, features._asdict())
+            if not self.store.is_exact:
+                features = TargetFeatures(**self.store.decode(encoded, micro_batch.ids.device))
         self.capture_s += time.perf_counter() - started
         return features
 
     def flush(self) -> None:
-        """Write captured states that wait for their shard."""
+        """Write captured hidden states that wait for their shard."""
         if self.store is not None:
             self.store.flush()
 
     def close(self) -> None:
-        """Stop reading ahead, and :meth:`flush`."""
-        if self._ahead is not None:
-            self._ahead.close()
-            self._ahead = None
+        """Stop the prefetch, and :meth:`flush`."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
         self.flush()
+
+    def _load(self, micro_batch: MicroBatch, store: StateStore) -> TargetFeatures | None:
+        """Features of ``micro_batch`` in the store; None if one of its rows is missing."""
+        started = time.perf_counter()
+        device = micro_batch.ids.device
+        encoded = None
+        if self._prefetcher is not None:
+            encoded = self._prefetcher.take(micro_batch.numbers)
+        if encoded is not None:
+            found = store.decode(encoded, device)
+        else:
+            found = store.load(micro_batch.numbers, device)
+        self.wait_s += time.perf_counter() - started
+        if found is None:
+            return None
+        return TargetFeatures(**found)
