@@ -1,4 +1,7 @@
-"""Target, tokenizer, data and states of a run, loaded in the order that refuses mistakes earliest."""
+"""Set-up of a training run: target, tokenizer, packed data and captured hidden states.
+
+The parts are loaded in the order in which mistakes of the user are found earliest.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,16 +38,16 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingComponents:
-    """Parts of a run besides the head.
+    """Parts of a training run other than the head.
 
     Attributes:
-        target: frozen, in the run's precision, where ``training.target_placement`` loads it.
-        folder: where it was loaded from.
-        weights: hash of the files there, :func:`target_fingerprint`.
-        tokenizer: the target's.
-        data: packed rows, vocabulary map, held-out prompts.
-        cut: this process's part of the target by tensor parallelism, for the judge of one that processes
-            share; None where there is no use for it.
+        target: frozen target in the run's precision, loaded as ``training.target_placement`` configures.
+        folder: folder of the target's files.
+        weights: hash of these files, :func:`target_fingerprint`.
+        tokenizer: tokenizer of the target.
+        data: packed rows, vocabulary map and held-out prompts.
+        cut: this process's tensor-parallel shard of a target that processes share, for validation, and for
+            hidden states with the placement "tensor-parallel"; None if the run does not need one.
     """
 
     target: Target
@@ -55,7 +58,7 @@ class TrainingComponents:
     cut: Target | None = None
 
     def share_embedding(self) -> None:
-        """Let ``cut`` read the target's embedding, which lies beside the head, in place of its part."""
+        """Let ``cut`` use the whole embedding of ``target`` in place of its shard."""
         if self.cut is not None and not self.cut.has_whole_embedding:
             self.cut.take_embedding(self.target.embed_tokens)
 
@@ -63,11 +66,18 @@ class TrainingComponents:
 def load_components(
     config: TrainConfig, accelerator: "Accelerator | PartialState", *, with_layers: bool | None = None
 ) -> TrainingComponents:
-    """Resolve and load the target, prepare the data. The main process goes first and fills the caches.
+    """Load the target and the tokenizer, and prepare the data. All processes call it together.
+
+    The main process of each node goes first and fills the caches.
 
     Args:
-        with_layers: load the whole target; default where the run computes its states.
+        with_layers: load the whole target, not only its embedding and output layer; None loads it if the run
+            computes hidden states.
+
+    Raises:
+        UserError: target, data and settings do not fit together.
     """
+    # Target files, tokenizer and packed data.
     with accelerator.local_main_process_first():
         check_sources(config.data)
         folder = resolve_target(config.target)
@@ -83,48 +93,62 @@ def load_components(
             config.head.vocab_map_file,
             progress=accelerator.is_local_main_process,
         )
+
+    # Sizes of the target.
     architecture = read_target_config(folder)
-    size = config.head.num_counted_tokens
-    if size is not None:
-        check_vocab_size(size, architecture)
+    if config.head.num_counted_tokens is not None:
+        check_vocab_size(config.head.num_counted_tokens, architecture)
     data.check_rows(architecture.vocab_size)
-    if (
-        isinstance(architecture, BridgedConfig)
-        and config.data.max_length > architecture.max_position_embeddings
-    ):
+    max_context = architecture.max_position_embeddings
+    if isinstance(architecture, BridgedConfig) and config.data.max_length > max_context:
         raise UserError(
             f"data.max_length is {config.data.max_length}, and the target's context ends at "
-            f"{architecture.max_position_embeddings} here.",
+            f"{max_context} here.",
             "Lower data.max_length.",
         )
-    dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
-    runs = training_kind(config).runs_target(config) if with_layers is None else with_layers
+
+    # How the target is placed.
     placement = config.training.target_placement
-    if runs and config.training.shares_target:
+    runs_target = with_layers
+    if runs_target is None:
+        runs_target = training_kind(config).runs_target(config)
+    if runs_target and config.training.shares_target:
         check_shared(placement, accelerator)
-    if runs and placement == "tensor-parallel":
+    dtype = torch.bfloat16 if config.training.precision == "bfloat16" else torch.float32
+
+    # A tensor-parallel target: the shard, with whole embedding and output layer.
+    if runs_target and placement == "tensor-parallel":
         cut = load_cut(folder, accelerator, dtype, "Set training.target_placement=fsdp and judge.every=0.")
-        return TrainingComponents(between_whole_ends(cut, folder), folder, weights, tokenizer, data, cut)
+        target = between_whole_ends(cut, folder)
+        return TrainingComponents(target, folder, weights, tokenizer, data, cut)
+
+    # A target of one process, or one that FSDP shards; validation decodes that one by tensor parallelism.
     device = loading_device(placement, accelerator)
-    target = load_target(folder, dtype=dtype, device=str(device), with_layers=runs)
-    is_judged = runs and placement == "fsdp" and config.judge.every > 0
-    judged = load_cut(folder, accelerator, dtype, "Set judge.every=0.") if is_judged else None
-    return TrainingComponents(target, folder, weights, tokenizer, data, judged)
+    target = load_target(folder, dtype=dtype, device=str(device), with_layers=runs_target)
+    validation_cut = None
+    if runs_target and placement == "fsdp" and config.judge.every > 0:
+        validation_cut = load_cut(folder, accelerator, dtype, "Set judge.every=0.")
+    return TrainingComponents(target, folder, weights, tokenizer, data, validation_cut)
 
 
 def state_store(
     config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture
 ) -> StateStore | None:
-    """The captured states that the config asks for: those of ``data.store``, or the cache's, or none.
+    """Open the store of captured hidden states.
+
+    Returns:
+        The store of ``data.store``, or of the cache with ``training.cache_hidden_states=disk``, else None.
 
     Raises:
-        UserError: a store of other states than this run needs, with the differing field, one that is not
-            whole, or damaged.
+        UserError: the store is damaged, lacks rows, or differs from the run in a field, which is named.
     """
+    # A store of the user.
     training = config.training
     manifest = states_manifest(config, components, draft)
     if config.data.store is not None:
         return _given_store(config, manifest)
+
+    # The cache, or none.
     if training.cache_hidden_states == "off":
         if training.state_format != "computed":
             raise UserError(
@@ -139,8 +163,17 @@ def state_store(
 def states_manifest(
     config: TrainConfig, components: TrainingComponents, draft: HeadArchitecture, **made: Any
 ) -> dict[str, Any]:
-    """The manifest of states of this run's rows. ``made``: who made them, when and how."""
-    data, settings = components.data, config.data
+    """Manifest of hidden states captured over this run's rows.
+
+    Args:
+        draft: architecture of the head, for the captured layers.
+        made: origin of the store, such as its command.
+    """
+    data = components.data
+    settings = config.data
+    last_hidden_state = "after the final norm"
+    if components.target.logit_form.scale != 1.0:
+        last_hidden_state += ", without the factor of logits"
     return {
         "version": state_manifest.VERSION,
         "target": {
@@ -152,8 +185,7 @@ def states_manifest(
         "template": template_hash(components.tokenizer),
         "layer_ids": list(draft.aux_layer_ids),
         "layer_ids_are": "inputs of layers",
-        "last_hidden_state": "after the final norm"
-        + ("" if components.target.logit_form.scale == 1.0 else ", without the factor of logits"),
+        "last_hidden_state": last_hidden_state,
         "precision": config.training.precision,
         "format": config.training.state_format,
         "hidden_size": components.target.config.hidden_size,
@@ -173,23 +205,24 @@ def states_manifest(
 
 
 def _given_store(config: TrainConfig, manifest: dict[str, Any]) -> StateStore:
+    """Open the store of ``data.store``. Raises UserError if it does not fit ``manifest`` or is incomplete."""
+    # The store may have more layers than the run, and any format that the config does not set.
     folder = expand(str(config.data.store))
-    wanted = state_manifest.identity(manifest)
-    layer_ids = wanted.pop("layer_ids")  # the store may have others besides
+    expected = state_manifest.identity(manifest)
+    layer_ids = expected.pop("layer_ids")
     if "state_format" not in config.training.model_fields_set:
-        del wanted["format"]
-    state_manifest.check_fields(
-        folder,
-        state_manifest.need_manifest(folder),
-        wanted,
-        "Change the config, or capture for it.",
-        "for this run",
-    )
+        del expected["format"]
+    found = state_manifest.need_manifest(folder)
+    remedy = "Change the config, or capture for it."
+    state_manifest.check_fields(folder, found, expected, remedy, "for this run")
+
+    # All rows must be there.
     store = StateStore(folder, layer_ids=layer_ids)
-    if missing := store.missing():
-        made = store.manifest.get("made", {}).get("command")
+    missing = store.missing()
+    if missing:
+        command = store.manifest.get("made", {}).get("command")
         raise UserError(
             f"The store {store.folder} lacks {len(missing)} of {store.manifest['data']['rows']} rows.",
-            f"Finish it: {made or 'run its eagle-kit data capture command again'}",
+            f"Finish it: {command or 'run its eagle-kit data capture command again'}",
         )
     return store
