@@ -1,4 +1,4 @@
-"""The head that a run starts from: its architecture by the config, its first weights."""
+"""The draft head at the start of a training run: architecture and initial weights, by the config."""
 
 from dataclasses import replace
 from typing import Any
@@ -18,48 +18,62 @@ from eagle_kit.models.draft_head import DraftHead
 
 
 def head_architecture(config: TrainConfig, target: TargetConfig, tokenizer: Any) -> HeadArchitecture:
-    """The architecture of a run's head. Raises UserError when the target has no use for it, or the run asks
-    the head for other steps than it has."""
-    draft = training_kind(config).new_config(_here(config.head, target), target)
+    """Architecture of a run's draft head.
+
+    Raises:
+        UserError: the head does not fit the target, or the run has settings for another number of steps.
+    """
+    head = _with_first_draft(config.head, target)
+    draft = training_kind(config).new_config(head, target)
     check_steps(config, draft)
     named: HeadArchitecture = replace(draft, target=config.target, template_hash=template_hash(tokenizer))
     return named
 
 
 def check_steps(config: TrainConfig, draft: HeadArchitecture) -> None:
-    """Raise UserError when a head is to be trained or judged for other steps than it has: several modules, or
-    a block."""
+    """Check the settings of a head with a fixed number of draft steps: several modules, or a block.
+
+    Raises:
+        UserError: the head is trained for another number of steps, or validated with more of them or a tree.
+    """
     most = draft.most_steps
     if most is None:
         return
-    modules = draft.num_modules
-    has, other = (
-        (f"each of the {modules} modules is trained for one step", "head.num_modules=1")
-        if modules > 1
-        else (f"a block drafts {most} tokens", "another head.block_size")
-    )
+    reason = f"a block drafts {most} tokens"
+    alternative = "another head.block_size"
+    if draft.num_modules > 1:
+        reason = f"each of the {draft.num_modules} modules is trained for one step"
+        alternative = "head.num_modules=1"
+
+    # Training.
     if config.training.ttt_length != most:
         raise UserError(
-            f"training.ttt_length is {config.training.ttt_length}, but {has}.",
-            f"Set training.ttt_length={most}, or {other}.",
+            f"training.ttt_length is {config.training.ttt_length}, but {reason}.",
+            f"Set training.ttt_length={most}, or {alternative}.",
         )
-    shapes = [SpecShape.parse(shape) for shape in config.judge.shapes]
-    if config.judge.every and any(shape.topk > 1 or shape.steps > most for shape in shapes):
-        raise UserError(
-            f"judge.shapes asks for more than a chain of {most} steps, and {has}.",
-            f"Set judge.shapes to {SpecShape(most, 1, most + 1)}.",
-        )
+
+    # Validation.
+    if not config.judge.every:
+        return
+    for name in config.judge.shapes:
+        shape = SpecShape.parse(name)
+        if shape.topk > 1 or shape.steps > most:
+            raise UserError(
+                f"judge.shapes has {name}, which is more than a chain of {most} steps, but {reason}.",
+                f"Set judge.shapes to {SpecShape(most, 1, most + 1)}.",
+            )
 
 
 def new_head(config: TrainConfig, draft: HeadArchitecture, start: InitContext) -> DraftHead:
-    """A head with seeded weights, in fp32 and bound to the target."""
+    """A draft head with seeded weights, in fp32 and bound to the target."""
     torch.manual_seed(config.seed)
-    head: DraftHead = training_kind(config).new_head(_here(config.head, start.target.config), draft, start)
+    settings = _with_first_draft(config.head, start.target.config)
+    head: DraftHead = training_kind(config).new_head(settings, draft, start)
     return head
 
 
-def _here(head: HeadConfig, target: TargetConfig) -> HeadConfig:
-    """``head`` with the folder of the draft that ``start_from`` names."""
+def _with_first_draft(head: HeadConfig, target: TargetConfig) -> HeadConfig:
+    """Copy of ``head`` whose ``start_from`` is the local folder of the draft it names."""
     if head.first_draft is None:
         return head
     first = DraftFolder.open(head.first_draft, target)

@@ -104,7 +104,7 @@ def test_a_head_with_a_vocabulary_of_its_own_is_trained_on_the_text_and_gone_on_
     ("words", "message"),
     [
         (["training.ttt_length=4"], "a block drafts 3 tokens"),
-        ([*CHAIN, "judge={every: 4, shapes: ['3,2,6']}"], "judge.shapes asks for more"),
+        ([*CHAIN, "judge={every: 4, shapes: ['3,2,6']}"], "judge.shapes has 3,2,6"),
         ([*CHAIN, "head.mask_token_id=100000"], "head.mask_token_id is 100000"),
         ([*CHAIN, "head.fc_norm=true"], "head.fc_norm has no meaning"),
         ([*CHAIN, "head.markov_rank=8"], "head.markov_rank has no meaning"),
