@@ -1,4 +1,4 @@
-"""Judging a head by its accept length on held-out prompts, decoded by the engine and simulated."""
+"""Validation during training: accept length of a draft head on held-out prompts, decoded and simulated."""
 
 import copy
 from collections import defaultdict
@@ -23,14 +23,14 @@ from eagle_kit.train.run.simulate import match_table, walk
 
 @dataclass(frozen=True)
 class Judgement:
-    """Accept lengths of one head on this process's prompts.
+    """Result of one validation: acceptance counts of one head on this process's prompts.
 
     Attributes:
-        decoded: counts of the engine, by shape.
+        decoded: counts of the engine by draft shape.
         simulated: counts of a walk along the match table, for the shapes that are chains.
-        num_different: replies that differ from plain decoding; 0 in fp32.
-        num_tokens: of the target's own greedy replies.
-        num_sayable: those of them that are in the draft vocabulary.
+        num_different: responses that differ from plain decoding; 0 in fp32.
+        num_tokens: tokens of the target's own greedy responses.
+        num_sayable: tokens of these responses that are in the draft vocabulary.
         by_category: counts of the engine for the first shape, by category of the prompts.
     """
 
@@ -43,56 +43,67 @@ class Judgement:
 
     @staticmethod
     def total(parts: Sequence["Judgement"]) -> "Judgement":
-        """Sum of the judgements of all processes."""
-
-        def add(stats: Iterable[dict[str, SpecStats]]) -> dict[str, SpecStats]:
-            sums: defaultdict[str, SpecStats] = defaultdict(SpecStats)
-            for one in stats:
-                for shape, counts in one.items():
-                    sums[shape].add(counts)
-            return dict(sums)
-
+        """Sum of the validations of all processes."""
         return Judgement(
-            add(part.decoded for part in parts),
-            add(part.simulated for part in parts),
-            sum(part.num_different for part in parts),
-            sum(part.num_tokens for part in parts),
-            sum(part.num_sayable for part in parts),
-            add(part.by_category for part in parts),
+            decoded=_sum_stats(part.decoded for part in parts),
+            simulated=_sum_stats(part.simulated for part in parts),
+            num_different=sum(part.num_different for part in parts),
+            num_tokens=sum(part.num_tokens for part in parts),
+            num_sayable=sum(part.num_sayable for part in parts),
+            by_category=_sum_stats(part.by_category for part in parts),
         )
 
     def row(self) -> dict[str, Any]:
-        """Figures of ``judge.jsonl``: shares of verifies, of tokens for the coverage; accept lengths of the
-        first shape by category where there are several."""
+        """Figures of ``judge.jsonl``.
+
+        Acceptance per position is a share of the verifies, coverage a share of the tokens. Accept lengths by
+        category are of the first shape, and left out if there is one category.
+        """
+        # Acceptance by shape, decoded and simulated.
         figures: dict[str, Any] = {}
-        lengths = {name: stats.accept_length for name, stats in sorted(self.by_category.items())}
-        for prefix, found in (("", self.decoded), ("simulated_", self.simulated)):
-            figures |= {
-                f"{prefix}accept_length": {shape: stats.accept_length for shape, stats in found.items()},
-                f"{prefix}acceptance_per_position": {
-                    shape: stats.acceptance_per_position for shape, stats in found.items()
-                },
+        for prefix, by_shape in (("", self.decoded), ("simulated_", self.simulated)):
+            lengths = {}
+            per_position = {}
+            for shape, stats in by_shape.items():
+                lengths[shape] = stats.accept_length
+                per_position[shape] = stats.acceptance_per_position
+            figures[f"{prefix}accept_length"] = lengths
+            figures[f"{prefix}acceptance_per_position"] = per_position
+
+        # Accept length by category.
+        if len(self.by_category) > 1:
+            figures["accept_length_of"] = {
+                name: stats.accept_length for name, stats in sorted(self.by_category.items())
             }
-        return {
-            **figures,
-            **({"accept_length_of": lengths} if len(lengths) > 1 else {}),
-            "num_verifies": {shape: stats.num_verifies for shape, stats in self.decoded.items()},
-            "vocab_coverage": self.num_sayable / self.num_tokens if self.num_tokens else None,
-            "num_different_replies": self.num_different,
-        }
+
+        # Counts.
+        figures["num_verifies"] = {shape: stats.num_verifies for shape, stats in self.decoded.items()}
+        figures["vocab_coverage"] = self.num_sayable / self.num_tokens if self.num_tokens else None
+        figures["num_different_replies"] = self.num_different
+        return figures
+
+
+def _sum_stats(parts: Iterable[dict[str, SpecStats]]) -> dict[str, SpecStats]:
+    """Sum statistics by name."""
+    sums: defaultdict[str, SpecStats] = defaultdict(SpecStats)
+    for part in parts:
+        for name, stats in part.items():
+            sums[name].add(stats)
+    return dict(sums)
 
 
 class Judge:
-    """Decodes held-out prompts with the engine.
+    """Validates a draft head: decodes held-out prompts with the engine.
 
     Args:
-        target: the target; the engine packs weights, so it gets a view that training does not notice.
-        prompts: token ids of the prompts, this process's share; see :func:`choose_prompts`.
-        config: lengths and shapes.
-        categories: of the prompts; None counts them as one.
+        target: the target. The engine packs weights, so the judge uses a second model object over the same
+            weights; ``target`` is not changed.
+        prompts: token ids of this process's prompts; see :func:`choose_prompts`.
+        config: lengths and draft shapes.
+        categories: category of each prompt; None puts all prompts in one.
 
     Attributes:
-        replies: token ids of the target's plain greedy replies; None before the first judgement.
+        replies: token ids of the target's plain greedy responses; None before the first validation.
     """
 
     def __init__(
@@ -102,72 +113,98 @@ class Judge:
         config: JudgeConfig,
         categories: Sequence[str] | None = None,
     ) -> None:
-        self.target, self.config, self.prompts = share_weights(target), config, list(prompts)
+        self.target = share_weights(target)
+        self.config = config
+        self.prompts = list(prompts)
         self.categories = ["all"] * len(prompts) if categories is None else list(categories)
         self.replies: list[list[int]] | None = None
+
+        # The context has room for the longest prompt and its response.
         longest = max((len(prompt) for prompt in self.prompts), default=1)
         context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
         self._engine_config = EngineConfig(max_batch_size=config.batch_size, max_context=context)
 
     def judge(self, head: DraftHead) -> Judgement:
-        """Decode with ``head`` as it is now, in every shape; the head is not changed."""
-        shapes = {shape: SpecShape.parse(shape) for shape in self.config.shapes}
+        """Decode the prompts with ``head`` in every shape; the head is not changed."""
+        shapes = {name: SpecShape.parse(name) for name in self.config.shapes}
+        chains = {name: shape for name, shape in shapes.items() if shape.topk == 1}
         decoded = {name: SpecStats() for name in shapes}
-        simulated = {name: SpecStats() for name, shape in shapes.items() if shape.topk == 1}
+        simulated = {name: SpecStats() for name in chains}
         by_category = {name: SpecStats() for name in self.categories}
         if not self.prompts:
             return Judgement(decoded, simulated, 0)
+
+        # Plain greedy responses, once for all validations.
         llm = LLM(self.target, head, self._engine_config)
         assert llm.head is not None
         if self.replies is None:
             self.replies = self._decode_plainly(llm)
-        replies = self.replies
+        responses = self.replies
+
+        # Decode in every shape.
         different = set()
+        sampling = SamplingParams(max_tokens=self.config.max_tokens)
         for name, shape in shapes.items():
-            outputs = llm.generate(
-                self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape=shape
-            )
+            outputs = llm.generate(self.prompts, sampling, shape=shape)
             for i, output in enumerate(outputs):
                 decoded[name].add(output.stats)
                 if name == self.config.shapes[0]:
                     by_category[self.categories[i]].add(output.stats)
-                if output.token_ids != replies[i]:
+                if output.token_ids != responses[i]:
                     different.add(i)
-        if simulated:
-            depth = max(shapes[name].steps for name in simulated)
+
+        # Simulate the chains along the plain responses.
+        if chains:
+            depth = max(shape.steps for shape in chains.values())
             device = self.target.embed_tokens.weight.device
-            for prompt, reply in zip(self.prompts, replies, strict=True):
-                ids = torch.tensor(prompt + reply, device=device)
+            for prompt, response in zip(self.prompts, responses, strict=True):
+                ids = torch.tensor(prompt + response, device=device)
                 table = match_table(self.target, llm.head, ids, len(prompt), depth)
-                for name, stats in simulated.items():
-                    stats.add(walk(table[:, : shapes[name].steps]))
-        said = torch.tensor([token for reply in replies for token in reply], device=head.t2d.device)
-        sayable = int(head.t2d[said].sum()) if len(said) else 0
-        return Judgement(decoded, simulated, len(different), len(said), sayable, by_category)
+                for name, shape in chains.items():
+                    simulated[name].add(walk(table[:, : shape.steps]))
+
+        # Count the tokens of the responses that the draft vocabulary has.
+        token_ids = [token for response in responses for token in response]
+        tokens = torch.tensor(token_ids, device=head.t2d.device)
+        num_sayable = int(head.t2d[tokens].sum()) if len(tokens) else 0
+        return Judgement(decoded, simulated, len(different), len(tokens), num_sayable, by_category)
 
     def _decode_plainly(self, llm: LLM) -> list[list[int]]:
-        """Plain greedy replies."""
-        outputs = llm.generate(self.prompts, SamplingParams(max_tokens=self.config.max_tokens), shape="none")
+        """Greedy responses of the target without speculation."""
+        sampling = SamplingParams(max_tokens=self.config.max_tokens)
+        outputs = llm.generate(self.prompts, sampling, shape="none")
         return [output.token_ids for output in outputs]
 
 
 def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_context: int) -> list[int]:
-    """Places of the prompts that are decoded: the first ``config.prompts`` of ``heldout``, less those that
-    have no room for ``config.max_tokens`` more in ``max_context`` tokens; none when nothing is judged.
+    """Choose the prompts that validation decodes.
+
+    Args:
+        heldout: token ids of the held-out prompts.
+        config: number of prompts, and tokens of a response.
+        max_context: context length of the target, in tokens.
+
+    Returns:
+        Indices into ``heldout``: the first ``config.prompts``, without prompts that leave no room for a
+        response of ``config.max_tokens`` tokens. Empty if ``config.every`` is 0.
 
     Raises:
-        UserError: judging is asked for and no prompt is left.
+        UserError: ``config.every`` is set and no prompt is left.
     """
     if not config.every:
         return []
     if not heldout:
         raise UserError(
-            "judge.every asks for decoding, but no prompts are held out: data.eval_conversations is 0, or "
+            f"judge.every is {config.every}, but no prompts are held out: data.eval_conversations is 0, or "
             "every prompt fills more than half of data.max_length.",
             "Set data.eval_conversations, raise data.max_length, or set judge.every=0.",
         )
+
     longest = max_context - config.max_tokens
-    fitting = [i for i, prompt in enumerate(heldout[: config.prompts]) if len(prompt) <= longest]
+    fitting = []
+    for i, prompt in enumerate(heldout[: config.prompts]):
+        if len(prompt) <= longest:
+            fitting.append(i)
     if not fitting:
         raise UserError(
             f"No held-out prompt has room for {config.max_tokens} more tokens in a context of {max_context}.",
@@ -177,6 +214,7 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
 
 
 def share_weights(target: Target) -> Target:
-    """A second model object over the same weights, and of the same ranks."""
-    shared = (*target.parameters(), *target.buffers(), *packed_parts(target), target.ranks)
-    return copy.deepcopy(target, {id(each): each for each in shared if each is not None})
+    """A second model object over the weights, buffers, packed weights and ranks of ``target``."""
+    shared = [*target.parameters(), *target.buffers(), *packed_parts(target), target.ranks]
+    memo = {id(each): each for each in shared if each is not None}
+    return copy.deepcopy(target, memo)
