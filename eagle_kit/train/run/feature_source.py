@@ -99,10 +99,10 @@ class FeatureSource:
         encoded = None
         if self._prefetcher is not None:
             encoded = self._prefetcher.take(micro_batch.numbers)
-        if encoded is not None:
-            found = store.decode(encoded, device)
-        else:
+        if encoded is None:
             found = store.load(micro_batch.numbers, device)
+        else:
+            found = store.decode(encoded, device)
         self.wait_s += time.perf_counter() - started
         if found is None:
             return None
