@@ -1,1 +1,1 @@
-"""A training run: loop, step, state, folder, judge."""
+"""A training run: loop, optimiser step, data order, validation, checkpoints, run folder and reports."""
