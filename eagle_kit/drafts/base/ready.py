@@ -1,7 +1,7 @@
-"""Drafters whose candidates of all depths are made during draft-extend, so that a chain or a tree of them is
-ready when a cycle proposes.
+"""Drafters that make the candidates of all depths during draft-extend, so that a proposal only selects.
 
-Legend: B requests, D depths, K candidates of each, S steps of a shape, P 1 or K, H hidden.
+Legend: B requests, D depths, K candidates of each, S steps of a shape, H hidden, P candidates of the depth
+before that scores depend on (K, or 1 where depths are independent).
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,10 @@ class Candidates(NamedTuple):
 
     Attributes:
         tokens: int64 ``[B, D, K]``.
-        scores: their log-probabilities given each candidate of the depth before, fp32 ``[B, D, P, K]``, 0
-            where K is 1: a chain ranks nothing. P is 1 where depths are drafted independently.
-        survival: fp32 ``[B, D]``, the probability by the head's confidences that the chain of the best is
-            accepted up to each depth; ``[B, 0]`` where that is not read, and of heads that do not tell it.
+        scores: fp32 ``[B, D, P, K]``, their log-probabilities given each candidate of the depth before; 0 if
+            K is 1, because a chain does not need them.
+        survival: fp32 ``[B, D]``, the probability that the chain of the best candidates is accepted up to
+            each depth. ``[B, 0]`` if it is not read, or the head does not predict acceptance.
     """
 
     tokens: torch.Tensor
@@ -40,11 +40,11 @@ class Candidates(NamedTuple):
 
 
 class ReadyDrafter(Drafter):
-    """A drafter whose states are, or begin with, :class:`Candidates`."""
+    """Drafter whose draft states are :class:`Candidates`, or begin with their fields."""
 
     has_spec_by_size = True
     unlikely: tuple[float, ...] = (0, float("-inf"), 0)
-    """What stands for candidates that were not kept, in each part of the state: a token and its score."""
+    """Values that pad each field of a draft state to more candidates: a token, its score, its survival."""
 
     @classmethod
     def most_steps(cls, model: DraftModel) -> int:
@@ -54,8 +54,11 @@ class ReadyDrafter(Drafter):
 
     @classmethod
     def logits_bytes(cls, model: DraftModel, batch_size: int, spec: CandidateSpec) -> int:
-        """See :class:`Drafter`: those of all depths, and, where they are rolled out, of a depth behind K
-        candidates, the correction, the sum, and what the depth before has left."""
+        """See :class:`Drafter`: logits of all depths.
+
+        Where depths are rolled out there are three more copies of a depth's logits behind K candidates: the
+        correction, the sum, and the rest of the depth before.
+        """
         of_depths = spec.steps * super().logits_bytes(model, batch_size, spec)
         head = model.head
         if head is None or (head.markov is None and not (spec.reads_confidence and head.predicts_confidence)):
@@ -75,7 +78,7 @@ class ReadyDrafter(Drafter):
 
     @classmethod
     def default_shape(cls, model: DraftModel, model_type: str) -> SpecShape:
-        """See :class:`Drafter`: as deep as may be."""
+        """See :class:`Drafter`: a chain of the deepest draft."""
         steps = cls.most_steps(model)
         return SpecShape(steps, 1, steps + 1)
 
@@ -88,45 +91,54 @@ class ReadyDrafter(Drafter):
     def widened(
         self, made: tuple[torch.Tensor, ...], slots: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """See :class:`Drafter`; those that are missing are last in every tree, and verified where its window
-        has room: the draft of the cycle behind that of a larger batch is thinner."""
-        parts = []
-        for part, slot, value in zip(made, slots, self.unlikely, strict=True):
-            missing = [b - a for a, b in zip(part.shape[1:], slot.shape[1:], strict=True)]
+        """See :class:`Drafter`.
+
+        The padding has the lowest scores, so it is last in every tree. It is verified only where a window has
+        room, in the first cycle after a larger batch.
+        """
+        fields = []
+        for field, slot, value in zip(made, slots, self.unlikely, strict=True):
+            missing = [b - a for a, b in zip(field.shape[1:], slot.shape[1:], strict=True)]
             sides = [side for more in reversed(missing) for side in (0, more)]
-            parts.append(pad(part, sides, value=value) if any(missing) else part)
-        return type(made)(*parts)
+            fields.append(pad(field, sides, value=value) if any(missing) else field)
+        return type(made)(*fields)
 
     def empty_state(self, count: int, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
         return self.empty_candidates(count, spec)
 
     def empty_candidates(self, count: int, spec: CandidateSpec) -> Candidates:
-        """Candidates of ``count`` requests that have not been prefilled."""
+        """Make the candidates of ``count`` requests that have not been prefilled."""
         (steps, topk, _), device = spec, self.model.device
         tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
         scores = torch.zeros(count, steps, self.num_parent_candidates(spec), topk, device=device)
         return Candidates(tokens, scores, torch.zeros(count, self.num_confidence_depths(spec), device=device))
 
     def num_confidence_depths(self, spec: CandidateSpec) -> int:
-        """Depths whose confidence the head predicts, where that is read."""
+        """Return the number of depths whose acceptance the head predicts; 0 if that is not read."""
         head = self.model.head
-        return spec.steps if spec.reads_confidence and head is not None and head.predicts_confidence else 0
+        if head is None or not (spec.reads_confidence and head.predicts_confidence):
+            return 0
+        return spec.steps
 
     @property
     def markov(self) -> MarkovHead | None:
-        """Correction of the draft's logits."""
+        """The head's Markov head, which corrects logits by the token before; None without one."""
         return None if self.model.head is None else self.model.head.markov
 
     def num_parent_candidates(self, spec: CandidateSpec) -> int:
-        """P of the candidates."""
+        """Return P: candidates of the depth before that the scores depend on."""
         return spec.topk if self.markov is not None or self.num_confidence_depths(spec) else 1
 
     def drafted(
         self, read: torch.Tensor, spec: CandidateSpec, roots: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """The draft state that D rows a request, ``read [B * D, H]``, give behind the tokens ``roots`` int64
-        ``[B]``."""
+        """Make the draft state behind the roots.
+
+        Args:
+            read: ``[B * D, H]``, input of the output layer at the rows of all depths.
+            roots: int64 ``[B]``, the last emitted tokens.
+        """
         if self.markov is not None or self.num_confidence_depths(spec):
             logits = DraftLogits(self.model, read.unflatten(0, (-1, spec.steps)))
             return Candidates(*roll_out(logits, roots, spec.topk, reads_confidence=spec.reads_confidence))
@@ -147,8 +159,11 @@ class ReadyDrafter(Drafter):
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Return the chain of the best candidates, or the tree of the most likely paths through them;
-        ``shape`` must be no deeper or wider than what the state keeps."""
+        """Return the chain of the best candidates, or the tree of the most likely paths through them.
+
+        Args:
+            shape: no deeper or wider than the candidates of the state.
+        """
         assert state.draft is not None
         tokens, (steps, topk, _) = state.draft[0], shape
         assert steps <= tokens.shape[1] and topk <= tokens.shape[2]

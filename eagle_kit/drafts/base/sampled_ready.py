@@ -1,10 +1,9 @@
 """Sampled chains of drafts that are made in one pass (P-EAGLE, DFlash, DSpark).
 
 The rows of all depths are ready when a cycle proposes. Each depth's token is then sampled from the draft's
-own distribution, corrected behind the token that was sampled before where the head has a Markov head, and
-that distribution is kept as q. Without a correction depths are sampled independently of each other, so that
-chains seldom hold together (published: 1.16 tokens where the most likely tokens give 3.0 to 3.5); they are
-lossless all the same.
+distribution of that depth, which is the q of the proposal. A Markov head corrects it by the token sampled
+before. Without one the depths are sampled independently, so few chains are accepted far (published: 1.16
+tokens, where the most likely tokens give 3.0 to 3.5). They are lossless all the same.
 
 Legend: B requests, D depths, S steps, H hidden, V vocabulary.
 """
@@ -29,10 +28,14 @@ from eagle_kit.verify.verifiers import BlockVerification, RejectionSampling
 
 
 class ReadyRows(NamedTuple):
-    """Result of draft-extend: ``read [B, D, H]``, what the output layer reads of the rows that draft, and
-    ``confidence`` fp32 ``[B]``, the largest probability of the first token, or ``[B, D]``, that of each depth
-    of the greedy chain to be accepted with all before it, of heads that tell it; 0 where nobody asks for it.
-    It is made of the text alone, before any token is drawn."""
+    """Result of draft-extend, from which a chain is sampled later.
+
+    Attributes:
+        read: ``[B, D, H]``, input of the output layer at the rows of all depths.
+        confidence: fp32 ``[B]``, the largest probability of the first token. Heads that predict acceptance
+            have ``[B, D]``, the probability that each depth of the greedy chain and all before it are
+            accepted. 0 if it is not read. It depends on the text alone, not on tokens that are drawn.
+    """
 
     read: torch.Tensor
     confidence: torch.Tensor

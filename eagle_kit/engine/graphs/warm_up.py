@@ -1,6 +1,6 @@
 """Warm-up of an engine before the first request, so that no request waits for a capture or a compilation.
 
-On a GPU it captures a graph for every batch size, shape and kind of batch, measures the backends of linear
+On a GPU it captures a graph for every batch size, shape and kind of batch. It measures the backends of linear
 layers and of prefill, and computes prompts of representative lengths. A CPU compiles no kernels and records
 its cycles as they come. On both it makes the compiler of grammars, which takes seconds to read a large
 vocabulary.
