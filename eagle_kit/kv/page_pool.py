@@ -13,9 +13,9 @@ So a cached prefix is usable up to its last page with a snapshot of the state. A
 * and, while a long prompt is computed, after the last computed chunk (a *passing* snapshot, which the next
   one replaces).
 
-Snapshots are evicted in the order of their last use, with one exception: once a request has saved a later
-snapshot, the one it continued from is evicted first if no other request has used it (an earlier turn of the
-same conversation).
+Snapshots are evicted in the order of their last use, with one exception: the snapshot of an earlier turn of a
+conversation is evicted first. It counts as one if a single request has continued from it, and that request
+has saved a later snapshot.
 
 Each cache salt has a radix tree of its own. Pages of different salts are never shared.
 """
@@ -303,7 +303,9 @@ class PagePool:
         if not given.is_passing:
             self._retire(allocation.began)
         before = allocation.passing
-        allocation.passing = (node, given.number) if given.is_passing and is_mine else None
+        allocation.passing = None
+        if given.is_passing and is_mine:
+            allocation.passing = (node, given.number)
         if before is not None and before[0].snapshot == before[1] and not before[0].readers:
             self._drop_snapshot(before[0])
 
@@ -353,13 +355,19 @@ class PagePool:
         """
         if not self.prefix_cache:
             return False
+
+        # Continue from the last shared page.
         changed = False
-        node = allocation.nodes[-1] if allocation.nodes else None
+        node: RadixNode | None = None
+        if allocation.nodes:
+            node = allocation.nodes[-1]
         for i in range(len(allocation.nodes), len(tokens) // self.page_size):
             if node is None:
                 node = self._root(allocation)
             key = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
             page = allocation.pages.pop(0)
+
+            # Cache the page, or free it where its tokens are cached already.
             child = node.children.get(key)
             if child is None:
                 child = RadixNode(node, key, page)
@@ -367,6 +375,8 @@ class PagePool:
             else:
                 self._free[allocation.shard].append(page)
                 changed = True
+
+            # Hold the cached page in place of the private one.
             self._hold(child)
             allocation.nodes.append(child)
             self._attach(allocation, child)
