@@ -233,8 +233,13 @@ class PagedStore(ABC):
         Returns:
             The plan, and the scratch rows of the nodes.
         """
+        # The nodes are the last window keys.
         batch, num_nodes = ancestors.shape
         assert num_nodes <= num_keys <= self.window, "a window has no more nodes than its scratch"
+        first_row = self.num_slots + num_keys - num_nodes
+        rows = WindowRows(first_row, self.window, batch, num_nodes, self.device)
+
+        # Columns of the pool and of the scratch.
         plan = WindowPlan(
             page_table=page_table,
             page_size=self.page_size,
@@ -249,8 +254,7 @@ class PagedStore(ABC):
             dtype=self.dtype,
             arrivals=self.arrivals,
         )
-        first_row = self.num_slots + num_keys - num_nodes
-        return plan, WindowRows(first_row, self.window, batch, num_nodes, self.device)
+        return plan, rows
 
     def prompt_rows(self, segments: Sequence[Segment]) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Find the rows of prompt tokens and of the tokens before them.
