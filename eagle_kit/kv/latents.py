@@ -1,8 +1,7 @@
 """Paged store of multi-head latent attention (``models/blocks/mla.py``): one row for each token and layer.
 
 Windows attend in the absorbed form, which reads a row once for all heads and nodes. Prompts attend in the
-expanded form with their earlier tokens, so a prompt in chunks and a prompt with a cached prefix give the
-results of a whole prompt.
+expanded form with their earlier tokens, so the chunks of a prompt give the results of the whole prompt.
 
 Legend: L layers, R rows of the store, C rows before a prompt, D = latent + RoPE size, H heads, Dk / Dv sizes
 of an expanded key / value, T prompt tokens.

@@ -93,8 +93,8 @@ def accept(
     """Verify a window with uniform random numbers that depend on the seed and position of a request only.
 
     The numbers of target-only verification belong to the position of the sampled token, so the text does not
-    depend on the draft. The numbers of the other verifiers belong to the position of the root, which is
-    another one in each cycle, so a number of a rejected draft is never used again.
+    depend on the draft. The numbers of the other verifiers belong to the position of the root. Each cycle has
+    another root, so a number of a rejected draft is never used again.
 
     Args:
         probs: ``[B, N, V]`` or a ``FilteredLogits``, the target's distribution after each node.
