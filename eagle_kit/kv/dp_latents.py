@@ -3,7 +3,7 @@
 The latents of a request live on one rank, which attends for it with all heads. Every rank gets the tokens of
 the whole batch, attends for its *shard* of the requests, and gathers the outputs of the other ranks.
 
-Each rank stores one part of the pool (:class:`~eagle_kit.kv.page_pool.PagePool`), while page numbers are
+Each rank stores one shard of the pool (:class:`~eagle_kit.kv.page_pool.PagePool`), while page numbers are
 those of the whole pool. Drafts are replicated and store all pages.
 
 Legend: B requests, N window nodes, n nodes of a path, P pages of a request, T tokens of a forward, R ranks, M
@@ -46,7 +46,7 @@ def shard_requests(
     """Find the requests of a batch that this rank attends for.
 
     Args:
-        ranks: rank of each request, which is the number of the part of the pool that holds its pages.
+        ranks: rank of each request, which is the number of the shard of the pool that holds its pages.
         share: this rank.
         most: M.
         size: B, to which the batch is padded.
