@@ -149,7 +149,7 @@ $(OLDEST_STAMP): pyproject.toml constraints-oldest.txt
 	if [ ! -x $(OLDEST_VENV)/bin/python ]; then echo "== $(OLDEST_VENV): created"; $$python -m venv $(OLDEST_VENV); fi
 	@pip="$(OLDEST_VENV)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-oldest.txt"; \
 	$$pip $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch; \
-	$$pip -e '.[train,serve,eval]' triton 'pytest>=8.3' 'pytest-timeout>=2.3' 'pytest-xdist>=3.6' 'hypothesis>=6'
+	$$pip -e '.[train,serve,eval,dev]'
 	@touch $@
 
 clean: ## remove the environments and caches, keep runs
