@@ -12,6 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
+from kernel_lab.aot import operation_of
 from kernel_lab.launches import LaunchCounter
 
 
@@ -43,7 +44,7 @@ class LaunchKeys(LaunchCounter):
     def launched(self, kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Note a launch."""
         super().launched(kernel, args, options)
-        name = f"{kernel.fn.__module__.split('.')[-2]}.{kernel.fn.__name__}"
+        name = f"{operation_of(kernel.fn.__module__)}.{kernel.fn.__name__}"
         if kernel.fn not in self._binders:
             jit = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
             bind = create_function_from_signature(jit.signature, jit.params, self._backend)

@@ -96,7 +96,7 @@ def test_threads_change_no_bit(two_threads):
 def test_threads_that_may_not_spin_or_are_bound_change_no_bit(name):
     code = (
         "import torch; torch.set_num_threads(2)\n"
-        "from eagle_kit.ops import cpp\n"
+        "from eagle_kit.ops.cpu import cpp\n"
         "from eagle_kit.ops.linear import panels\n"
         "assert cpp.available()\n"
         "draw = torch.Generator().manual_seed(0)\n"

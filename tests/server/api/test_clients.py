@@ -369,7 +369,7 @@ def test_a_client_with_many_prompts_does_not_hold_the_tokenizer(scripted, monkey
         client_at(server, "127.0.0.2") as other,
         ThreadPoolExecutor(6) as pool,
     ):
-        waiting = server.service._worker._turns._waiting
+        waiting = server.service._worker._queue._waiting
         asked = [pool.submit(server.http.post, "/tokenize", json={"prompt": "many"}) for _ in range(5)]
         wait_until(lambda: len(order) == 1 and list(map(len, waiting.values())) == [4])
         asked.append(pool.submit(other.post, "/tokenize", json={"prompt": "one"}))
