@@ -7,7 +7,7 @@ from eagle_kit.ops.backend import use
 from eagle_kit.ops.draft_topk import draft_topk
 from eagle_kit.ops.norm import add_rms_norm
 from kernel_lab import selfcheck
-from kernel_lab.aot import kernel_modules
+from kernel_lab.aot import kernel_modules, operation_of
 from tests.cuda_device.device import phase
 from tests.cuda_device.values import launches
 
@@ -15,7 +15,7 @@ WITHOUT_A_LAUNCH = {
     ("prefill_attention", "torch, window, cap, sinks"),  # prompts that are not in a pool: torch's attention
     ("accept", "torch"),  # greedy: torch's operations
 }
-FOLDERS = {module.split(".")[-2] for module in kernel_modules()}
+FOLDERS = {operation_of(module) for module in kernel_modules()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
