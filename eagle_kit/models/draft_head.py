@@ -10,7 +10,7 @@ embedding of the token *after* it, and predicts the token after that one. Its de
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
@@ -167,12 +167,11 @@ class DraftHead(nn.Module, ABC):
         """How its steps come about."""
         return StepForm.MODULES if len(self.blocks) > 1 else StepForm.FED_BACK
 
-    has_own_training_steps: ClassVar[bool] = False
-    """True if :meth:`training_steps` is the head's forward of training-time test; False for the shared ones
-    of :mod:`eagle_kit.objective.ttt`."""
-
     def training_steps(self, batch: Any, *, recompute: bool) -> list[torch.Tensor]:
         """Run all K steps of training-time test on one packed row.
+
+        A head whose :attr:`step_form` is neither ``FED_BACK`` nor ``MODULES`` defines it; these two have
+        shared forwards (:mod:`eagle_kit.objective.ttt`).
 
         Args:
             batch: a :class:`~eagle_kit.objective.loss.TTTBatch`.

@@ -72,12 +72,12 @@ def run_steps(
     Returns:
         The head's outputs at the rows with loss, K tensors ``[R_k, H]``.
     """
-    if head.has_own_training_steps:
-        assert not detach_steps, "no state is handed from step to step"
-        return head.training_steps(batch, recompute=recompute)
+    if head.step_form is StepForm.FED_BACK:
+        return _run_one_layer(head, batch, detach_steps, recompute)
     if head.step_form is StepForm.MODULES:
         return _run_layer_per_step(head, batch, detach_steps, recompute)
-    return _run_one_layer(head, batch, detach_steps, recompute)
+    assert not detach_steps, "no state is handed from step to step"
+    return head.training_steps(batch, recompute=recompute)
 
 
 def _run_one_layer(
@@ -169,6 +169,7 @@ def _run_layer_per_step(
     queries = plan_rows(all_rows, plan.doc_start)
     positions = positions_of(plan.doc_start)[:length]
 
+    # One step at all rows.
     def one_step(step: int, hidden: torch.Tensor) -> torch.Tensor:
         layer = head.blocks[step]
         tokens = ids[token_of(all_rows, step).clamp(max=len(ids) - 1)]
@@ -178,6 +179,7 @@ def _run_layer_per_step(
         attended = step_attention(q, k, v, None, None, queries, head.config.attention_scale)
         return head.feed_back(layer.finish(residual, layer.self_attn.gated(attended, x)))
 
+    # Each layer reads the state of the one before.
     hidden = head.features(features.hidden[:length], features.aux[:length])
     outputs = []
     for step, rows in enumerate(plan.rows):

@@ -99,12 +99,12 @@ class Parser(argparse.ArgumentParser):
         since argparse may have taken its value for something else; without one, the message is argparse's.
         """
         parser = self._innermost()
-        remedy = f"{parser.hint or self.hint} See {parser.prog} --help.".strip()
+        remedy = f"{parser.hint} See {parser.prog} --help.".strip()
         cause = f"{message[:1].upper()}{message[1:]}."
 
         # Flags that other engines have.
         words = message.removeprefix(UNRECOGNIZED).split() if message.startswith(UNRECOGNIZED) else []
-        foreign = self._remedy(words) or parser._remedy(words)
+        foreign = parser._remedy(words)
         if foreign:
             raise UserError(cause, foreign)
 

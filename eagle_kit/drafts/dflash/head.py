@@ -161,7 +161,6 @@ class DFlashHead(DraftHead):
 
     config: DFlashConfig
     step_form = StepForm.BLOCK
-    has_own_training_steps = True
     first_slot = 0
     d2t: torch.Tensor
 

@@ -78,7 +78,6 @@ class PEagleHead(Eagle3Head):
 
     config: PEagleConfig
     step_form = StepForm.MASKED
-    has_own_training_steps = True
 
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
@@ -190,11 +189,15 @@ class PEagleHead(Eagle3Head):
             """Attention of the rows ``first`` of step 0 and of all rows of later steps."""
             scale = self.config.attention_scale
             window = self.config.windows[layer]
+
+            # Keys and values of each step; step 0 has all rows, but only some of them as queries.
             sizes = [length, *map(len, masked)]
             keys = k.split(sizes)
             values = v.split(sizes)
             queries = q.split([len(first.rows), *map(len, masked)])
             out = [step_attention(queries[0], keys[0], values[0], None, None, first.within(window, 0), scale)]
+
+            # A mask attends to step 0 and to the masks of its own row up to its step.
             own_keys: list[torch.Tensor] = []
             own_values: list[torch.Tensor] = []
             for step in range(1, len(queries)):
