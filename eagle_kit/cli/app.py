@@ -95,7 +95,8 @@ def _remedy(error: OSError) -> str:
 
 def _show_notices() -> None:
     """Print what the library says about work of seconds to standard error."""
-    logger, handler = logging.getLogger("eagle_kit.engine.calibrate.policies"), logging.StreamHandler()
+    logger = logging.getLogger("eagle_kit.engine.calibrate.policies")
+    handler = logging.StreamHandler()
     if not logger.handlers:
         handler.setFormatter(logging.Formatter("%(message)s"))
         logger.addHandler(handler)

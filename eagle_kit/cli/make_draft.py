@@ -38,7 +38,8 @@ from eagle_kit.train.plan.budget_configs import (
     room_for_states,
 )
 
-STATE, REPORT = "make.json", "report.md"
+STATE = "make.json"
+REPORT = "report.md"
 NUM_STAGES = 10
 RECIPE = 3
 """Number of this plan of stages; a folder that another one has begun is not gone on with."""

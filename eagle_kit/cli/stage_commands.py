@@ -15,7 +15,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object, write_json_atomically
 from eagle_kit.core.process import STOPPED, end_with_parent
 
-KIT, TORCHRUN = "eagle-kit", "torchrun"
+KIT = "eagle-kit"
+TORCHRUN = "torchrun"
 MODULES = {KIT: "eagle_kit.cli", TORCHRUN: "torch.distributed.run"}
 """Programs of stages, and the modules that run them."""
 COMMANDS = "commands.sh"

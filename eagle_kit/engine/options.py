@@ -27,6 +27,7 @@ def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) 
     Raises:
         UserError: an unknown algorithm; one that takes no draft beside one, or that has none, or several.
     """
+    # Refuse what does not go together.
     known = ("auto", *algorithms(), "NGRAM", "NONE")
     if algorithm not in known:
         raise UserError(f"The algorithm {algorithm!r} is not known.", f"Use one of {', '.join(known)}.")
@@ -37,6 +38,8 @@ def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) 
         )
     if draft is not None or algorithm not in algorithms():
         return None
+
+    # A draft in a folder of its own inside the target's.
     if kind_in_target(algorithm) is None:
         found = [] if target_name is None else drafts_in_target(target_name, algorithm)
         if not found:
@@ -48,6 +51,8 @@ def draft_in_target(draft: Any, algorithm: str, target_name: str | Path | None) 
                 "Give one of these folders as the draft.",
             )
         return found[0]
+
+    # Modules in the target's own files.
     if target_name is None:
         raise UserError(
             f"{algorithm} without a draft takes the modules in the target's folder: none is known.",

@@ -263,6 +263,7 @@ def _select_rows(
     target_tokens = tokens if objective.needs_target else batch.ids[block.teachers + 1]
     in_draft_vocab = head.t2d[target_tokens]  # [M]
 
+    # All rows, on a GPU.
     if argmax.is_cuda:
         is_outside = ~head.t2d[argmax[block.unique_teachers]]  # [P]
         hidden = batch.features.hidden[block.unique_teachers].masked_fill(is_outside[:, None], 0.0)
@@ -277,6 +278,7 @@ def _select_rows(
             teacher_hidden=hidden,
         )
 
+    # The rows that learn, on a CPU.
     learned = torch.nonzero(in_draft_vocab)[:, 0]  # [N]
     teachers, teacher_index = torch.unique(block.teachers[learned], return_inverse=True)  # [P], [N]
     return _BlockRows(
@@ -352,6 +354,8 @@ def _block_loss(
     if objective.regression is not None and teacher is not None:
         (weight,) = output
         return regression_loss(states, weight, hidden, teacher, objective.regression, objective.form.scale)
+
+    # The target's distributions, and the text's tokens.
     parts = []
     if teacher is not None:
         soft = partial(linear_draft_loss, loss=objective.loss, eta=objective.eta, weight_grad=grads)
@@ -360,6 +364,8 @@ def _block_loss(
         hard = linear_draft_loss(states, output, text, loss={"ce": objective.text_weight}, weight_grad=grads)
         has_token = text.probs.sum(-1)[text.index]  # 0 for a token outside the draft vocabulary
         parts.append(hard._replace(row_losses=hard.row_losses * has_token))
+
+    # Their sum, with the statistics of the first.
     first, *others = parts
     for part in others:
         first = first._replace(loss=first.loss + part.loss, row_losses=first.row_losses + part.row_losses)

@@ -71,6 +71,7 @@ def capture_features(
     spans = spans or document_spans(doc_start)
     starts = doc_start.to(device)
 
+    # The forward, and the most likely tokens at teacher positions.
     with current_device(device):
         out = target(
             ids.to(device),
@@ -80,6 +81,7 @@ def capture_features(
         )
         best = vocab_argmax(out.hidden[teachers.to(device)], target.head_weight)  # [P]
 
+    # Back to the device of ``ids``.
     argmax = torch.full_like(ids, -1)
     argmax[teachers] = best.to(home)
     return TargetFeatures(out.aux.to(home), out.hidden.to(home), argmax)

@@ -55,7 +55,9 @@ def accepted_of(rng, shape, chance):
 
 def speed(choose, chances, observe=lambda *_: None, num_tokens=4000, seed=0):
     """Tokens per second of a batch whose requests' tokens are accepted with ``chances(number of tokens)``."""
-    rng, time, counts = random.Random(seed), 0.0, [0] * len(chances(0))
+    rng = random.Random(seed)
+    time = 0.0
+    counts = [0] * len(chances(0))
     while sum(counts) < num_tokens * len(counts):
         shape = choose()
         time += seconds(len(counts), shape, 300)
@@ -85,7 +87,8 @@ def test_text_of_one_kind_is_decoded_nearly_as_fast_as_in_its_best_shape(chance,
     def chances(at):
         return [chance] * batch_size
 
-    speeds, ours = fixed(chances), adaptive(chances)
+    speeds = fixed(chances)
+    ours = adaptive(chances)
     assert ours > 0.98 * speeds[NO_SPECULATION]
     assert ours > 0.96 * max(speeds.values())
 
@@ -137,7 +140,9 @@ def confident_speed(
     choose, see=lambda _: None, num_tokens=20000, chances=(0.1, 0.5, 0.9), observe=lambda *_: None
 ):
     """Tokens per second of a request whose drafts are as sure as they are good."""
-    rng, time, count = random.Random(1), 0.0, 0
+    rng = random.Random(1)
+    time = 0.0
+    count = 0
     while count < num_tokens:
         chance = rng.choice(chances)
         see(chance)
@@ -174,7 +179,9 @@ def test_drafting_stops_early_where_the_draft_is_unsure():
 def speed_by_depth(see, choose, observe=lambda *_: None, bias=0.0, num_tokens=8000):
     """Tokens per second of a request whose chains hold up to a depth that the draft knows: its confidence
     head has the log-odds of each depth, off by ``bias``. Its first token is as sure everywhere."""
-    rng, time, count = random.Random(1), 0.0, 0
+    rng = random.Random(1)
+    time = 0.0
+    count = 0
     while count < num_tokens:
         depth = rng.choice((1, 3, 6))
         chances = [0.9 if d < depth else 0.1 for d in range(6)]
@@ -205,7 +212,8 @@ def test_chains_are_as_long_as_the_confidence_head_says(bias):
         )
 
     fixed = [speed_by_depth(lambda _: None, lambda shape=shape: shape) for shape in SHAPES]
-    ours, first_only = run(has_depths=True), run(has_depths=False)
+    ours = run(has_depths=True)
+    first_only = run(has_depths=False)
     assert ours > 1.05 * max(fixed) and ours > 1.05 * first_only, (ours, first_only, fixed)
 
 
@@ -213,7 +221,9 @@ def test_what_requests_have_taught_about_confidences_serves_those_that_come():
     """Each request is 12 cycles long, too short to learn by how much its own confidences are wrong."""
 
     def run(shares):
-        chooser, cycles, requests = make_chooser(), itertools.count(), []
+        chooser = make_chooser()
+        cycles = itertools.count()
+        requests = []
 
         def see(survival):
             if next(cycles) % 12 == 0:
@@ -243,7 +253,8 @@ def test_confidences_that_are_no_numbers_are_not_believed():
 def test_text_of_which_the_draft_is_never_sure_is_decoded_plainly():
     """Its drafts are as good as the draft thinks, so its offset says nothing."""
     chooser = make_chooser(confident_table())
-    request, used = chooser.new_request(), Counter()
+    request = chooser.new_request()
+    used = Counter()
 
     def choose():
         shape = chooser.choose([request], 300)
@@ -277,8 +288,10 @@ def test_what_drafting_is_worth_depends_on_no_order_of_requests():
     """Those behind one that ends move up."""
 
     def run(turn):
-        chooser, rng = make_chooser(confident_table()), random.Random(7)
-        requests, chosen = [chooser.new_request() for _ in range(4)], []
+        chooser = make_chooser(confident_table())
+        rng = random.Random(7)
+        requests = [chooser.new_request() for _ in range(4)]
+        chosen = []
         chances = dict(zip(map(id, requests), (0.1, 0.3, 0.6, 0.9), strict=True))
         for number in range(200):
             given = requests[turn(number) :] + requests[: turn(number)]
@@ -295,7 +308,8 @@ def test_what_drafting_is_worth_depends_on_no_order_of_requests():
 
 def test_a_decision_is_held_for_cycles_that_are_chosen_by_confidence_alone(monkeypatch):
     """Sooner behind a new request."""
-    chooser, decided = make_chooser(confident_table()), []
+    chooser = make_chooser(confident_table())
+    decided = []
     decide = ShapeChooser._decide
 
     def noted(self, requests, context):
@@ -351,7 +365,9 @@ def test_a_draft_far_weaker_than_the_average_one_is_soon_left_alone(batch_size, 
     that draft costs a third. Over three replies of 60 cycles."""
     rates = []
     for seed in range(12):
-        rng, tokens, spent = random.Random(seed), 0, 0.0
+        rng = random.Random(seed)
+        tokens = 0
+        spent = 0.0
 
         def dear(batch_size, shape, context):
             return seconds(batch_size, shape, context) * (1.3 if shape.steps else 1.0)
@@ -393,7 +409,9 @@ def test_costs_that_the_table_has_wrong_are_learnt():
         return seconds(batch_size, shape, context) * (0.5 if shape.steps == 6 else 1.0)
 
     chooser = make_chooser(seconds=wrong)
-    request, rng, used = chooser.new_request(), random.Random(2), Counter()
+    request = chooser.new_request()
+    rng = random.Random(2)
+    used = Counter()
     for _ in range(3000):
         shape = chooser.choose([request], 300)
         used[shape] += 1
@@ -417,15 +435,19 @@ def test_a_wrong_table_is_compared_with_plain_decoding_soon(measured):
     """Other programs ran while it was made, and the draft is good for nothing."""
     rates = []
     for seed in range(8):
-        chooser, rng = make_chooser(seconds=measured), random.Random(seed)
-        request, spent, tokens = chooser.new_request(), 0.0, 0
+        chooser = make_chooser(seconds=measured)
+        rng = random.Random(seed)
+        request = chooser.new_request()
+        spent = 0.0
+        tokens = 0
         for _ in range(300):
             shape = chooser.choose([request], 300)
             accepted = int(shape.steps > 0 and rng.random() < 0.05)
             chooser.observe(request, shape, accepted)
             took = seconds(1, shape, 300)
             chooser.observe_time(1, shape, 300, took * math.exp(rng.gauss(0.0, 0.08)))
-            spent, tokens = spent + took, tokens + 1 + accepted
+            spent = spent + took
+            tokens = tokens + 1 + accepted
         rates.append(tokens / spent * seconds(1, NO_SPECULATION, 300))
     assert np.mean(rates) > 0.95
 
@@ -433,8 +455,10 @@ def test_a_wrong_table_is_compared_with_plain_decoding_soon(measured):
 @pytest.mark.parametrize("times_plain", [False, True])
 def test_a_comparison_that_does_not_come_about_is_not_sought_for_ever(times_plain):
     """Batch sizes that change every few cycles, and plain cycles that have no recording and are not timed."""
-    chooser, rng = make_chooser(), random.Random(0)
-    requests, num_plain = [chooser.new_request() for _ in range(4)], Counter()
+    chooser = make_chooser()
+    rng = random.Random(0)
+    requests = [chooser.new_request() for _ in range(4)]
+    num_plain = Counter()
     for number in range(1200):
         size = 1 + number // 3 % 4
         shape = chooser.choose(requests[:size], 300)
@@ -450,8 +474,10 @@ def test_a_comparison_that_does_not_come_about_is_not_sought_for_ever(times_plai
 def test_times_that_vary_by_chance_keep_no_draft_from_drafting(seed):
     """Drafting is worth 1.2, and cycles take 0.8 to 1.25 times what they should: when that has let the
     chooser decode plainly, it comes back soon, also where there was nothing to draft for long before."""
-    chooser, rng = make_chooser(), random.Random(seed)
-    request, chain = chooser.new_request(), SHAPES[1]
+    chooser = make_chooser()
+    rng = random.Random(seed)
+    request = chooser.new_request()
+    chain = SHAPES[1]
     spent = Counter()
     for number in range(8000):
         chance = 0.0 if number < 2000 else 0.4
@@ -471,13 +497,15 @@ def test_a_machine_that_becomes_faster_has_its_costs_compared_anew(seed):
     cycle. Alone, where plain cycles take two thirds of the time, it takes 1.56 times theirs and costs 6 %:
     that is seen within some 30 cycles, and so is the way back."""
     one = SHAPES[1]
-    times, is_alone = {NO_SPECULATION: 0.2, one: 0.27}, {NO_SPECULATION: 0.133, one: 0.208}
+    times = {NO_SPECULATION: 0.2, one: 0.27}
+    is_alone = {NO_SPECULATION: 0.133, one: 0.208}
     chooser = ShapeChooser(
         lambda batch_size, shape, context: times.get(shape, 1.0),
         AcceptanceTable.even(SHAPES[:2], 0.47),
         {32: SHAPES[:2]},
     )
-    rng, drafted = random.Random(seed), []
+    rng = random.Random(seed)
+    drafted = []
     requests = [chooser.new_request() for _ in range(32)]
     for number in range(900):
         takes = is_alone if 300 <= number < 600 else times
@@ -495,12 +523,16 @@ def test_a_machine_that_becomes_faster_has_its_costs_compared_anew(seed):
 def test_new_requests_are_tried_though_those_before_them_could_not_be_drafted(seed):
     """Eight replies of 64 tokens at a time, hard for long and then easy: that is seen within some replies,
     though plain decoding shows nothing of them, and trying it costs the hard ones next to nothing."""
-    chooser, rng = make_chooser(), random.Random(seed)
+    chooser = make_chooser()
+    rng = random.Random(seed)
     seconds_of = {NO_SPECULATION: 0.05, SHAPES[1]: 0.064}
-    spent, tokens, drafted = [], [], []
+    spent = []
+    tokens = []
+    drafted = []
     for number in range(60):
         chance = 0.05 if number < 30 else 0.5
-        requests, lengths = [chooser.new_request() for _ in range(8)], [0] * 8
+        requests = [chooser.new_request() for _ in range(8)]
+        lengths = [0] * 8
         spent.append(0.0)
         drafted.append(0)
         while max(lengths) < 64:
@@ -522,7 +554,8 @@ def test_new_requests_are_tried_though_those_before_them_could_not_be_drafted(se
 
 def test_looking_at_the_plan_changes_nothing():
     """``/metrics`` asks for it as often as it likes."""
-    chooser, other = make_chooser(), make_chooser()
+    chooser = make_chooser()
+    other = make_chooser()
     for _ in range(50):
         chooser.plan([1, 8])
     assert chooser.acceptance.shared_variance == other.acceptance.shared_variance
@@ -530,8 +563,10 @@ def test_looking_at_the_plan_changes_nothing():
 
 def test_one_request_shows_little_of_the_others():
     """However long it is drafted, it is one text."""
-    chooser, rng = make_chooser(), random.Random(0)
-    request, before = chooser.new_request(), chooser.acceptance.shared_variance
+    chooser = make_chooser()
+    rng = random.Random(0)
+    request = chooser.new_request()
+    before = chooser.acceptance.shared_variance
     for _ in range(5000):
         chooser.observe(request, SHAPES[1], int(rng.random() < 0.9))
         chooser.learn()
@@ -541,7 +576,8 @@ def test_one_request_shows_little_of_the_others():
 
 
 def test_many_requests_show_what_they_share():
-    chooser, rng = make_chooser(), random.Random(0)
+    chooser = make_chooser()
+    rng = random.Random(0)
     for _ in range(100):
         request = chooser.new_request()
         for _ in range(20):
@@ -556,7 +592,8 @@ def test_first_cycles_say_little_of_the_texts():
     """Replies begin alike, whatever follows."""
 
     def learnt(first_accepted, seed=0):
-        chooser, rng = make_chooser(confident_table()), random.Random(seed)
+        chooser = make_chooser(confident_table())
+        rng = random.Random(seed)
         for _ in range(100):
             request = chooser.new_request()
             chooser.observe(request, SHAPES[1], first_accepted)
@@ -574,7 +611,8 @@ def test_first_cycles_say_little_of_the_texts():
 
 @pytest.mark.parametrize("num_cycles", [1, 2])
 def test_replies_of_one_cycle_teach_that_a_draft_is_worth_nothing(num_cycles):
-    chooser, used = make_chooser(), Counter()
+    chooser = make_chooser()
+    used = Counter()
     for _ in range(1500 // num_cycles):
         request = chooser.new_request()
         for _ in range(num_cycles):
@@ -595,7 +633,9 @@ def test_a_request_without_verified_drafts_shows_nothing_of_its_text():
     assert request.offset == before and request.newness == 1.0
     chooser.observe(request, SHAPES[3], 1, 1)
     chooser.learn()
-    once, request.offset, request.variance = request.offset, before, 1.25
+    once = request.offset
+    request.offset = before
+    request.variance = 1.25
     chooser.observe(request, SHAPES[1], 1)
     chooser.learn()
     assert once == pytest.approx(request.offset, rel=0.05), (
@@ -610,10 +650,12 @@ def test_coming_back_must_pay_for_the_backfill():
 
         chooser = ShapeChooser(seconds, AcceptanceTable.even(SHAPES, AVERAGE), {1: SHAPES}, "", backfill)
         request = chooser.new_request()
-        request.offset, request.variance = -6.0, 0.0
+        request.offset = -6.0
+        request.variance = 0.0
         for _ in range(HOLD):
             assert not chooser.choose([request], 300).steps
-        request.offset, request.num_pending = 0.0, HOLD
+        request.offset = 0.0
+        request.num_pending = HOLD
         return next((n for n in range(HOLD + 1) if chooser.choose([request], 300).steps), None)
 
     assert cycles_until_drafting(0.0) is not None
@@ -658,8 +700,10 @@ def test_what_is_certain_is_not_worth_exploring():
 @pytest.mark.parametrize("lag", [0, 1])
 def test_what_drafting_loses_is_counted_by_cycles_and_requests(lag):
     """Nothing is accepted. With a lag a cycle's tokens come behind the next choice."""
-    chooser, pending = make_chooser(), []
-    requests, expected = [chooser.new_request() for _ in range(8)], 0.0
+    chooser = make_chooser()
+    pending = []
+    requests = [chooser.new_request() for _ in range(8)]
+    expected = 0.0
     chooser.choose(requests, 300)
     chooser._use(1)
     for _ in range(10):
@@ -697,7 +741,8 @@ def take_turns(correction, errors, cycle=0, times=1, count=6, noise=0.0, seed=0)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("count", [1, 2, 8])
 def test_a_shape_that_costs_more_than_the_table_says_is_found(seed, count):
-    correction, errors = CostCorrection(3), [(0, 0.0), (1, 0.2), (2, -0.1)]
+    correction = CostCorrection(3)
+    errors = [(0, 0.0), (1, 0.2), (2, -0.1)]
     cycle = take_turns(correction, errors, times=134 // count, count=count, noise=0.02, seed=seed)
     assert np.log(correction.factors()) == pytest.approx([0.0, 0.2, -0.1], abs=0.05)
     assert correction.has_compared
@@ -775,7 +820,8 @@ def test_a_machine_that_slows_down_changes_no_choice():
 def test_a_decision_costs_few_calls():
     """Calls of functions and operations are counted, which on the host take about a microsecond each."""
     num_calls = 0
-    chooser, rng = make_chooser(confident_table()), random.Random(4)
+    chooser = make_chooser(confident_table())
+    rng = random.Random(4)
     requests = [chooser.new_request() for _ in range(8)]
 
     def count(frame, event, argument):
@@ -854,9 +900,11 @@ def batch_speed(batch_size, budgets, see_depths=False, num_cycles=1500):
     """Tokens per second of a batch whose drafts are as sure as they are good, each of its own text, and the
     verified drafts by chance."""
     chooser = ShapeChooser(whole_seconds, confident_table(), {1: SHAPES}, budgets=budgets)
-    requests, rng = [chooser.new_request() for _ in range(batch_size)], random.Random(4)
+    requests = [chooser.new_request() for _ in range(batch_size)]
+    rng = random.Random(4)
     verified = Counter()
-    time, count = 0.0, 0
+    time = 0.0
+    count = 0
     for _ in range(num_cycles):
         chances = [rng.choice((0.1, 0.5, 0.9)) for _ in requests]
         for request, chance in zip(requests, chances, strict=True):
@@ -889,7 +937,8 @@ def test_rows_are_given_to_the_drafts_of_the_batch_that_are_likeliest(batch_size
 
 def test_a_forecast_of_the_likeliest_drafts_is_their_mean():
     chooser = ShapeChooser(whole_seconds, confident_table(), {1: SHAPES}, budgets=BUDGETS)
-    requests, rng = [chooser.new_request() for _ in range(32)], random.Random(0)
+    requests = [chooser.new_request() for _ in range(32)]
+    rng = random.Random(0)
     forecast = chooser._forecast_of(requests, 300)
     sums = Counter()
     for _ in range(300):

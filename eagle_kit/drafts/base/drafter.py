@@ -139,7 +139,8 @@ class Drafter:
     """Verifiers that are sound for these proposals, the default first."""
 
     def __init__(self, model: DraftModel, vocab_size: int, layout: PoolLayout) -> None:
-        self.model, self.vocab_size = model, vocab_size
+        self.model = model
+        self.vocab_size = vocab_size
         self.kv = open_store(
             model.cache,
             layout,

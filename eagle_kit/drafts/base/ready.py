@@ -109,7 +109,8 @@ class ReadyDrafter(Drafter):
 
     def empty_candidates(self, count: int, spec: CandidateSpec) -> Candidates:
         """Make the candidates of ``count`` requests that have not been prefilled."""
-        (steps, topk, _), device = spec, self.model.device
+        steps, topk, _ = spec
+        device = self.model.device
         tokens = torch.zeros(count, steps, topk, dtype=torch.int64, device=device)
         scores = torch.zeros(count, steps, self.num_parent_candidates(spec), topk, device=device)
         return Candidates(tokens, scores, torch.zeros(count, self.num_confidence_depths(spec), device=device))
@@ -143,7 +144,8 @@ class ReadyDrafter(Drafter):
             logits = DraftLogits(self.model, read.unflatten(0, (-1, spec.steps)))
             return Candidates(*roll_out(logits, roots, spec.topk, reads_confidence=spec.reads_confidence))
         tokens, scores = self._candidates(read, spec.topk)
-        tokens, scores = tokens.view(-1, spec.steps, spec.topk), scores.view(-1, spec.steps, 1, spec.topk)
+        tokens = tokens.view(-1, spec.steps, spec.topk)
+        scores = scores.view(-1, spec.steps, 1, spec.topk)
         return Candidates(tokens, scores, scores.new_zeros(len(tokens), 0))
 
     def confidence(self, state: tuple[torch.Tensor, ...]) -> torch.Tensor | None:
@@ -165,7 +167,8 @@ class ReadyDrafter(Drafter):
             shape: no deeper or wider than the candidates of the state.
         """
         assert state.draft is not None
-        tokens, (steps, topk, _) = state.draft[0], shape
+        tokens = state.draft[0]
+        steps, topk, _ = shape
         assert steps <= tokens.shape[1] and topk <= tokens.shape[2]
         if topk == 1:
             tree = chain_build(state.roots, tokens[:, :steps, 0])

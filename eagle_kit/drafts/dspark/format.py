@@ -10,7 +10,8 @@ from eagle_kit.drafts.dflash.block_kind import ROWS
 from eagle_kit.drafts.dflash.format import BlockFormat
 from eagle_kit.drafts.files.formats import Format, refuse
 
-RANK, FORM = "markov_rank", "markov_head_type"
+RANK = "markov_rank"
+FORM = "markov_head_type"
 """Keys of a ``config.json`` for the Markov head."""
 
 

@@ -48,8 +48,11 @@ class Eagle1Format(DraftFormat):
     def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
         """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
         config = self.kind.read_config(files)
-        raw, tensors = without_keys(files.config, BIAS_KEYS), dict(files.tensors)
+        raw = without_keys(files.config, BIAS_KEYS)
+        tensors = dict(files.tensors)
         zeros: dict[str, torch.Tensor] = {}
+
+        # What each class calls it, wants of biases, and cannot serve.
         match peer:
             case "speculators":
                 refuse(peer, "it has dropped its class for EAGLE-1 heads", "Export it for sglang or eagle.")
@@ -79,14 +82,19 @@ class Eagle1Format(DraftFormat):
                 "will be those of other probabilities.",
                 stacklevel=2,
             )
-        own = {**files.own, "format": peer, **({"zeros": sorted(zeros)} if zeros else {})}
+
+        # What the way back needs.
+        own: dict[str, Any] = {**files.own, "format": peer}
+        if zeros:
+            own["zeros"] = sorted(zeros)
         return DraftFiles({**raw, OWN: own}, tensors | zeros, files.metadata)
 
     def read(self, files: DraftFiles, peer: Format, target: TargetConfig | None) -> DraftFiles:
         """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`; copies of the target's matrices are
         kept."""
         own = files.own
-        is_ours, zeros = own.pop("format", None) is not None, own.pop("zeros", [])
+        is_ours = own.pop("format", None) is not None
+        zeros = own.pop("zeros", [])
         tensors = {
             plain: tensor
             for name, tensor in files.tensors.items()

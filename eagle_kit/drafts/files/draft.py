@@ -208,6 +208,7 @@ def write_draft(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    # The texts are made before anything is written.
     folder = Path(os.path.realpath(folder))
     _check_replaceable(folder)
     texts = {
@@ -216,6 +217,8 @@ def write_draft(
     }
     if card is not None:
         texts[CARD] = card
+
+    # Everything is written beside the folder, and takes its place at the end.
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         need = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) + (1 << 20)

@@ -16,7 +16,8 @@ from eagle_kit.models.loading.loader import IGNORED_SUFFIXES, open_safetensors, 
 from eagle_kit.models.loading.source import OLD_WEIGHTS
 
 CONFIG, WEIGHTS, METADATA = "config.json", "model.safetensors", "eagle_kit.json"
-EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+OUTPUT = "lm_head.weight"
 OWN = "eagle_kit"
 """Our key in every ``config.json``. Its ``format`` names the layout, where that is not ours."""
 WEIGHTS_KEY = "target_weights"

@@ -126,7 +126,10 @@ class ModulesDrafter(ReadyDrafter):
         features = self.model.features(read.flatten(0, 1)).view(b, length, self.model.feature_size)
         modules, request = self.model.num_modules, self.numbers[:b]
         tokens = torch.cat((emitted, emitted.new_zeros(b, modules)), 1)
-        hidden, drafted, scores, next_carries = features.to(carries.dtype), [], [], []
+        hidden = features.to(carries.dtype)
+        drafted = []
+        scores = []
+        next_carries = []
         for module in range(modules):
             size = length + module
             states = carries[:, module, None]

@@ -28,7 +28,8 @@ class MTPFormat(DraftFormat):
     def write(self, files: DraftFiles, peer: Format, served: Served) -> DraftFiles:
         """See :class:`~eagle_kit.drafts.files.formats.DraftFormat`."""
         config = self.kind.read_config(files)
-        layer, count = config.layer, config.num_modules
+        layer = config.layer
+        count = config.num_modules
         if peer in ("speculators", "eagle"):
             refuse(peer, "it has no class for DeepSeek's MTP modules", "Export them for sglang or vllm.")
         if layer.model_type not in DEEPSEEK:

@@ -190,14 +190,15 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
     def new_head(self, settings: MTPHeadConfig, config: MTPConfig, start: InitContext) -> MTPHead:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`: modules of the target's checkpoint, copies of
         its last layer, or random ones."""
+        # Modules of the target's checkpoint; transformers leaves them out when it saves a model.
         files = open_draft(start.folder)
-        init = str(settings.init)
         named = _as_deepseeks(files)
         has = named.config.get(COUNT) or 0
-        if has and not _has_module(
-            named, first_layer(named)
-        ):  # transformers leaves them out when it saves a model
+        if has and not _has_module(named, first_layer(named)):
             has = 0
+
+        # Take them where that is asked for, or can be.
+        init = str(settings.init)
         if init == "auto":
             init = "checkpoint" if has else "last-layer"
         if init == "checkpoint":
@@ -210,6 +211,8 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
             head.layers = head.layers[: config.num_modules]
             head.config = replace(config, own_head=head.config.own_head)
             return head
+
+        # New modules.
         head = MTPHead(config).bind(start.target.lm_head)
         for module in head.layers:
             assert isinstance(module, MTPModule)
