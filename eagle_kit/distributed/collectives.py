@@ -75,7 +75,10 @@ class Ranks:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-        self.rank, self.size, self.device, self.timeout_s = rank, size, device, timeout_s
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.timeout_s = timeout_s
         self.volume: Counter[str] = Counter()
         self.lost: str | None = None
         timeout = timedelta(seconds=timeout_s)
@@ -230,7 +233,8 @@ class Ranks:
 
     def together(self, work: Callable[[], Any]) -> Any:
         """Result of ``work``, which every rank does; where one fails, all raise its error."""
-        result, error = None, None
+        result = None
+        error = None
         try:
             result = work()
         except Exception as raised:  # it is raised below

@@ -22,7 +22,8 @@ LEFT = "left"
 def launched_store(timeout: timedelta) -> dist.Store:
     """Connect once more to the store by which the processes of a launcher have met."""
     environ = os.environ
-    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    address = environ["MASTER_ADDR"]
+    port = int(environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
     return dist.PrefixStore(f"heartbeat/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -46,9 +47,13 @@ class Heartbeat:
         timeout_s: float,
         on_missing: Callable[[str], None],
     ) -> None:
-        self._connect, self._rank, self._size = connect, rank, size
-        self._timeout_s, self._on_missing = timeout_s, on_missing
-        self._has_ended, self._is_done = threading.Event(), False
+        self._connect = connect
+        self._rank = rank
+        self._size = size
+        self._timeout_s = timeout_s
+        self._on_missing = on_missing
+        self._has_ended = threading.Event()
+        self._is_done = False
         self._answered = time.monotonic()
         self._heard = dict.fromkeys(range(size), ("", self._answered))
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch)]
@@ -70,7 +75,8 @@ class Heartbeat:
     def _beat(self) -> None:
         """Write and read what is new, until the end. An error of the store is silence: it is missed then."""
         every = self._timeout_s / BEATS
-        store, number = None, 0
+        store: dist.Store | None = None
+        number = 0
         while True:
             if (is_last := self._has_ended.is_set()) and (store is None or not self._is_done):
                 return
@@ -96,7 +102,8 @@ class Heartbeat:
         """Find out who is missing, also while a call of the store hangs."""
         every = min(1.0, self._timeout_s / BEATS)
         while not self._has_ended.wait(every):
-            now, limit = time.monotonic(), self._timeout_s
+            now = time.monotonic()
+            limit = self._timeout_s
             silent = [rank for rank, (_, last) in self._heard.items() if now - last > limit]
             if now - self._answered > limit:
                 self._on_missing(f"The store of the first machine has not answered for {in_seconds(limit)}.")

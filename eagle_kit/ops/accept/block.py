@@ -74,10 +74,12 @@ def accept_block(
 
         chain = q.contiguous(), tokens.contiguous(), uniforms.contiguous(), bonus_uniforms.contiguous()
         return Accepted(*triton.accept_block(distribution_parts(probs), *chain))
-    probs, q = probabilities(probs), draft_probs(q)
+    probs = probabilities(probs)
+    q = draft_probs(q)
     b, steps, _ = q.shape
     drafts = tokens[:, 1:, None]
-    p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
+    p_x = probs[:, :steps].gather(2, drafts)[..., 0]
+    q_x = q.gather(2, drafts)[..., 0]
     ratios = torch.where(q_x > 0, p_x.double() / q_x, 0.0)
     weight = torch.ones(b, dtype=torch.float64, device=q.device)
     weights = [weight]

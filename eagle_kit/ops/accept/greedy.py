@@ -55,7 +55,8 @@ def accept_greedy(
     node = torch.zeros(b, 1, dtype=torch.int64, device=tokens.device)
     alive = torch.ones_like(node, dtype=torch.bool)
     is_drafted = torch.arange(n, device=tokens.device) > 0
-    path, num_accepted = [node], torch.zeros_like(node)
+    path = [node]
+    num_accepted = torch.zeros_like(node)
     for _ in range(steps):
         agrees = (parents == node) & (tokens == predicted.gather(1, node)) & is_drafted
         alive = alive & agrees.any(1, keepdim=True)

@@ -62,12 +62,15 @@ def accept_rejection_chain(
         return accept_rejection_tree(
             probs, q, tokens, parents, padded, bonus_uniforms, steps, backend=backend
         )
-    probs, q = probabilities(probs), draft_probs(q)
+    probs = probabilities(probs)
+    q = draft_probs(q)
     drafts = tokens[:, 1:, None]
-    p_x, q_x = probs[:, :steps].gather(2, drafts)[..., 0], q.gather(2, drafts)[..., 0]
+    p_x = probs[:, :steps].gather(2, drafts)[..., 0]
+    q_x = q.gather(2, drafts)[..., 0]
     keeps = (uniforms.double() * q_x < p_x) & (q_x > 0)
     num_accepted = keeps.to(torch.int64).cumprod(1).sum(1)
-    p_end, q_end = node_rows(probs, num_accepted), node_rows(q, num_accepted.clamp(max=steps - 1))
+    p_end = node_rows(probs, num_accepted)
+    q_end = node_rows(q, num_accepted.clamp(max=steps - 1))
     # Nothing to subtract after the last draft, and where q = 0 says that nothing was sampled.
     is_refused = (num_accepted < steps) & (node_rows(q_x, num_accepted.clamp(max=steps - 1)) > 0)
     left = (p_end - torch.where(is_refused[:, None], q_end, 0.0)).relu()
@@ -112,12 +115,15 @@ def accept_rejection_tree(
         )
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
-    path, num_accepted = node.expand(-1, steps + 1), node
-    p, distribution = probs[:, 0].double(), draft_probs(q[:, 0]).double()
+    path = node.expand(-1, steps + 1)
+    num_accepted = node
+    p = probs[:, 0].double()
+    distribution = draft_probs(q[:, 0]).double()
     for j in range(1, tokens.shape[1]):
         token = tokens[:, j : j + 1]
         at = token.clamp(min=0)
-        p_x, q_x = p.gather(1, at), distribution.gather(1, at)
+        p_x = p.gather(1, at)
+        q_x = distribution.gather(1, at)
         tried = (parents[:, j : j + 1] == node) & (token >= 0) & (q_x > 0)
         kept = tried & (uniforms[:, j : j + 1].double() * q_x < p_x)
         refused = tried & ~kept

@@ -68,7 +68,8 @@ def accept_relaxed(
         return Accepted(*out)
     probs = probabilities(probs)
     node = torch.zeros_like(parents[:, :1])
-    path, num_accepted = node.expand(-1, steps + 1), node
+    path = node.expand(-1, steps + 1)
+    num_accepted = node
     p = probs[:, 0].double()
     tried_mass = torch.zeros_like(p[:, :1])
     for j in range(1, tokens.shape[1]):

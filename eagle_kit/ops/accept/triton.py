@@ -70,7 +70,9 @@ def _follow(rows, stats, last, sums, values, ids, uniforms, tokens, parents, pat
     b = tl.program_id(0).to(tl.int64)
     j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
     out = b * (steps + 1)
-    node, count, alive = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), b >= 0
+    node = tl.full((), 0, tl.int32)
+    count = tl.full((), 0, tl.int32)
+    alive = b >= 0
     token = tl.full((), 0, tl.int64)
     for step in range(steps + 1):
         if alive:
@@ -130,7 +132,8 @@ def _sum_left(rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refu
     """Sums of the residuals of p and q; those of p over every 128 tokens are written to ``parts``."""
     GROUPS: tl.constexpr = CHUNK // _LANE
     group = tl.arange(0, GROUPS)
-    total, rest = tl.zeros([GROUPS], tl.float64), tl.zeros([GROUPS], tl.float64)
+    total = tl.zeros([GROUPS], tl.float64)
+    rest = tl.zeros([GROUPS], tl.float64)
     for c in range(chunks):
         y = c * CHUNK + group[:, None] * _LANE + tl.arange(0, _LANE)[None, :]
         p, below = _residuals(
@@ -151,25 +154,32 @@ def _walk(rows, stats, last, sums, q, q_sums, tokens, parents, uniforms, bonus_u
           CHUNK: tl.constexpr, CPAD: tl.constexpr, NPAD: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     j, up, drafted = _window(tokens, parents, b, nodes, NPAD)
-    at, out = b * nodes, b * (steps + 1)
+    at = b * nodes
+    out = b * (steps + 1)
     GROUPS: tl.constexpr = CHUNK // _LANE
     parts += b * chunks * GROUPS
     one = tl.full((), 1.0, tl.float64)
     none = tl.full((), 0, tl.int32)
-    node, count, number, mass = none, none, none, one * 0.0
-    p_total, q_total = one, one
+    node = none
+    count = none
+    number = none
+    mass = one * 0.0
+    p_total = one
+    q_total = one
     tl.store(path + out, (b * 0).to(tl.int64))
     child = tl.min(tl.where((up == 0) & (drafted >= 0), j, NPAD), 0)
     while child < NPAD:
         x = tl.load(tokens + at + child)
-        m, q_row = at + node, b * q_nodes + node
+        m = at + node
+        q_row = b * q_nodes + node
         q_size = _q_size(q_sums, q_row, node < q_nodes, vocab, chunks, CPAD)
         scale = row_scale(sums, m, chunks, DENSE, CPAD)
         p_x, q_x = _residuals(
             rows, stats, last, q, x, m, q_row, q_size, vocab, scale, refused, scales, at, number, RELAXED,
             DENSE,
         )  # fmt: skip
-        p_x, q_x = p_x / p_total, q_x / q_total
+        p_x = p_x / p_total
+        q_x = q_x / q_total
         if RELAXED:
             uniform = tl.load(uniforms + b * uniform_stride + count)
             mass += p_x
@@ -189,7 +199,8 @@ def _walk(rows, stats, last, sums, q, q_sums, tokens, parents, uniforms, bonus_u
             else:
                 tl.store(scales + 2 * (at + number), 1.0 / p_total)
                 number += 1
-                total, rest = one * 0.0, one * 0.0
+                total = one * 0.0
+                rest = one * 0.0
                 for attempt in range(2):
                     # Distributions that differ by rounding alone may leave no residual: then p is sampled.
                     if total <= 0:
@@ -200,14 +211,20 @@ def _walk(rows, stats, last, sums, q, q_sums, tokens, parents, uniforms, bonus_u
                             rows, stats, last, q, m, q_row, q_size, vocab, chunks, scale, refused, scales, at,
                             number, parts, RELAXED, DENSE, CHUNK,
                         )  # fmt: skip
-                p_total, q_total = tl.where(total > 0, total, 1.0), tl.where(rest > 0, rest, 1.0)
+                p_total = tl.where(total > 0, total, 1.0)
+                q_total = tl.where(rest > 0, rest, 1.0)
         if kept:
             tl.store(emitted + out + count, x, count < steps)
-            node, count, number, mass = child, count + 1, none, one * 0.0
-            p_total, q_total = one, one
+            node = child
+            count = count + 1
+            number = none
+            mass = one * 0.0
+            p_total = one
+            q_total = one
             tl.store(path + out + count, child.to(tl.int64), count <= steps)
         child = tl.min(tl.where((up == node) & (drafted >= 0) & (j > child), j, NPAD), 0)
-    m, q_row = at + node, b * q_nodes + node
+    m = at + node
+    q_row = b * q_nodes + node
     q_size = _q_size(q_sums, q_row, node < q_nodes, vocab, chunks, CPAD)
     scale = row_scale(sums, m, chunks, DENSE, CPAD)
     if RELAXED and number > 0:
@@ -216,7 +233,8 @@ def _walk(rows, stats, last, sums, q, q_sums, tokens, parents, uniforms, bonus_u
             RELAXED, DENSE, CHUNK,
         )  # fmt: skip
         number = tl.where(total > 0, number, 0)
-    c, group = tl.arange(0, CPAD), tl.arange(0, GROUPS)
+    c = tl.arange(0, CPAD)
+    group = tl.arange(0, GROUPS)
     weight = row_sums(sums, m, chunks, CPAD) * scale
     if number > 0:
         tl.debug_barrier()
@@ -239,7 +257,8 @@ def _walk(rows, stats, last, sums, q, q_sums, tokens, parents, uniforms, bonus_u
 def _prefix_weights(rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab, chunks, DENSE: tl.constexpr,
                     CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
     """Prefix weights w_0 .. w_S of a chain."""
-    k, c = tl.arange(0, SPAD), tl.arange(0, CPAD)
+    k = tl.arange(0, SPAD)
+    c = tl.arange(0, CPAD)
     is_draft = k < steps
     m = b * (steps + 1) + tl.where(is_draft, k, 0)
     x = tl.load(tokens + m + 1)
@@ -264,8 +283,10 @@ def _prefix_weights(rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab,
 @triton.jit(do_not_specialize=["steps"])
 def _excess(rows, stats, last, sums, q, q_sums, tokens, excess, steps, vocab, chunks, DENSE: tl.constexpr,
             CHUNK: tl.constexpr, CPAD: tl.constexpr, SPAD: tl.constexpr):  # fmt: skip
-    r, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    b, i = r // steps, r % steps
+    r = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1)
+    b = r // steps
+    i = r % steps
     found = _prefix_weights(
         rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD
     )
@@ -287,7 +308,8 @@ def _block(rows, stats, last, sums, q, q_sums, tokens, uniforms, bonus_uniforms,
     found = _prefix_weights(
         rows, stats, last, sums, q, q_sums, tokens, b, steps, vocab, chunks, DENSE, CPAD, SPAD
     )
-    k, c = tl.arange(0, SPAD), tl.arange(0, CPAD)
+    k = tl.arange(0, SPAD)
+    c = tl.arange(0, CPAD)
     places = excess + (b * steps + k)[:, None] * chunks + c[None, :]
     parts = tl.load(places, (k < steps)[:, None] & (c < chunks)[None, :], 0.0)
     total = tl.sum(parts, 1)
@@ -340,7 +362,8 @@ Outcome = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _outcome(tokens: torch.Tensor, steps: int) -> Outcome:
-    b, device = tokens.shape[0], tokens.device
+    b = tokens.shape[0]
+    device = tokens.device
     path, emitted = (torch.empty(b, steps + 1, dtype=torch.int64, device=device) for _ in range(2))
     return path, emitted, torch.empty(b, dtype=torch.int64, device=device)
 
@@ -369,7 +392,8 @@ def accept_most_likely(
     out = _outcome(tokens, steps)
     if tokens.numel():
         values, ids = best_of_chunks(logits)
-        (b, nodes), chunks = tokens.shape, values.shape[1]
+        b, nodes = tokens.shape
+        chunks = values.shape[1]
         _follow[(b,)](
             *[values] * 4, values, ids, values, tokens, parents, *out, nodes, 1, chunks, steps, GREEDY=True,
             DENSE=True, CHUNK=1, CPAD=triton.next_power_of_2(chunks), NPAD=_padded(nodes), num_warps=1,
@@ -390,7 +414,8 @@ def accept_target_only(
     out = _outcome(tokens, steps)
     if tokens.numel():
         rows, dense = rows_of(parts)
-        (b, nodes), vocab = tokens.shape, parts[0].shape[-1]
+        b, nodes = tokens.shape
+        vocab = parts[0].shape[-1]
         options = sizes(vocab)
         options["num_warps"] = _follow_warps(options["CHUNK"])
         _follow[(b,)](
@@ -417,7 +442,8 @@ def accept_stochastic(
     out = _outcome(tokens, steps)
     if tokens.numel():
         rows, dense = rows_of(parts)
-        (b, nodes), vocab = tokens.shape, parts[0].shape[-1]
+        b, nodes = tokens.shape
+        vocab = parts[0].shape[-1]
         options = sizes(vocab)
         options["num_warps"] = _walk_warps(options["CHUNK"], q is None)
         refused = torch.empty_like(tokens)

@@ -31,9 +31,11 @@ def _rotate(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     if INTERLEAVED:
-        partner, place = d ^ 1, (d % 2) * (E // 2) + d // 2
+        partner = d ^ 1
+        place = (d % 2) * (E // 2) + d // 2
     else:
-        partner, place = tl.where(d < E // 2, d + E // 2, d - E // 2), d
+        partner = tl.where(d < E // 2, d + E // 2, d - E // 2)
+        place = d
     turns = d < E
     row = (token * heads + head)[:, None] * D
     inside = (head < heads)[:, None] & (d < D)[None, :]

@@ -85,7 +85,8 @@ def make_sampling_batch(
     if (top_p := column("top_p", 1.0)) is not None:
         top_p = top_p.clamp(min=SMALLEST)
     repetition = column("repetition_penalty", 1.0)
-    frequency, presence = column("frequency_penalty", 0.0), column("presence_penalty", 0.0)
+    frequency = column("frequency_penalty", 0.0)
+    presence = column("presence_penalty", 0.0)
     if repetition is not None:
         repetition = repetition.clamp(min=SMALLEST)
     bias = prompt_mask = counts = None

@@ -17,7 +17,8 @@ CHUNK = 1024
 """Number of addends that are summed in fp32; the chunks' sums are added in fp64. Chunks also make the order
 of additions independent of the number of rows of a call."""
 
-_ROUNDS, _INFINITY = 31, 0x7F800000
+_ROUNDS = 31
+_INFINITY = 0x7F800000
 
 
 def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,8 @@ def nearest(distance: torch.Tensor, weights: torch.Tensor, need: torch.Tensor) -
         middle = low + (high - low) // 2
         torch.le(d, middle.view(torch.float32)[..., None], out=taken)
         is_enough = _weight(taken, w) >= need
-        low, high = torch.where(is_enough, low, middle), torch.where(is_enough, middle, high)
+        low = torch.where(is_enough, low, middle)
+        high = torch.where(is_enough, middle, high)
     bound = high.view(torch.float32)
     missing = need - _weight(torch.lt(d, bound[..., None], out=taken), w)
     tied = distance == bound

@@ -27,11 +27,14 @@ import torch
 import triton
 import triton.language as tl
 
-ROUNDS, DIGITS = 8, 16
+ROUNDS = 8
+DIGITS = 16
 _INFINITY = tl.constexpr(0x7F800000)
 _NO_ID = tl.constexpr(2**31 - 1)
-_MIX_1, _MIX_2 = tl.constexpr(0xFF51AFD7ED558CCD), tl.constexpr(0xC4CEB9FE1A85EC53)
-_GOLDEN, _STREAM = tl.constexpr(0x9E3779B97F4A7C15), tl.constexpr(0x5851F42D4C957F2D)
+_MIX_1 = tl.constexpr(0xFF51AFD7ED558CCD)
+_MIX_2 = tl.constexpr(0xC4CEB9FE1A85EC53)
+_GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+_STREAM = tl.constexpr(0x5851F42D4C957F2D)
 
 
 @triton.jit
@@ -60,7 +63,8 @@ def probability(x):
 
 @triton.jit
 def _best(logits, values, ids, vocab, chunks, CHUNK: tl.constexpr):
-    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1)
     i = c * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + m * vocab + i, i < vocab, float("-inf")).to(tl.float32)
     best = tl.max(x, 0)
@@ -74,8 +78,11 @@ def _narrowed(partial, lows, bases, needs, m, rows, chunks, round, shift, AFTER_
     """Interval that is left by round ``round - 1``, of digits ``shift``: its leading bits, the weight before
     it, the weight still needed, and the chosen digit."""
     before = (round - 1) * rows + m
-    low, base, need = tl.load(lows + before), tl.load(bases + before), tl.load(needs + before)
-    c, digit = tl.arange(0, CPAD), tl.arange(0, 16)
+    low = tl.load(lows + before)
+    base = tl.load(bases + before)
+    need = tl.load(needs + before)
+    c = tl.arange(0, CPAD)
+    digit = tl.arange(0, 16)
     at = (((round - 1) % 2) * rows + m) * chunks + c
     parts = tl.load(partial + at[:, None] * 16 + digit[None, :], (c < chunks)[:, None], 0.0)
     weight = tl.sum(parts.to(tl.float64), 0)
@@ -95,7 +102,8 @@ def _narrowed(partial, lows, bases, needs, m, rows, chunks, round, shift, AFTER_
 def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, bases, needs, nodes, vocab,
             chunks, rows, round, shift, COUNT: tl.constexpr, TOP_P: tl.constexpr, HAS_LIMIT: tl.constexpr,
             CHUNK: tl.constexpr, LANES: tl.constexpr, CPAD: tl.constexpr):  # fmt: skip
-    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1)
     divisor = tl.load(temperature + m // nodes)
     if round == 0:
         low = 0
@@ -125,7 +133,8 @@ def _search(logits, values, temperature, wanted, bounds, lasts, partial, lows, b
             bits = d.to(tl.int32, bitcast=True)
             counts = (i < vocab) & (bits >= low)
             if HAS_LIMIT:
-                bound, last = tl.load(bounds + m), tl.load(lasts + m)
+                bound = tl.load(bounds + m)
+                last = tl.load(lasts + m)
                 counts &= (d < bound) | ((d == bound) & (i <= last))
             own = tl.where(counts, (tl.maximum(bits, low) - low) >> shift, 16)
             weight = tl.full([LANES], 1.0, tl.float32) if COUNT else tl.exp(-d)
@@ -178,8 +187,10 @@ def logit_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
     x = tl.load(rows + m * vocab + i, i < vocab, 0.0 if DENSE else float("-inf")).to(tl.float32)
     if DENSE:
         return probability(x)
-    best, divisor = tl.load(stats + m * 3), tl.load(stats + m * 3 + 1)
-    bound, end = tl.load(stats + m * 3 + 2), tl.load(last + m)
+    best = tl.load(stats + m * 3)
+    divisor = tl.load(stats + m * 3 + 1)
+    bound = tl.load(stats + m * 3 + 2)
+    end = tl.load(last + m)
     d = tl.div_rn(best - x, divisor)
     return tl.where((d < bound) | ((d == bound) & (i <= end)), tl.exp(-d), 0.0)
 
@@ -188,24 +199,29 @@ def logit_weights(rows, i, m, vocab, stats, last, DENSE: tl.constexpr):
 def _sums(rows, values, ids, temperature, bounds, lasts, floors, stats, last, sums, nodes, vocab, chunks,
           DENSE: tl.constexpr, HAS_LIMIT: tl.constexpr, HAS_FLOOR: tl.constexpr, CHUNK: tl.constexpr,
           CPAD: tl.constexpr):  # fmt: skip
-    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1)
     i = c * CHUNK + tl.arange(0, CHUNK)
     if DENSE:
         weight = probability(tl.load(rows + m * vocab + i, i < vocab, 0.0)).to(tl.float64)
         tl.store(sums + m * chunks + c, tl.sum(weight, 0))
     else:
-        best, at = row_best(values, m, chunks, CPAD), row_argmax(values, ids, m, chunks, CPAD)
+        best = row_best(values, m, chunks, CPAD)
+        at = row_argmax(values, ids, m, chunks, CPAD)
         divisor = tl.load(temperature + m // nodes)
-        bound, end = float("inf"), vocab
+        bound = float("inf")
+        end = vocab
         if HAS_LIMIT:
-            bound, end = tl.load(bounds + m), tl.load(lasts + m)
+            bound = tl.load(bounds + m)
+            end = tl.load(lasts + m)
         if HAS_FLOOR:
             floor = tl.load(floors + m // nodes)
             end = tl.where(floor < bound, vocab, end)
             bound = tl.minimum(floor, bound)
         is_greedy = divisor == 0
         divisor = tl.where(is_greedy, 1.0, divisor)
-        bound, end = tl.where(is_greedy, 0.0, bound), tl.where(is_greedy, at, end)
+        bound = tl.where(is_greedy, 0.0, bound)
+        end = tl.where(is_greedy, at, end)
         if c == 0:
             tl.store(stats + m * 3, best)
             tl.store(stats + m * 3 + 1, divisor)
@@ -282,7 +298,8 @@ def _draw(rows, uniforms, stats, last, sums, out, vocab, chunks, DENSE: tl.const
 
 @triton.jit
 def _probs(rows, stats, last, sums, out, vocab, chunks, CHUNK: tl.constexpr, CPAD: tl.constexpr):
-    m, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1)
     i = c * CHUNK + tl.arange(0, CHUNK)
     scale = row_scale(sums, m, chunks, False, CPAD)
     tl.store(out + m * vocab + i, row_probs(rows, i, m, vocab, stats, last, scale, False), i < vocab)
@@ -292,7 +309,8 @@ def _probs(rows, stats, last, sums, out, vocab, chunks, CHUNK: tl.constexpr, CPA
 def _draw_distinct(rows, uniforms, sums, out, vocab, chunks, count, CHUNK: tl.constexpr, CPAD: tl.constexpr,
                    KPAD: tl.constexpr):  # fmt: skip
     m = tl.program_id(0).to(tl.int64)
-    k, c = tl.arange(0, KPAD), tl.arange(0, CPAD)
+    k = tl.arange(0, KPAD)
+    c = tl.arange(0, CPAD)
     sampled = tl.full([KPAD], -1, tl.int32)
     left = row_sums(sums, m, chunks, CPAD)
     for n in range(count):
@@ -323,7 +341,8 @@ def _mix(x):
 def _uniforms(seeds, positions, out, count, size, row_stride, column_stride, STREAM: tl.constexpr,
            OF_CYCLE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    b, j = i // count, i % count
+    b = i // count
+    j = i % count
     inside = i < size
     stream: tl.constexpr = (STREAM * _STREAM) % 2**64
     seed = tl.load(seeds + b, inside, 0).to(tl.uint64, bitcast=True)
@@ -363,7 +382,8 @@ def best_of_chunks(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Largest logit of each chunk, fp32 ``[M, C]``, and its first id, int32; ``logits [..., V]``
     contiguous."""
     vocab = logits.shape[-1]
-    rows, chunks = logits.numel() // vocab, num_chunks(vocab)
+    rows = logits.numel() // vocab
+    chunks = num_chunks(vocab)
     values = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)
     ids = torch.empty(rows, chunks, dtype=torch.int32, device=logits.device)
     if rows:
@@ -383,7 +403,9 @@ def _filter(
     is_top_p: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bounds and last ids ``[M]`` of the tokens that top-k or top-p keeps of those within ``limit``."""
-    (rows, chunks), vocab, device = values.shape, logits.shape[-1], logits.device
+    rows, chunks = values.shape
+    vocab = logits.shape[-1]
+    device = logits.device
     nodes = rows // temperature.shape[0]
     partial = torch.empty(2, rows, chunks, DIGITS, dtype=torch.float32, device=device)
     lows = torch.empty(ROUNDS, rows, dtype=torch.int32, device=device)
@@ -505,7 +527,9 @@ def filtered_probs(
     """Probabilities of a ``FilteredLogits``, fp32 ``[B, N, V]``."""
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if out.numel():
-        rows, vocab, chunks = last.numel(), logits.shape[-1], sums.shape[-1]
+        rows = last.numel()
+        vocab = logits.shape[-1]
+        chunks = sums.shape[-1]
         _probs[(rows, chunks)](logits, stats, last, sums, out, vocab, chunks, **sizes(vocab))
     return out
 
@@ -521,7 +545,8 @@ def sample_distinct(probs: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor
     K]``, both contiguous; 2 launches."""
     out = torch.empty(uniforms.shape, dtype=torch.int64, device=probs.device)
     if out.numel():
-        (b, count), vocab = uniforms.shape, probs.shape[-1]
+        b, count = uniforms.shape
+        vocab = probs.shape[-1]
         _draw_distinct[(b,)](
             probs, uniforms, chunk_sums(probs), out, vocab, num_chunks(vocab), count,
             KPAD=triton.next_power_of_2(count), **sizes(vocab),

@@ -11,8 +11,12 @@ import torch
 from eagle_kit.ops.backend import Backend, uses_triton
 from eagle_kit.ops.sampling.distribution import FilteredLogits, distribution_parts, probabilities
 
-TARGET_UNIFORMS, DRAFT_UNIFORMS, VERIFY_UNIFORMS = 0, 1, 2
-"""Streams: the target's token at a position, a draft token, and the acceptance of a sampled draft."""
+TARGET_UNIFORMS = 0
+"""Stream of the target's token at a position."""
+DRAFT_UNIFORMS = 1
+"""Stream of draft tokens."""
+VERIFY_UNIFORMS = 2
+"""Stream of the acceptance of sampled draft tokens."""
 
 _MIX = (-0xAE502812AA7333, -0x3B314601E57A13AD)
 _GOLDEN = -0x61C8864680B583EB

@@ -129,7 +129,9 @@ class BatchMLAPagedAttention:
         Raises:
             UserError: arrays that contradict each other.
         """
-        starts, pages, lens = qo_indptr.tolist(), kv_indptr.tolist(), kv_len_arr.tolist()
+        starts = qo_indptr.tolist()
+        pages = kv_indptr.tolist()
+        lens = kv_len_arr.tolist()
         counts = [end - start for start, end in pairwise(starts)]
         if starts[0]:
             raise UserError(f"qo_indptr begins with {starts[0]}.", "Let it begin with 0.")
@@ -140,7 +142,8 @@ class BatchMLAPagedAttention:
             )
         device = kv_indices.device
         self._shape = (starts[-1], num_heads, head_dim_ckv, head_dim_kpe)
-        self._scale, self._dtypes = sm_scale, (q_data_type, kv_data_type or q_data_type)
+        self._scale = sm_scale
+        self._dtypes = (q_data_type, kv_data_type or q_data_type)
 
         # (request, first query, queries, keys that its last query sees)
         windows = [
@@ -218,7 +221,8 @@ class BatchMLAPagedAttention:
         _check_shape("kpe_cache", kpe_cache, (*ckv_cache.shape[:2], rope), self._dtypes[1])
         if tokens == 0:
             return q_nope if out is None else out
-        plan, rows = self._plans[0], _as_one(ckv_cache, kpe_cache)
+        plan = self._plans[0]
+        rows = _as_one(ckv_cache, kpe_cache)
         if rows is None:
             plan = self._plans[1]
             rows = torch.cat((ckv_cache[self._pages], kpe_cache[self._pages]), -1).flatten(0, 1)
@@ -267,7 +271,8 @@ def _check(
             f"kv_indptr ends at {pages[-1]}, and kv_indices has {len(indices)} pages.", "Give all pages."
         )
     for b, (count, length) in enumerate(zip(counts, lens, strict=True)):
-        held, least = pages[b + 1] - pages[b], (count if causal else 1) if count else 0
+        held = pages[b + 1] - pages[b]
+        least = (count if causal else 1) if count else 0
         if count < 0 or not least <= length <= held * page_size:
             raise UserError(
                 f"Request {b} has {count} queries, {held} pages of {page_size} and {length} keys.",

@@ -76,7 +76,8 @@ def _load_keys(
 def _sum_of_runs(partial, lse, at, used, LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     """Add up ``used`` runs of a query row, from ``at`` on, weighted by their sums of exponentials. They are
     read past the first-level cache: other programs of the launch may have written them."""
-    i, d = tl.arange(0, MAX_SPLITS), tl.arange(0, LATENT)
+    i = tl.arange(0, MAX_SPLITS)
+    d = tl.arange(0, LATENT)
     sums = tl.load(lse + at + i, i < used, float("-inf"), cache_modifier=".cg")
     top = tl.max(sums, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -119,7 +120,9 @@ def _attend(
     OTHER: tl.constexpr = 1 - AXIS
     PIECE: tl.constexpr = LATENT // PIECES
     kind: tl.constexpr = q.dtype.element_ty
-    block, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
     prefix, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
     begin = first + split * columns
     if begin >= end:
@@ -130,10 +133,12 @@ def _attend(
     row = block * QUERIES + tl.arange(0, QUERIES)
     inside = row < num_rows
     row_at = request * num_rows + row
-    d, r = tl.arange(0, PIECE), tl.arange(0, ROPE)
+    d = tl.arange(0, PIECE)
+    r = tl.arange(0, ROPE)
     at = q + row_at[:, None] * (LATENT + ROPE)
     rope_queries = tl.load(at + LATENT + r[None, :], inside[:, None], 0.0)
-    queries, accs = (), ()
+    queries = ()
+    accs = ()
     for piece in tl.static_range(PIECES):
         part = tl.load(at + piece * PIECE + d[None, :], inside[:, None], 0.0)
         zeros = tl.zeros((PIECE, QUERIES) if SWAPPED else (QUERIES, PIECE), tl.float32)
@@ -157,7 +162,8 @@ def _attend(
             rows, pages, load_at, end, paged, scratch, row_stride, kind, PAGE, LATENT, ROPE, KEYS
         )
         if not AHEAD:
-            rope, latents = new_rope, new_latents
+            rope = new_rope
+            latents = new_latents
         if SWAPPED:
             scores = tl.dot(rope, tl.trans(rope_queries), input_precision=PRECISION)
         else:
@@ -191,12 +197,14 @@ def _attend(
             grown = grown + (acc,)  # type: ignore[assignment]
         accs = grown
         if AHEAD:
-            rope, latents = new_rope, new_latents
+            rope = new_rope
+            latents = new_latents
 
     _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
     used = tl.cdiv(last - first, columns)
     factor = tl.expand_dims(out_scale / tl.where(total > 0.0, total, 1.0), AXIS)
-    there, d_at = tl.expand_dims(inside, AXIS), tl.expand_dims(d, OTHER)
+    there = tl.expand_dims(inside, AXIS)
+    d_at = tl.expand_dims(d, OTHER)
     if SPLIT and (MERGED == 0 or used > 1):
         run_at = row_at * splits + split
         tl.store(lse + run_at, top + tl.log2(total), inside)
@@ -268,7 +276,8 @@ def mla_window_attention(
     early = launch_options(q.device)
     in_pages = kv_lens is not None
     lens = (prefix_lens, kv_lens if in_pages else prefix_lens)
-    partial, lse = out, out
+    partial = out
+    lse = out
     if splits > 1:
         partial = q.new_empty(b, n * h, splits, latent_dim, dtype=torch.float32)
         lse = q.new_empty(b, n * h, splits, dtype=torch.float32)

@@ -39,7 +39,8 @@ def packed_attention(
     Returns:
         ``[T, Hq, D]``.
     """
-    size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
+    size = v.shape[-1]
+    missing = k.shape[-1] - v.shape[-1]
     out = []
     for a, b in spans:
         values = pad(v[a:b], (0, missing)) if missing > 0 and b - a >= LONG else v[a:b]

@@ -34,7 +34,8 @@ def _attend(
     sizes: list[int],
     variant: AttentionVariant,
 ) -> torch.Tensor:
-    places, limits = (place.contiguous() for place in where), [*sizes, *variant.limits]
+    places = (place.contiguous() for place in where)
+    limits = [*sizes, *variant.limits]
     out: torch.Tensor = torch.ops.eagle_kit_cpp.prompt_attention(
         q.contiguous(), k_rows, v_rows, *places, limits, *score_arguments(variant)
     )

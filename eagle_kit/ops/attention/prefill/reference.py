@@ -37,10 +37,12 @@ def prefill_attention(
     variant = as_variant(variant)
     if variant.is_plain:
         return _causal_attention(q, k, v, variant.scale)
-    out, cached = [], len(k) - len(q)
+    out = []
+    cached = len(k) - len(q)
     for number, block in enumerate(q.split(LIMITED_BLOCK)):
         start = cached + number * LIMITED_BLOCK
-        first, stop = variant.limits.first(start), start + len(block)
+        first = variant.limits.first(start)
+        stop = start + len(block)
         rows = torch.arange(start, stop, device=q.device)
         held = torch.arange(first, stop, device=q.device)
         seen = (held <= rows[:, None]) & (held >= variant.limits.firsts(rows)[:, None])
@@ -72,7 +74,9 @@ def _masked_attention(
 
 def _causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
     """Attention of query t to keys 0..C + t."""
-    (t, hq, _), hkv, c = q.shape, k.shape[1], k.shape[0] - q.shape[0]
+    t, hq, _ = q.shape
+    hkv = k.shape[1]
+    c = k.shape[0] - q.shape[0]
     # KV heads are the batch, so that their keys are not copied for every query head of a group.
     queries = q.unflatten(1, (hkv, hq // hkv)).permute(1, 2, 0, 3)
     keys, values = (x.transpose(0, 1)[:, None].expand(-1, hq // hkv, -1, -1) for x in (k, v))
@@ -123,8 +127,11 @@ def paged_prefill_attention(
     Returns:
         ``[T, Hq, D]``.
     """
-    borders, starts, size = plan.cu_rows.tolist(), plan.starts.tolist(), plan.page_size
-    out, scaled = torch.empty_like(q), replace(variant, scale=variant.scale * k_scale)
+    borders = plan.cu_rows.tolist()
+    starts = plan.starts.tolist()
+    size = plan.page_size
+    out = torch.empty_like(q)
+    scaled = replace(variant, scale=variant.scale * k_scale)
     for table, start, a, b in zip(plan.page_tables, starts, borders, borders[1:], strict=False):
         stop = start + b - a
         if a == b:
@@ -136,7 +143,9 @@ def paged_prefill_attention(
         if start < plan.first_slot:  # rows of unused slots attend to themselves only
             alone = min(plan.first_slot, stop) - start
             out[a : a + alone] = v[:alone].repeat_interleave(q.shape[1] // v.shape[1], 1)
-            a, k, v = a + alone, k[alone:], v[alone:]
+            a = a + alone
+            k = k[alone:]
+            v = v[alone:]
         if a < b:
             out[a:b] = prefill_attention(q[a:b], k, v, scaled)
     return out if v_scale == 1.0 else out * v_scale

@@ -47,15 +47,19 @@ def _prefill(
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile of query rows of one request and key head."""
-    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
     begin = tl.load(cu_rows + request).to(tl.int64)
     num_rows = (tl.load(cu_rows + request + 1) - begin).to(tl.int32) * G
     tile = tl.cdiv(num_rows, BLOCK_M) - 1 - tl.program_id(0)
     if tile < 0:
         return
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // PAIR)
-    live, inside = r < num_rows, (d < D)[None, :]
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_D // PAIR)
+    live = r < num_rows
+    inside = (d < D)[None, :]
     start = tl.load(starts + request).to(tl.int32)
     token = tile * BLOCK_M // G
     lowest = start + token
@@ -67,7 +71,8 @@ def _prefill(
     queries = tl.load(q + first + mine, live[:, None] & inside, 0.0)
     table = page_tables + request * table_stride
     plane = head.to(tl.int64) * store_rows
-    k, v = k_rows + plane * D, v_rows + plane * (D // PAIR)
+    k = k_rows + plane * D
+    v = v_rows + plane * (D // PAIR)
     acc = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
     odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -127,7 +132,8 @@ def paged_prefill_attention_op(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Prefill attention of ``q [T, Hq, D]``; the store, ``cu_rows`` and ``starts`` are contiguous."""
-    (_, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
+    _, hq, d = q.shape
+    hkv, store_rows, _ = k_rows.shape
     out = torch.empty_like(q)
     rows = max_rows * (hq // hkv)
     if q.numel() == 0 or rows == 0:

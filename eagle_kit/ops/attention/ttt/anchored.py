@@ -43,7 +43,8 @@ def anchored_attention(
     """
     assert window is not None or not is_causal
     count, size, heads, _ = q.shape
-    own_k, own_v = own_k.transpose(1, 2), own_v.transpose(1, 2)
+    own_k = own_k.transpose(1, 2)
+    own_v = own_v.transpose(1, 2)
     if window is not None:
         rows = [
             ttt_attention(

@@ -42,10 +42,14 @@ class TTTAttention(torch.autograd.Function):
         scale: float,
     ) -> torch.Tensor:
         r, hq, d = q.shape
-        hkv, j = k.shape[1], own_k.shape[2]
+        hkv = k.shape[1]
+        j = own_k.shape[2]
         group = hq // hkv
-        keys, values, queries = _heads_first(k, group), _heads_first(v, group), _heads_first(q, 1)
-        outs, lses = [], []
+        keys = _heads_first(k, group)
+        values = _heads_first(v, group)
+        queries = _heads_first(q, 1)
+        outs = []
+        lses = []
         for start, stop, key_start, key_stop, mask in blocks:
             out, lse = _flash(
                 queries[:, :, start:stop],
@@ -56,7 +60,8 @@ class TTTAttention(torch.autograd.Function):
             )
             outs.append(out[0].transpose(0, 1))
             lses.append(lse[0].transpose(0, 1))
-        out, lse = torch.cat(outs), torch.cat(lses)
+        out = torch.cat(outs)
+        lse = torch.cat(lses)
         if j:
             own = (
                 torch.bmm(q.reshape(r * hkv, group, d), own_k.reshape(r * hkv, j, d).transpose(1, 2)) * scale
@@ -70,7 +75,8 @@ class TTTAttention(torch.autograd.Function):
         else:
             p_own = out.new_empty(0)
         ctx.save_for_backward(q, k, v, own_k, own_v, out, lse, p_own)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.blocks = blocks
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -80,13 +86,19 @@ class TTTAttention(torch.autograd.Function):
         scale = ctx.scale
         r, hq, d = q.shape
         t, hkv = k.shape[:2]
-        group, j = hq // hkv, own_k.shape[2]
-        keys, values, queries = _heads_first(k, group), _heads_first(v, group), _heads_first(q, 1)
-        douts, outs, lses = _heads_first(dout, 1), _heads_first(out, 1), lse.transpose(0, 1)[None]
+        group = hq // hkv
+        j = own_k.shape[2]
+        keys = _heads_first(k, group)
+        values = _heads_first(v, group)
+        queries = _heads_first(q, 1)
+        douts = _heads_first(dout, 1)
+        outs = _heads_first(out, 1)
+        lses = lse.transpose(0, 1)[None]
         dq = torch.empty_like(q)
         dk, dv = torch.zeros(2, hkv, t, d, dtype=k.dtype)
         for start, stop, key_start, key_stop, mask in ctx.blocks:
-            rows, cols = slice(start, stop), slice(key_start, key_stop)
+            rows = slice(start, stop)
+            cols = slice(key_start, key_stop)
             part_q, part_k, part_v = _flash_backward(
                 douts[:, :, rows],
                 queries[:, :, rows],
@@ -102,12 +114,15 @@ class TTTAttention(torch.autograd.Function):
             dq[rows] = part_q[0].transpose(0, 1)
             dk[:, cols] += part_k[0].unflatten(0, (hkv, group)).sum(1)
             dv[:, cols] += part_v[0].unflatten(0, (hkv, group)).sum(1)
-        down_k, down_v = torch.zeros_like(own_k), torch.zeros_like(own_v)
+        down_k = torch.zeros_like(own_k)
+        down_v = torch.zeros_like(own_v)
         if j:
             shared = (dout * out).sum(-1).view(r * hkv, group, 1)
             p = p_own.view(r * hkv, group, j)
-            dgroup, qgroup = dout.reshape(r * hkv, group, d), q.reshape(r * hkv, group, d)
-            ok, ov = own_k.reshape(r * hkv, j, d), own_v.reshape(r * hkv, j, d)
+            dgroup = dout.reshape(r * hkv, group, d)
+            qgroup = q.reshape(r * hkv, group, d)
+            ok = own_k.reshape(r * hkv, j, d)
+            ov = own_v.reshape(r * hkv, j, d)
             ds = p * (torch.bmm(dgroup, ov.transpose(1, 2)) - shared) * scale
             dq += torch.bmm(ds, ok).view(r, hq, d)
             down_k = torch.bmm(ds.transpose(1, 2), qgroup).view_as(own_k)

@@ -80,7 +80,9 @@ class QueryBlocks:
     """
 
     def __init__(self, plan: QueryPlan) -> None:
-        self.rows, self.firsts, self.extents = plan.rows, plan.firsts, list(_extents(plan))
+        self.rows = plan.rows
+        self.firsts = plan.firsts
+        self.extents = list(_extents(plan))
         entries = sum((b - a) * (d - c) for a, b, c, d in self.extents)
         self._kept = list(self._masked()) if entries <= KEPT_MASK_ENTRIES else None
 
@@ -101,7 +103,8 @@ def span_mask(firsts: torch.Tensor, lasts: torch.Tensor, key_start: int, key_sto
 
 
 def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
-    rows, doc_start = plan.rows, plan.doc_start
+    rows = plan.rows
+    doc_start = plan.doc_start
     if rows.numel() == 0:
         return
     start = 0

@@ -32,7 +32,8 @@ def ttt_attention(
     out = [q[:0]]
     keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, own_k, own_v))
     for start, stop, key_start, key_stop in blocks.extents:
-        at, seen = slice(start, stop), slice(key_start, key_stop)
+        at = slice(start, stop)
+        seen = slice(key_start, key_stop)
         spans = blocks.firsts[at], blocks.rows[at], key_start
         args = (q[at], k[seen], v[seen], own_k[at], own_v[at], *spans, scale)
         out.append(checkpoint(_attend, *args, use_reentrant=False) if keeps else _attend(*args))

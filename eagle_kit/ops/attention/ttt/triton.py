@@ -80,12 +80,15 @@ def _attend(
         at = tl.cast(first, tl.int64) * STRIDE
         if MASKED:
             there = ((first + n) < end)[:, None] & (d < D)[None, :]
-            keys, values = tl.load(k + at + tile, there, 0.0), tl.load(v + at + tile, there, 0.0)
+            keys = tl.load(k + at + tile, there, 0.0)
+            values = tl.load(v + at + tile, there, 0.0)
         elif D < BLOCK_D:
             there = (d < D)[None, :]
-            keys, values = tl.load(k + at + tile, there, 0.0), tl.load(v + at + tile, there, 0.0)
+            keys = tl.load(k + at + tile, there, 0.0)
+            values = tl.load(v + at + tile, there, 0.0)
         else:
-            keys, values = tl.load(k + at + tile), tl.load(v + at + tile)
+            keys = tl.load(k + at + tile)
+            values = tl.load(v + at + tile)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if CAPPED:
             scores = tanh(scores * cap)
@@ -118,7 +121,8 @@ def _forward(
     kv_head = head // (HQ // HKV)
     d = tl.arange(0, BLOCK_D)
     at = tl.minimum(i, rows - 1)  # rows past the end repeat the last one
-    start, stop = tl.load(starts + at), tl.load(stops + at)
+    start = tl.load(starts + at)
+    stop = tl.load(stops + at)
     row = at.to(tl.int64)
     mine = (row * HQ + head)[:, None] * D + d[None, :]
     inside = (d < D)[None, :]
@@ -138,13 +142,15 @@ def _forward(
                 score = tanh(score * cap)
             score *= scale
             higher = tl.maximum(top, score)
-            p, kept = tl.exp2(score - higher), tl.exp2(top - higher)
+            p = tl.exp2(score - higher)
+            kept = tl.exp2(top - higher)
             value = tl.load(own_v + own, inside, 0.0).to(tl.float32)
             acc = acc * kept[:, None] + p[:, None] * value
             total = total * kept + p
             top = higher
             own += D
-    begin, end = tl.min(start), tl.max(stop)
+    begin = tl.min(start)
+    end = tl.max(stop)
     gap = begin + tl.cdiv(tl.max(start) - begin, BLOCK_N) * BLOCK_N
     resume = gap + tl.maximum(tl.min(stop) - gap, 0) // BLOCK_N * BLOCK_N
     k += kv_head * D
@@ -195,7 +201,8 @@ def _backward_own(
     kv_head = tl.program_id(1)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    row, head = i.to(tl.int64), kv_head * G + g
+    row = i.to(tl.int64)
+    head = kv_head * G + g
     live = (i < rows)[:, None] & (g < G)[None, :]
     mine = (row[:, None] * HQ + head[None, :])[:, :, None] * D + d[None, None, :]
     inside = live[:, :, None] & (d < D)[None, None, :]
@@ -215,7 +222,8 @@ def _backward_own(
             p = tl.exp2((tl.sum(queries * key, 2) - merged) * (scale * 1.4426950408889634))
             ds = p * (tl.sum(douts * value, 2) - shared) * scale
             dqueries += ds[:, :, None] * key
-            dkey, dvalue = tl.sum(ds[:, :, None] * queries, 1), tl.sum(p[:, :, None] * douts, 1)
+            dkey = tl.sum(ds[:, :, None] * queries, 1)
+            dvalue = tl.sum(p[:, :, None] * douts, 1)
             tl.store(down_k + own, dkey.to(down_k.dtype.element_ty), there)
             tl.store(down_v + own, dvalue.to(down_v.dtype.element_ty), there)
             own += D
@@ -233,17 +241,22 @@ def _backward_q(
     i = (tl.num_programs(1) - 1 - tl.program_id(1)) * BLOCK_M + tl.arange(0, BLOCK_M)
     head = tl.program_id(0)
     kv_head = head // (HQ // HKV)
-    d, n = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
     at = tl.minimum(i, rows - 1)
-    start, stop = tl.load(starts + at), tl.load(stops + at)
-    merged, shared = tl.load(lse + head * rows + at), tl.load(delta + head * rows + at)
+    start = tl.load(starts + at)
+    stop = tl.load(stops + at)
+    merged = tl.load(lse + head * rows + at)
+    shared = tl.load(delta + head * rows + at)
     row = at.to(tl.int64)
     mine = (row * HQ + head)[:, None] * D + d[None, :]
     inside = (d < D)[None, :]
-    queries, douts = tl.load(q + mine, inside, 0.0), tl.load(dout + mine, inside, 0.0)
+    queries = tl.load(q + mine, inside, 0.0)
+    douts = tl.load(dout + mine, inside, 0.0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     log2_scale = scale * 1.4426950408889634
-    begin, end = tl.min(start), tl.max(stop)
+    begin = tl.min(start)
+    end = tl.max(stop)
     S: tl.constexpr = HKV * D
     tile = n[:, None] * S + d[None, :]
     k += kv_head * D
@@ -251,7 +264,8 @@ def _backward_q(
     for first in range(begin, end, BLOCK_N):
         there = ((first + n) < end)[:, None] & inside
         block = tl.cast(first, tl.int64) * S
-        keys, values = tl.load(k + block + tile, there, 0.0), tl.load(v + block + tile, there, 0.0)
+        keys = tl.load(k + block + tile, there, 0.0)
+        values = tl.load(v + block + tile, there, 0.0)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         seen = ((first + n)[None, :] >= start[:, None]) & ((first + n)[None, :] < stop[:, None])
         p = tl.where(seen, tl.exp2((scores - merged[:, None]) * log2_scale), 0.0)
@@ -279,16 +293,20 @@ def _backward_kv(
     block = tl.program_id(1)
     kv_head = tl.program_id(0)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    d, m = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    m = tl.arange(0, BLOCK_M)
     inside = (d < D)[None, :]
     mine = (n.to(tl.int64) * HKV + kv_head)[:, None] * D + d[None, :]
     there = (n < tokens)[:, None] & inside
-    keys, values = tl.load(k + mine, there, 0.0), tl.load(v + mine, there, 0.0)
+    keys = tl.load(k + mine, there, 0.0)
+    values = tl.load(v + mine, there, 0.0)
     dkeys = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dvalues = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     log2_scale = scale * 1.4426950408889634
-    begin, end = tl.load(bounds + block * 4), tl.load(bounds + block * 4 + 1)
-    all_begin, all_end = tl.load(bounds + block * 4 + 2), tl.load(bounds + block * 4 + 3)
+    begin = tl.load(bounds + block * 4)
+    end = tl.load(bounds + block * 4 + 1)
+    all_begin = tl.load(bounds + block * 4 + 2)
+    all_end = tl.load(bounds + block * 4 + 3)
     tile = m[:, None] * (HQ * D) + d[None, :]
     count = tl.cdiv(end - begin, BLOCK_M)
     for step in range(count * G):
@@ -305,10 +323,12 @@ def _backward_kv(
         p = tl.exp2(tl.dot(keys, tl.trans(queries), below, input_precision="ieee") * log2_scale)
         if BRANCH:
             if (first < all_begin) | (first + BLOCK_M > all_end):
-                start, stop = tl.load(starts + i, live, 0), tl.load(stops + i, live, 0)
+                start = tl.load(starts + i, live, 0)
+                stop = tl.load(stops + i, live, 0)
                 p = tl.where((n[:, None] >= start[None, :]) & (n[:, None] < stop[None, :]), p, 0.0)
         else:
-            start, stop = tl.load(starts + i, live, 0), tl.load(stops + i, live, 0)
+            start = tl.load(starts + i, live, 0)
+            stop = tl.load(stops + i, live, 0)
             p = tl.where((n[:, None] >= start[None, :]) & (n[:, None] < stop[None, :]), p, 0.0)
         p = p.to(douts.dtype)
         dvalues = tl.dot(p, douts, dvalues, input_precision="ieee")
@@ -356,7 +376,8 @@ def _blocks(kernel: str, block_d: int, itemsize: int, facts: DeviceFacts) -> TTT
     blocks = _HALF[kernel, max(block_d, 64)][0 if facts.multiplies_in_groups else 1]
     of_row = block_d * itemsize  # pairs of rows are walked over: keys and values, queries and gradients
     if kernel == "kv":
-        held, each = 2 * blocks.n * of_row, (blocks.n + 8) * itemsize
+        held = 2 * blocks.n * of_row
+        each = (blocks.n + 8) * itemsize
         m, stages = facts.fit(blocks.m, blocks.num_stages, 2 * of_row, each=each, held=held)
         return blocks._replace(m=m, num_stages=stages)
     if kernel == "forward" and facts.is_small:
@@ -407,8 +428,10 @@ def ttt_attention_op(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Forward with all inputs contiguous, scale > 0 -> ``out [R, Hq, D]``, and L fp32 ``[Hq, R]``; that of
     capped scores and of ``sinks [Hq]`` has no backward."""
-    (rows, hq, _), num_own = q.shape, own_k.shape[2]
-    out, lse = torch.empty_like(q), q.new_empty(hq, rows, dtype=torch.float32)
+    rows, hq, _ = q.shape
+    num_own = own_k.shape[2]
+    out = torch.empty_like(q)
+    lse = q.new_empty(hq, rows, dtype=torch.float32)
     if rows == 0:
         return out, lse
     shape = _constants(q, k)
@@ -455,12 +478,16 @@ def ttt_attention_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of ``q, k, v, own_k, own_v``."""
-    (rows, hq, _), (tokens, hkv), num_own = q.shape, k.shape[:2], own_k.shape[2]
+    rows, hq, _ = q.shape
+    tokens, hkv = k.shape[:2]
+    num_own = own_k.shape[2]
     if rows == 0:
         return torch.zeros_like(q), k.new_zeros(k.shape), v.new_zeros(v.shape), own_k.clone(), own_v.clone()
     dq, dk, dv, down_k, down_v = (torch.empty_like(x) for x in (q, k, v, own_k, own_v))
     delta = torch.empty_like(lse)
-    shape, itemsize, facts = _constants(q, k), q.element_size(), device_facts(q.device)
+    shape = _constants(q, k)
+    itemsize = q.element_size()
+    facts = device_facts(q.device)
     block_g = triton.next_power_of_2(hq // hkv)
     block_r, num_warps = _own_rows(block_g, shape["BLOCK_D"])
     _backward_own[(triton.cdiv(rows, block_r), hkv)](

@@ -115,7 +115,8 @@ def fold_blocks(
                 keys = tl.load(k_at, (d < D)[None, :], 0.0)
                 values = tl.load(v_at, (e < D // PAIR)[None, :], 0.0)
             else:
-                keys, values = tl.load(k_at), tl.load(v_at)
+                keys = tl.load(k_at)
+                values = tl.load(v_at)
             scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
             if CAPPED:
                 scores = tanh(scores * cap)

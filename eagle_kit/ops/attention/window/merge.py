@@ -29,7 +29,8 @@ def merge_rows(
     """Merge the parts of query rows ``r``, BLOCK_S at a time -> their sums ``[R, BLOCK_D]`` and masses. Part
     p of row r lies at ``first + p num_rows + r``, and is read past the first-level cache: other programs of
     the launch may have written it."""
-    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
+    s = tl.arange(0, BLOCK_S)
+    d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([r.shape[0], BLOCK_D], tl.float32)
     top = tl.full([r.shape[0]], float("-inf"), tl.float32)
     total = tl.zeros([r.shape[0]], tl.float32)
@@ -41,7 +42,8 @@ def merge_rows(
         value = tl.load(at, there[:, :, None] & (d < D)[None, None, :], 0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(weight, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, kept = tl.exp2(weight - base[None, :]), tl.exp2(top - base)
+        weight = tl.exp2(weight - base[None, :])
+        kept = tl.exp2(top - base)
         total = total * kept + tl.sum(weight, 0)
         acc = acc * kept[:, None] + tl.sum(weight[:, :, None] * value, 0)
         top = higher
@@ -57,11 +59,14 @@ def merge(
 ):  # fmt: skip
     """Merge the parts of one query row of one request and head."""
     wait_for_launch(PDL)
-    head, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     skipped, count, each = share(prefix, num_keys, splits, WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
-    parts, first = tl.cdiv(count - skipped, each), (request * HKV + head) * splits * num_rows
-    r, d = tl.program_id(0) + tl.arange(0, 1), tl.arange(0, BLOCK_D)[None, :]
+    parts = tl.cdiv(count - skipped, each)
+    first = (request * HKV + head) * splits * num_rows
+    r = tl.program_id(0) + tl.arange(0, 1)
+    d = tl.arange(0, BLOCK_D)[None, :]
     acc, mass = merge_rows(partial, lse, first, r, r >= 0, parts, num_rows, D, BLOCK_S, BLOCK_D)
     row = request * (num_rows * HKV) + (r // G) * (HKV * G) + head * G + r % G
     result = acc * (v_scale / mass)[:, None]

@@ -68,12 +68,14 @@ class WindowPlan:
         attention (the request's prefix, then its window keys directly behind it, so that a token has the same
         column in a window of any size; unused ones point at the dummy row), and ``mask [B, N, C]``, 0 or
         -inf."""
-        device, m = self.page_table.device, self.num_keys
+        device = self.page_table.device
+        m = self.num_keys
         column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
         page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
         slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
         key = column - self.prefix_lens[:, None]
-        in_prefix, in_window = key < 0, (key >= 0) & (key < m)
+        in_prefix = key < 0
+        in_window = (key >= 0) & (key < m)
         key = key.clamp(0, m - 1)
         first = self.scratch_start + torch.arange(len(column), device=device)[:, None] * self.scratch_stride
         rows = torch.where(in_prefix, slots, torch.where(in_window, first + key, self.dummy_row))

@@ -26,14 +26,16 @@ class PlannedColumns:
     """Columns of a plan in groups of requests, and those within the limits of layers."""
 
     def __init__(self, plan: WindowPlan) -> None:
-        self._plan, self._lengths = plan, plan.prefix_lens.tolist()
+        self._plan = plan
+        self._lengths = plan.prefix_lens.tolist()
         everything = plan.in_groups(column_counts(plan.num_keys, self._lengths))
         self._made = {Limits(): everything}
 
     def within(self, limits: Limits) -> list[Columns]:
         """See :meth:`WindowPlan.within`."""
         if limits not in self._made:
-            firsts, everything = first_columns(limits, self._lengths), self._made[Limits()]
+            firsts = first_columns(limits, self._lengths)
+            everything = self._made[Limits()]
             self._made[limits] = [self._plan.limit(each, limits, firsts) for each in everything]
         return self._made[limits]
 
@@ -67,7 +69,8 @@ def _window_columns(
         dummy_row=dummy_row,
         dtype=VIEWED_TYPES[kind],
     )
-    kept, number = _kept(), next(_numbers)
+    kept = _kept()
+    number = next(_numbers)
     kept[number] = PlannedColumns(plan)
     if len(kept) > NUM_KEPT:
         kept.popitem(last=False)
@@ -85,7 +88,8 @@ def _window_attention(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    columns, variant = _kept()[int(number)], AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
+    columns = _kept()[int(number)]
+    variant = AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
     return window_attention(q, k_rows, v_rows, columns.within(variant.limits), variant, v_scale=v_scale)
 
 

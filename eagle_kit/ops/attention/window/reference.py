@@ -59,10 +59,12 @@ def attend_dense(
     bit.
     """
     b, n, hq, d = q.shape
-    hkv, c = len(k) // b, k.shape[1]
+    hkv = len(k) // b
+    c = k.shape[1]
     g = hq // hkv
     if (missing := least_nodes(g, d, hkv * b) - n) > 0:
-        q, mask = F.pad(q, (0, 0, 0, 0, 0, missing)), F.pad(mask, (0, 0, 0, missing))
+        q = F.pad(q, (0, 0, 0, 0, 0, missing))
+        mask = F.pad(mask, (0, 0, 0, missing))
     m = q.shape[1]
     queries = (
         (q.float() * variant.scale).view(b, m, hkv, g, d).permute(2, 0, 1, 3, 4).reshape(hkv * b, m * g, d)

@@ -41,7 +41,8 @@ def choose_blocks(
     bytes in flight), as many stages, and then keys, as fit.
     """
     blocks = _choose_blocks(rows, size, query_bytes, store_bytes, facts)
-    of_key, of_query = 2 * block_d(size) * store_bytes, block_d(size) * query_bytes
+    of_key = 2 * block_d(size) * store_bytes
+    of_query = block_d(size) * query_bytes
     weights = 0 if facts.multiplies_in_groups else blocks.m * query_bytes
     n, stages = facts.fit(
         blocks.n,

@@ -84,8 +84,10 @@ def _window(
     base-2 log-sum-exp; with MERGED rows at a time, the last program of a tile by its counter in ``arrivals``
     merges them."""
     wait_for_launch(PDL)
-    tile, head = tl.program_id(0) // HKV, tl.program_id(0) % HKV
-    part, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0) // HKV
+    head = tl.program_id(0) % HKV
+    part = tl.program_id(1)
+    request = tl.program_id(2).to(tl.int64)
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     skipped, count, each = share(prefix, num_keys, tl.num_programs(1), WINDOW, CHUNK, BLOCK_N, MIN_BLOCKS)
     begin = skipped + part * each
@@ -99,8 +101,11 @@ def _window(
     resume = tl.maximum(gap, tl.minimum(prefix // BLOCK_N, end))
 
     r = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    n, d, e = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // PAIR)
-    live, inside = r < num_rows, (d < D)[None, :]
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    e = tl.arange(0, BLOCK_D // PAIR)
+    live = r < num_rows
+    inside = (d < D)[None, :]
     node = r // G
     first = request * (num_rows * HKV * D)
     mine = (node * (HKV * G) + head * G + r % G)[:, None] * D + d[None, :]
@@ -108,7 +113,8 @@ def _window(
     bits = tl.load(ancestors + request * bits_stride_b + node * bits_stride_n, live, 0)
     table = page_table + request * table_stride
     plane = head.to(tl.int64) * store_rows
-    k, v = k_rows + plane * D, v_rows + plane * (D // PAIR)
+    k = k_rows + plane * D
+    v = v_rows + plane * (D // PAIR)
     acc = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
     odd = tl.zeros([BLOCK_M, BLOCK_D // PAIR], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -205,7 +211,8 @@ def window_attention_op(
 ) -> torch.Tensor:
     """Window attention of ``q [B, N, Hq, D]`` and a store, both contiguous; ``splits`` overrides
     :func:`num_splits`. Without ``arrivals``, parts are merged by a second launch."""
-    (b, nodes, hq, d), (hkv, store_rows, _) = q.shape, k_rows.shape
+    b, nodes, hq, d = q.shape
+    hkv, store_rows, _ = k_rows.shape
     out = torch.empty_like(q)
     if q.numel() == 0:
         return out
@@ -221,7 +228,8 @@ def window_attention_op(
             splits = few_enough(
                 splits, b * hkv * triton.cdiv(rows, blocks.m), columns, most, facts.multiprocessors
             )
-    partial, lse = out, out
+    partial = out
+    lse = out
     if splits > 1:
         partial = q.new_empty(b, hkv, splits, rows, d, dtype=torch.float32)
         lse = q.new_empty(b, hkv, splits, rows, dtype=torch.float32)
