@@ -76,7 +76,7 @@ class Costs:
             raise ValueError("a measured time is no time")
         if not all(each.batch_size > 0 and each.context >= 0 for each in timings):
             raise ValueError("a cycle was measured without requests or with fewer tokens than none")
-        table = CostTable.from_json(data["costs"]).with_rest(timings)
+        table = CostTable.from_json(data["costs"]).with_residuals(timings)
         return cls(dict(data["key"]), table, timings, str(data["date"]), int(data["tuned_to"]))
 
 
