@@ -1,5 +1,5 @@
-"""Files of measurements: costs of a machine's cycles and the acceptance of a draft, in the cache or beside the
-draft's weights (``tuning.json``)."""
+"""Files of measurements: costs of a machine's cycles and the acceptance of a draft, in the cache or beside
+the draft's weights (``tuning.json``)."""
 
 import hashlib
 import json
@@ -178,8 +178,8 @@ def average_acceptance() -> MeasuredAcceptance:
 def ship(draft_folder: Path, acceptance: MeasuredAcceptance | None, costs: Costs) -> Path:
     """Write ``tuning.json`` beside a draft's weights.
 
-    Costs of other machines stay in it, unless they are of another version of the cycle. With an ``acceptance``
-    of None that of the file stays.
+    Costs of other machines stay in it, unless they are of another version of the cycle. If ``acceptance`` is
+    None, the acceptance in the file stays.
     """
     before = _shipped(draft_folder)
     all_costs = []
