@@ -21,7 +21,7 @@ from eagle_kit.kv.latents import PagedLatents
 from eagle_kit.kv.store import PoolLayout, Segment
 from eagle_kit.models.blocks.layers import ShardRows
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
-from eagle_kit.models.config_parts import LatentSpec
+from eagle_kit.models.cache_specs import LatentSpec
 from eagle_kit.ops.transfer import to_device
 
 

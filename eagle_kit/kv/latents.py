@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from eagle_kit.kv.store import PagedStore, PoolLayout, Segment
 from eagle_kit.models.blocks.mla import LatentAttend, LatentHeads, Queries
-from eagle_kit.models.config_parts import LatentSpec
+from eagle_kit.models.cache_specs import LatentSpec
 from eagle_kit.ops.attention.mla import mla_window_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, chunk_attention, paged_prefill_attention
 from eagle_kit.ops.attention.window import WindowPlan

@@ -13,7 +13,7 @@ import torch
 
 from eagle_kit.models.blocks.layers import Attend
 from eagle_kit.models.blocks.recurrence import Hybrid
-from eagle_kit.models.config_parts import StateSpec
+from eagle_kit.models.cache_specs import StateSpec
 from eagle_kit.ops.recurrence import (
     Inputs,
     Text,

@@ -18,7 +18,7 @@ def layer_weights(config: TargetConfig, *, active: bool) -> int:
 def _mamba(config: TargetConfig) -> int:
     mamba = config.mamba
     assert mamba is not None
-    projections = config.hidden_size * (2 * mamba.inner + mamba.channels + mamba.num_heads)
+    projections = config.hidden_size * (2 * mamba.intermediate_size + mamba.channels + mamba.num_heads)
     return projections + mamba.channels * mamba.conv_width
 
 
@@ -46,6 +46,6 @@ def _mlp(config: TargetConfig, layer: int, active: bool) -> int:
     hidden, moe = config.hidden_size, config.moe
     if moe is None or layer in moe.dense_layers:
         return 3 * hidden * config.intermediate_size
-    count = moe.num_experts_per_token if active else moe.num_own_experts
+    count = moe.num_experts_per_token if active else moe.num_local_experts
     routed = moe.num_experts + 3 * (count * moe.intermediate_size + moe.shared_intermediate_size)
     return hidden * (routed + moe.gates_shared)

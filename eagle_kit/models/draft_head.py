@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from eagle_kit.models.blocks.layers import Attend, Attention, Rope
 from eagle_kit.models.blocks.markov import MarkovHead
 from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.config import HeadArchitecture
-from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.ops.linear import Linear
 

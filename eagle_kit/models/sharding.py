@@ -179,7 +179,7 @@ class Sharding:
             delta = replace(delta, num_key_heads=len(heads.kv), num_heads=len(heads.query))
         if mamba is not None:
             heads = self._state_heads()
-            if mamba.norms and share.size > mamba.num_groups:
+            if mamba.has_norm and share.size > mamba.num_groups:
                 groups = f"{mamba.num_groups} groups of {mamba.num_heads} heads"
                 raise UserError(
                     f"{share.size} ranks would cut the norms of {groups}.", f"Use at most {mamba.num_groups}."
@@ -193,7 +193,7 @@ class Sharding:
             moe = replace(moe, shared_intermediate_size=len(shared))
             if self.expert_parallel:
                 self._check("experts", moe.num_experts)
-                moe = replace(moe, own_experts=share.of(moe.num_experts))
+                moe = replace(moe, local_experts=share.of(moe.num_experts))
             else:
                 self._check("inner values of an expert", moe.intermediate_size, self.block)
                 moe = replace(moe, intermediate_size=len(self._values(moe.intermediate_size)))

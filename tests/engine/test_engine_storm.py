@@ -13,8 +13,8 @@ from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
+from eagle_kit.models.cache_specs import RecurrenceSpec, StateSpec
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
 
 
 class HybridConfig(TargetConfig):

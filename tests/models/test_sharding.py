@@ -162,7 +162,7 @@ def test_more_ranks_than_heads_are_refused(folder):
     if (mamba := config.mamba) is not None:
         groups = mamba.num_groups
         whole = f"7 ranks cannot share 6 value heads over {groups} key heads"
-        found = f"7 ranks would cut the norms of {groups} groups" if mamba.norms else whole
+        found = f"7 ranks would cut the norms of {groups} groups" if mamba.has_norm else whole
         ranks = [Sharding(config, Share(rank, groups)).rank_config().mamba for rank in range(groups)]
         assert [each.num_groups for each in ranks] == [1] * groups
     with pytest.raises(UserError, match=found):
@@ -181,7 +181,7 @@ def test_what_experts_by_number_need_is_said(folder):
         Sharding(few, Share(0, 4), expert_parallel=True).rank_config()
     size = 4
     own = [Sharding(config, Share(r, size), expert_parallel=True).rank_config().moe for r in range(size)]
-    assert [number for each in own for number in each.own_experts] == list(range(config.moe.num_experts))
+    assert [number for each in own for number in each.local_experts] == list(range(config.moe.num_experts))
     assert {each.intermediate_size for each in own} == {config.moe.intermediate_size}
 
 

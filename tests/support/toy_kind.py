@@ -17,7 +17,7 @@ from eagle_kit.drafts.files.config_json import layer_to_dict
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.models.blocks.layers import Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig, TargetConfig, TiedArchitecture
-from eagle_kit.models.config_parts import read_size
+from eagle_kit.models.config_values import read_size
 from eagle_kit.models.draft_head import Block, TiedHead
 from eagle_kit.ops.linear import Linear
 

@@ -196,15 +196,15 @@ def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]
     return readers[ending]
 
 
-def _open(path: Path) -> BinaryIO:
-    """A file to read, unpacked where its name ends in ``.gz``."""
+def open_unpacked(path: Path) -> BinaryIO:
+    """Open a file to read its bytes; a file whose name ends in ``.gz`` is decompressed."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 
 
 def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
-    with _open(path) as file:
+    with open_unpacked(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
             where = f"{path}, line {number},"
             if len(line) == MAX_TEXT and not line.endswith(b"\n"):
@@ -230,7 +230,7 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     decoder = json.JSONDecoder()
     count = 0
     line = 1
-    with io.TextIOWrapper(_open(path), encoding="utf-8", errors="surrogateescape") as file:
+    with io.TextIOWrapper(open_unpacked(path), encoding="utf-8", errors="surrogateescape") as file:
         # The beginning of the list.
         buffer = file.read(READ_SIZE)
         start = len(buffer) - len(buffer.lstrip("\ufeff \t\r\n"))

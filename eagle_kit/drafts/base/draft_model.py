@@ -16,7 +16,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.blocks.layers import Attend
-from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.draft_head import DraftHead, StepForm, StepOutput
 from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.ops.attention.variant import AttentionVariant

@@ -26,7 +26,7 @@ from eagle_kit.drafts.files.findings import OWN_TARGET, Finding
 from eagle_kit.drafts.files.structure import count_layers, drafts_blocks, num_layers
 from eagle_kit.drafts.files.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig, read_decoder
-from eagle_kit.models.config_parts import (
+from eagle_kit.models.config_values import (
     MAX_LAYERS,
     MAX_POSITIONS,
     read_flag,

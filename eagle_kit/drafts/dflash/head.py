@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from eagle_kit.drafts.eagle3.head import AfterAttention, Eagle3Config
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, KVSlots, RMSNorm, kv_slots_of
 from eagle_kit.models.blocks.mla import LatentAttention
+from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
-from eagle_kit.models.config_parts import CacheSpec
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import Block, DraftHead, StepForm
 from eagle_kit.objective.align import token_of

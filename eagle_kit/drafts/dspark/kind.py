@@ -20,7 +20,7 @@ from eagle_kit.drafts.dspark.head import DSparkConfig, DSparkHead
 from eagle_kit.drafts.files.draft_files import DraftFiles
 from eagle_kit.models.blocks.markov import MARKOV_FORMS
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import read_flag, wrong_value
+from eagle_kit.models.config_values import read_flag, wrong_value
 from eagle_kit.models.targets.target import Target
 
 CONFIDENCE, READS_TOKEN = "enable_confidence_head", "confidence_head_with_markov"

@@ -24,7 +24,7 @@ from eagle_kit.drafts.files.config_json import LAYER_SIZES, OWN_EMBEDDING, layer
 from eagle_kit.drafts.files.draft_files import OUTPUT, DraftFiles
 from eagle_kit.drafts.files.structure import count_layers, joins_embedding
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import MAX_POSITIONS, read_flag, read_number, read_size
+from eagle_kit.models.config_values import MAX_POSITIONS, read_flag, read_number, read_size
 from eagle_kit.models.targets.target import Target
 
 NAMES = (

@@ -38,16 +38,16 @@ from eagle_kit.drafts.files.structure import (
 )
 from eagle_kit.drafts.files.vocab import complete_map, map_fingerprint
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import (
+from eagle_kit.models.config_values import (
     MAX_LAYERS,
     MAX_POSITIONS,
     read_architecture,
     read_flag,
-    read_mla,
     read_size,
     read_table,
     wrong_value,
 )
+from eagle_kit.models.layer_configs import read_mla
 from eagle_kit.models.targets.target import Target
 
 LLAMA_LAYER = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

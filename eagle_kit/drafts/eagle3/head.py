@@ -28,8 +28,8 @@ from torch import nn
 from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
-from eagle_kit.models.config_parts import MLAConfig
 from eagle_kit.models.draft_head import Block, DraftHead, StepOutput
+from eagle_kit.models.layer_configs import MLAConfig
 from eagle_kit.ops.draft_inputs import draft_inputs
 from eagle_kit.ops.linear import Linear
 

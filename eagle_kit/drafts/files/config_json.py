@@ -5,7 +5,8 @@ from typing import Any
 
 from eagle_kit.drafts.files.draft_files import OWN
 from eagle_kit.models.config import HeadArchitecture, read_decoder, read_rotary_dim, with_one_rope
-from eagle_kit.models.config_parts import MLAConfig, read_table
+from eagle_kit.models.config_values import read_table
+from eagle_kit.models.layer_configs import MLAConfig
 from eagle_kit.models.loading.loader import check_activation
 
 OWN_EMBEDDING = "own_embedding"

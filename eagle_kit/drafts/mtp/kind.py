@@ -32,7 +32,7 @@ from eagle_kit.drafts.mtp.format import DEEPSEEK, MTPFormat
 from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead, MTPModule
 from eagle_kit.models.blocks.moe import Experts
 from eagle_kit.models.config import TargetConfig, mtp_count, text_config
-from eagle_kit.models.config_parts import read_flag, read_size
+from eagle_kit.models.config_values import read_flag, read_size
 from eagle_kit.models.loading.arrangement import QWEN_HYBRID
 from eagle_kit.models.loading.fp8_layout import read_fp8_layout
 from eagle_kit.models.loading.loader import check_activation, check_tensors
@@ -350,7 +350,7 @@ def _moe_to_dict(layer: TargetConfig) -> dict[str, Any]:
         "scoring_func": moe.scoring,
         "topk_method": "noaux_tc" if moe.has_bias else method,
         "n_group": moe.num_groups,
-        "topk_group": moe.num_kept_groups,
+        "topk_group": moe.num_topk_groups,
         "norm_topk_prob": moe.normalises,
         "routed_scaling_factor": moe.scale,
     }

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 from eagle_kit.drafts.eagle3.head import AfterAttention, Eagle3Config, Eagle3Head
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
-from eagle_kit.models.config_parts import CacheSpec
+from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import StepForm, StepOutput
 from eagle_kit.objective.align import token_of

@@ -29,7 +29,7 @@ from eagle_kit.drafts.files.structure import fuses_states
 from eagle_kit.drafts.p_eagle.format import MASK_EMBEDDING, PEagleFormat
 from eagle_kit.drafts.p_eagle.head import PEagleConfig, PEagleHead
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import wrong_value
+from eagle_kit.models.config_values import wrong_value
 from eagle_kit.models.targets.target import Target
 
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")

@@ -193,8 +193,8 @@ class Planner:
         found = {}  # ranks that are alike need one model
         for each in ranks:
             config, num_words = each.rank_config(), len(each.share.of(self.config.vocab_size))
-            if config.moe is not None and (own := config.moe.own_experts) is not None:
-                config = replace(config, moe=replace(config.moe, own_experts=range(len(own))))
+            if config.moe is not None and (own := config.moe.local_experts) is not None:
+                config = replace(config, moe=replace(config.moe, local_experts=range(len(own))))
             found[f"{config} {num_words}"] = each
         for each in ranks:
             self._check_blocks(each)

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from eagle_kit.models.blocks.layers import Attend, RMSNorm, sigmoid
 from eagle_kit.models.blocks.recurrence import recur_of
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import DeltaConfig
+from eagle_kit.models.layer_configs import DeltaConfig
 from eagle_kit.ops.linear import Linear
 from eagle_kit.ops.recurrence import Inputs
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from eagle_kit.models.config import DecoderConfig
-from eagle_kit.models.config_parts import yarn_magnitude
+from eagle_kit.models.config import DecoderConfig, yarn_magnitude
 from eagle_kit.ops.backend import is_differentiated
 from eagle_kit.ops.linear import Linear
 from eagle_kit.ops.norm import add_rms_norm, rms_norm

@@ -16,7 +16,7 @@ from torch import nn
 
 from eagle_kit.models.blocks.layers import Attend, Attention, RMSNorm
 from eagle_kit.models.config import DecoderConfig
-from eagle_kit.models.config_parts import MLAConfig
+from eagle_kit.models.layer_configs import MLAConfig
 from eagle_kit.ops.cpu.summation import pad_rows
 from eagle_kit.ops.linear import Linear, MergedLinear, pack_merged, takes_packed
 from eagle_kit.ops.rope import Rotation, rope_store

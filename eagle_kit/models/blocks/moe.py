@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.models.blocks.layers import MLP, sigmoid
-from eagle_kit.models.config_parts import MoEConfig
+from eagle_kit.models.layer_configs import MoEConfig
 from eagle_kit.ops.experts import PackedExperts, experts, fp8_experts, pack_experts
 from eagle_kit.ops.fp8 import FP8Weight
 from eagle_kit.ops.linear import Linear, MergedLinear, pack_merged, takes_packed
@@ -53,17 +53,17 @@ class Gate(Linear):
         ranked = scores
         if self.e_score_correction_bias is not None:
             ranked = scores + self.e_score_correction_bias.float()
-        if config.num_kept_groups < config.num_groups:
+        if config.num_topk_groups < config.num_groups:
             groups = ranked.unflatten(-1, (config.num_groups, -1))
             best = groups.topk(min(2 if config.has_bias else 1, groups.shape[-1]), -1).values.sum(-1)
             kept = torch.zeros_like(best, dtype=torch.bool)
-            kept = kept.scatter(1, best.topk(config.num_kept_groups, -1).indices, True)
+            kept = kept.scatter(1, best.topk(config.num_topk_groups, -1).indices, True)
             ranked = groups.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
         ids = ranked.topk(config.num_experts_per_token, -1).indices
         weights = scores.gather(1, ids)
         if config.normalises:
             weights = weights / (weights.sum(-1, keepdim=True) + LEAST_SUM)
-        if (own := config.own_experts) is not None:
+        if (own := config.local_experts) is not None:
             local = ids - own.start
             ids = torch.where((local >= 0) & (local < len(own)), local, len(own))
         return ids, weights if config.scale == 1.0 else weights * config.scale
@@ -76,8 +76,8 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
-        e, inner = config.num_own_experts, config.intermediate_size
-        self.are_all = config.own_experts is None
+        e, inner = config.num_local_experts, config.intermediate_size
+        self.are_all = config.local_experts is None
         self.gate_up_proj = nn.Parameter(torch.empty(e, 2 * inner, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(e, hidden_size, inner))
 

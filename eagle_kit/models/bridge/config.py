@@ -10,8 +10,9 @@ from eagle_kit.core.files import COPY_AGAIN
 from eagle_kit.models.bridge.attention import NAME, register
 from eagle_kit.models.bridge.records import LayerRecord, probe
 from eagle_kit.models.bridge.recurrence import take_over_recurrence
+from eagle_kit.models.cache_specs import KVSpec, StateSpec
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import KVSpec, StateSpec, read_architecture, read_ids
+from eagle_kit.models.config_values import read_architecture, read_ids
 
 REFUSED = {
     "bloom": "adds a bias to its scores that depends on the distance (ALiBi)",

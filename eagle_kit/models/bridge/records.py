@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.models.bridge.attention import Call, Forward, running
-from eagle_kit.models.config_parts import RecurrenceSpec, StateSpec
+from eagle_kit.models.cache_specs import RecurrenceSpec, StateSpec
 from eagle_kit.ops.attention.variant import NO_LIMITS, AttentionVariant, Limits
 from eagle_kit.ops.recurrence import Inputs
 

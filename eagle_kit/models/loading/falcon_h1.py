@@ -50,7 +50,7 @@ def _sections(name: str, config: TargetConfig) -> list[tuple[int | None, float]]
     attention_in, ssm_in = (1.0, 1.0) if is_bias else (given.attention_in, given.ssm_in)
     if name.endswith((".mamba.in_proj.weight", ".mamba.in_proj.bias")):
         shared = mamba.num_groups * mamba.state_dim
-        sizes = (mamba.inner, mamba.inner, shared, shared, mamba.num_heads)
+        sizes = (mamba.intermediate_size, mamba.intermediate_size, shared, shared, mamba.num_heads)
         return [(size, ssm_in * factor) for size, factor in zip(sizes, given.sections, strict=True)]
     factors = {
         ".self_attn.q_proj": attention_in,

@@ -17,7 +17,7 @@ from eagle_kit.models.blocks.layers import Rope
 from eagle_kit.models.bridge.config import BridgedConfig, read_bridged_config
 from eagle_kit.models.bridge.load import load_bridged, load_ends
 from eagle_kit.models.config import FAMILIES, TargetConfig, text_config
-from eagle_kit.models.config_parts import read_architecture, read_table
+from eagle_kit.models.config_values import read_architecture, read_table
 from eagle_kit.models.loading.arrangement import arrangement_of
 from eagle_kit.models.loading.fp8_layout import UNUSED, FP8Layout, read_fp8_layout
 from eagle_kit.models.loading.published import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.config_parts import DeltaConfig
+from eagle_kit.models.layer_configs import DeltaConfig
 
 PREFIX, LEFT_OUT = "language_model.", ("visual.", "mtp.")
 GATED_NORM = "linear_attn.norm.weight"
