@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.distributed.collectives import Ranks
-from eagle_kit.models.blocks.delta import GatedDeltaNet
+from eagle_kit.models.blocks.gated_delta_net import GatedDeltaNet
 from eagle_kit.models.blocks.layers import MLP, Attend, RMSNorm, Rope, ShardRows, shard_rows_of
 from eagle_kit.models.blocks.mamba import Mamba2
 from eagle_kit.models.blocks.mla import make_attention
