@@ -316,8 +316,8 @@ def _forward(
     else:
         attend = models.kv.window_attend(table, lens, ancestors, n, num_columns)
     if models.states is not None:
-        assert state.slots is not None, "recurrent layers need the slots of their states"
-        attend = models.states.window(attend, state.slots, tree.ancestors)
+        assert state.slot_ids is not None, "recurrent layers need the slots of their states"
+        attend = models.states.window(attend, state.slot_ids, tree.ancestors)
 
     # The forward. A window of one node is its root, at depth 0.
     positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)

@@ -68,7 +68,7 @@ class SequenceState:
     batch. Results that were computed for an earlier one are dropped.
 
     Attributes:
-        slot: row of the device's tables; -1 while the request is not in the batch.
+        slot: index in the device's tables (``slots.py``); -1 while the request is not in the batch.
         allocation: pages of the tokens.
         num_shared_tokens: tokens whose pages were in the prefix cache at admission, those of the request
             itself before a preemption included.

@@ -96,7 +96,7 @@ class CycleInputs(NamedTuple):
     """Tensors that a cycle reads besides the slots.
 
     Attributes:
-        rows: int64 ``[B]``, the slots of the batch.
+        slot_ids: int64 ``[B]``, slots of the requests, then the dummy slot for padding.
         sampling: sampling parameters; None if all requests are greedy. The tables of the vocabulary are not
             in it: the cycle gathers them from the slots.
         window: the window to verify, if the host needs it before verification; None if the cycle proposes it.
@@ -104,7 +104,7 @@ class CycleInputs(NamedTuple):
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
     """
 
-    rows: torch.Tensor
+    slot_ids: torch.Tensor
     sampling: SamplingBatch | None
     window: DraftOutput | None = None
     is_masked: bool = False
@@ -116,7 +116,7 @@ class Batch(NamedTuple):
 
     Attributes:
         requests, sequences: the requests, and their sequence states when the batch was made.
-        padding: number of dummy rows behind the requests.
+        padding: number of dummies behind the requests.
         inputs: inputs of the cycles, on the device.
         num_logprobs: alternatives to compute for every emitted token; None computes no log-probabilities.
         wants_logprobs: True if a request asked for log-probabilities.
@@ -318,7 +318,7 @@ class Runner:
         ids = self._tensor(prompts.ids)
         next_ids = self._tensor(prompts.next_ids)
         positions = self._tensor(
-            [slot for segment in prompts.segments for slot in range(segment.start, segment.stop)]
+            [position for segment in prompts.segments for position in range(segment.start, segment.stop)]
         )
 
         # Run the target. It stores its keys and values.
@@ -354,9 +354,9 @@ class Runner:
             return results
 
         # Requests whose prompt has ended join the slots.
-        slots = self._tensor([request.sequence.slot for request in prompts.finished])
+        slot_ids = self._tensor([request.sequence.slot for request in prompts.finished])
         seq_lens = self._tensor([request.num_to_compute for request in prompts.finished])
-        self.slots.join(slots, seq_lens, roots, draft)
+        self.slots.join(slot_ids, seq_lens, roots, draft)
         for i, request in enumerate(prompts.finished):
             self.slots.adjust(request, self.vocab_size, roots[i : i + 1])
         return results
@@ -485,7 +485,7 @@ class Runner:
         has_backfill = self._prepare_draft(requests, shape)
 
         # Constants of the cycle.
-        size = len(batch.inputs.rows)
+        size = len(batch.inputs.slot_ids)
         num_drafted = 1 + max(shape.steps - 1, 0) * shape.topk
         num_new = max(shape.tokens, num_drafted, shape.steps + 2 + self._num_appended)
         settings = self._settings(size, shape, self._num_columns(requests, num_new), batch.num_logprobs)
@@ -526,10 +526,10 @@ class Runner:
         if known is not None and known.requests == requests and known.sequences == sequences:
             return known
 
-        # Rows of the batch: the slots of the requests, then dummies.
+        # The slots of the requests, then dummies.
         padding = self.padded(len(requests)) - len(requests)
         slots = [request.sequence.slot for request in requests]
-        rows = self._tensor(slots + [self.slots.dummy] * padding)
+        slot_ids = self._tensor(slots + [self.slots.dummy] * padding)
 
         # Sampling parameters, grammars and log-probabilities.
         kind = self._kind(requests)
@@ -542,7 +542,7 @@ class Runner:
 
         # Requests of this rank, in data-parallel attention.
         shards = [request.sequence.allocation.shard for request in requests]
-        inputs = CycleInputs(rows, sampling, shard=self._shard_requests(shards, len(rows)))
+        inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests(shards, len(slot_ids)))
 
         self._batch = Batch(requests, sequences, padding, inputs, num_logprobs, wants_logprobs, matches)
         return self._batch
@@ -694,25 +694,25 @@ class Runner:
         """Run the draft over up to ``length`` pending tokens of each of ``slots``, and make its states."""
         drafter = self.models.drafter
         assert drafter is not None
-        rows = self._tensor(slots)
-        before, pending = self.slots.state_before_pending(rows, length)
+        slot_ids = self._tensor(slots)
+        before, pending = self.slots.state_before_pending(slot_ids, length)
         with self.linear_backends.using():
             last = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
             draft = drafter.extend(before, pending, last, self.candidate_spec, num_columns)
         after = before._replace(seq_lens=before.seq_lens + pending.counts, draft=draft)
-        self.slots.scatter(rows, after, None)
-        self.slots.drop_pending(rows)
+        self.slots.scatter(slot_ids, after, None)
+        self.slots.drop_pending(slot_ids)
 
     def _store_batch(self, slots: list[int], length: int, num_columns: int) -> None:
         """Run the draft over up to ``length`` pending tokens of each of ``slots``, all but the last one."""
         drafter = self.models.drafter
         assert drafter is not None
-        rows = self._tensor(slots)
-        before, pending = self.slots.state_before_pending(rows, length)
+        slot_ids = self._tensor(slots)
+        before, pending = self.slots.state_before_pending(slot_ids, length)
         with self.linear_backends.using():
             counts = (pending.counts - 1).clamp(min=0)  # dummies have no pending token
             drafter.store(before, pending._replace(counts=counts), num_columns)
-        self.slots.keep_last_pending(rows)
+        self.slots.keep_last_pending(slot_ids)
 
     # Warm-up: runs over dummy slots, which change nothing.
 
@@ -751,9 +751,9 @@ class Runner:
         # Constants and inputs of the cycle.
         num_logprobs = self._most_logprobs if kind.has_logprobs else None
         settings = self._settings(size, shape, self._num_columns((), MAX_WINDOW), num_logprobs)
-        rows = self._tensor([self.slots.dummy] * size)
+        slot_ids = self._tensor([self.slots.dummy] * size)
         sampling = self._sampling.of_level(kind.level, size)
-        inputs = CycleInputs(rows, sampling, shard=self._shard_requests([0] * shard_size, size))
+        inputs = CycleInputs(slot_ids, sampling, shard=self._shard_requests([0] * shard_size, size))
 
         # A window from the host, where n-grams draft.
         tree = None
@@ -793,7 +793,7 @@ class Runner:
         # Let grammars say which tokens may follow each of its nodes.
         if matches is not None:
             bits = self._allowed_bits(matches, window.tree)
-            self._masks[inputs.rows, : bits.shape[1]] = bits
+            self._masks[inputs.slot_ids, : bits.shape[1]] = bits
 
         # Verify it.
         inputs = inputs._replace(window=window, is_masked=matches is not None)
@@ -836,7 +836,7 @@ class Runner:
         sampling = inputs.sampling
         window = inputs.window
         key = (
-            len(inputs.rows),
+            len(inputs.slot_ids),
             settings,
             self.models.drafter is not None,
             None if sampling is None else tuple(field is not None for field in sampling),
@@ -847,10 +847,10 @@ class Runner:
 
         def idle() -> CycleInputs:
             """Inputs of a capture: dummies, which change no slot."""
-            return inputs._replace(rows=torch.full_like(inputs.rows, self.slots.dummy))
+            return inputs._replace(slot_ids=torch.full_like(inputs.slot_ids, self.slots.dummy))
 
         # Linear layers are measured before a capture.
-        lengths = Lengths(self.slots.seq_lens, inputs.rows)
+        lengths = Lengths(self.slots.seq_lens, inputs.slot_ids)
         call = GraphCall(name, key, partial(body, settings=settings), inputs, idle, lengths)
         with self.linear_backends.measuring():
             return self.graphs.run(call)
@@ -868,7 +868,7 @@ class Runner:
         else:
             allowed = None
             if inputs.is_masked:
-                bits = self._masks[inputs.rows, : inputs.window.tree.tokens.shape[1]]
+                bits = self._masks[inputs.slot_ids, : inputs.window.tree.tokens.shape[1]]
                 allowed = unpacked(bits, self.vocab_size)
             out = finish_cycle(self.models, state, inputs.window, settings, sampling, allowed)
 
@@ -876,9 +876,9 @@ class Runner:
         state = out.state
         if drafter is not None and state.draft is not None and self.slots.draft is not None:
             state = state._replace(draft=drafter.widened(state.draft, self.slots.draft))
-        self.slots.scatter(inputs.rows, state, out.counts)
+        self.slots.scatter(inputs.slot_ids, state, out.counts)
         if out.pending is not None:
-            self.slots.append_pending(inputs.rows, out.pending)
+            self.slots.append_pending(inputs.slot_ids, out.pending)
         return out.emitted
 
     def _propose(self, inputs: CycleInputs, settings: CycleSettings) -> DraftOutput:
@@ -899,9 +899,9 @@ class Runner:
         sampling = inputs.sampling
         if sampling is not None and is_adjusted(sampling):
             assert self.slots.tables is not None
-            rows = (table[inputs.rows] for table in self.slots.tables)
+            rows = (table[inputs.slot_ids] for table in self.slots.tables)
             sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
-        state = self.slots.gather(inputs.rows, with_draft=with_draft)
+        state = self.slots.gather(inputs.slot_ids, with_draft=with_draft)
         return state._replace(shard=inputs.shard), sampling
 
     def _ngram_draft(

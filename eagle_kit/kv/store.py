@@ -89,7 +89,7 @@ class PagedStore(ABC):
 
     Attributes:
         dummy_page: number of the dummy page.
-        scratch_start: row of the first scratch. The rows before it are those of pages, the dummy page included.
+        scratch_start: row of the first scratch; the rows before it are of pages, the dummy page included.
         dummy_row: row of zeros.
         trash_row: row for tokens that are not stored.
         num_rows: R.
