@@ -18,7 +18,7 @@ from eagle_kit.engine.cycle import (
     accept_and_commit,
     draft_extend,
     propose,
-    read_window,
+    run_target,
 )
 from eagle_kit.engine.runner import CycleInputs, Runner
 from eagle_kit.models.config import TargetConfig
@@ -52,9 +52,9 @@ def cycle_launches(config: TargetConfig, draft_vocab_size: int, shape: SpecShape
         with counter.phase("propose"):
             window = propose(models.drafter, state, settings, None)
         with counter.phase("verify"):
-            read = read_window(models, state, window.tree, settings)
+            output = run_target(models, state, window.tree, settings)
         with counter.phase("accept"):
-            verified = accept_and_commit(models, state, window, read, settings)
+            verified = accept_and_commit(models, state, window, output, settings)
         with counter.phase("extend"):
             next_state = draft_extend(models.drafter, state, verified, settings)
         with counter.phase("scatter"):

@@ -165,7 +165,7 @@ class Runner:
 
     Attributes:
         kv: the target's key-value store.
-        states: recurrent states of the target; None if it has no recurrent layers.
+        recurrent_states: states of the target's recurrent layers; None if it has no recurrent layers.
         drafter: drafter of the draft model, also while the current shapes do not speculate; None without one.
         slots: device state of the requests of the batch.
         steps: draft steps of the deepest current shape.
@@ -200,9 +200,9 @@ class Runner:
         self.kv = open_store(target.config.cache, layout, target.variants, share=self._share, **place)
 
         # States of recurrent layers.
-        self.states: StatePool | None = None
+        self.recurrent_states: StatePool | None = None
         if target.config.states is not None:
-            self.states = StatePool(
+            self.recurrent_states = StatePool(
                 target.config.states, config.max_batch_size, config.num_snapshots, **place
             )
 
@@ -229,7 +229,7 @@ class Runner:
     def models(self) -> CycleModels:
         """Models of a cycle in the current shapes; without the drafter if none of them speculates."""
         drafter = self.drafter if self.steps else None
-        return CycleModels(self.target, self.kv, drafter, self.states)
+        return CycleModels(self.target, self.kv, drafter, self.recurrent_states)
 
     @property
     def verifiers(self) -> tuple[type, ...]:
@@ -323,8 +323,8 @@ class Runner:
 
         # Run the target. It stores its keys and values.
         attend = self.kv.prefill_attend(prompts.segments)
-        if self.states is not None:
-            attend = self.states.prompts(attend, _recurrent_texts(chunks, prompts.segments))
+        if self.recurrent_states is not None:
+            attend = self.recurrent_states.prompts(attend, _recurrent_texts(chunks, prompts.segments))
         capture = () if drafter is None else drafter.capture
         out = self.target(ids, positions, attend, capture)
 
@@ -942,8 +942,8 @@ def _recurrent_texts(chunks: Sequence[Chunk], segments: Sequence[Segment]) -> li
     texts = []
     start = 0
     for chunk, segment in zip(chunks, segments, strict=True):
-        assert chunk.states is not None
+        assert chunk.state_moves is not None
         stop = start + segment.stop - segment.start
-        texts.append(Text(start, stop, *chunk.states))
+        texts.append(Text(start, stop, *chunk.state_moves))
         start = stop
     return texts

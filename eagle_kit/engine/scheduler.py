@@ -77,11 +77,12 @@ cycles that many groups share may be plain."""
 
 
 class StateMoves(NamedTuple):
-    """Recurrent states that a chunk reads and writes, by number (``kv/recurrent_states.py``).
+    """Recurrent states that a chunk reads and writes, by their index in the pool (``kv/recurrent_states.py``).
 
     Attributes:
-        source: state before the chunk; None at the beginning of a text.
-        saves: (number of the chunk's tokens, number of the state saved behind them), ascending.
+        source: index of the state before the chunk; None at the beginning of a text.
+        saves: (number of the chunk's tokens, index of the state saved after them), ascending. Tokens are
+            counted from ``lookback`` tokens before the start of the chunk.
     """
 
     source: int | None
@@ -92,13 +93,13 @@ class Chunk(NamedTuple):
     """Prompt tokens start..stop-1 of a request, computed in this step.
 
     Attributes:
-        states: of recurrent layers; tokens are counted from ``lookback`` tokens before the start.
+        state_moves: recurrent states to read and to save; None without recurrent layers.
     """
 
     request: Request
     start: int
     stop: int
-    states: StateMoves | None = None
+    state_moves: StateMoves | None = None
 
 
 class StepPlan(NamedTuple):
@@ -213,7 +214,7 @@ class Scheduler:
         decoding = [request for request in self.running if not request.is_prefilling]
         chunks = self._make_chunks([request for request in self.running if request.is_prefilling])
         if self.page_pool.has_snapshots:
-            chunks = [chunk._replace(states=self._plan_states(chunk)) for chunk in chunks]
+            chunks = [chunk._replace(state_moves=self._plan_state_moves(chunk)) for chunk in chunks]
         return StepPlan(chunks, self._select_affordable(decoding), preempted)
 
     def remove(self, request: Request) -> None:
@@ -783,7 +784,7 @@ class Scheduler:
         has_pages = num_tokens <= pool.num_pages * pool.page_size
         self._cache_holds_all = has_pages and num_snapshots <= pool.num_snapshots
 
-    def _plan_states(self, chunk: Chunk) -> StateMoves:
+    def _plan_state_moves(self, chunk: Chunk) -> StateMoves:
         """Choose the state that a chunk begins with and the states that it saves.
 
         A snapshot is saved where the prompt leaves another's. One behind the last whole page is

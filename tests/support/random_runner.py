@@ -87,13 +87,13 @@ class RandomRunner:
         ends = [request.num_to_compute == stop for request, _, stop, _ in chunks]
         counts = torch.tensor([int(ends[i] and not r.token_ids) for i, r in enumerate(requests)])
         tokens = torch.tensor([[self._token()] for _ in requests])
-        if chunks[0].states is not None:
+        if chunks[0].state_moves is not None:
             before = dict(self.states)
             for chunk, (token,) in zip(chunks, tokens.tolist(), strict=True):
                 self._move(chunk, before)
                 known = chunk.request.token_ids
                 self.roots[chunk.request.sequence.slot] = known[-1] if known else token
-            written = [number for chunk in chunks for _, number in chunk.states.saves]
+            written = [number for chunk in chunks for _, number in chunk.state_moves.saves]
             assert len(set(written)) == len(written), "two prompts save one state"
         emitted = Emitted(tokens, counts, None, self._is_finite(counts))
         sequences = [request.sequence for request in requests]
