@@ -203,7 +203,7 @@ class Engine:
         # The runner. Pages that were written without a draft lack its keys, so the prefix cache is emptied.
         did_speculate = bool(self.runner.steps)
         reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
-        by_size = {size: shapes.menu(size) for size in self.config.batch_sizes}
+        by_size = {size: shapes.shapes_at(size) for size in self.config.batch_sizes}
         self.runner.use_shape(shapes.shapes, reads_confidence=reads_confidence, by_size=by_size)
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()
@@ -440,9 +440,7 @@ class Engine:
 
     def shapes_at(self, batch_size: int) -> list[SpecShape]:
         """List the shapes that batches of a size may have."""
-        if isinstance(self.shapes, ShapeTable):
-            return [self.shapes.at(batch_size)]
-        return self.shapes.menu(batch_size)
+        return self.shapes.shapes_at(batch_size)
 
     def choices(self) -> list[Choice]:
         """What the policy chooses for text like that of the last requests, by batch size; empty where shapes
@@ -594,7 +592,7 @@ class Engine:
         if shape.steps:
             self.shapes.observe(acceptance, shape, num_accepted, num_drafts)
         if confidence is not None or acceptance.confidence_class is not None:
-            self.shapes.see(acceptance, confidence)
+            self.shapes.observe_confidence(acceptance, confidence)
 
     def _count_read(self, request: Request) -> None:
         """Count the tokens of a reply whose text has been searched for stop texts."""
