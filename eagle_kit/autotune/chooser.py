@@ -241,11 +241,11 @@ class AcceptanceModel:
             self._seen[request].append(request.confidence_class)
 
     def observe(
-        self, request: RequestAcceptance, shape_index: int, num_accepted: int, num_drafts: int | None
+        self, request: RequestAcceptance, shape_index: int, num_accepted: int, num_depths: int | None
     ) -> None:
-        """Record a drafting cycle that verified the first ``num_drafts`` depths, None for all."""
+        """Record a drafting cycle that verified the first ``num_depths`` depths, None for all."""
         which = -1 if request.confidence_class is None else request.confidence_class
-        log_odds = self._log_odds[shape_index][which][:num_drafts]
+        log_odds = self._log_odds[shape_index][which][:num_depths]
         depth_log_odds: Sequence[float] = ()
         if len(request.depth_log_odds) >= self.chains.get(shape_index, math.inf):
             depth_log_odds = request.depth_log_odds[: len(log_odds)]
@@ -653,12 +653,12 @@ class ShapeChooser(ShapePolicy):
         self.acceptance.observe_confidence(request, confidence)
 
     def observe(
-        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_depths: int | None = None
     ) -> None:
         """See :meth:`ShapePolicy.observe`."""
         if shape.steps:
             self._drafting_loss += self._seconds_each - (1 + num_accepted) * self._plain_each
-            self.acceptance.observe(request, self._index_of[shape], num_accepted, num_drafts)
+            self.acceptance.observe(request, self._index_of[shape], num_accepted, num_depths)
 
     def observe_time(
         self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None

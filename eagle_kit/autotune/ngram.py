@@ -110,7 +110,7 @@ class NgramPolicy(ShapePolicy):
         return self.length * plain / drafted
 
     def observe(
-        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_depths: int | None = None
     ) -> None:
         """See :meth:`ShapePolicy.observe`."""
         if shape != self._ngram_shape:

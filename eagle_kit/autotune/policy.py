@@ -119,13 +119,14 @@ class ShapePolicy:
         """
 
     def observe(
-        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_depths: int | None = None
     ) -> None:
         """Record the outcome of a cycle of one request.
 
         Args:
             num_accepted: accepted drafts.
-            num_drafts: depths that were verified; None for all.
+            num_depths: how many of the first depths were verified; None for all. Only cuts to fewer rows
+                (``row_budgets.py``) leave depths out, and no engine makes them yet.
         """
 
     def observe_time(

@@ -69,7 +69,7 @@ class Results(NamedTuple):
         sequences: the requests' sequence states at launch. The results of a request whose state is another
             one by now are dropped.
         copy: copy of an :class:`Emitted` to the host.
-        num_drafts: draft tokens that the cycle verified for each request; None for a prefill.
+        num_draft_tokens: draft tokens that the cycle verified for each request; None for a prefill.
         num_computed: prompt tokens of each request that are computed after a prefill.
         shape: shape of the cycle.
         is_steady_state: False if the cycle included draft backfill or graph capture; its time is not used for
@@ -79,10 +79,14 @@ class Results(NamedTuple):
     requests: list[Request]
     sequences: list[SequenceState]
     copy: HostCopy
-    num_drafts: Sequence[int] | None
+    num_draft_tokens: Sequence[int] | None
     num_computed: Sequence[int] = ()
     shape: SpecShape = NO_SPECULATION
     is_steady_state: bool = True
+
+    def is_prefill(self) -> bool:
+        """True for results of prompts, False for those of a cycle."""
+        return self.num_draft_tokens is None
 
 
 def _num_nodes(most_found: int, num_nodes: int) -> int:
@@ -492,13 +496,13 @@ class Runner:
 
         # N-gram drafts come from the host.
         tree = None
-        num_drafts = [shape.tokens - 1] * len(requests)
+        num_draft_tokens = [shape.tokens - 1] * len(requests)
         if ngram is not None and shape.steps:
             found = self._ngram_draft(requests, batch.padding, ngram, shape)
-            num_drafts = found.num_drafts[: len(requests)].tolist()
+            num_draft_tokens = found.num_drafts[: len(requests)].tolist()
             # A batch in which few drafts were found has smaller windows, where no graph fixes their size.
             if self.target.ranks is None and not self.graphs.has_fixed_shapes:
-                found = found.cut(_num_nodes(max(num_drafts), shape.tokens))
+                found = found.cut(_num_nodes(max(num_draft_tokens), shape.tokens))
             # The first rank's log may hold tokens that a stop text removed, so all ranks take its drafts.
             tree = agree_tree(to_tree(found, self.device), self.target.ranks)
 
@@ -511,7 +515,7 @@ class Runner:
             requests,
             batch.sequences,
             HostCopy(emitted),
-            num_drafts,
+            num_draft_tokens,
             shape=shape,
             is_steady_state=not (has_backfill or has_capture),
         )

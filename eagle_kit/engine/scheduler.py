@@ -77,7 +77,7 @@ cycles that many groups share may be plain."""
 
 
 class StateMoves(NamedTuple):
-    """Recurrent states that a chunk reads and writes, by their index in the pool (``kv/recurrent_states.py``).
+    """Recurrent states that a chunk reads and writes, by index (``kv/recurrent_states.py``).
 
     Attributes:
         source: index of the state before the chunk; None at the beginning of a text.
@@ -247,10 +247,10 @@ class Scheduler:
         """Note that the first ``num_tokens`` of a request have been sent to the device."""
         request.sequence.num_computed = num_tokens
 
-    def mark_verified(self, request: Request, num_tokens: int) -> None:
-        """Note that the first ``num_tokens`` of a request are computed and led to finite logits."""
+    def mark_finite(self, request: Request, num_tokens: int) -> None:
+        """Note that results of the first ``num_tokens`` of a request have come back with finite logits."""
         sequence = request.sequence
-        sequence.num_verified = num_tokens
+        sequence.num_finite = num_tokens
         sequence.num_computed = max(sequence.num_computed, num_tokens)
 
     def publish(self, request: Request) -> bool:
@@ -314,7 +314,7 @@ class Scheduler:
             if other.group != group or other.prompt_ids != head.prompt_ids:
                 continue
             sequence = other.sequence
-            is_computing = sequence.num_verified < other.num_to_compute
+            is_computing = sequence.num_finite < other.num_to_compute
             will_share = sequence.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
             if is_computing and will_share:
                 return None
@@ -620,7 +620,7 @@ class Scheduler:
             num_resumable = 0
             if self._cache_holds_all:
                 sequence = request.sequence
-                num_resumable = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
+                num_resumable = self.page_pool.num_resumable(sequence.allocation, sequence.num_finite)
             worth = (request.num_tokens - num_resumable) // MOST_RECOMPUTED
             num_tokens = max(num_tokens, min(worth, MOST_QUANTUM_TOKENS))
         return progress(request) - request.turn.quantum_start >= num_tokens
@@ -630,10 +630,10 @@ class Scheduler:
         if not self.page_pool.can_reuse or _num_left(request) <= self._prompt_quantum:
             return False
         sequence = request.sequence
-        num_kept = sequence.num_verified
+        num_kept = sequence.num_finite
         if self.page_pool.has_snapshots:
             # The tokens behind the last snapshot would be computed again.
-            num_kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
+            num_kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_finite)
         return num_kept - sequence.num_shared_tokens >= self._prompt_quantum
 
     def _would_fit(self, request: Request, victims: Sequence[Request], shard: int) -> bool:

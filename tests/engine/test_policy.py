@@ -195,7 +195,7 @@ class Once(ShapePolicy):
         self.seen.append((request, confidence))
         request.confidence_class = None if confidence is None else 0
 
-    def observe(self, request, shape, num_accepted, num_drafts=None):
+    def observe(self, request, shape, num_accepted, num_depths=None):
         self.observed.append((request, shape))
 
 
