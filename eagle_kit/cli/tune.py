@@ -159,5 +159,5 @@ def print_plan(llm: "LLM", tuned: "Tuned") -> None:
     print(f"fit         {len(costs.timings)} cycles, error {costs.table.error:.0%} in the mean")
     sizes = [size for size in engine.config.batch_sizes if size & (size - 1) == 0]
     for choice in policy.plan(sizes):
-        menu = " ".join(str(shape) for shape in policy.menu(choice.batch_size) if shape.steps)
-        print(f"{choice}; from {menu or 'plain decoding only'}")
+        candidates = " ".join(str(shape) for shape in policy.shapes_at(choice.batch_size) if shape.steps)
+        print(f"{choice}; from {candidates or 'plain decoding only'}")

@@ -1,8 +1,15 @@
 """Decode cycle: propose -> verify -> accept -> commit -> draft-extend.
 
-A function of fixed shapes from device tensors to device tensors. It writes the key-value stores and nothing
-else, and no tensor is read on the host (on a CPU only lengths are, through guards). So the same code runs
-eagerly and as one CUDA graph. Ordinary decoding is a window of one node.
+:func:`cycle` is the whole of it. Its parts, in order:
+
+* :func:`propose`: the drafter makes the window to verify (``drafts/base``);
+* :func:`run_target`: the target runs over all nodes of the window;
+* :func:`accept_and_commit`: the verifier accepts a path, and its keys go from the scratch to the pool;
+* :func:`draft_extend`: the draft runs over the emitted tokens, and makes the next draft state.
+
+A function of fixed shapes from device tensors to device tensors. It writes the key-value stores and the
+recurrent states and nothing else, and no tensor is read on the host (on a CPU only lengths are, through
+guards). So the same code runs eagerly and as one CUDA graph. Ordinary decoding is a window of one node.
 
 Legend: B requests, N window nodes, S steps, V vocabulary.
 """
@@ -37,13 +44,13 @@ class CycleModels(NamedTuple):
         target: the model that verifies.
         kv: the target's key-value store.
         drafter: the draft model with its store; None in ordinary decoding.
-        states: states of the target's recurrent layers; None if it has none.
+        recurrent_states: states of the target's recurrent layers; None if it has none.
     """
 
     target: Target
     kv: PagedStore
     drafter: Drafter | None = None
-    states: StatePool | None = None
+    recurrent_states: StatePool | None = None
 
 
 class CycleSettings(NamedTuple):
@@ -117,7 +124,7 @@ class CycleOutput(NamedTuple):
     pending: PendingTokens | None = None
 
 
-class WindowRead(NamedTuple):
+class WindowOutput(NamedTuple):
     """Output of the target over the nodes of a window.
 
     Attributes:
@@ -195,8 +202,8 @@ def finish_cycle(
     drafter = models.drafter
     pending = None
     if drafter is not None and defers_draft(drafter, settings):
-        states = drafter.model.states(verified.out)
-        pending = PendingTokens(states[:, None], emitted.tokens, emitted.num_emitted)
+        hidden_states = drafter.model.states(verified.out)
+        pending = PendingTokens(hidden_states[:, None], emitted.tokens, emitted.num_emitted)
         drafter = None
 
     # Run the draft over the emitted tokens.
@@ -220,27 +227,27 @@ def verify_and_commit(
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Run the target over the window, accept a path, and commit it to the pool."""
-    read = read_window(models, state, window.tree, settings)
-    return accept_and_commit(models, state, window, read, settings, sampling, allowed)
+    output = run_target(models, state, window.tree, settings)
+    return accept_and_commit(models, state, window, output, settings, sampling, allowed)
 
 
-def read_window(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowRead:
+def run_target(models: CycleModels, state: CycleState, tree: Tree, settings: CycleSettings) -> WindowOutput:
     """Run the target over the nodes of the windows."""
     out, attend = _forward(models, tree, state, settings.num_columns)
-    return WindowRead(out, attend, models.target.local_logits(out.hidden))
+    return WindowOutput(out, attend, models.target.local_logits(out.hidden))
 
 
 def accept_and_commit(
     models: CycleModels,
     state: CycleState,
     window: DraftOutput,
-    read: WindowRead,
+    output: WindowOutput,
     settings: CycleSettings,
     sampling: SamplingBatch | None = None,
     allowed: torch.Tensor | None = None,
 ) -> Verified:
     """Accept a path of a window that the target has run over, and commit it to the pool."""
-    out, attend, logits = read
+    out, attend, logits = output
     steps = settings.shape.steps
     seq_lens = state.seq_lens
     ranks = models.target.ranks
@@ -315,9 +322,9 @@ def _forward(
         attend = models.kv.shard_window_attend(_shard_of(state), table, lens, ancestors, num_columns)
     else:
         attend = models.kv.window_attend(table, lens, ancestors, n, num_columns)
-    if models.states is not None:
-        assert state.slots is not None, "recurrent layers need the slots of their states"
-        attend = models.states.window(attend, state.slots, tree.ancestors)
+    if models.recurrent_states is not None:
+        assert state.slot_ids is not None, "recurrent layers need the slots of their states"
+        attend = models.recurrent_states.window(attend, state.slot_ids, tree.ancestors)
 
     # The forward. A window of one node is its root, at depth 0.
     positions = state.seq_lens if n == 1 else (state.seq_lens[:, None] + tree.depths).view(-1)

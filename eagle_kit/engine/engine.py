@@ -48,7 +48,20 @@ sheets."""
 
 @dataclass
 class EngineTotals:
-    """Counters since the engine was made; they only grow."""
+    """Counters since the engine was made; they only grow.
+
+    Attributes:
+        num_steps: steps of the engine.
+        num_prompt_tokens: tokens of all prompts whose prefill has begun.
+        num_cached_prompt_tokens: those of them that the prefix cache held.
+        num_generated_tokens: tokens of replies.
+        num_preemptions: times that a request gave way to another.
+        num_finished: ended requests, by reason.
+        num_drafts: verifies of at least one draft token, as in vLLM.
+        num_draft_tokens: draft tokens that were verified.
+        spec: acceptance of the drafts.
+        shapes: cycles in each shape.
+    """
 
     num_steps: int = 0
     num_prompt_tokens: int = 0
@@ -142,9 +155,12 @@ class Engine:
         self._in_flight: deque[Results] = deque()
         self._news: dict[Request, None] = {}
 
-        # Counters, and the time at which the last cycle ended.
+        # Counters. Tokens that are not in the totals yet: how many are new, how many of them were drafted
+        # (None where nothing was), and how many draft tokens were verified.
         self.totals = EngineTotals()
         self._counted: list[tuple[int, int | None, int]] = []
+
+        # Time of the last cycle's end, and whether the step after it may measure the time of a cycle.
         self._clock = time.perf_counter()
         self._is_timing = False
 
@@ -203,7 +219,7 @@ class Engine:
         # The runner. Pages that were written without a draft lack its keys, so the prefix cache is emptied.
         did_speculate = bool(self.runner.steps)
         reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
-        by_size = {size: shapes.menu(size) for size in self.config.batch_sizes}
+        by_size = {size: shapes.shapes_at(size) for size in self.config.batch_sizes}
         self.runner.use_shape(shapes.shapes, reads_confidence=reads_confidence, by_size=by_size)
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()
@@ -387,6 +403,7 @@ class Engine:
         plan = self.scheduler.plan()
         decoding = plan.decoding
         chunks = plan.chunks
+        # A cycle's time counts if neither this step nor the one before it has computed prompts.
         self._is_timing = self._is_timing and not plan.chunks
         self.totals.num_preemptions += len(plan.preempted)
         for request in plan.preempted:
@@ -440,9 +457,7 @@ class Engine:
 
     def shapes_at(self, batch_size: int) -> list[SpecShape]:
         """List the shapes that batches of a size may have."""
-        if isinstance(self.shapes, ShapeTable):
-            return [self.shapes.at(batch_size)]
-        return self.shapes.menu(batch_size)
+        return self.shapes.shapes_at(batch_size)
 
     def choices(self) -> list[Choice]:
         """What the policy chooses for text like that of the last requests, by batch size; empty where shapes
@@ -506,8 +521,7 @@ class Engine:
         # Wait for the device.
         emitted = results.copy.wait(self.target.ranks)
         now = time.perf_counter()
-        is_cycle = results.num_drafts is not None
-        if is_cycle:
+        if not results.is_prefill:
             self._note_cycle(results, now)
 
         # Read the tensors once, for all requests.
@@ -529,8 +543,8 @@ class Engine:
                 continue
 
             # Cache the pages of a whole prompt.
-            if not is_cycle:
-                self.scheduler.mark_verified(request, results.num_computed[i])
+            if results.is_prefill:
+                self.scheduler.mark_finite(request, results.num_computed[i])
                 if not request.is_prefilling and self.scheduler.publish(request):
                     self.runner.forget_pages(request)
 
@@ -551,14 +565,14 @@ class Engine:
                     request.reply.logprobs.append(chosen[j], ids[j][:top], values[j][:top])
 
             # Update the acceptance statistics of the policy.
-            num_drafts = None
-            if results.num_drafts is not None:
-                num_drafts = results.num_drafts[i]
+            num_draft_tokens = None
+            if results.num_draft_tokens is not None:
+                num_draft_tokens = results.num_draft_tokens[i]
                 next_confidence = None if confidence is None else confidence[i]
-                self._observe(request, results.shape, num_emitted - 1, num_drafts, next_confidence)
+                self._observe(request, results.shape, num_emitted - 1, next_confidence)
 
             # Count the tokens. Where a stop text may remove them again, they wait until their text is read.
-            new = UncountedTokens(start, num_tokens, num_emitted, results.shape, num_drafts)
+            new = UncountedTokens(start, num_tokens, num_emitted, results.shape, num_draft_tokens)
             if request.has_stops:
                 request.stats.uncounted.append(new)
                 self._count_read(request)
@@ -580,7 +594,6 @@ class Engine:
         request: Request,
         shape: SpecShape,
         num_accepted: int,
-        num_drafts: int,
         confidence: float | Sequence[float] | None,
     ) -> None:
         """Update the policy with the number of a request's draft tokens that a cycle accepted.
@@ -592,9 +605,9 @@ class Engine:
         if acceptance is None or not isinstance(self.shapes, ShapePolicy):
             return
         if shape.steps:
-            self.shapes.observe(acceptance, shape, num_accepted, num_drafts)
+            self.shapes.observe(acceptance, shape, num_accepted)
         if confidence is not None or acceptance.confidence_class is not None:
-            self.shapes.see(acceptance, confidence)
+            self.shapes.observe_confidence(acceptance, confidence)
 
     def _count_read(self, request: Request) -> None:
         """Count the tokens of a reply whose text has been searched for stop texts."""
@@ -605,25 +618,26 @@ class Engine:
 
     def _count(self, request: Request, new: UncountedTokens) -> None:
         """Count tokens that no stop text can remove any more."""
-        num_drafts_kept = None
-        if new.num_drafts == 0:
+        num_accepted = None
+        if new.num_draft_tokens == 0:
             # A plain cycle is no verify, also where others of the batch had drafts.
             request.stats.shapes[NO_SPECULATION] += 1
-        elif new.num_drafts is not None:
+        elif new.num_draft_tokens is not None:
             request.stats.shapes[new.shape] += 1
-            num_drafts_kept = min(new.num_tokens, new.num_emitted - 1)
-            request.stats.spec.observe(new.num_tokens, num_drafts_kept)
-        self._counted.append((new.num_tokens, num_drafts_kept, new.num_drafts or 0))
+            num_accepted = min(new.num_tokens, new.num_emitted - 1)
+            request.stats.spec.observe(new.num_tokens, num_accepted)
+        self._counted.append((new.num_tokens, num_accepted, new.num_draft_tokens or 0))
 
     def _add_to_totals(self) -> None:
         """Add the counted tokens to the totals, equal entries at once."""
         totals = self.totals
-        for (num_tokens, num_drafts_kept, num_drafts), times in Counter(self._counted).items():
+        for (num_tokens, num_accepted, num_draft_tokens), times in Counter(self._counted).items():
             totals.num_generated_tokens += num_tokens * times
-            totals.num_drafts += (num_drafts > 0) * times
-            totals.num_draft_tokens += num_drafts * times
-            if num_drafts_kept is not None:
-                totals.spec.observe(num_tokens, num_drafts_kept, times)
+            totals.num_draft_tokens += num_draft_tokens * times
+            if num_draft_tokens > 0:
+                totals.num_drafts += times
+            if num_accepted is not None:
+                totals.spec.observe(num_tokens, num_accepted, times)
         self._counted.clear()
 
     def _note_cycle(self, results: Results, now: float) -> None:
@@ -667,7 +681,7 @@ class Engine:
         reply.token_ids += tokens
         num_hidden = 0 if is_shown else 1
         reply.num_shown = len(reply.token_ids) - num_hidden
-        self.scheduler.mark_verified(request, request.num_to_compute)
+        self.scheduler.mark_finite(request, request.num_to_compute)
         request.stats.last_token_at = now
         if request.stats.first_token_at == 0.0:
             request.stats.first_token_at = now

@@ -25,14 +25,15 @@ class UncountedTokens(NamedTuple):
         num_tokens: tokens that were appended to the reply.
         num_emitted: tokens that the cycle emitted; those behind the end of the reply were not appended.
         shape: of the cycle.
-        num_drafts: draft tokens that the cycle verified; None for the first token, which comes from prefill.
+        num_draft_tokens: draft tokens that the cycle verified; None for the first token, which comes from
+            prefill.
     """
 
     start: int
     num_tokens: int
     num_emitted: int
     shape: SpecShape
-    num_drafts: int | None
+    num_draft_tokens: int | None
 
 
 @dataclass(eq=False)
@@ -68,12 +69,13 @@ class SequenceState:
     batch. Results that were computed for an earlier one are dropped.
 
     Attributes:
-        slot: row of the device's tables; -1 while the request is not in the batch.
+        slot: index in the device's tables (``slots.py``); -1 while the request is not in the batch.
         allocation: pages of the tokens.
         num_shared_tokens: tokens whose pages were in the prefix cache at admission, those of the request
             itself before a preemption included.
         num_computed: tokens whose keys are in the pool, or will be when launched work has ended.
-        num_verified: tokens whose keys are in the pool and led to finite logits.
+        num_finite: tokens whose keys are in the pool and whose results have come back with finite logits.
+            Their pages may be cached.
         num_branch_pages: cached pages before the place where the prompt leaves another's, if a snapshot of
             recurrent states is missing there; else 0.
         has_begun: True once a part of the prompt was planned.
@@ -83,7 +85,7 @@ class SequenceState:
     allocation: PageAllocation = field(default_factory=PageAllocation)
     num_shared_tokens: int = 0
     num_computed: int = 0
-    num_verified: int = 0
+    num_finite: int = 0
     num_branch_pages: int = 0
     has_begun: bool = False
 
@@ -231,7 +233,7 @@ class Request:
     @property
     def num_cacheable(self) -> int:
         """Tokens whose keys others may use, those of the draft included."""
-        return max(0, self.sequence.num_verified - self.on_device.num_pending_draft_tokens)
+        return max(0, self.sequence.num_finite - self.on_device.num_pending_draft_tokens)
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Tokens start..stop-1 of prompt and reply."""

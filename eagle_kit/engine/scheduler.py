@@ -77,11 +77,12 @@ cycles that many groups share may be plain."""
 
 
 class StateMoves(NamedTuple):
-    """Recurrent states that a chunk reads and writes, by number (``kv/recurrent_states.py``).
+    """Recurrent states that a chunk reads and writes, by index (``kv/recurrent_states.py``).
 
     Attributes:
-        source: state before the chunk; None at the beginning of a text.
-        saves: (number of the chunk's tokens, number of the state saved behind them), ascending.
+        source: index of the state before the chunk; None at the beginning of a text.
+        saves: (number of the chunk's tokens, index of the state saved after them), ascending. Tokens are
+            counted from ``lookback`` tokens before the start of the chunk.
     """
 
     source: int | None
@@ -92,13 +93,13 @@ class Chunk(NamedTuple):
     """Prompt tokens start..stop-1 of a request, computed in this step.
 
     Attributes:
-        states: of recurrent layers; tokens are counted from ``lookback`` tokens before the start.
+        state_moves: recurrent states to read and to save; None without recurrent layers.
     """
 
     request: Request
     start: int
     stop: int
-    states: StateMoves | None = None
+    state_moves: StateMoves | None = None
 
 
 class StepPlan(NamedTuple):
@@ -213,7 +214,7 @@ class Scheduler:
         decoding = [request for request in self.running if not request.is_prefilling]
         chunks = self._make_chunks([request for request in self.running if request.is_prefilling])
         if self.page_pool.has_snapshots:
-            chunks = [chunk._replace(states=self._plan_states(chunk)) for chunk in chunks]
+            chunks = [chunk._replace(state_moves=self._plan_state_moves(chunk)) for chunk in chunks]
         return StepPlan(chunks, self._select_affordable(decoding), preempted)
 
     def remove(self, request: Request) -> None:
@@ -246,10 +247,10 @@ class Scheduler:
         """Note that the first ``num_tokens`` of a request have been sent to the device."""
         request.sequence.num_computed = num_tokens
 
-    def mark_verified(self, request: Request, num_tokens: int) -> None:
-        """Note that the first ``num_tokens`` of a request are computed and led to finite logits."""
+    def mark_finite(self, request: Request, num_tokens: int) -> None:
+        """Note that results of the first ``num_tokens`` of a request have come back with finite logits."""
         sequence = request.sequence
-        sequence.num_verified = num_tokens
+        sequence.num_finite = num_tokens
         sequence.num_computed = max(sequence.num_computed, num_tokens)
 
     def publish(self, request: Request) -> bool:
@@ -313,7 +314,7 @@ class Scheduler:
             if other.group != group or other.prompt_ids != head.prompt_ids:
                 continue
             sequence = other.sequence
-            is_computing = sequence.num_verified < other.num_to_compute
+            is_computing = sequence.num_finite < other.num_to_compute
             will_share = sequence.num_shared_tokens + self.page_pool.page_size < other.num_to_compute
             if is_computing and will_share:
                 return None
@@ -619,7 +620,7 @@ class Scheduler:
             num_resumable = 0
             if self._cache_holds_all:
                 sequence = request.sequence
-                num_resumable = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
+                num_resumable = self.page_pool.num_resumable(sequence.allocation, sequence.num_finite)
             worth = (request.num_tokens - num_resumable) // MOST_RECOMPUTED
             num_tokens = max(num_tokens, min(worth, MOST_QUANTUM_TOKENS))
         return progress(request) - request.turn.quantum_start >= num_tokens
@@ -629,10 +630,10 @@ class Scheduler:
         if not self.page_pool.can_reuse or _num_left(request) <= self._prompt_quantum:
             return False
         sequence = request.sequence
-        num_kept = sequence.num_verified
+        num_kept = sequence.num_finite
         if self.page_pool.has_snapshots:
             # The tokens behind the last snapshot would be computed again.
-            num_kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_verified)
+            num_kept = self.page_pool.num_resumable(sequence.allocation, sequence.num_finite)
         return num_kept - sequence.num_shared_tokens >= self._prompt_quantum
 
     def _would_fit(self, request: Request, victims: Sequence[Request], shard: int) -> bool:
@@ -783,7 +784,7 @@ class Scheduler:
         has_pages = num_tokens <= pool.num_pages * pool.page_size
         self._cache_holds_all = has_pages and num_snapshots <= pool.num_snapshots
 
-    def _plan_states(self, chunk: Chunk) -> StateMoves:
+    def _plan_state_moves(self, chunk: Chunk) -> StateMoves:
         """Choose the state that a chunk begins with and the states that it saves.
 
         A snapshot is saved where the prompt leaves another's. One behind the last whole page is

@@ -14,7 +14,7 @@ from eagle_kit.autotune import files
 from eagle_kit.autotune.acceptance import Drafts, Recording
 from eagle_kit.autotune.costs import CostTable, Timing, join
 from eagle_kit.autotune.files import Costs, MeasuredAcceptance
-from eagle_kit.autotune.shapes import MOST_STEPS, candidate_shapes
+from eagle_kit.autotune.shapes import MOST_STEPS, all_shapes
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import read_object, remove, replacing, sole_writer, write_json_atomically
 from eagle_kit.core.sampling_params import SamplingParams
@@ -119,7 +119,7 @@ def _measure(
             "max_tokens": options.max_tokens,
             "date": now(),
         }
-        shapes = runnable(llm.engine("none"), candidate_shapes(recording.steps, recording.topk))
+        shapes = runnable(llm.engine("none"), all_shapes(recording.steps, recording.topk))
         acceptance = MeasuredAcceptance(draft, recording.table(shapes), about)
 
         def tuned(timings: Sequence[Timing]) -> Tuned:

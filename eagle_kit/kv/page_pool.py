@@ -2,7 +2,7 @@
 
 A cached page is a node of a radix tree, whose edges are the tokens of one page; requests with a common prefix
 hold the same nodes. The pool is bookkeeping on the host, the tensors belong to the stores. Target and draft
-share page numbers: a draft's entry lies at the slot of the token that it embeds, so it depends on the same
+share page numbers: a draft's entry has the position of the token that it embeds, so it depends on the same
 tokens as the target's entry.
 
 Recurrent layers cannot continue from keys and values alone: they need the recurrent state at that position.

@@ -113,16 +113,16 @@ def test_without_a_draft_decoding_is_plain():
 
 
 def test_a_batch_has_the_candidates_of_the_next_size_and_the_largest_those_of_the_last():
-    menus = {1: SHAPES[:2], 4: SHAPES[2:3], 16: SHAPES[3:]}
-    chooser = ShapeChooser(seconds, AcceptanceTable.even(SHAPES, AVERAGE), menus)
-    found = {size: chooser.menu(size)[1:] for size in (1, 2, 4, 5, 16, 17, 64)}
+    given = {1: SHAPES[:2], 4: SHAPES[2:3], 16: SHAPES[3:]}
+    chooser = ShapeChooser(seconds, AcceptanceTable.even(SHAPES, AVERAGE), given)
+    found = {size: chooser.shapes_at(size)[1:] for size in (1, 2, 4, 5, 16, 17, 64)}
     wanted = {1: SHAPES[1:2]}
     wanted |= dict.fromkeys((2, 4), SHAPES[2:3])
     wanted |= dict.fromkeys((5, 16, 17, 64), SHAPES[3:])
     assert found == wanted
-    for size, menu in menus.items():
-        assert chooser.menus[size] == [NO_SPECULATION, *(shape for shape in menu if shape.steps)]
-    assert chooser.menus.keys() == menus.keys()
+    for size, shapes in given.items():
+        assert chooser.shapes_by_size[size] == [NO_SPECULATION, *(shape for shape in shapes if shape.steps)]
+    assert chooser.shapes_by_size.keys() == given.keys()
 
 
 CLASSES = (0.3, 0.7)
@@ -162,7 +162,7 @@ def test_drafting_stops_early_where_the_draft_is_unsure():
 
     def see(chance):
         now[0] = chance
-        chooser.see(request, chance)
+        chooser.observe_confidence(request, chance)
 
     def choose():
         shape = chooser.choose([request], 300)
@@ -205,7 +205,7 @@ def test_chains_are_as_long_as_the_confidence_head_says(bias):
         chooser = make_chooser()
         request = chooser.new_request()
         return speed_by_depth(
-            lambda survival: chooser.see(request, survival if has_depths else survival[0]),
+            lambda survival: chooser.observe_confidence(request, survival if has_depths else survival[0]),
             lambda: chooser.choose([request], 300),
             lambda shape, accepted: chooser.observe(request, shape, accepted),
             bias=bias,
@@ -230,7 +230,7 @@ def test_what_requests_have_taught_about_confidences_serves_those_that_come():
                 requests[:] = [chooser.new_request()]
                 if not shares:
                     chooser.acceptance.calibration = Calibration()
-            chooser.see(requests[0], survival)
+            chooser.observe_confidence(requests[0], survival)
 
         return speed_by_depth(
             see,
@@ -245,7 +245,7 @@ def test_what_requests_have_taught_about_confidences_serves_those_that_come():
 def test_confidences_that_are_no_numbers_are_not_believed():
     chooser = make_chooser()
     request = chooser.new_request()
-    chooser.see(request, [float("nan")] * 6)
+    chooser.observe_confidence(request, [float("nan")] * 6)
     assert not request.depth_log_odds and request.confidence_class is None
     assert chooser.choose([request], 300) in SHAPES
 
@@ -264,7 +264,7 @@ def test_text_of_which_the_draft_is_never_sure_is_decoded_plainly():
     plain = confident_speed(lambda: NO_SPECULATION, chances=(0.1,))
     ours = confident_speed(
         choose,
-        lambda chance: chooser.see(request, chance),
+        lambda chance: chooser.observe_confidence(request, chance),
         chances=(0.1,),
         observe=lambda shape, accepted: chooser.observe(request, shape, accepted),
     )
@@ -278,7 +278,9 @@ def test_text_of_which_the_draft_is_seldom_sure_is_drafted_where_it_is():
     chooser = make_chooser(confident_table())
     request = chooser.new_request()
     ours = confident_speed(
-        lambda: chooser.choose([request], 300), lambda chance: chooser.see(request, chance), chances=chances
+        lambda: chooser.choose([request], 300),
+        lambda chance: chooser.observe_confidence(request, chance),
+        chances=chances,
     )
     fixed = [confident_speed(lambda shape=shape: shape, chances=chances) for shape in SHAPES]
     assert ours > 1.03 * max(fixed)
@@ -296,7 +298,7 @@ def test_what_drafting_is_worth_depends_on_no_order_of_requests():
         for number in range(200):
             given = requests[turn(number) :] + requests[: turn(number)]
             for request in requests:
-                chooser.see(request, 0.5)
+                chooser.observe_confidence(request, 0.5)
             shape = chooser.choose(given, 300)
             chosen.append(shape)
             for request in requests:
@@ -322,7 +324,7 @@ def test_a_decision_is_held_for_cycles_that_are_chosen_by_confidence_alone(monke
         if number == 60:
             requests[2] = chooser.new_request()
         for request in requests:
-            chooser.see(request, 0.9)
+            chooser.observe_confidence(request, 0.9)
         shape = chooser.choose(requests, 300)
         assert shape.steps
         for request in requests:
@@ -377,7 +379,7 @@ def test_a_draft_far_weaker_than_the_average_one_is_soon_left_alone(batch_size, 
             requests = [chooser.new_request() for _ in range(batch_size)]
             for _ in range(60):
                 for request in requests:
-                    chooser.see(request, rng.choice((0.1, 0.5, 0.9)))
+                    chooser.observe_confidence(request, rng.choice((0.1, 0.5, 0.9)))
                 shape = chooser.choose(requests, 300)
                 for request in requests:
                     accepted = int(shape.steps > 0 and rng.random() < 0.1)
@@ -399,7 +401,7 @@ def test_how_sure_an_unknown_draft_is_of_texts_is_soon_known():
         for _ in range(4):
             request = chooser.new_request()
             for _ in range(16):
-                chooser.see(request, 0.1)
+                chooser.observe_confidence(request, 0.1)
         unsure.append(chooser.new_request().histogram[0])
     assert unsure[0] > 0.84 > 0.82 > unsure[1] > 0.6
 
@@ -599,7 +601,7 @@ def test_first_cycles_say_little_of_the_texts():
             chooser.observe(request, SHAPES[1], first_accepted)
             for _ in range(24):
                 chance = rng.choice((0.1, 0.5, 0.9))
-                chooser.see(request, chance)
+                chooser.observe_confidence(request, chance)
                 chooser.observe(request, SHAPES[1], int(rng.random() < chance))
         chooser.learn()
         return chooser.acceptance.shared_offset
@@ -619,14 +621,14 @@ def test_replies_of_one_cycle_teach_that_a_draft_is_worth_nothing(num_cycles):
             shape = chooser.choose([request], 300)
             used[shape] += 1
             chooser.observe(request, shape, 0)
-            chooser.see(request, 0.5)
+            chooser.observe_confidence(request, 0.5)
     assert used[NO_SPECULATION] > used.total() * 2 / 3
 
 
 def test_a_request_without_verified_drafts_shows_nothing_of_its_text():
     chooser = make_chooser(confident_table())
     request = chooser.new_request()
-    chooser.see(request, 0.5)
+    chooser.observe_confidence(request, 0.5)
     before = request.offset
     chooser.observe(request, SHAPES[3], 0, 0)
     chooser.learn()
@@ -834,7 +836,7 @@ def test_a_decision_costs_few_calls():
         for _ in range(500):
             chances = [rng.choice((0.1, 0.5, 0.9)) for _ in requests]
             for request, chance in zip(requests, chances, strict=True):
-                chooser.see(request, chance)
+                chooser.observe_confidence(request, chance)
             shape = chooser.choose(requests, 300)
             for request, chance in zip(requests, chances, strict=True):
                 chooser.observe(request, shape, accepted_of(rng, shape, chance))
@@ -847,13 +849,13 @@ def test_a_decision_costs_few_calls():
 def test_a_request_that_has_just_come_does_not_stop_the_choice_for_others():
     chooser = make_chooser(confident_table())
     requests = [chooser.new_request() for _ in range(2)]
-    chooser.see(requests[0], 0.9)
+    chooser.observe_confidence(requests[0], 0.9)
     chooser.choose(requests, 300)
     chooser._use(1)
     chooser._held = 100
     used = set()
     for chance in (0.1, 0.9) * 20:
-        chooser.see(requests[0], chance)
+        chooser.observe_confidence(requests[0], chance)
         used.add(chooser.choose(requests, 300))
     assert len(used) > 1
 
@@ -908,7 +910,7 @@ def batch_speed(batch_size, budgets, see_depths=False, num_cycles=1500):
     for _ in range(num_cycles):
         chances = [rng.choice((0.1, 0.5, 0.9)) for _ in requests]
         for request, chance in zip(requests, chances, strict=True):
-            chooser.see(request, [chance**d for d in range(1, 7)] if see_depths else chance)
+            chooser.observe_confidence(request, [chance**d for d in range(1, 7)] if see_depths else chance)
         shape = chooser.choose(requests, 300)
         drafts = drafts_to_verify(chooser, requests, shape)
         assert chooser.num_rows == batch_size + sum(drafts)
@@ -943,9 +945,11 @@ def test_a_forecast_of_the_likeliest_drafts_is_their_mean():
     sums = Counter()
     for _ in range(300):
         for request in requests:
-            chooser.see(request, rng.choice((0.1, 0.5, 0.9)))
+            chooser.observe_confidence(request, rng.choice((0.1, 0.5, 0.9)))
         for i, candidate in enumerate(forecast.candidates[1:], 1):
-            survival = [chooser.acceptance.next_survival(request, candidate.number) for request in requests]
+            survival = [
+                chooser.acceptance.next_survival(request, candidate.shape_index) for request in requests
+            ]
             ranked = sorted(itertools.chain(*survival), reverse=True)
             sums[i] += 32 + sum(ranked[: candidate.num_rows - 32])
     for i in range(1, len(forecast.candidates)):

@@ -311,7 +311,7 @@ def test_the_shape_follows_the_batch(models, plain, shapes, options):
     used = set()
     run = engine.runner._run
     engine.runner._run = lambda matches, inputs, settings, tree: (
-        used.add((len(inputs.rows), settings.shape)) or run(matches, inputs, settings, tree)
+        used.add((len(inputs.slot_ids), settings.shape)) or run(matches, inputs, settings, tree)
     )
     requests = [Request(i, list(p), SamplingParams(max_tokens=8 + 8 * i)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)

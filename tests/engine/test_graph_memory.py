@@ -57,7 +57,7 @@ def test_graphs_grow_with_kinds_sizes_and_shapes(models):
     assert [each.number for each in found.values()] == [7 * 9, 7 * 4, 0]
     assert found["all"].bytes > found["usual"].bytes > 7 * 4 * 100 * graph_memory.BYTES_OF_LAUNCH
     chosen = graphs_of(target.config, draft, config, "usual", chooses_shapes=True)
-    assert chosen.number == 7 * 4 * (graph_memory.MENU + 1)
+    assert chosen.number == 7 * 4 * (graph_memory.MAX_CANDIDATES + 1)
 
 
 def test_ranks_of_data_parallel_attention_have_graphs_for_uneven_batches(models):

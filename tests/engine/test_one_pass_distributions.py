@@ -113,7 +113,7 @@ class Sure(ShapePolicy):
         super().__init__({1: shapes})
         self.used = Counter()
 
-    def see(self, request, confidence):
+    def observe_confidence(self, request, confidence):
         request.depth_log_odds = () if confidence is None else log_odds_of(confidence)
 
     def choose(self, requests, context):

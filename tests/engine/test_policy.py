@@ -166,7 +166,7 @@ def test_the_draft_says_how_sure_it_is_of_its_next_token(models, drafts):
     chain = SpecShape(2, 1, 3)
     seen = []
     policy = ShapePolicy({1: [chain]}, chain)
-    policy.see = lambda request, probability: seen.append(probability)
+    policy.observe_confidence = lambda request, probability: seen.append(probability)
     engine.use_shape(policy)
     requests = [Request(i, list(p), SamplingParams(max_tokens=20)) for i, p in enumerate(PROMPTS)]
     serve(engine, requests)
@@ -191,11 +191,11 @@ class Once(ShapePolicy):
         self.given.append(request)
         return self.chain if is_first else NO_SPECULATION
 
-    def see(self, request, confidence):
+    def observe_confidence(self, request, confidence):
         self.seen.append((request, confidence))
         request.confidence_class = None if confidence is None else 0
 
-    def observe(self, request, shape, num_accepted, num_drafts=None):
+    def observe(self, request, shape, num_accepted, num_depths=None):
         self.observed.append((request, shape))
 
 

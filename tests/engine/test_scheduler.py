@@ -473,7 +473,7 @@ def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of
     near.reply.token_ids = [0] * (TURN + 10)
     far.reply.token_ids = [0] * (5 * TURN)
     for request in (near, far):
-        scheduler.mark_verified(request, request.num_to_compute)
+        scheduler.mark_finite(request, request.num_to_compute)
     (waiting,) = requests_of([[3]], first=10, max_tokens=400)
     waiting.reply.token_ids = [0] * TURN
     scheduler.add(waiting)
@@ -493,7 +493,7 @@ def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, 
     far, near = requests_of(prompts, max_tokens=400)
     for request in (far, near):
         admitted(scheduler, [request])
-        scheduler.mark_verified(request, request.num_to_compute)
+        scheduler.mark_finite(request, request.num_to_compute)
         pool.publish(request.sequence.allocation, request.prompt_ids)
     assert pool.num_available == 4
     assert near.sequence.num_shared_tokens == 8 * is_shared
@@ -654,7 +654,7 @@ def test_requests_give_way_on_a_full_rank_where_the_slots_are_taken():
     scheduler.page_pool.extend(running[2].sequence.allocation, 60)
     assert admitted(scheduler, [late]) == [1]
     for request in scheduler.running:
-        scheduler.mark_verified(request, request.num_to_compute)
+        scheduler.mark_finite(request, request.num_to_compute)
     late.reply.token_ids = [0] * (2 * TURN)
     (waiting,) = requests_of([[8] * 3], first=20)
     scheduler.add(waiting)

@@ -17,7 +17,8 @@ class CycleState(NamedTuple):
             of it yet.
         active: bool ``[B]``, False for padding, whose state does not change.
         draft: the drafter's own state, a named tuple of tensors with B rows; None without a draft model.
-        slots: int64 ``[B]``, the slots of the batch, also its recurrent states; None outside an engine.
+        slot_ids: int64 ``[B]``, slots of the requests, also indices of their recurrent states; None outside
+            an engine.
         shard: requests that this rank computes attention for, in data-parallel attention; else None.
     """
 
@@ -26,5 +27,5 @@ class CycleState(NamedTuple):
     roots: torch.Tensor
     active: torch.Tensor
     draft: tuple[torch.Tensor, ...] | None
-    slots: torch.Tensor | None = None
+    slot_ids: torch.Tensor | None = None
     shard: ShardRequests | None = None

@@ -20,7 +20,7 @@ from eagle_kit.drafts.base.ready import ReadyDrafter
 from eagle_kit.drafts.dflash.head import DFlashHead
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PoolLayout
-from eagle_kit.models.blocks.layers import KVSlots
+from eagle_kit.models.blocks.layers import KVRows
 from eagle_kit.ops.transfer import to_device
 
 
@@ -61,13 +61,13 @@ class BlockDrafter(ReadyDrafter):
         states, tokens, num_committed = pending
         positions = state.seq_lens[:, None] + self.numbers[: tokens.shape[1]]
         is_there = positions < (state.seq_lens + num_committed)[:, None]
-        rows = torch.where(is_there, self.kv.slots(state.page_table, positions), self.kv.trash_row)
+        rows = torch.where(is_there, self.kv.rows_of(state.page_table, positions), self.kv.trash_row)
         self._enter(self.model.features(states.flatten(0, 1)), positions.view(-1), rows.view(-1))
 
     def _enter(self, context: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the entries of ``context [T, H]`` at ``positions`` int64 ``[T]`` into ``rows`` of the
         store."""
-        self.head.context_entries(context, positions, lambda layer: KVSlots(*self.kv.layer(layer), rows))
+        self.head.context_entries(context, positions, lambda layer: KVRows(*self.kv.layer(layer), rows))
 
     def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks behind prompts that end."""

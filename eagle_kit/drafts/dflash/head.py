@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eagle_kit.drafts.eagle3.head import AfterAttention, Eagle3Config
-from eagle_kit.models.blocks.layers import MLP, Attend, Attention, KVSlots, RMSNorm, kv_slots_of
+from eagle_kit.models.blocks.layers import MLP, Attend, Attention, KVRows, RMSNorm, kv_rows_of
 from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
@@ -230,13 +230,13 @@ class DFlashHead(DraftHead):
         return F.embedding(torch.cat((anchors[:, None], tokens[:, 1:]), 1), embedding)
 
     def context_entries(
-        self, context: torch.Tensor, positions: torch.Tensor, slots: Callable[[int], KVSlots]
+        self, context: torch.Tensor, positions: torch.Tensor, kv_rows: Callable[[int], KVRows]
     ) -> None:
-        """Write keys and values of ``context [T, H]`` at ``positions`` int64 ``[T]`` into the ``slots`` of
+        """Write keys and values of ``context [T, H]`` at ``positions`` int64 ``[T]`` into the ``kv_rows`` of
         every layer. Queries, which nobody needs, are a part of the same matmul."""
         rotation = self.rope.at(positions)
         for i, layer in enumerate(self.plain):
-            layer.self_attn.qkv(context, rotation, slots(i))
+            layer.self_attn.qkv(context, rotation, kv_rows(i))
 
     def draft(
         self,
@@ -261,7 +261,7 @@ class DFlashHead(DraftHead):
         normed = self.plain[0].input_layernorm(h)
         for i, (layer, attend) in enumerate(zip(self.plain, attends, strict=True)):
             rows = torch.cat((context, normed.unflatten(0, (-1, size))), 1).flatten(0, 1)
-            attended = attend(i, *layer.self_attn.qkv(rows, rotation, kv_slots_of(attend, i)))
+            attended = attend(i, *layer.self_attn.qkv(rows, rotation, kv_rows_of(attend, i)))
             normed, h = self.end_layer(i, h, attended)
         return normed
 

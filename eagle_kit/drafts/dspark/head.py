@@ -57,14 +57,21 @@ class DSparkHead(DFlashHead):
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
-        size, rank = config.hidden_size, config.markov_rank
-        self.markov_head = (
-            MarkovHead(size, rank, config.markov_form, (config.vocab_size, config.draft_vocab_size))
-            if rank
-            else None
-        )
-        reads = rank if config.confidence_reads_token else 0
-        self.confidence_head = ConfidenceHead(size + reads) if config.has_confidence else None
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(
+                config.hidden_size,
+                config.markov_rank,
+                config.markov_form,
+                config.vocab_size,
+                config.draft_vocab_size,
+            )
+        self.confidence_head: ConfidenceHead | None = None
+        if config.has_confidence:
+            confidence_size = config.hidden_size
+            if config.confidence_reads_token:
+                confidence_size += config.markov_rank
+            self.confidence_head = ConfidenceHead(confidence_size)
 
     @property
     def markov(self) -> MarkovHead | None:

@@ -21,7 +21,7 @@ from eagle_kit.autotune.files import (
     find_costs,
     save_costs,
 )
-from eagle_kit.autotune.shapes import MOST_STEPS, choose_menu
+from eagle_kit.autotune.shapes import MOST_STEPS, choose_candidates
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import writing_remedy
 from eagle_kit.core.shape import SpecShape
@@ -106,18 +106,18 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapeChooser:
 
 def policy_of(engine: Engine, tuned: Tuned) -> ShapeChooser:
     """Make a policy over the shapes that an engine can run."""
-    config, costs, acceptance = engine.config, tuned.costs.table, tuned.acceptance.table
+    config = engine.config
+    costs = tuned.costs.table
+    acceptance = tuned.acceptance.table
     shapes = runnable(engine, acceptance.shapes)
-    menus = {
-        size: choose_menu(
-            costs.seconds, acceptance, size, [s for s in shapes if size * s.tokens <= config.most_rows]
-        )
-        for size in config.batch_sizes
-    }
+    shapes_by_size = {}
+    for size in config.batch_sizes:
+        fitting = [shape for shape in shapes if size * shape.tokens <= config.most_rows]
+        shapes_by_size[size] = choose_candidates(costs.seconds, acceptance, size, fitting)
     return ShapeChooser(
         costs.seconds,
         acceptance,
-        menus,
+        shapes_by_size,
         tuned.origin,
         costs.backfill_seconds,
         is_average=tuned.is_average,
@@ -153,7 +153,7 @@ def plan_of_candidates(engine: Engine, tuned: Tuned, plan: Plan) -> Plan:
     """Plan to time the candidate shapes of a plan's batch sizes that the plan has not timed."""
     sizes = {point.batch_size for point in plan.points}
     policy = policy_of(engine, tuned)
-    candidates = {shape for size in sizes for shape in policy.menu(size) if shape.steps}
+    candidates = {shape for size in sizes for shape in policy.shapes_at(size) if shape.steps}
     shapes = candidates - set(plan.shapes)
     points = plan.points if shapes else []
     return plan._replace(shapes=sorted(shapes), points=points, first_pass=plan.num_passes)

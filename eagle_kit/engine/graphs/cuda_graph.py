@@ -25,16 +25,16 @@ class Lengths(NamedTuple):
     """Lengths of the requests of a batch, on the device.
 
     Attributes:
-        slots: int64 ``[M + 1]``, the lengths of all slots.
-        rows: int64 ``[B]``, the slots of the batch.
+        seq_lens: int64 ``[M + 1]``, the lengths of all slots.
+        slot_ids: int64 ``[B]``, the slots of the batch.
     """
 
-    slots: torch.Tensor
-    rows: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_ids: torch.Tensor
 
     def read(self) -> list[int]:
         """Read the lengths of the batch on the host."""
-        lengths: list[int] = self.slots[self.rows].tolist()
+        lengths: list[int] = self.seq_lens[self.slot_ids].tolist()
         return lengths
 
 

@@ -130,7 +130,7 @@ class LeadingEngine(Engine):
 
     def use_shape(self, shapes: ShapeTable | SpecShape | ShapePolicy) -> None:
         """See :class:`Engine`. Followers get the candidate shapes of a policy, not the policy."""
-        given = shapes.menus if isinstance(shapes, ShapePolicy) else shapes
+        given = shapes.shapes_by_size if isinstance(shapes, ShapePolicy) else shapes
         with self._leader.call("use_shape", given):
             super().use_shape(shapes)
 

@@ -388,7 +388,9 @@ def test_uneven_batches_of_own_latents_have_graphs(tmp_path):
         planned = graphs_of(llm.target.config, llm.draft, llm.config, "all", chooses_shapes=False).number
         graphs = llm.engine().runner.graphs
         run, known = graphs.run, graphs.num_warm_ups
-        graphs.run = lambda call: seen.add((len(call.inputs.rows), len(call.inputs.shard.rows))) or run(call)
+        graphs.run = lambda call: (
+            seen.add((len(call.inputs.slot_ids), len(call.inputs.shard.rows))) or run(call)
+        )
         replies = [output.token_ids for output in llm.generate(prompts, ends)]
         return captured, planned, graphs.num_warm_ups - known, seen, replies
 
