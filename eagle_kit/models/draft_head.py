@@ -46,11 +46,11 @@ class StepOutput(NamedTuple):
 
     Attributes:
         fed_back: features of the next step, ``[T, H]``: a of the EAGLE-3 paper.
-        read: input of the output layer, ``[T, H]``.
+        lm_head_input: input of the output layer, ``[T, H]``.
     """
 
     fed_back: torch.Tensor
-    read: torch.Tensor
+    lm_head_input: torch.Tensor
 
 
 class Block(nn.Module, ABC):
@@ -74,7 +74,7 @@ class Block(nn.Module, ABC):
             Input of attention, ``[T, 2 H]`` or ``[T, H]``, and the residual ``[T, H]``.
         """
 
-    def inputs_of(
+    def gather_inputs(
         self,
         features: torch.Tensor,
         feature_rows: torch.Tensor | None,
@@ -211,7 +211,7 @@ class DraftHead(nn.Module, ABC):
     @property
     def output_weights(self) -> tuple[torch.Tensor, ...]:
         """Weights ``[Vd, H_j]`` whose products are summed to logits, each of its own columns of what
-        :meth:`norm_for_head` returns: that of :attr:`output`, and of :attr:`markov`."""
+        :meth:`norm_for_lm_head` returns: that of :attr:`output`, and of :attr:`markov`."""
         weights = (self.output.weight,)
         return weights if self.markov is None else (*weights, self.markov.markov_w2.weight)
 
@@ -281,23 +281,24 @@ class DraftHead(nn.Module, ABC):
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
-        wanted: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> StepOutput:
         """Run one step from a block's ``inputs``; other arguments as of :meth:`forward`.
 
         Args:
-            wanted: int64 ``[n]``, rows to return; of the others only keys and values are computed.
+            output_rows: int64 ``[n]``, rows to return; of the others only keys and values are computed.
         """
         layer, (x, residual) = self.blocks[block], inputs
         attended = layer.self_attn.attended(x, self.rope.at(positions), 0, attend)
-        if wanted is not None:
-            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+        if output_rows is not None:
+            attended = attended.index_select(0, output_rows)
+            residual = residual.index_select(0, output_rows)
         return self.finish_step(layer, residual, attended)
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
         """Rest of a step after attention; arguments as of :meth:`Block.finish`."""
         fed_back = self.feed_back(layer.finish(residual, attended))
-        return StepOutput(fed_back, self.norm_for_head(fed_back))
+        return StepOutput(fed_back, self.norm_for_lm_head(fed_back))
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
         """Draft at every row of a known text, at most :attr:`most_steps`.
@@ -324,20 +325,20 @@ class DraftHead(nn.Module, ABC):
         """State for the next step from a block's output, both ``[T, H]``."""
         return out
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+    def norm_for_lm_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Input of :attr:`output` from :meth:`forward`'s output, both ``[T, H]``."""
         return fed_back
 
     def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary ``[T, Vd]`` from :meth:`forward`'s output ``[T, H]``."""
-        return self.output(self.norm_for_head(fed_back))
+        return self.output(self.norm_for_lm_head(fed_back))
 
-    def confidence_logits(self, read: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Logit of each row's probability to be accepted where all before it are, ``[T]``; None of heads that
-        do not tell it.
+    def confidence_logits(self, lm_head_input: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """Logit of each row's probability to be accepted where all before it are, ``[T]``; None for heads
+        that do not predict it.
 
         Args:
-            read: ``[T, H]``, what :meth:`norm_for_head` returns.
+            lm_head_input: ``[T, H]``, what :meth:`norm_for_lm_head` returns.
             before: int64 ``[T]``, the token before the one that the row drafts.
         """
         return None

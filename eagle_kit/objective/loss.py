@@ -201,7 +201,7 @@ def ttt_loss(
     """
     plan = batch.plan
     on_gpu = batch.features.argmax.is_cuda
-    normed = [head.norm_for_head(out) for out in outputs]  # K of [R_k, H]
+    normed = [head.norm_for_lm_head(out) for out in outputs]  # K of [R_k, H]
 
     # Sums over blocks. Gradients of the output layer are added up block by block.
     zero = outputs[0].new_zeros((), dtype=torch.float32)

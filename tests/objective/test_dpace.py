@@ -60,7 +60,7 @@ def test_a_training_step_weighs_every_row_by_its_own_steps(rule):
             steps = [k for k in range(STEPS) if row in plan.rows[k]]
             where = [int((plan.rows[k] == row).nonzero()) for k in steps]
             log_q = [
-                (head.norm_for_head(outputs[k][i]) @ head.lm_head.weight.t()).double().log_softmax(-1)
+                (head.norm_for_lm_head(outputs[k][i]) @ head.lm_head.weight.t()).double().log_softmax(-1)
                 for k, i in zip(steps, where, strict=True)
             ]
             in_draft_vocab = [bool(head.t2d[features.argmax[row + 1 + k]]) for k in steps]

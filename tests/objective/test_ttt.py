@@ -90,7 +90,7 @@ def dense_oracle(
         hidden = h + layer.mlp(layer.post_attention_layernorm(h))
         if head.config.norm_output:
             hidden = head.norm(hidden)
-        log_q = (head.norm_for_head(hidden) @ head.lm_head.weight.t()).double().log_softmax(-1)
+        log_q = (head.norm_for_lm_head(hidden) @ head.lm_head.weight.t()).double().log_softmax(-1)
         total, count, hits = log_q.new_zeros(()), 0, 0
         theirs = published_mask(reply, doc_start, k)
         for i in range(length - 2 - k):

@@ -1,1 +1,3 @@
-"""Protocols of kinds, draft models and drafters, and what several algorithms share."""
+"""Contracts of kinds, draft models and drafters, and the drafters that several algorithms share: of heads that
+feed their output back (``autoregressive.py``: EAGLE, whole models), and of drafts in one pass.
+"""

@@ -80,7 +80,7 @@ class Eagle1Head(TiedHead, Block):
         normed, h = self.post_attention_layernorm.add(self.self_attn.o_proj(attended.flatten(1)), residual)
         return h + self.mlp(normed)
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+    def norm_for_lm_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """See :class:`~eagle_kit.models.draft_head.DraftHead`; the output layer is the target's, whose
         logits have a factor."""
         return fed_back if self.config.logit_scale == 1.0 else fed_back * self.config.logit_scale

@@ -178,7 +178,7 @@ class Eagle3Layer(AfterAttention, Block):
             return x, normed
         return x, hidden
 
-    def inputs_of(
+    def gather_inputs(
         self,
         features: torch.Tensor,
         feature_rows: torch.Tensor | None,
@@ -317,7 +317,7 @@ class Eagle3Head(DraftHead):
             fed_back = normed
         return StepOutput(fed_back, normed)
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+    def norm_for_lm_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Input of ``lm_head`` from :meth:`forward`'s output, both ``[T, H]``."""
         if self.config.norm_output:
             return fed_back

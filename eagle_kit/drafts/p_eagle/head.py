@@ -143,14 +143,15 @@ class PEagleHead(Eagle3Head):
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
-        wanted: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> StepOutput:
         """See :class:`~eagle_kit.models.draft_head.DraftHead`: all layers over rows of any step."""
         (x, residual), rotation = inputs, self.rope.at(positions)
         for i, layer in enumerate(self.stack):
             attended = layer.self_attn.attended(x, rotation, i, attend)
-            if wanted is not None and i + 1 == self.config.num_layers:
-                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+            if output_rows is not None and i + 1 == self.config.num_layers:
+                attended = attended.index_select(0, output_rows)
+            residual = residual.index_select(0, output_rows)
             x, residual = self.next_inputs(i, residual, attended)
         return StepOutput(residual, x)
 
