@@ -6,7 +6,7 @@ the draft gives to the target's token at step j. Its gradient is that of sum_j w
     w_j = sum_{m >= j} prod_{l <= m} q_l
 
 taken as a constant: the credit of step j is the length that is lost when it fails. Early steps weigh most
-where the head is weak, and the weight moves to later ones as it learns. So that steps behind a weak one still
+where the head is weak, and the weight moves to later ones as it learns. So that steps after a weak one still
 learn, w is made of (equations 7 and 8 there)
 
     q~ = (1 - alpha) q + alpha,

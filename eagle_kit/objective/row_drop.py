@@ -28,7 +28,7 @@ _STREAM = 0x64726F70
 
 
 class RowDrop(NamedTuple):
-    """Draw of the rows that are kept in the optimiser step behind ``step`` finished ones of a run with
+    """Draw of the rows that are kept in the optimiser step after ``step`` finished ones of a run with
     ``seed``."""
 
     sampling: RowSampling

@@ -48,7 +48,7 @@ def test_a_training_step_weighs_every_row_by_its_own_steps(rule):
     plan = plan_row(reply, doc_start, STEPS, rule)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     weights = [torch.linspace(0.5, 1.0, count) for count in plan.counts]
-    rows = target.head_weight[head.target_ids]
+    rows = target.head_weight[head.token_map]
     batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
     objective = replace(Objective.of("ce", 3.0, head, target.head_weight), dpace_alpha=ALPHA)
     with torch.no_grad():

@@ -50,7 +50,7 @@ class ConfidenceHead(nn.Module):
 class DSparkHead(DFlashHead):
     """DSpark head.
 
-    What its output layer reads is a row of H values and, behind them, the r values of its correction.
+    What its output layer reads is a row of H values and, after them, the r values of its correction.
     """
 
     config: DSparkConfig

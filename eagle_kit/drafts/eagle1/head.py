@@ -21,7 +21,7 @@ from eagle_kit.ops.linear import Linear
 
 @dataclass(frozen=True)
 class Eagle1Config(DecoderConfig, TiedArchitecture):
-    """Architecture of an EAGLE-1 head: one Llama decoder layer behind ``fc``, which may have a bias.
+    """Architecture of an EAGLE-1 head: one Llama decoder layer after ``fc``, which may have a bias.
 
     Attributes:
         logit_scale: the target's factor of logits.
@@ -69,10 +69,10 @@ class Eagle1Head(TiedHead, Block):
         """The head itself."""
         return [self]
 
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`; there is no norm between ``fc`` and
         attention, so both results are the same ``[T, H]``."""
-        x = self.fc(torch.cat((embeds, hidden), -1))
+        x = self.fc(torch.cat((embeds, feature), -1))
         return x, x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

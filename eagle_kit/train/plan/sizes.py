@@ -47,7 +47,7 @@ def head_sizes(config: HeadArchitecture) -> HeadSizes:
     with torch.device("meta"):
         head = kind_of(config).head_class(config)
     layer = config.layer
-    layers: list[nn.Module] = [*head.blocks[:1], *head.plain]
+    layers: list[nn.Module] = [*head.blocks[:1], *head.extra_layers]
     block, plain = layers[0], layers[1:]
     met = {
         name: _met(parameter, layer)

@@ -151,7 +151,7 @@ def test_eagle3_joins_the_fused_states_of_a_row_with_the_token_after_it(target, 
     assert torch.equal(ours, states)
     assert torch.equal(draft.logits(read), draft.head.logits(states))
     ids = torch.tensor([[0, 66], [30, 1]])
-    assert torch.equal(draft.to_target(ids), draft.head.target_ids[ids])
+    assert torch.equal(draft.to_target(ids), draft.head.token_map[ids])
 
 
 def test_a_small_model_reads_tokens_only(target, text):
