@@ -216,7 +216,7 @@ class DraftHead(nn.Module, ABC):
     @property
     def output_weights(self) -> tuple[torch.Tensor, ...]:
         """Weight of the output layer ``[Vd, H]``, followed by that of the Markov head ``[Vd, r]`` if there is
-        one. Logits are the sum of their products with the columns of what :meth:`norm_for_lm_head` returns."""
+        one. Logits are the sum of their products with the columns of :meth:`norm_for_lm_head`."""
         weights = (self.output.weight,)
         return weights if self.markov is None else (*weights, self.markov.markov_w2.weight)
 

@@ -21,8 +21,8 @@ A step in order: :meth:`Eagle3Layer.inputs` (norms, ``[e; g]``), attention, :met
 
 Not of the paper: it reduces ``[e; g]`` to H by a second linear layer. The published checkpoints have none,
 and neither has this head: the projections of queries, keys and values read 2 H values. The draft vocabulary
-(``d2t``, ``t2d``) is of the published code. EAGLE-3.1 (arXiv 2605.09992) is ``fc_norm`` and ``norm_output`` of
-:class:`Eagle3Config`.
+(``d2t``, ``t2d``) is of the published code. EAGLE-3.1 (arXiv 2605.09992) is ``fc_norm`` and ``norm_output``
+of :class:`Eagle3Config`.
 
 Legend: T packed tokens, H hidden, Ht hidden of the target, L captured layers, Hq query heads, D head size, Vd
 draft vocabulary, V target vocabulary.
@@ -310,15 +310,15 @@ class Eagle3Head(DraftHead):
         return self.fuse(aux_hidden_states)
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """Feature of the next step from the layer's output ``out``, both ``[T, H]`` (section 3.1): a itself, or
-        ``norm(a)`` in EAGLE-3.1."""
+        """Feature of the next step from the layer's output ``out``, both ``[T, H]`` (section 3.1): a itself,
+        or ``norm(a)`` in EAGLE-3.1."""
         if self.config.norm_output:
             return self.norm(out)
         return out
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
-        """See :class:`DraftHead`: ``feed_back(layer.finish(...))`` and :meth:`norm_for_lm_head`, with the last
-        addition of the layer and :attr:`norm` as one operation."""
+        """See :class:`DraftHead`: ``feed_back(layer.finish(...))`` and :meth:`norm_for_lm_head`. The last
+        addition of the layer and :attr:`norm` are one operation."""
         assert isinstance(layer, AfterAttention)
         after_attention, mlp_output = layer.residual_and_mlp(residual, attended)  # [T, H] each
         normed, out = self.norm.add(mlp_output, after_attention)  # [T, H] each

@@ -124,7 +124,8 @@ def _copy_last_layer(head: Eagle3Head, target: Target) -> None:
     norms_of_inputs = ("input_layernorm.weight", "hidden_norm.weight")
 
     refusal = UserError(
-        "head.init is last-layer, but the target's last layer does not have the parts and sizes of the head's.",
+        "head.init is last-layer, but the target's last layer does not have the parts and sizes of the "
+        "head's.",
         "Set head.init=random, and leave head.intermediate_size out.",
     )
 

@@ -171,7 +171,7 @@ def test_it_begins_as_the_last_layer_of_the_target(deep_enough, tmp_path):
     ("head", "said"),
     [
         (["head.init=checkpoint"], "input should be 'auto', 'last-layer' or 'random'"),
-        (["head.init=last-layer", "head.intermediate_size=16"], "does not have the parts and sizes of the head's"),
+        (["head.init=last-layer", "head.intermediate_size=16"], "does not have the parts and sizes"),
     ],
 )
 def test_beginnings_that_cannot_be_had_are_refused(deep_enough, tmp_path, capsys, head, said):
