@@ -29,6 +29,7 @@ from eagle_kit.data.hidden_states.format import bytes_per_token
 from eagle_kit.data.hidden_states.store import SHARD_BYTES, StateStore
 from eagle_kit.datagen.hidden_states.drive_vllm import compute_states
 from eagle_kit.datagen.hidden_states.files import FINAL, FileLayout, FileSource, StateFiles
+from eagle_kit.models.config import HeadArchitecture
 from eagle_kit.models.loading.loader import load_target, target_fingerprint
 from eagle_kit.objective.batch import make_micro_batch
 from eagle_kit.objective.target_features import capture_features
@@ -40,7 +41,6 @@ from eagle_kit.train.parallel.placement import place_target
 from eagle_kit.train.parallel.processes import largest, make_process_state, watching, with_precision
 from eagle_kit.train.plan.costs import capture_flops, data_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
-from eagle_kit.train.plan.sizes import HeadArchitecture
 from eagle_kit.train.run.interrupt import Interrupt
 from eagle_kit.train.run.new_head import head_architecture
 from eagle_kit.train.run.progress import format_seconds
