@@ -599,7 +599,7 @@ def _(dout, q, k, v, own_k, own_v, starts, stops, out, lse, scale):
     return tuple(torch.empty_like(x) for x in (q, k, v, own_k, own_v))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     *tensors, ctx.scale, soft_cap, sinks = inputs
     assert soft_cap is None and sinks is None, "capped scores and sinks have no backward"
     ctx.save_for_backward(*tensors, *output)
@@ -610,7 +610,7 @@ def _gradients(ctx: Any, dout: torch.Tensor, _: torch.Tensor) -> tuple[torch.Ten
     return *grads, None, None, None, None, None
 
 
-ttt_attention_op.register_autograd(_gradients, setup_context=_keep)
+ttt_attention_op.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def ttt_attention(
