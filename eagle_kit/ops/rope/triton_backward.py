@@ -88,7 +88,7 @@ def _(x, cos, sin, num_rotated, interleaved, inverse):
     return torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, cos, sin, *ctx.how = inputs
     ctx.save_for_backward(cos, sin)
 
@@ -99,7 +99,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return rope_rotate(dy.contiguous(), cos, sin, num_rotated, interleaved, not inverse), *[None] * 5
 
 
-rope_rotate.register_autograd(_gradients, setup_context=_keep)
+rope_rotate.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def rotate_heads(

@@ -1,8 +1,9 @@
 """Window attention of several requests as one recorded operation: the groups by length, which differ from
 replay to replay, are made inside (``engine/graphs/cpu_graph.py``).
 
-An operation makes the columns of a plan and gives their number; those of the layers take it. Columns are kept
-by thread until a few plans later: the plans of a cycle are used one after another.
+One operation makes the columns of a plan and returns their number; the operations of the layers take the
+number. The columns of the last few plans are kept by thread, since the plans of a cycle are used one after
+another.
 """
 
 import itertools
@@ -17,6 +18,7 @@ from eagle_kit.ops.attention.window.reference import window_attention
 from eagle_kit.ops.cpu.guards import VIEWED_TYPES, library
 
 NUM_KEPT = 8
+"""Plans of a thread whose columns are kept."""
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -41,6 +43,7 @@ class PlannedColumns:
 
 
 def _kept() -> OrderedDict[int, PlannedColumns]:
+    """Columns of this thread's last plans, by their numbers."""
     if not hasattr(_local, "columns"):
         _local.columns = OrderedDict()
     columns: OrderedDict[int, PlannedColumns] = _local.columns
@@ -69,11 +72,11 @@ def _window_columns(
         dummy_row=dummy_row,
         dtype=VIEWED_TYPES[kind],
     )
-    kept = _kept()
+    columns = _kept()
     number = next(_numbers)
-    kept[number] = PlannedColumns(plan)
-    if len(kept) > NUM_KEPT:
-        kept.popitem(last=False)
+    columns[number] = PlannedColumns(plan)
+    if len(columns) > NUM_KEPT:
+        columns.popitem(last=False)
     return torch.tensor(number)
 
 
