@@ -243,7 +243,7 @@ class Engine:
             self.page_pool,
             self.config,
             room=self.config.room(self.runner.steps),
-            needs_last=drafter is not None,
+            has_draft=drafter is not None,
             lookback=0 if drafter is None else drafter.lookback,
             **costs,
         )
@@ -373,8 +373,8 @@ class Engine:
         self._finish(request, reason)
 
     def stop(self, request: Request) -> None:
-        """End a request if its text so far (:meth:`Request.decode_text`) contains a stop text, or could not be
-        decoded; else do nothing."""
+        """End a request if its text so far, by :meth:`Request.decode_text`, contains a stop text or could not
+        be decoded; else do nothing."""
         if request.has_stops and request.finish_reason is None:
             self._count_decoded(request)
             assert request.stream is not None

@@ -243,8 +243,8 @@ class Request:
         return self.prompt_ids[start:] + self.reply.token_ids[max(0, start - num_prompt) : stop - num_prompt]
 
     def decode_text(self) -> str:
-        """Decode the new tokens of the reply, and return its text without what is held back until it has ended.
-        Any thread may call it while another one steps the engine."""
+        """Decode the reply's new tokens, and return its text without what is held back until the end. Any
+        thread may call it while another one steps the engine."""
         if self.stream is None:
             return ""
         has_ended = self.reply.finish_reason is not None  # before its last tokens are decoded

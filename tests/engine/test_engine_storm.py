@@ -82,7 +82,7 @@ def test_a_storm_of_events_loses_nothing(
         seed=page_size, page_size=page_size, shape=shape, ngram=with_ngram, lookback=lookback or 0
     )
     use_random_runner(engine, runner, shape)
-    assert engine.scheduler.needs_last is (shape.steps > 0 and not with_ngram)
+    assert engine.scheduler.has_draft is (shape.steps > 0 and not with_ngram)
     alive: list[Request] = []
     finished: list[Request] = []
     number, events = 0, 0
