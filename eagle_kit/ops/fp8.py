@@ -60,10 +60,12 @@ class FP8Weight(NamedTuple):
     def pieces(self, numel: int) -> Iterator[tuple[slice, "FP8Weight"]]:
         """Consecutive rows of at most ``numel`` elements, or one block of rows where that is more, with their
         place."""
-        rows, (outputs, inputs) = self.block[0], self.values.shape
+        rows = self.block[0]
+        outputs, inputs = self.values.shape
         step = max(1, numel // (inputs * rows)) * rows
         for begin in range(0, outputs, step):
-            place, blocks = slice(begin, begin + step), slice(begin // rows, (begin + step) // rows)
+            place = slice(begin, begin + step)
+            blocks = slice(begin // rows, (begin + step) // rows)
             yield place, FP8Weight(self.values[place], self.scales[blocks], self.block)
 
 

@@ -57,7 +57,10 @@ class Timer:
     def __init__(
         self, device: torch.device, budget_s: float = 0.25, least: int = 10, most: int = 100
     ) -> None:
-        self.device, self.budget_s, self.least, self.most = device, budget_s, least, most
+        self.device = device
+        self.budget_s = budget_s
+        self.least = least
+        self.most = most
         self._flushed: torch.Tensor | None = None
         if device.type == "cuda":
             size = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or 50 << 20

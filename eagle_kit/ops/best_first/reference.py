@@ -16,8 +16,10 @@ def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, 
 
     The frontier holds the children of all chosen nodes, K of each, so its index orders equals.
     """
-    (b, steps, topk), device = tokens.shape, roots.device
-    row, child = torch.arange(b, device=device), torch.arange(topk, device=device)
+    b, steps, topk = tokens.shape
+    device = roots.device
+    row = torch.arange(b, device=device)
+    child = torch.arange(topk, device=device)
     gains = scores.nan_to_num(nan=LOWEST, posinf=0.0, neginf=LOWEST)
     frontier = scores.new_full((b, nodes * topk), float("-inf"))
     frontier[:, :topk] = gains[:, 0, 0].clamp(max=0.0)
@@ -27,7 +29,8 @@ def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, 
         at = frontier.argmax(1)
         score = frontier.gather(1, at[:, None])
         frontier.scatter_(1, at[:, None], float("-inf"))
-        parent, candidate = at // topk, at % topk
+        parent = at // topk
+        candidate = at % topk
         _, _, depth, ancestors = window[:, row, parent].unbind()
         chosen = tokens[row, depth, candidate], parent, depth + 1, ancestors | (1 << node)
         window[:, :, node] = torch.stack(chosen)

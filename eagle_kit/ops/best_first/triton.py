@@ -31,12 +31,14 @@ def _best_first(roots, tokens, scores, window_tokens, window_parents, window_dep
                 nodes, TOPK: tl.constexpr, GIVEN: tl.constexpr, NODES: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
-    i, n = tl.arange(0, BLOCK), tl.arange(0, NODES)
+    i = tl.arange(0, BLOCK)
+    n = tl.arange(0, NODES)
     scores += b * steps * GIVEN * TOPK
     tokens += b * steps * TOPK
     out = b * nodes
     frontier = tl.where(i < TOPK, tl.minimum(_gains(scores, i, i < TOPK), 0.0), float("-inf"))
-    depths, ancestors = tl.zeros([NODES], tl.int32), tl.full([NODES], 1, tl.int64)
+    depths = tl.zeros([NODES], tl.int32)
+    ancestors = tl.full([NODES], 1, tl.int64)
     zero = tl.zeros((), tl.int64)
     tl.store(window_tokens + out, tl.load(roots + b))
     tl.store(window_parents + out, zero)
@@ -44,7 +46,8 @@ def _best_first(roots, tokens, scores, window_tokens, window_parents, window_dep
     tl.store(window_ancestors + out, zero + 1)
     for node in range(1, nodes):
         score, at = tl.max(frontier, 0, return_indices=True)
-        parent, candidate = at // TOPK, at % TOPK
+        parent = at // TOPK
+        candidate = at % TOPK
         above = n == parent
         before = tl.sum(tl.where(above, depths, 0), 0)
         depth = before + 1

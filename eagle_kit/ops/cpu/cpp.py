@@ -48,9 +48,12 @@ ANOTHER_COMPILER = "Set CXX to a C++ compiler for C++20."
 REMOVE_CAUSE = "Remove that cause, or set CXX to a C++ compiler for C++20."
 SOURCE_ERROR = re.compile(r":\d+(:\d+)?: error: ")
 """An error at a place of a source. Fatal errors are of files that cannot be written or found."""
-COMPARED_ROWS, MANY_ROWS, COMPARED_TERMS = 29, 97, 200
-"""As many rows as two blocks of the products have, and more; as many as have blocks that fetch nothing; and
-as many terms as two chunks have, and more."""
+COMPARED_ROWS = 29
+"""Numbers of rows that are compared, from 1: more than two blocks of a product have."""
+MANY_ROWS = 97
+"""Another number of rows that is compared: enough for blocks that prefetch nothing."""
+COMPARED_TERMS = 200
+"""Terms of the compared products: more than two chunks of a product have."""
 
 
 @cache

@@ -11,11 +11,13 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 _ODD = bytes(range(1, 256, 2))
 _addresses: "WeakKeyDictionary[mmap.mmap, int]" = WeakKeyDictionary()
 """Of the zeros that are in use somewhere."""
-_LARGE_PAGE, _LINE = 2 << 20, 64
+_LARGE_PAGE = 2 << 20
+_LINE = 64
 _CHUNK = 16 * _LARGE_PAGE
 
 
@@ -118,6 +120,7 @@ def in_large_pages(tensor: torch.Tensor) -> torch.Tensor:
             chunk.used = -torch.frombuffer(chunk, dtype=torch.uint8).data_ptr() % _LARGE_PAGE
             if is_shared:
                 _chunks.add(chunk)
-        place, chunk.used = chunk.used, chunk.used + -(-tensor.nbytes // _LINE) * _LINE
+        place = chunk.used
+        chunk.used = chunk.used + -(-tensor.nbytes // _LINE) * _LINE
     numbers = torch.frombuffer(chunk, dtype=tensor.dtype, count=tensor.numel(), offset=place)
     return numbers.view(tensor.shape).copy_(tensor)

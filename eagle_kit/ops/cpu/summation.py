@@ -13,8 +13,10 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
-FEW_ROWS, MOST_LEAST_ROWS = 4, 16
-"""Rows from which on BLAS adds up as for many rows: with AVX2, and in any case."""
+FEW_ROWS = 4
+"""Number of rows from which on BLAS adds up as for many rows, with AVX2."""
+MOST_LEAST_ROWS = 16
+"""Number of rows from which on BLAS adds up as for many rows on every processor."""
 SPLIT_TERMS = 384
 """Terms that BLAS adds up in one go. Between half of it and this, it takes two halves."""
 COLUMNS = 64

@@ -46,7 +46,8 @@ def _num_warps(block: int) -> int:
 def _outputs(
     features: torch.Tensor, feature_rows: torch.Tensor | None, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    count, size = len(tokens), features.shape[1]
+    count = len(tokens)
+    size = features.shape[1]
     taken = features.new_empty(0 if feature_rows is None else count, size)
     return features.new_empty(count, 2 * size), taken
 

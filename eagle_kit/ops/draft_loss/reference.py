@@ -72,7 +72,8 @@ def row_loss(mix: Mapping[str, float], eta: float, *, tells_acceptance: bool = F
     if unknown:
         raise ValueError(f"unknown losses {', '.join(sorted(unknown))}; known are {', '.join(NAMES)}")
     ce, kl, reverse, tv, alpha, hybrid = (mix.get(name, 0.0) for name in NAMES)
-    learns_p, needs_kl = bool(ce or kl or hybrid), bool(kl or hybrid)
+    learns_p = bool(ce or kl or hybrid)
+    needs_kl = bool(kl or hybrid)
     learns_rate = bool(tv or alpha or hybrid)
 
     def rows(

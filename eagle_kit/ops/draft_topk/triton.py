@@ -82,7 +82,8 @@ def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED
     logits = tl.zeros([TILE, ROWS], tl.float32)
     for start in range(0, size, DEPTH):
         if EVEN:
-            w_part, x_part = tl.load(weight), tl.load(x)
+            w_part = tl.load(weight)
+            x_part = tl.load(x)
         else:
             w_part = tl.load(weight, (h < size - start)[None, :], 0.0)
             x_part = tl.load(x, (h < size - start)[:, None], 0.0)
@@ -110,7 +111,8 @@ def _merge(keys, sums, token_map, ids, scores, tiles, topk, NORMALIZED: tl.const
     wait_for_launch(PDL)
     row = tl.program_id(0).to(tl.int64)
     keys += row * topk * tiles
-    t, k = tl.arange(0, TILES), tl.arange(0, TOPK)
+    t = tl.arange(0, TILES)
+    k = tl.arange(0, TOPK)
     head = tl.load(keys + t, t < tiles, _NOTHING)
     if NORMALIZED:
         logit = tl.where(t < tiles, _logit(head), float("-inf"))
@@ -148,7 +150,8 @@ def _options(num_rows: int, vocab: int, size: int, dtype: torch.dtype, facts: De
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     depth = 128 if rows == 16 and size % 128 == 0 and not facts.is_small else 64
     is_large = vocab >= 200 * 128
-    tile, stages = 128 if is_large else 64, (3 if is_large else 5) if depth == 128 else (4 if is_large else 6)
+    tile = 128 if is_large else 64
+    stages = (3 if is_large else 5) if depth == 128 else (4 if is_large else 6)
     depth, stages = facts.fit(depth, stages, 2 * (tile + rows), programs=PROGRAMS)
     return {
         "ROWS": rows,
@@ -174,12 +177,14 @@ def draft_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Top-k of ``x [T, H]``, ``weight [Vd, H]`` of the same dtype, ``token_map`` int64 ``[Vd]``, all
     contiguous."""
-    (num_rows, size), vocab = x.shape, weight.shape[0]
+    num_rows, size = x.shape
+    vocab = weight.shape[0]
     ids, scores = _outputs(x, topk)
     if num_rows == 0:
         return ids, scores
     options = _options(num_rows, vocab, size, x.dtype, device_facts(x.device))
-    tiles, early = triton.cdiv(vocab, options["TILE"]), launch_options(x.device)
+    tiles = triton.cdiv(vocab, options["TILE"])
+    early = launch_options(x.device)
     keys = torch.empty(num_rows, topk, tiles, dtype=torch.int64, device=x.device)
     sums = torch.empty(num_rows, tiles if normalized else 0, device=x.device)
     _tiles[(triton.cdiv(num_rows, options["ROWS"]), tiles)](

@@ -26,9 +26,10 @@ from eagle_kit.ops.linear import Packed, can_pack, pack, packed_matmul, takes_pa
 __all__ = ["PackedExperts", "experts", "fp8_experts", "pack_experts"]
 
 
-GROUPED_MAJORS, GROUPED_ROW_BYTES = (9, 10), 16
-"""Major compute capabilities on which torch's grouped matmul reads nothing on the host, and what the bytes of
-its rows are a multiple of."""
+GROUPED_MAJORS = (9, 10)
+"""Major compute capabilities on which torch's grouped matmul reads nothing on the host."""
+GROUPED_ROW_BYTES = 16
+"""Number that the bytes of a row must be a multiple of for torch's grouped matmul."""
 
 _numbers = itertools.count()
 _packed: "WeakValueDictionary[int, PackedExperts]" = WeakValueDictionary()

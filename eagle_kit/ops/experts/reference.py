@@ -39,7 +39,8 @@ def by_expert(
         multiply: linear layer whose result for a row must not depend on the number of rows, so that a token's
             logits do not depend on the other tokens of its expert.
     """
-    chosen, k = ids.flatten().tolist(), ids.shape[1]
+    chosen = ids.flatten().tolist()
+    k = ids.shape[1]
     here = (place for place, expert in enumerate(chosen) if expert < len(down))
     order = sorted(here, key=chosen.__getitem__)
     if not order:

@@ -26,13 +26,19 @@ from eagle_kit.ops.capability import device_facts
 from eagle_kit.ops.fp8 import E4M3
 from eagle_kit.ops.fp8_bits import widened
 
-ALIGN_BLOCK, COMBINE_BLOCK, COMBINE_WARPS = 1024, 512, 2  # 8 values a thread: loads of 16 bytes
+ALIGN_BLOCK = 1024
+"""Pairs that a program of ``_sort_by_expert`` reads at a time."""
+COMBINE_BLOCK = 512
+"""Outputs of a program of ``_combine``."""
+COMBINE_WARPS = 2
+"""Warps of ``_combine``: 8 values a thread, so loads of 16 bytes."""
 
 
 @triton.jit(do_not_specialize=["count"])
 def _sort_by_expert(ids, order, starts, count, BLOCK: tl.constexpr):
     """Program e writes where the pairs of expert e begin, and the numbers of these pairs, ascending."""
-    expert, lane = tl.program_id(0), tl.arange(0, BLOCK)
+    expert = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
     begin = 0
     for first in range(0, count, BLOCK):
         chosen = tl.load(ids + first + lane, first + lane < count, 1 << 30)
@@ -51,7 +57,8 @@ def _sort_by_expert(ids, order, starts, count, BLOCK: tl.constexpr):
 def _find_rows(order, starts, num_experts, EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Find the expert of a program, its places in the order, which of them are its own, and the pairs there.
     Beyond the last block the expert is ``num_experts`` or more, and the rest means nothing."""
-    e, number = tl.arange(0, EXPERTS), tl.program_id(0)
+    e = tl.arange(0, EXPERTS)
+    number = tl.program_id(0)
     begins = tl.load(starts + e, e < num_experts, 0)
     blocks = (tl.load(starts + e + 1, e < num_experts, 0) - begins + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
@@ -86,11 +93,13 @@ def _gate_up(
     expert, places, mine, pairs = _find_rows(order, starts, num_experts, EXPERTS, ROWS)
     if expert >= num_experts:
         return
-    n, k = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, BLOCK)
     x_at = x + (pairs // chosen).to(tl.int64)[:, None] * hidden + k[None, :]
     step = tl.cast(size, tl.int64) * hidden
     w_at = weight + 2 * expert.to(tl.int64) * step + n.to(tl.int64)[:, None] * hidden + k[None, :]
-    groups, first_scale = tl.cdiv(hidden, group_size), expert.to(tl.int64) * tl.cdiv(2 * size, group_rows)
+    groups = tl.cdiv(hidden, group_size)
+    first_scale = expert.to(tl.int64) * tl.cdiv(2 * size, group_rows)
     gate_scale = scales + (first_scale + n // group_rows) * groups
     up_scale = scales + (first_scale + (size + n) // group_rows) * groups
     gate = tl.zeros((ROWS, OUTPUTS), tl.float32)
@@ -99,7 +108,8 @@ def _gate_up(
         inside = (first + k < hidden)[None, :]
         rows = tl.load(x_at + first, mine[:, None] & inside, 0.0)
         present = (n < size)[:, None] & inside
-        w, group = tl.load(w_at + first, present, 0.0), first // group_size
+        w = tl.load(w_at + first, present, 0.0)
+        group = first // group_size
         gate = _add_product(gate, rows, w, gate_scale + group, n < size, GROUPED)
         w = tl.load(w_at + step + first, present, 0.0)
         up = _add_product(up, rows, w, up_scale + group, n < size, GROUPED)
@@ -121,7 +131,8 @@ def _down(
     expert, places, mine, pairs = _find_rows(order, starts, num_experts, EXPERTS, ROWS)
     if expert >= num_experts:
         return
-    n, k = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS), tl.arange(0, BLOCK)
+    n = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, BLOCK)
     x_at = inner + places.to(tl.int64)[:, None] * size + k[None, :]
     w_at = weight + (expert.to(tl.int64) * hidden + n)[:, None] * size + k[None, :]
     first_scale = expert.to(tl.int64) * tl.cdiv(hidden, group_rows)
@@ -141,7 +152,8 @@ def _down(
 @triton.jit
 def _combine(parts, ids, weights, out, num_experts, chosen, hidden, BLOCK: tl.constexpr):
     """Add up the weighted outputs of a token's experts, in their order; nobody has written others' rows."""
-    token, h = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in range(chosen):
         width = tl.where(tl.load(ids + token * chosen + k) < num_experts, hidden, 0)
@@ -202,8 +214,11 @@ def routed_experts(
     """``x [T, H]``, ``ids`` int64 (E: of another process) and ``weights`` fp32 ``[T, K]``, ``gate_up
     [E, 2 I, H]`` and ``down [E, H, I]`` in the dtype of ``x`` or in e4m3 with scales of rows ``[E, N, 1]`` or
     of a block of rows and columns, all contiguous -> ``[T, H]``."""
-    (tokens, hidden), chosen = x.shape, ids.shape[1]
-    experts, size, pairs = len(down), down.shape[2], tokens * chosen
+    tokens, hidden = x.shape
+    chosen = ids.shape[1]
+    experts = len(down)
+    size = down.shape[2]
+    pairs = tokens * chosen
     out = torch.empty_like(x)
     if pairs == 0:
         return out.zero_()
@@ -220,7 +235,8 @@ def routed_experts(
         "num_stages": blocks.num_stages,
     }
     most = pairs // blocks.rows + min(experts, pairs)
-    inner, parts = x.new_empty(pairs, size), x.new_empty(pairs, hidden)
+    inner = x.new_empty(pairs, size)
+    parts = x.new_empty(pairs, hidden)
     grid = (most, triton.cdiv(size, blocks.outputs))
     held, group, scaling = _operands(gate_up, gate_up_scales, gate_up_block, x)
     assert not scaling["GROUPED"] or group[1] % blocks.block == 0

@@ -70,7 +70,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dy, (x, weight) = grads[0], ctx.saved_tensors
+        dy = grads[0]
+        x, weight = ctx.saved_tensors
         dx = matmul(dy, weight.t()) if ctx.needs_input_grad[0] else None
         dw = matmul(dy.t(), x.t()) if ctx.needs_input_grad[1] else None
         db = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None

@@ -62,6 +62,7 @@ class _Padded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        dy, needs = _pad(grads[0]), ctx.needs_input_grad
+        dy = _pad(grads[0])
+        needs = ctx.needs_input_grad
         dx = (dy @ weight)[: grads[0].shape[0]] if needs[0] else None
         return dx, dy.t() @ _pad(x) if needs[1] else None, grads[0].sum(0) if needs[2] else None

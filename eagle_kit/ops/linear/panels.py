@@ -29,7 +29,8 @@ class Panels(NamedTuple):
 def pack(weight: torch.Tensor) -> Panels:
     """Copy ``weight [N, K]``, fp32, into panels for :func:`matmul`: in bfloat16 where every number is one,
     as those of most checkpoints are, since a few rows take as long as reading the weight does."""
-    outputs, width = len(weight), torch.ops.eagle_kit_cpp.panel_width()
+    outputs = len(weight)
+    width = torch.ops.eagle_kit_cpp.panel_width()
     is_short = _is_bfloat16(weight.detach())
     numbers = weight.detach().bfloat16() if is_short else weight.detach()
     panels = F.pad(numbers, (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)

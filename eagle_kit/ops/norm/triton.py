@@ -86,7 +86,8 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ``[..., H]`` contiguous and of one dtype -> ``(rms_norm(x + residual), x + residual)``."""
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out = torch.empty_like(x)
+    total = torch.empty_like(x)
     _launch(x, residual, weight, out, total, eps)
     return out, total
 

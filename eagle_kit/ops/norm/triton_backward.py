@@ -89,7 +89,7 @@ def _(dy, dtotal, x, weight, eps):
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, ctx.eps = inputs
     ctx.save_for_backward(x, weight)
 
@@ -98,18 +98,20 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return *rms_norm_backward(dy.contiguous(), None, *ctx.saved_tensors, ctx.eps), None
 
 
-def _keep_total(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup_context_of_sum(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
     _, _, weight, ctx.eps = inputs
     ctx.save_for_backward(output[1], weight)
 
 
-def _gradients_total(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _gradients_of_sum(ctx: Any, dy: torch.Tensor, dtotal: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dx, dw = rms_norm_backward(dy.contiguous(), dtotal.contiguous(), *ctx.saved_tensors, ctx.eps)
     return dx, dx, dw, None
 
 
-rms_norm.register_autograd(_gradients, setup_context=_keep)
-add_rms_norm.register_autograd(_gradients_total, setup_context=_keep_total)
+rms_norm.register_autograd(_gradients, setup_context=_setup_context)
+add_rms_norm.register_autograd(_gradients_of_sum, setup_context=_setup_context_of_sum)
 
 
 def differentiable_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -81,9 +81,13 @@ class TextPlan:
         return self._chunks[key]
 
     def _make_chunks(self, size: int, device: torch.device) -> Chunks:
-        firsts, starts, counts, saved = [0], [], [], []
+        firsts = [0]
+        starts = []
+        counts = []
+        saved = []
         for text in self.texts:
-            length, saves = text.stop - text.start, dict[int, list[int]]()
+            length = text.stop - text.start
+            saves = dict[int, list[int]]()
             for count, number in text.saves:
                 saves.setdefault(count, []).append(number)
             cuts = sorted({*range(0, length, size), *saves, length})
@@ -108,8 +112,11 @@ class TextPlan:
         return self._columns[key]
 
     def _make_columns(self, width: int, device: torch.device) -> Columns:
-        kept, heads = width - 1, len(self.texts) * (width - 1)
-        reads, saved, numbers = [], [], []
+        kept = width - 1
+        heads = len(self.texts) * (width - 1)
+        reads = []
+        saved = []
+        numbers = []
         for i, text in enumerate(self.texts):
             own = torch.arange(text.start, text.stop) + heads
             line = torch.cat((torch.arange(i * kept, (i + 1) * kept), own))

@@ -29,9 +29,10 @@ import torch
 
 from eagle_kit.ops.recurrence.plan import TextPlan
 
-CHUNK, CHANNEL_CHUNK = 64, 16
-"""Tokens of a text that are computed together; where channels decay by themselves, K times as much memory is
-needed."""
+CHUNK = 64
+"""Tokens of a text that are computed together."""
+CHANNEL_CHUNK = 16
+"""The same where every channel has its own decay, which takes K times as much memory."""
 
 
 class Inputs(NamedTuple):
@@ -89,7 +90,8 @@ def recurrent_window(
     state = state.float()
     decay = torch.einsum("bij,bj...->bi...", seen.float(), g)
     queries, keys = (_by_head(part, heads) for part in (q, k))  # [B, H, N, K]
-    values, strength = v.transpose(1, 2), beta.transpose(1, 2)[..., None]
+    values = v.transpose(1, 2)
+    strength = beta.transpose(1, 2)[..., None]
     total = decay.transpose(1, 2)  # [B, H, N] or [B, H, N, K]
     factor = total.exp() if total.ndim == 4 else total.exp()[..., None]
     between = total[:, :, :, None] - total[:, :, None]  # [B, H, N, N] or [B, H, N, N, K]
@@ -145,7 +147,9 @@ def recurrent_texts(
     inputs: Inputs, states: torch.Tensor | None, plan: TextPlan, *, delta: bool
 ) -> torch.Tensor:
     """See :func:`eagle_kit.ops.recurrence.recurrent_texts`."""
-    heads, width, size = inputs.v.shape[1], inputs.v.shape[2], inputs.k.shape[2]
+    heads = inputs.v.shape[1]
+    width = inputs.v.shape[2]
+    size = inputs.k.shape[2]
     outs = []
     for text in plan.texts:
         state = inputs.v.new_zeros(heads, size, width, dtype=torch.float32)
@@ -165,10 +169,13 @@ def recurrent_text(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Outputs ``[T, H, V]`` of a text behind the state ``[H, K, V]``, and the fp32 states after ``counts`` of
     its tokens. Differentiable."""
-    length, device = len(inputs.v), inputs.v.device
+    length = len(inputs.v)
+    device = inputs.v.device
     size = CHUNK if inputs.g.ndim == 2 else CHANNEL_CHUNK
     cuts = sorted({*range(0, length, size), *(each for each in counts if each < length), length})
-    outs, kept, state = [], {0: state.float()}, state[None].float()
+    outs = []
+    kept = {0: state.float()}
+    state = state[None].float()
     for first, stop in pairwise(cuts):
         count = stop - first
         mine = Inputs(*(part[None] for part in inputs.at(slice(first, stop))))
@@ -228,7 +235,8 @@ def path_columns(ancestors: torch.Tensor, width: int) -> torch.Tensor:
     """Columns of tail and window side by side that a convolution of ``width`` reads at each node, oldest
     first: int64 ``[B, N, width]``. The node itself is column ``width - 1 + n``; behind the root lies the
     tail."""
-    bits, found = ancestors, []
+    bits = ancestors
+    found = []
     for _ in range(width):
         inside = bits != 0
         latest = _highest_bit(bits)
@@ -246,7 +254,8 @@ def _highest_bit(bits: torch.Tensor) -> torch.Tensor:
     for shift in (32, 16, 8, 4, 2, 1):
         upper = (bits >> shift) & ((1 << (64 - shift)) - 1)
         moves = upper != 0
-        bits, found = torch.where(moves, upper, bits), torch.where(moves, found + shift, found)
+        bits = torch.where(moves, upper, bits)
+        found = torch.where(moves, found + shift, found)
     return found
 
 
@@ -266,7 +275,8 @@ class _Gathered(Sequence[torch.Tensor]):
     memory."""
 
     def __init__(self, columns: torch.Tensor, read: torch.Tensor) -> None:
-        self._columns, self._read = columns, read
+        self._columns = columns
+        self._read = read
 
     def __len__(self) -> int:
         return self._read.shape[1]

@@ -36,10 +36,12 @@ def _products(
 ):  # fmt: skip
     """Products of ``rows`` of ``x``, ``held`` if there, with those of ``k``, and with the columns ``d`` of
     ``state [K, V]``."""
-    pairs, read = tl.zeros((NODES, NODES), tl.float32), tl.zeros((NODES, TILE), tl.float32)
+    pairs = tl.zeros((NODES, NODES), tl.float32)
+    read = tl.zeros((NODES, TILE), tl.float32)
     for start in range(0, KEY, BLOCK):
         c = start + tl.arange(0, BLOCK)
-        at, there = rows[:, None] * KEY + c[None, :], held[:, None] & (c < KEY)[None, :]
+        at = rows[:, None] * KEY + c[None, :]
+        there = held[:, None] & (c < KEY)[None, :]
         keys = tl.load(k + at, there, 0.0).to(tl.float32)
         mine = tl.load(x + at, there, 0.0).to(tl.float32)
         part = tl.load(state + c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & in_value[None, :], 0.0)
@@ -56,7 +58,8 @@ def _outputs(
 ):  # fmt: skip
     """Outputs of nodes behind a state, and what they write. ``rows`` are those of ``q`` and ``k``, ``held``
     if there; ``seen`` are ancestors, the nodes included."""
-    node, factor = tl.arange(0, NODES), tl.exp(decay)
+    node = tl.arange(0, NODES)
+    factor = tl.exp(decay)
     between = tl.exp(tl.where(seen, decay[:, None] - decay[None, :], float("-inf")))
     written = beta[:, None] * values
     if DELTA:
@@ -80,16 +83,20 @@ def _window(
     DELTA: tl.constexpr, NODES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A window of one request. ``NODES``, ``BLOCK`` and ``TILE`` are powers of 2."""
-    request, head = tl.program_id(0), tl.program_id(1)
-    node, d = tl.arange(0, NODES), tl.program_id(2) * TILE + tl.arange(0, TILE)
-    inside, in_value = node < num_nodes, d < VALUE
+    request = tl.program_id(0)
+    head = tl.program_id(1)
+    node = tl.arange(0, NODES)
+    d = tl.program_id(2) * TILE + tl.arange(0, TILE)
+    inside = node < num_nodes
+    in_value = d < VALUE
     row = request.to(tl.int64) * num_nodes + node
     bits = tl.load(ancestors + row, inside, 0)
     seen = ((bits[:, None] >> node[None, :].to(tl.int64)) & 1) != 0
     own = row * HEADS + head
     log = tl.load(g + own, inside, 0.0).to(tl.float32)
     decay = tl.sum(tl.where(seen, log[None, :], 0.0), 1)
-    at, there = own[:, None] * VALUE + d[None, :], inside[:, None] & in_value[None, :]
+    at = own[:, None] * VALUE + d[None, :]
+    there = inside[:, None] & in_value[None, :]
     values = tl.load(v + at, there, 0.0).to(tl.float32)
     strength = tl.load(beta + own, inside, 0.0).to(tl.float32)
     state = states + (tl.load(slots + request).to(tl.int64) * HEADS + head) * KEY * VALUE
@@ -111,7 +118,8 @@ def _commit(
     BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Apply a path to the state of one request, where it has nodes."""
-    request, head = tl.program_id(0), tl.program_id(1)
+    request = tl.program_id(0)
+    head = tl.program_id(1)
     count = tl.load(num_committed + request)
     if count > 0:
         d = tl.program_id(2) * TILE + tl.arange(0, TILE)
@@ -122,7 +130,8 @@ def _commit(
         total = tl.load(decays + last * HEADS + head)
         for start in range(0, KEY, BLOCK):
             c = start + tl.arange(0, BLOCK)
-            place, inside = c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & (d < VALUE)[None, :]
+            place = c[:, None] * VALUE + d[None, :]
+            inside = (c < KEY)[:, None] & (d < VALUE)[None, :]
             new = tl.load(state + place, inside, 0.0) * tl.exp(total)
             for j in range(count):
                 row = first + tl.load(path + request * length + j)
@@ -142,7 +151,8 @@ def _copy(
     """Copy the columns ``d`` of a state, or fill them with zeros."""
     for start in range(0, KEY, BLOCK):
         c = start + tl.arange(0, BLOCK)
-        at, there = c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & in_value[None, :]
+        at = c[:, None] * VALUE + d[None, :]
+        there = (c < KEY)[:, None] & in_value[None, :]
         part = tl.zeros(at.shape, tl.float32)
         if not FILLS:
             part = tl.load(source + at, there, 0.0)
@@ -157,8 +167,10 @@ def _texts(
 ):  # fmt: skip
     """A text, chunk by chunk: ``counts`` tokens from ``starts`` on, then its state, which is in ``passing``,
     goes to ``numbers``. Barriers let the threads of a program see each other's parts of it."""
-    text, head = tl.program_id(0), tl.program_id(1)
-    node, d = tl.arange(0, NODES), tl.program_id(2) * TILE + tl.arange(0, TILE)
+    text = tl.program_id(0)
+    head = tl.program_id(1)
+    node = tl.arange(0, NODES)
+    d = tl.program_id(2) * TILE + tl.arange(0, TILE)
     in_value = d < VALUE
     source = tl.load(sources + text).to(tl.int64)
     state = passing + (text.to(tl.int64) * HEADS + head) * KEY * VALUE
@@ -176,7 +188,8 @@ def _texts(
         log = tl.load(g + own, inside, 0.0).to(tl.float32)
         decay = tl.sum(tl.where(seen, log[None, :], 0.0), 1)
         total = tl.sum(log, 0)
-        at, there = own[:, None] * VALUE + d[None, :], inside[:, None] & in_value[None, :]
+        at = own[:, None] * VALUE + d[None, :]
+        there = inside[:, None] & in_value[None, :]
         values = tl.load(v + at, there, 0.0).to(tl.float32)
         strength = tl.load(beta + own, inside, 0.0).to(tl.float32)
         shared = row * KEY_HEADS + head // (HEADS // KEY_HEADS)
@@ -191,7 +204,8 @@ def _texts(
             c = start + tl.arange(0, BLOCK)
             key_at = c[:, None] + shared[None, :] * KEY
             keys = tl.load(k + key_at, (c < KEY)[:, None] & inside[None, :], 0.0).to(tl.float32)
-            place, part = c[:, None] * VALUE + d[None, :], (c < KEY)[:, None] & in_value[None, :]
+            place = c[:, None] * VALUE + d[None, :]
+            part = (c < KEY)[:, None] & in_value[None, :]
             before = tl.load(state + place, part, 0.0) * tl.exp(total)
             after = tl.dot(keys * weight[None, :], u, before, input_precision="tf32x3")
             tl.store(state + place, after, part)
@@ -241,7 +255,8 @@ def _run_window(
     ancestors: torch.Tensor,
     delta: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    (b, n, heads, value), (key_heads, key) = v.shape, k.shape[2:]
+    b, n, heads, value = v.shape
+    key_heads, key = k.shape[2:]
     out = torch.empty_like(v)
     written = v.new_empty(v.shape, dtype=torch.float32)
     decays = v.new_empty(b, n, heads, dtype=torch.float32)
@@ -283,7 +298,8 @@ def _run_commit(
     path: torch.Tensor,
     num_committed: torch.Tensor,
 ) -> None:
-    (b, n, heads, value), (key_heads, key) = written.shape, k.shape[2:]
+    b, n, heads, value = written.shape
+    key_heads, key = k.shape[2:]
     sizes = _sizes(heads, key_heads, key, value)
     _commit[(b, heads, triton.cdiv(value, sizes["TILE"]))](
         states, slots, k, written, decays, path, num_committed, n, path.shape[1], **sizes, num_warps=4
@@ -319,9 +335,12 @@ def _run_texts(
     chunks: list[torch.Tensor],
     delta: bool,
 ) -> torch.Tensor:
-    (_, heads, value), (key_heads, key) = v.shape, k.shape[1:]
-    sources, numbers = chunks[0], chunks[-1]
-    out, sizes = torch.empty_like(v), _sizes(heads, key_heads, key, value)
+    _, heads, value = v.shape
+    key_heads, key = k.shape[1:]
+    sources = chunks[0]
+    numbers = chunks[-1]
+    out = torch.empty_like(v)
+    sizes = _sizes(heads, key_heads, key, value)
     passing = states.new_empty(len(sources), heads, key, value)
     _texts[(len(sources), heads, triton.cdiv(value, sizes["TILE"]))](
         q, k, v, g, beta, states, passing, out, *chunks, numbers.shape[1],

@@ -76,7 +76,8 @@ def rope_store(
     has_positions = len(rotation.positions) == len(qkv)
     if has_positions and uses_cpp(qkv, q_norm, k_norm, k_rows, v_rows, backend=backend):
         at = None if rows is None else rows_tensor(rows).contiguous()
-        norms, store = (q_norm, k_norm, eps), (k_rows, v_rows, at, returns_kv)
+        norms = (q_norm, k_norm, eps)
+        store = (k_rows, v_rows, at, returns_kv)
         made: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.eagle_kit_cpp.rope_store(
             qkv.contiguous(), *rotation.compiled_table, num_heads, *norms, interleaved, *store
         )

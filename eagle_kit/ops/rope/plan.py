@@ -28,9 +28,11 @@ class Rotation:
         """Cosines ``(c, c)`` and signed sines ``(-s, s)``, two halves each, fp32 ``[T, 1, E]``, for the
         reference: the kernel computes its own."""
         angle = self.positions.to(torch.float32)[:, None] * self.inv_freq
-        cos, sin = angle.cos(), angle.sin()
+        cos = angle.cos()
+        sin = angle.sin()
         if self.magnitude != 1.0:
-            cos, sin = cos * self.magnitude, sin * self.magnitude
+            cos = cos * self.magnitude
+            sin = sin * self.magnitude
         return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
     @cached_property

@@ -38,7 +38,8 @@ def _cos_sin(angle):
     cos = 1.0 + z * (-1 / 2 + z * (1 / 24 + z * (-1 / 720 + z * (1 / 40320 + z * (-1 / 3628800)))))
     quarter = k.to(tl.int32)
     is_odd = (quarter & 1) != 0
-    c, s = tl.where(is_odd, sin, cos), tl.where(is_odd, cos, sin)
+    c = tl.where(is_odd, sin, cos)
+    s = tl.where(is_odd, cos, sin)
     return tl.where(((quarter + 1) & 2) != 0, -c, c), tl.where((quarter & 2) != 0, -s, s)
 
 
@@ -123,20 +124,23 @@ def _turn(
         one = tl.arange(0, 1)[:, None]
         weight_a, weight_b = _load_pairs(weight + one, one == 0, E, INTERLEAVED, BLOCK_HALF)
         weight_kind: tl.constexpr = weight.dtype.element_ty
-        a, b = _normed(a, norm, weight_a, weight_kind, kind), _normed(b, norm, weight_b, weight_kind, kind)
+        a = _normed(a, norm, weight_a, weight_kind, kind)
+        b = _normed(b, norm, weight_b, weight_kind, kind)
         if E < D:
             weight_rest = tl.load(weight + i, i < D, 0.0).to(tl.float32)
             rest = _normed(rest, norm, weight_rest, weight_kind, kind)
     j = tl.arange(0, BLOCK_HALF)[None, :]
     c, s = _cos_sin(position * tl.load(inv_freq + j, j < E // 2, 0.0))
-    c, s = c * magnitude, s * magnitude
+    c = c * magnitude
+    s = s * magnitude
     a, b = (a * c - b * s).to(kind).to(tl.float32), (b * c + a * s).to(kind).to(tl.float32)
     if RETURNS:
         _store_pairs(out, a, b, inside, E, INTERLEAVED, BLOCK_HALF)
         if E < D:
             tl.store(out + i, rest.to(kind), in_rest)
     if STORES:
-        a, b = _scaled(a, scale, stored_kind), _scaled(b, scale, stored_kind)
+        a = _scaled(a, scale, stored_kind)
+        b = _scaled(b, scale, stored_kind)
         _store_pairs(stored, a, b, inside, E, INTERLEAVED, BLOCK_HALF)
         if E < D:
             tl.store(stored + i, _scaled(rest, scale, stored_kind).to(stored_kind), in_rest)
@@ -302,7 +306,8 @@ def rope_store(
     :class:`~.plan.WindowRows` (first, stride, nodes)."""
     q, k, v = _outputs(qkv, num_heads, returns_kv)
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, rotated = k.shape[1], 2 * len(inv_freq)
+    num_kv_heads = k.shape[1]
+    rotated = 2 * len(inv_freq)
     if num_tokens == 0:
         return q, k, v
     assert k_rows is None or v_rows is None or (k_rows.is_contiguous() and v_rows.is_contiguous())

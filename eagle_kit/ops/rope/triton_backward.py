@@ -31,9 +31,11 @@ def _rotate(
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     d = tl.arange(0, BLOCK_D)
     if INTERLEAVED:
-        partner, place = d ^ 1, (d % 2) * (E // 2) + d // 2
+        partner = d ^ 1
+        place = (d % 2) * (E // 2) + d // 2
     else:
-        partner, place = tl.where(d < E // 2, d + E // 2, d - E // 2), d
+        partner = tl.where(d < E // 2, d + E // 2, d - E // 2)
+        place = d
     turns = d < E
     row = (token * heads + head)[:, None] * D
     inside = (head < heads)[:, None] & (d < D)[None, :]
@@ -86,7 +88,7 @@ def _(x, cos, sin, num_rotated, interleaved, inverse):
     return torch.empty_like(x)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, cos, sin, *ctx.how = inputs
     ctx.save_for_backward(cos, sin)
 
@@ -97,7 +99,7 @@ def _gradients(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return rope_rotate(dy.contiguous(), cos, sin, num_rotated, interleaved, not inverse), *[None] * 5
 
 
-rope_rotate.register_autograd(_gradients, setup_context=_keep)
+rope_rotate.register_autograd(_gradients, setup_context=_setup_context)
 
 
 def rotate_heads(

@@ -21,9 +21,11 @@ def _copy_rows(rows, sources, targets, words, WRITES: tl.constexpr, BLOCK: tl.co
     """Copy a piece of one row of every table, tuples of pointers, whose rows have ``words``."""
     own = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + own)
-    source_row, target_row = row, own
+    source_row = row
+    target_row = own
     if WRITES:
-        source_row, target_row = own, row
+        source_row = own
+        target_row = row
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for table in tl.static_range(len(sources)):
         size = words[table]

@@ -57,7 +57,8 @@ def _finish(value, scales, bias, n, inside, SCALED: tl.constexpr, BIASED: tl.con
 
 @triton.jit
 def _activated(gate, up, kind: tl.constexpr):
-    gate, up = gate.to(kind).to(tl.float32), up.to(kind).to(tl.float32)
+    gate = gate.to(kind).to(tl.float32)
+    up = up.to(kind).to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
 
 
@@ -73,7 +74,8 @@ def _multiply(
     there = n < num_outputs
     if GATED:
         n = n // 2 + n % 2 * (num_outputs // 2)
-    m, k = tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK)
     run = tl.cdiv(tl.cdiv(size, BLOCK), splits) * BLOCK
     first = tl.program_id(1) * run
     held = tl.minimum(n, num_outputs - 1)
@@ -227,7 +229,8 @@ def _launch(
     out: torch.Tensor,
     gated: bool,
 ) -> torch.Tensor:
-    (m, k), n = x.shape, weight.shape[0]
+    m, k = x.shape
+    n = weight.shape[0]
     assert m <= MAX_ROWS and x.element_size() == 2 and weight.stride(1) == 1
     assert (weight.dtype == x.dtype) == (scales is None)
     group_rows, group_size = block or (1, k)
@@ -239,7 +242,8 @@ def _launch(
     rows = row_bucket(m)
     facts = device_facts(x.device)
     blocks = choose_blocks(rows, weight.element_size(), facts)
-    programs, tiles = triton.cdiv(n, blocks.outputs), triton.cdiv(k, blocks.block)
+    programs = triton.cdiv(n, blocks.outputs)
+    tiles = triton.cdiv(k, blocks.block)
     splits = choose_splits(programs, tiles, PROGRAMS * facts.multiprocessors)
     to = out if splits == 1 else x.new_empty(splits, m, n, dtype=torch.float32)
     assert not block or group_size % blocks.block == 0

@@ -62,7 +62,8 @@ def linear_soft_cross_entropy(
     if row_loss is None and teacher.factors is None and len(weights) == 1 and uses_triton(h, backend):
         from eagle_kit.ops.soft_cross_entropy import triton
 
-        dtype, chunk = matmul_dtype(h), group_rows or triton.CHUNK_ROWS
+        dtype = matmul_dtype(h)
+        chunk = group_rows or triton.CHUNK_ROWS
         row_weights = teacher.row_weights.float().contiguous()
         tensors = teacher.probs.contiguous(), teacher.index.contiguous(), row_weights
 

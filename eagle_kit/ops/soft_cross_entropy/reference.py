@@ -184,12 +184,18 @@ def _fused_rows(
     row_loss: RowLoss,
     block: tuple[int, int],
 ) -> RowResults:
-    (chunk_rows, group_rows), m, vd = block, h.shape[0], weights[0].shape[0]
-    row_weights, tokens, confidence = teacher.row_weights, None, None
+    chunk_rows, group_rows = block
+    m = h.shape[0]
+    vd = weights[0].shape[0]
+    row_weights = teacher.row_weights
+    tokens = None
+    confidence = None
     if teacher.factors is not None:
         group_rows = m + ROWS  # all rows, with those of padding
-        tokens, confidence = teacher.probs.argmax(-1), torch.empty(m, dtype=torch.float32, device=h.device)
-    dh, widths = torch.empty_like(h), [weight.shape[1] for weight in weights]
+        tokens = teacher.probs.argmax(-1)
+        confidence = torch.empty(m, dtype=torch.float32, device=h.device)
+    dh = torch.empty_like(h)
+    widths = [weight.shape[1] for weight in weights]
     h = padded_rows(h.to(dtype))
     weights = tuple(weight.to(dtype) for weight in weights)  # cast once, not once a chunk
     row_losses = torch.empty(m, dtype=torch.float32, device=h.device)
@@ -200,7 +206,8 @@ def _fused_rows(
         end = min(base + group_rows, m)
         for start in range(base, end, chunk_rows):
             rows = slice(start, min(start + chunk_rows, end))
-            z, at = _logits(h[rows], weights, widths), teacher.index[rows]
+            z = _logits(h[rows], weights, widths)
+            at = teacher.index[rows]
             top, best[rows] = z.max(-1)
             mass = None if teacher.mass is None else teacher.mass[at]
             if tokens is not None and confidence is not None:
@@ -216,7 +223,8 @@ def _fused_rows(
                 part.copy_(linear(dz, weight.t()))
         if teacher.factors is not None and confidence is not None:  # the gradient is linear in the weights
             factors = teacher.factors(confidence)
-            row_weights, dh = row_weights * factors, dh * factors[:, None]
+            row_weights = row_weights * factors
+            dh = dh * factors[:, None]
             h = h * pad(factors, (0, h.shape[0] - m))[:, None].to(dtype)
         last = min(base + group_rows, h.shape[0])
         group[end - base : last - base] = 0.0

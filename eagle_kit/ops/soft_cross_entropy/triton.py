@@ -113,11 +113,13 @@ def linear_soft_cross_entropy_(
     Returns:
         The losses of rows, the most likely ids, and the gradient of ``h``.
     """
-    rows, vocab = h.shape[0], weight.shape[0]
+    rows = h.shape[0]
+    vocab = weight.shape[0]
     dh = torch.empty_like(h)
     losses = h.new_empty(rows, dtype=torch.float32)
     best = h.new_empty(rows, dtype=torch.int64)
-    h, weight = h.to(dtype), weight.to(dtype)
+    h = h.to(dtype)
+    weight = weight.to(dtype)
     logits = h.new_empty(min(chunk_rows, rows), vocab)
     for start in range(0, rows, chunk_rows):
         chunk = slice(start, min(start + chunk_rows, rows))

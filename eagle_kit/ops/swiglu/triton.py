@@ -95,12 +95,12 @@ def _(d_out, gate_up):
     return torch.empty_like(gate_up)
 
 
-def _remember(ctx, inputs, output):
+def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def _differentiate(ctx, d_out):
+def _gradients(ctx, d_out):
     return swiglu_backward(d_out.contiguous(), *ctx.saved_tensors)
 
 
-swiglu.register_autograd(_differentiate, setup_context=_remember)
+swiglu.register_autograd(_gradients, setup_context=_setup_context)

@@ -120,7 +120,8 @@ def tree_build(
     number = torch.arange(parents.shape[1], device=parents.device)
     up = torch.where(parents < 0, number, parents)
     for _ in range((shape.steps - 1).bit_length()):  # 1, 3, 7, ... ancestors
-        scores, up = torch.minimum(scores, scores.gather(1, up)), up.gather(1, up)
+        scores = torch.minimum(scores, scores.gather(1, up))
+        up = up.gather(1, up)
     chosen = top_scores(scores, shape.tokens - 1).sort(1).values
     chosen_parents = parents.gather(1, chosen)
     at = torch.searchsorted(chosen, chosen_parents.clamp(min=0)) + 1

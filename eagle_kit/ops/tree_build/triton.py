@@ -206,7 +206,9 @@ def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> 
 def _next(tokens: torch.Tensor, scores: torch.Tensor) -> list[torch.Tensor]:
     """An empty beam, in the order of its fields."""
     b, topk = tokens.shape
-    ids, rows, ancestors = torch.empty_like(tokens), tokens.new_empty(b * topk), torch.empty_like(tokens)
+    ids = torch.empty_like(tokens)
+    rows = tokens.new_empty(b * topk)
+    ancestors = torch.empty_like(tokens)
     return [torch.empty_like(tokens), torch.empty_like(scores), ids, rows, ancestors]
 
 

@@ -22,15 +22,18 @@ class PagedWindowPlan(WindowPlan):
     @cached_property
     def layout(self) -> tuple[torch.Tensor, torch.Tensor]:
         """:attr:`WindowPlan.layout` with all columns in pages."""
-        column = torch.arange(self.num_columns, device=self.page_table.device).expand(
-            len(self.page_table), -1
-        )
+        # The row of the store of each column.
+        device = self.page_table.device
+        column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
         page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
         slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
         present = column < self.kv_lens[:, None]
+        rows = torch.where(present, slots, self.dummy_row)
+
+        # Nodes see the used slots of the prefix, and their ancestors.
         key = column - self.prefix_lens[:, None]
         bits = (self.ancestors[:, :, None] >> key.clamp(0, 63)[:, None]) & 1
         in_prefix = (key < 0) & (column >= self.first_slot)
         seen = in_prefix[:, None] | (((key >= 0) & present)[:, None] & (bits == 1))
-        mask = torch.zeros(seen.shape, dtype=self.dtype, device=column.device)
-        return torch.where(present, slots, self.dummy_row), mask.masked_fill_(~seen, float("-inf"))
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
+        return rows, mask

@@ -11,7 +11,7 @@ MAX_SPLITS = 128
 
 
 class MLABlocks(NamedTuple):
-    """Tile sizes in query rows and keys, form of the dots, and launch options."""
+    """Tile sizes in query rows and keys, whether the operands of the dots are swapped, and launch options."""
 
     queries: int
     keys: int

@@ -1,8 +1,9 @@
 """Window attention of several requests as one recorded operation: the groups by length, which differ from
 replay to replay, are made inside (``engine/graphs/cpu_graph.py``).
 
-An operation makes the columns of a plan and gives their number; those of the layers take it. Columns are kept
-by thread until a few plans later: the plans of a cycle are used one after another.
+One operation makes the columns of a plan and returns their number; the operations of the layers take the
+number. The columns of the last few plans are kept by thread, since the plans of a cycle are used one after
+another.
 """
 
 import itertools
@@ -17,6 +18,7 @@ from eagle_kit.ops.attention.window.reference import window_attention
 from eagle_kit.ops.cpu.guards import VIEWED_TYPES, library
 
 NUM_KEPT = 8
+"""Plans of a thread whose columns are kept."""
 
 _numbers = itertools.count()
 _local = threading.local()
@@ -26,19 +28,22 @@ class PlannedColumns:
     """Columns of a plan in groups of requests, and those within the limits of layers."""
 
     def __init__(self, plan: WindowPlan) -> None:
-        self._plan, self._lengths = plan, plan.prefix_lens.tolist()
+        self._plan = plan
+        self._lengths = plan.prefix_lens.tolist()
         everything = plan.in_groups(column_counts(plan.num_keys, self._lengths))
         self._made = {Limits(): everything}
 
     def within(self, limits: Limits) -> list[Columns]:
         """See :meth:`WindowPlan.within`."""
         if limits not in self._made:
-            firsts, everything = first_columns(limits, self._lengths), self._made[Limits()]
+            firsts = first_columns(limits, self._lengths)
+            everything = self._made[Limits()]
             self._made[limits] = [self._plan.limit(each, limits, firsts) for each in everything]
         return self._made[limits]
 
 
 def _kept() -> OrderedDict[int, PlannedColumns]:
+    """Columns of this thread's last plans, by their numbers."""
     if not hasattr(_local, "columns"):
         _local.columns = OrderedDict()
     columns: OrderedDict[int, PlannedColumns] = _local.columns
@@ -67,10 +72,11 @@ def _window_columns(
         dummy_row=dummy_row,
         dtype=VIEWED_TYPES[kind],
     )
-    kept, number = _kept(), next(_numbers)
-    kept[number] = PlannedColumns(plan)
-    if len(kept) > NUM_KEPT:
-        kept.popitem(last=False)
+    columns = _kept()
+    number = next(_numbers)
+    columns[number] = PlannedColumns(plan)
+    if len(columns) > NUM_KEPT:
+        columns.popitem(last=False)
     return torch.tensor(number)
 
 
@@ -85,7 +91,8 @@ def _window_attention(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    columns, variant = _kept()[int(number)], AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
+    columns = _kept()[int(number)]
+    variant = AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
     return window_attention(q, k_rows, v_rows, columns.within(variant.limits), variant, v_scale=v_scale)
 
 

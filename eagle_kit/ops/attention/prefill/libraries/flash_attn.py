@@ -21,7 +21,8 @@ from eagle_kit.ops.attention.prefill.libraries.library import (
 from eagle_kit.ops.attention.prefill.plan import PrefillPlan
 from eagle_kit.ops.attention.variant import AttentionVariant
 
-MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
 PAGE_STEP = 256
 """FlashAttention-2 takes pages whose size is a multiple of this."""
 

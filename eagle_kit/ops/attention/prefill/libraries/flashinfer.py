@@ -49,7 +49,8 @@ class FlashInfer(PrefillLibrary):
     title = "FlashInfer"
 
     def __init__(self, wrapper: Any, device: torch.device) -> None:
-        self.wrapper, self.device = wrapper, device
+        self.wrapper = wrapper
+        self.device = device
         self._workspace: torch.Tensor | None = None
         self._wrappers: dict[_Kind, Any] = {}
         self._plans: dict[_Kind, PrefillPlan] = {}
@@ -70,7 +71,8 @@ class FlashInfer(PrefillLibrary):
         def attend(
             q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
         ) -> torch.Tensor:
-            heads, size = k_rows.shape[0], q.shape[2]
+            heads = k_rows.shape[0]
+            size = q.shape[2]
             kind = _Kind(
                 q.shape[1], heads, size, q.dtype, variant.scale, variant.limits.window, variant.soft_cap
             )
