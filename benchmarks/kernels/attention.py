@@ -191,10 +191,10 @@ def _sdpa_prefill(
 
     b, d = len(plan.page_tables), q.shape[-1]
     column = torch.arange(total, device=q.device).expand(b, total)
-    slots = plan.page_tables.gather(1, column // plan.page_size) * plan.page_size + column % plan.page_size
+    rows = plan.page_tables.gather(1, column // plan.page_size) * plan.page_size + column % plan.page_size
     group = q.shape[1] // k.shape[0]
     keys, values = (
-        x[:, slots.reshape(-1)].unflatten(1, (b, total)).transpose(0, 1).repeat_interleave(group, 1)
+        x[:, rows.reshape(-1)].unflatten(1, (b, total)).transpose(0, 1).repeat_interleave(group, 1)
         for x in (k, v)
     )
     queries = q.unflatten(0, (b, -1)).transpose(1, 2).contiguous()

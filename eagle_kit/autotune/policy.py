@@ -43,8 +43,8 @@ class RequestAcceptance:
         offset: added to the table's log-odds that a draft of this request is accepted.
         variance: of the offset.
         histogram: share of its cycles in each confidence class, ``[C]``.
-        newness: covariance of the errors of its offset and the shared one, over the variance of the shared
-            one; 1 at first.
+        shared_weight: weight of the error of the shared offset in that of its own (their covariance over the
+            variance of the shared one), 1 at first.
         confidence_class: class of the draft's confidence in its next token; None if it is unknown.
         depth_log_odds: log-odds of each depth by the draft's confidence head; empty without one.
         num_pending: pending draft tokens; set by the engine.
@@ -54,7 +54,7 @@ class RequestAcceptance:
     offset: float = 0.0
     variance: float = 0.0
     histogram: Sequence[float] = ()
-    newness: float = 1.0
+    shared_weight: float = 1.0
     confidence_class: int | None = None
     depth_log_odds: Sequence[float] = ()
     num_pending: int = 0

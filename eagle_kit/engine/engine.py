@@ -81,12 +81,12 @@ class _End(NamedTuple):
     Attributes:
         num_tokens: number of new tokens up to it, itself included.
         reason: why the reply ends.
-        is_shown: True if the token is part of the text.
+        is_text: True if the token is part of the text.
     """
 
     num_tokens: int
     reason: FinishReason
-    is_shown: bool
+    is_text: bool
 
 
 class Engine:
@@ -243,7 +243,7 @@ class Engine:
             self.page_pool,
             self.config,
             room=self.config.room(self.runner.steps),
-            needs_last=drafter is not None,
+            has_draft=drafter is not None,
             lookback=0 if drafter is None else drafter.lookback,
             **costs,
         )
@@ -373,10 +373,10 @@ class Engine:
         self._finish(request, reason)
 
     def stop(self, request: Request) -> None:
-        """End a request whose text, as far as :meth:`Request.read` has made it, completes a stop text, or
-        cannot be made; others go on."""
+        """End a request if its text so far, by :meth:`Request.decode_text`, contains a stop text or could not
+        be decoded; else do nothing."""
         if request.has_stops and request.finish_reason is None:
-            self._count_read(request)
+            self._count_decoded(request)
             assert request.stream is not None
             if request.stream.stopped or request.stream.failure:
                 self.end(request, "stop")
@@ -488,15 +488,16 @@ class Engine:
                 self._collect_until(0)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        for request, *_ in chunks:
+        for chunk in chunks:
+            request = chunk.request
             if request.stats.admitted_at == 0.0:
                 request.stats.admitted_at = time.perf_counter()
                 request.stats.num_cached_tokens = request.sequence.num_shared_tokens
                 self.totals.num_prompt_tokens += len(request.prompt_ids)
                 self.totals.num_cached_prompt_tokens += request.stats.num_cached_tokens
         self._in_flight += self.runner.prefill(chunks)
-        for request, _, stop, _ in chunks:
-            self.scheduler.mark_computed(request, stop)
+        for chunk in chunks:
+            self.scheduler.mark_computed(chunk.request, chunk.stop)
 
     @property
     def _uses_ngram(self) -> bool:
@@ -553,7 +554,7 @@ class Engine:
             if num_emitted == 0:
                 continue
             start = len(request.reply.token_ids)
-            reason = self._take(request, tokens[i][:num_emitted], now)
+            reason = self._append_tokens(request, tokens[i][:num_emitted], now)
             num_tokens = len(request.reply.token_ids) - start
             self._news[request] = None
 
@@ -575,7 +576,7 @@ class Engine:
             new = UncountedTokens(start, num_tokens, num_emitted, results.shape, num_draft_tokens)
             if request.has_stops:
                 request.stats.uncounted.append(new)
-                self._count_read(request)
+                self._count_decoded(request)
             else:
                 self._count(request, new)
 
@@ -585,7 +586,7 @@ class Engine:
             elif request.has_stops and not self.config.lag and self.target.ranks is None:
                 # Nothing is in flight, and a needless cycle would cost more than reading the text here. With
                 # several ranks the first one reads it between steps, and sends the end to the others.
-                request.read()
+                request.decode_text()
                 self.stop(request)
         self._add_to_totals()
 
@@ -609,11 +610,11 @@ class Engine:
         if confidence is not None or acceptance.confidence_class is not None:
             self.shapes.observe_confidence(acceptance, confidence)
 
-    def _count_read(self, request: Request) -> None:
+    def _count_decoded(self, request: Request) -> None:
         """Count the tokens of a reply whose text has been searched for stop texts."""
         assert request.stream is not None
         uncounted = request.stats.uncounted
-        while uncounted and uncounted[0].start + uncounted[0].num_tokens <= request.stream.num_read:
+        while uncounted and uncounted[0].start + uncounted[0].num_tokens <= request.stream.num_decoded:
             self._count(request, uncounted.popleft())
 
     def _count(self, request: Request, new: UncountedTokens) -> None:
@@ -649,7 +650,7 @@ class Engine:
             self.shapes.observe_time(len(results.requests), results.shape, context, took)
         self._clock = now
 
-    def _take(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
+    def _append_tokens(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:
         """Append new tokens up to the first that ends the reply.
 
         Returns:
@@ -657,7 +658,7 @@ class Engine:
         """
         reply = request.reply
         reason: FinishReason | None = None
-        is_shown = True
+        is_text = True
 
         # Cut the tokens where one ends the reply.
         most_tokens = len(reply.token_ids) + len(tokens)
@@ -666,21 +667,21 @@ class Engine:
             if end is not None:
                 tokens = tokens[: end.num_tokens]
                 reason = end.reason
-                is_shown = end.is_shown
+                is_text = end.is_text
 
         # Cut them where the grammar ends.
         match = reply.match
         if match is not None:
             until_end = match.advance(tokens)
             if match.is_complete or match.is_stuck:
-                is_shown = is_shown or until_end < len(tokens)
+                is_text = is_text or until_end < len(tokens)
                 tokens = tokens[:until_end]
                 reason = "stop" if match.is_complete else "abort"
 
         # Append them. Their keys are in the pool, but for the last one's.
         reply.token_ids += tokens
-        num_hidden = 0 if is_shown else 1
-        reply.num_shown = len(reply.token_ids) - num_hidden
+        num_hidden = 0 if is_text else 1
+        reply.num_text_tokens = len(reply.token_ids) - num_hidden
         self.scheduler.mark_finite(request, request.num_to_compute)
         request.stats.last_token_at = now
         if request.stats.first_token_at == 0.0:
@@ -691,11 +692,11 @@ class Engine:
         """Find the first of the new tokens that ends the reply; None if it goes on."""
         for num_tokens, token in enumerate(tokens, 1):
             if token in request.reply.stop_token_ids:
-                return _End(num_tokens, "stop", is_shown=False)
+                return _End(num_tokens, "stop", is_text=False)
             if len(request.token_ids) + num_tokens >= request.params.max_tokens:
-                return _End(num_tokens, "length", is_shown=True)
+                return _End(num_tokens, "length", is_text=True)
             if request.num_tokens + num_tokens >= self.config.max_context:
-                return _End(num_tokens, "context", is_shown=True)
+                return _End(num_tokens, "context", is_text=True)
         return None
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
@@ -705,7 +706,7 @@ class Engine:
             self.scheduler.publish(request)
         self.scheduler.remove(request)
         if request.has_stops:
-            reason = self._take_back(request, reason)
+            reason = self._cut_at_stop_text(request, reason)
         if request in self._num_indexed and self.ngram is not None:
             self._index([request])
             del self._num_indexed[request]
@@ -713,8 +714,8 @@ class Engine:
         request.reply.finish_reason = reason
         self.totals.num_finished[reason] += 1
 
-    def _take_back(self, request: Request, reason: FinishReason) -> FinishReason:
-        """Remove the tokens of a reply behind its stop text, and count the others.
+    def _cut_at_stop_text(self, request: Request, reason: FinishReason) -> FinishReason:
+        """Remove the tokens of a reply after its stop text, if it has one, and count the others.
 
         Returns:
             Why the reply has ended.
@@ -722,11 +723,12 @@ class Engine:
         stream = request.stream
         reply = request.reply
         assert stream is not None
-        stream.read(reply.token_ids, reply.num_shown)
-        if (kept := stream.num_kept) is not None:
+        stream.decode(reply.token_ids, reply.num_text_tokens)
+        kept = stream.num_kept
+        if kept is not None:
             del reply.token_ids[kept:]
             reply.logprobs.cut(kept)
-            reply.num_shown = kept
+            reply.num_text_tokens = kept
             reason = "stop"
         elif stream.failure:
             reason = "error"

@@ -768,7 +768,7 @@ class LLM:
                     news = engine.step()
                 for request in news:
                     if request.has_stops:
-                        request.read()
+                        request.decode_text()
                         engine.stop(request)
                     if request not in live:
                         continue  # at a lag, a step tells of an end by a stop text once more
@@ -846,7 +846,7 @@ class LLM:
         num_tokens = dict.fromkeys(requests, 0)
         with closing(self._serve(requests, shape)) as news:
             for request in news:
-                text = request.read()
+                text = request.decode_text()
                 token_ids = list(request.token_ids)
                 yield ReplyDelta(
                     *place[request],
@@ -869,7 +869,9 @@ class LLM:
         ``shown_tokens`` are part of its text, which continues the ``context``."""
         stream = None
         if self.tokenizer is not None:
-            stream = TextStream(self.tokenizer, stop=params.stop, shown=shown_tokens, context=context)
+            stream = TextStream(
+                self.tokenizer, stop=params.stop, included_special_tokens=shown_tokens, context=context
+            )
         elif params.stop:
             raise UserError(
                 "A stop text was given to a model without a tokenizer.", "Pass tokenizer= to LLM."

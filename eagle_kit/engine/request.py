@@ -42,7 +42,7 @@ class ReplyState:
 
     Attributes:
         token_ids: tokens of the reply. While stop texts are looked for, the last ones may be removed again.
-        num_shown: tokens of the reply that are text: all but a token that ended the reply.
+        num_text_tokens: tokens of the reply that are text: all but a token that ended the reply.
         logprobs: one entry per token where log-probabilities were asked for.
         finish_reason: set once, when the reply has ended.
         stop_token_ids: tokens that end the reply.
@@ -52,7 +52,7 @@ class ReplyState:
     """
 
     token_ids: list[int] = field(default_factory=list)
-    num_shown: int = 0
+    num_text_tokens: int = 0
     logprobs: ReplyLogprobs = field(default_factory=ReplyLogprobs)
     finish_reason: FinishReason | None = None
     stop_token_ids: frozenset[int] = frozenset()
@@ -242,20 +242,20 @@ class Request:
             return self.prompt_ids[start:stop]
         return self.prompt_ids[start:] + self.reply.token_ids[max(0, start - num_prompt) : stop - num_prompt]
 
-    def read(self) -> str:
-        """Read the reply's new tokens -> its text, without what is held back until it has ended. Any thread
-        may call it while another one steps the engine."""
+    def decode_text(self) -> str:
+        """Decode the reply's new tokens, and return its text without what is held back until the end. Any
+        thread may call it while another one steps the engine."""
         if self.stream is None:
             return ""
-        has_ended = self.reply.finish_reason is not None  # before its last tokens are read
-        self.stream.read(self.reply.token_ids, self.reply.num_shown)
+        has_ended = self.reply.finish_reason is not None  # before its last tokens are decoded
+        self.stream.decode(self.reply.token_ids, self.reply.num_text_tokens)
         if has_ended:
             self.stream.finish()
         return self.stream.text
 
     def output(self) -> RequestOutput:
         """Make the output for the user."""
-        text = self.read()
+        text = self.decode_text()
         stats = self.stats
         prefill_s = stats.first_token_at - stats.admitted_at if self.token_ids else 0.0
         return RequestOutput(

@@ -125,7 +125,7 @@ def _measure(
         def tuned(timings: Sequence[Timing]) -> Tuned:
             most = max(timing.batch_size for timing in timings)
             costs = Costs(key, CostTable.fit(timings), tuple(timings), now(), most)
-            return Tuned(costs, acceptance, is_average=False)
+            return Tuned(costs, acceptance, is_average_head=False)
 
         stages.start(TIMING, num_visits, "visit")
         timings = _time(llm, plan, work, stages)

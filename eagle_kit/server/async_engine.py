@@ -489,7 +489,7 @@ class AsyncEngine:
             if progress is None:
                 continue
             reason = request.finish_reason
-            news.append(News(progress, len(request.token_ids), request.reply.num_shown, reason, now))
+            news.append(News(progress, len(request.token_ids), request.reply.num_text_tokens, reason, now))
             if reason is not None:
                 del self._progress[request.number]
         if news:

@@ -41,14 +41,14 @@ class News(NamedTuple):
     Attributes:
         progress: what its reader has received.
         num_tokens: tokens of the reply.
-        num_shown: those of them that are text.
+        num_text_tokens: those of them that are text.
         finish_reason: why the reply has ended; None if it goes on.
         now: when this was known, ``time.perf_counter()`` seconds.
     """
 
     progress: Progress
     num_tokens: int
-    num_shown: int
+    num_text_tokens: int
     finish_reason: str | None
     now: float
 
@@ -134,7 +134,7 @@ class TextThread:
         # The text so far. Behind a stop text nothing is delivered until the engine has ended the reply.
         text = ""
         if (stream := request.stream) is not None:
-            stream.read(request.token_ids, news.num_shown)
+            stream.decode(request.token_ids, news.num_text_tokens)
             if news.finish_reason is not None:
                 stream.finish()
             elif stream.stopped:

@@ -278,7 +278,7 @@ def _swiglu() -> float:
 
 
 def _commit() -> float:
-    """Nodes 0 and 2 of a window at rows 8.. go to positions 3 and 4, on pages 1 and 0 of two slots each."""
+    """Nodes 0 and 2 of a window at rows 8.. go to positions 3 and 4, on pages 1 and 0 of two rows each."""
     k, v = _randn(2, 1, 12, 3), _randn(2, 1, 12, 3, seed=1)
     expected = torch.cat((k, v))
     expected[:, :, [3, 0]] = expected[:, :, [8, 10]]
@@ -366,7 +366,7 @@ def _paged_prefill() -> float:
 
 
 def _mla() -> float:
-    """A chain of three behind five slots of one page; the value is the front of the key."""
+    """A chain of three behind five rows of one page; the value is the front of the key."""
     rows, q = _randn(12, 80), _randn(1, 3, 4, 80, seed=1)
     page, three = torch.tensor([[0]]), torch.tensor([[1, 3, 7]])
     plan = WindowPlan(page, 8, torch.tensor([5]), 0, 8, 3, 3, three, 8, 11, torch.float32)
@@ -454,7 +454,7 @@ def _linear_swiglu() -> float:
 
 
 def _window(variant: AttentionVariant = PLAIN) -> float:
-    """Five nodes, two of them siblings, behind a prefix of seven slots on three shuffled pages of four."""
+    """Five nodes, two of them siblings, behind a prefix of seven rows on three shuffled pages of four."""
     pages, parents = torch.tensor([[2, 0, 1]]), torch.tensor([[0, 0, 0, 1, 3]])
     k, v, q = _randn(2, 20, 16), _randn(2, 20, 16, seed=1), _randn(1, 5, 6, 16, seed=2)
     bits = ancestor_bits(parents, 3)

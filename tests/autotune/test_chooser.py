@@ -23,10 +23,10 @@ from eagle_kit.autotune.chooser import (
     CostCorrection,
     ExplorationBudget,
     RequestAcceptance,
-    RowBudgets,
     ShapeChooser,
     expected_saving,
 )
+from eagle_kit.autotune.row_budgets import RowBudgets
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 
 SHAPES = [NO_SPECULATION, *map(SpecShape.parse, ("1,1,2", "2,1,3", "4,1,5", "6,1,7"))]
@@ -340,9 +340,9 @@ def test_variance_is_that_of_the_mean_tokens_by_the_delta_method():
     """Offsets of new requests err together."""
     model = make_chooser(confident_table()).acceptance
     requests = [
-        RequestAcceptance(1.0, 0.3, (0.2, 0.5, 0.3), newness=0.0),
+        RequestAcceptance(1.0, 0.3, (0.2, 0.5, 0.3), shared_weight=0.0),
         RequestAcceptance(-0.6, 1.2, (0.6, 0.3, 0.1)),
-        RequestAcceptance(0.4, 0.9, (0.1, 0.1, 0.8), newness=0.5),
+        RequestAcceptance(0.4, 0.9, (0.1, 0.1, 0.8), shared_weight=0.5),
     ]
     rng = np.random.default_rng(0)
     spacing = OFFSETS[1] - OFFSETS[0]
@@ -355,8 +355,8 @@ def test_variance_is_that_of_the_mean_tokens_by_the_delta_method():
         shared = math.sqrt(model.shared_variance) * rng.standard_normal(400_000)
         total = 0.0
         for request, slope in zip(requests, slopes, strict=True):
-            own = math.sqrt(request.variance - request.newness**2 * model.shared_variance)
-            total = total + slope * (request.newness * shared + own * rng.standard_normal(len(shared)))
+            own = math.sqrt(request.variance - request.shared_weight**2 * model.shared_variance)
+            total = total + slope * (request.shared_weight * shared + own * rng.standard_normal(len(shared)))
         expected = np.var(total) / tokens.sum() ** 2
         assert model.relative_variance(requests, number) == pytest.approx(expected, rel=0.02)
 
@@ -374,7 +374,7 @@ def test_a_draft_far_weaker_than_the_average_one_is_soon_left_alone(batch_size, 
         def dear(batch_size, shape, context):
             return seconds(batch_size, shape, context) * (1.3 if shape.steps else 1.0)
 
-        chooser = make_chooser(confident_table(), dear, is_average=True)
+        chooser = make_chooser(confident_table(), dear, is_average_head=True)
         for _ in range(3):
             requests = [chooser.new_request() for _ in range(batch_size)]
             for _ in range(60):
@@ -396,8 +396,8 @@ def test_how_sure_an_unknown_draft_is_of_texts_is_soon_known():
     """New requests begin with the histogram of those before them, which for a measured draft changes more
     slowly."""
     unsure = []
-    for is_average in (True, False):
-        chooser = make_chooser(confident_table(), is_average=is_average)
+    for is_average_head in (True, False):
+        chooser = make_chooser(confident_table(), is_average_head=is_average_head)
         for _ in range(4):
             request = chooser.new_request()
             for _ in range(16):
@@ -632,7 +632,7 @@ def test_a_request_without_verified_drafts_shows_nothing_of_its_text():
     before = request.offset
     chooser.observe(request, SHAPES[3], 0, 0)
     chooser.learn()
-    assert request.offset == before and request.newness == 1.0
+    assert request.offset == before and request.shared_weight == 1.0
     chooser.observe(request, SHAPES[3], 1, 1)
     chooser.learn()
     once = request.offset

@@ -43,8 +43,8 @@ def test_a_stop_token_ends_the_reply_inside_an_accepted_run(models, plain):
         end = full.token_ids.index(stop) + 1 if stop in full.token_ids else 40
         assert request.token_ids == full.token_ids[:end]
         assert request.finish_reason == ("stop" if stop in full.token_ids else "length")
-        num_shown = end - (stop in full.token_ids)
-        assert request.reply.num_shown == num_shown, "the stop token is no part of the text"
+        num_text_tokens = end - (stop in full.token_ids)
+        assert request.reply.num_text_tokens == num_text_tokens, "the stop token is no part of the text"
         assert request.stats.spec.num_emitted_tokens == end - 1
 
 

@@ -122,7 +122,7 @@ class EngineResponder:
         is_ended = self._is_ended(output)
         shown = self._forms.shown_tokens(bool(tools))
         if shown:
-            stream = TextStream(tokenizer, stop, shown=shown)
+            stream = TextStream(tokenizer, stop, included_special_tokens=shown)
             stream.push(output.token_ids[:-1] if is_ended else output.token_ids)
             stream.finish()
             text = stream.text

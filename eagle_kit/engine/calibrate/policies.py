@@ -57,13 +57,13 @@ class Tuned:
 
     costs: Costs
     acceptance: MeasuredAcceptance
-    is_average: bool
+    is_average_head: bool
 
     @property
     def origin(self) -> str:
         """Where the numbers come from."""
         how = "a short measurement" if self.costs.is_quick else "costs measured"
-        text = "an average head's acceptance" if self.is_average else "the draft's acceptance"
+        text = "an average head's acceptance" if self.is_average_head else "the draft's acceptance"
         return f"{how} on {self.costs.date[:10]}, {text}"
 
 
@@ -87,21 +87,21 @@ def tuned_policy(engine: Engine, draft_folder: Path | None) -> ShapeChooser:
     """
     assert engine.draft is not None
     key, acceptance = engine_key(engine), find_acceptance(draft_key(engine.draft), draft_folder)
-    found, is_average = acceptance or average_acceptance(), acceptance is None
+    found, is_average_head = acceptance or average_acceptance(), acceptance is None
     costs, plan = find_costs(key, draft_folder), quick_plan(engine)
     measured = max((timing.batch_size for timing in costs.timings), default=0) if costs else 0
     missing = [point for point in plan.points if point.batch_size > measured]
     if costs is None or missing:
         _log.info("Measuring this engine's cycles, once, for seconds; `eagle-kit tune` measures more.")
         costs = measure_costs(engine, plan._replace(points=missing), before=costs)
-        more = plan_of_candidates(engine, Tuned(costs, found, is_average), plan._replace(points=missing))
+        more = plan_of_candidates(engine, Tuned(costs, found, is_average_head), plan._replace(points=missing))
         costs = measure_costs(engine, more, before=costs)
         try:
             save_costs(costs)
         except OSError as error:
             text = "What was measured cannot be kept, and is measured at each start: %s. %s"
             _log.warning(text, error, writing_remedy(error, SET_CACHE))
-    return policy_of(engine, Tuned(costs, found, is_average))
+    return policy_of(engine, Tuned(costs, found, is_average_head))
 
 
 def policy_of(engine: Engine, tuned: Tuned) -> ShapeChooser:
@@ -120,7 +120,7 @@ def policy_of(engine: Engine, tuned: Tuned) -> ShapeChooser:
         shapes_by_size,
         tuned.origin,
         costs.backfill_seconds,
-        is_average=tuned.is_average,
+        is_average_head=tuned.is_average_head,
     )
 
 

@@ -86,7 +86,7 @@ def update(acc, acc_odd, row_max, row_sum, scores, values, factor, kind: tl.cons
 
 @triton.jit
 def page_rows(table, column, present, PAGE: tl.constexpr):
-    """Rows of the store of the slots ``column`` of a request, by its page table; row of page 0 where not
+    """Rows of the store of the positions ``column`` of a request, by its page table; row of page 0 where not
     ``present``."""
     page = tl.load(table + column // PAGE, present, 0)
     return page * PAGE + column % PAGE

@@ -25,8 +25,8 @@ def commit_path(
     source = (scratch + torch.where(kept, nodes, 0)).view(-1)
     position = first_position[:, None] + offset
     page = torch.where(kept, position // page_size, 0)
-    slot = page_table.gather(1, page) * page_size + position % page_size
-    target = torch.where(kept.view(-1), slot.view(-1), source)
+    row = page_table.gather(1, page) * page_size + position % page_size
+    target = torch.where(kept.view(-1), row.view(-1), source)
     for store in (k, v):
         if store is not None:
             held = store.view(torch.uint8) if store.element_size() == 1 else store  # torch cannot index fp8

@@ -139,7 +139,7 @@ class ChatAnswer(Answer[ChatRequest]):
     def _end(self, index: int) -> str:
         """Return the text of the token that ended a reply; empty if no token did."""
         request = self.generation.replies[index].request
-        is_ended = request.finish_reason == "stop" and request.reply.num_shown < len(request.token_ids)
+        is_ended = request.finish_reason == "stop" and request.reply.num_text_tokens < len(request.token_ids)
         return self.service.llm.tokenizer.convert_ids_to_tokens(request.token_ids[-1]) if is_ended else ""
 
     def _finish_reason(self, index: int, delta: Delta) -> str | None:

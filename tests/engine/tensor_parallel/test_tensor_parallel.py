@@ -422,7 +422,7 @@ def weather(llm, num_events, every=40):
         if engine.has_work:
             for request in engine.step():
                 if request.has_stops:
-                    request.read()
+                    request.decode_text()
                     engine.stop(request)
             engine.check()
         live = [request for request in live if request.finish_reason is None]

@@ -49,7 +49,7 @@ def mla_window_attention(
         return compiled.window_attention(q, rows[None], values, plan, as_variant(scale))
     if plan.is_recorded_whole(backend):
         out: torch.Tensor = torch.ops.eagle_kit_cpu.mla_window_attention(
-            q, rows, plan.number, scale, kv_scale, latent_dim
+            q, rows, plan.record_columns(), scale, kv_scale, latent_dim
         )
         return out
     columns = reference_columns(plan, q, backend)
@@ -57,13 +57,18 @@ def mla_window_attention(
 
 
 def _recorded(
-    q: torch.Tensor, rows: torch.Tensor, number: torch.Tensor, scale: float, kv_scale: float, latent_dim: int
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    columns_key: torch.Tensor,
+    scale: float,
+    kv_scale: float,
+    latent_dim: int,
 ) -> torch.Tensor:
-    return reference.mla_window_attention(q, rows, columns_of(number), scale, kv_scale, latent_dim)
+    return reference.mla_window_attention(q, rows, columns_of(columns_key), scale, kv_scale, latent_dim)
 
 
 library.define(
-    "mla_window_attention(Tensor q, Tensor rows, Tensor number, float scale, float kv_scale, int latent_dim) "
+    "mla_window_attention(Tensor q, Tensor rows, Tensor columns_key, float scale, float kv_scale, int latent_dim) "
     "-> Tensor"
 )
 library.impl("mla_window_attention", _recorded, "CPU")

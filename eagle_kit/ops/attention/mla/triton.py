@@ -63,11 +63,11 @@ def _load_keys(
     PIECE: tl.constexpr = LATENT // PIECES
     column = tl.minimum(start + tl.arange(0, KEYS), end - 1)
     in_pages = column < paged
-    slot = tl.load(pages + column // PAGE, in_pages, 0).to(tl.int32) * PAGE + column % PAGE
-    slot = tl.where(in_pages, slot, scratch + column)
+    row = tl.load(pages + column // PAGE, in_pages, 0).to(tl.int32) * PAGE + column % PAGE
+    row = tl.where(in_pages, row, scratch + column)
 
     # Its parts.
-    key = rows + slot.to(tl.int64)[:, None] * row_stride
+    key = rows + row.to(tl.int64)[:, None] * row_stride
     rope = tl.load(key + LATENT + tl.arange(0, ROPE)[None, :]).to(kind)
     latents = ()
     for piece in tl.static_range(PIECES):

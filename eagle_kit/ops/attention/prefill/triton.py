@@ -1,7 +1,7 @@
 """Flash attention of prompt chunks over pages: one launch for the chunks of all requests.
 
 Row j of a chunk is position ``p = start + j``. With ``c = scale k_scale log2(e)``, running values over blocks
-of keys k and values v at slots ``first_slot .. p`` are
+of keys k and values v at positions ``first_slot .. p`` are
 
     S = c q k^T,    m' = max(m, max S),    P = exp2(S - m'),    l' = l exp2(m - m') + sum P,
     o' = o exp2(m - m') + P v;    out = v_scale o / l.
@@ -113,7 +113,7 @@ def _prefill(
         # Scores.
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
 
-        # Mask: slots up to the row's own, within the limits. Unused slots are seen by themselves only.
+        # Mask: positions up to the own one, within the limits. Ones without a key are seen by themselves only.
         column = column[None, :]
         seen = (column <= position[:, None]) & ((column >= FIRST) | (column == position[:, None]))
         if WINDOW > 0 or CHUNK > 0:

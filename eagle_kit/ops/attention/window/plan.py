@@ -30,11 +30,11 @@ class WindowPlan:
     """Keys of B windows in a store of rows.
 
     Attributes:
-        page_table: int64 ``[B, P]``, page of each run of ``page_size`` slots; a page's slots are the rows
+        page_table: int64 ``[B, P]``, page of each run of ``page_size`` positions; a page's rows are those
             from ``page * page_size``.
-        page_size: slots per page.
-        prefix_lens: int64 ``[B]``, slots before the window.
-        first_slot: number of unused slots at the front of a request, which are not attended to.
+        page_size: rows per page.
+        prefix_lens: int64 ``[B]``, positions before the window.
+        first_slot: first position with a key; the ones before it are not attended to.
         scratch_start, scratch_stride: window key j of request b is row ``scratch_start + b * scratch_stride +
             j``.
         num_keys: M; the queries are the last N of the window's keys.
@@ -74,25 +74,28 @@ class WindowPlan:
         device = self.page_table.device
         column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
         page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
-        slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
+        pool_rows = self.page_table.gather(1, page) * self.page_size + column % self.page_size
         key = column - self.prefix_lens[:, None]
         in_prefix = key < 0
         in_window = (key >= 0) & (key < self.num_keys)
         key = key.clamp(0, self.num_keys - 1)
         request = torch.arange(len(column), device=device)[:, None]
         scratch = self.scratch_start + request * self.scratch_stride + key
-        rows = torch.where(in_prefix, slots, torch.where(in_window, scratch, self.dummy_row))
+        rows = torch.where(in_prefix, pool_rows, torch.where(in_window, scratch, self.dummy_row))
 
-        # Nodes see the used slots of the prefix, and their ancestors.
+        # Nodes see the prefix from its first key on, and their ancestors.
         bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
         seen = (in_prefix & (column >= self.first_slot))[:, None] | (in_window[:, None] & (bits == 1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask
 
+    def record_columns(self) -> torch.Tensor:
+        """Make the columns of this plan in one recorded operation, once, and return their key, an int64
+        scalar: the attention of every layer finds them by it (``recorded.py``)."""
+        return self._columns_key
+
     @cached_property
-    def number(self) -> torch.Tensor:
-        """Number of :attr:`by_length`, an int64 scalar. One recorded operation makes the columns and keeps
-        them under this number, see ``recorded.py``."""
+    def _columns_key(self) -> torch.Tensor:
         sizes = [
             self.page_size,
             self.first_slot,
@@ -102,10 +105,10 @@ class WindowPlan:
             self.dummy_row,
             VIEWED_TYPES.index(self.dtype),
         ]
-        number: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
+        key: torch.Tensor = torch.ops.eagle_kit_cpu.window_columns(
             self.page_table, self.prefix_lens, self.ancestors, sizes
         )
-        return number
+        return key
 
     def is_recorded_whole(self, backend: Backend | None) -> bool:
         """Return True if attention is recorded as one operation: if several requests are in groups by
@@ -155,13 +158,13 @@ class WindowPlan:
 
 
 def column_counts(num_keys: int, lengths: list[int]) -> tuple[int, ...]:
-    """Numbers of columns for requests with ``lengths`` slots before a window of ``num_keys``."""
+    """Numbers of columns for requests with ``lengths`` positions before a window of ``num_keys``."""
     room = -(-num_keys // COLUMNS) * COLUMNS  # the same sizes for windows of any number of nodes
     return tuple(_bucket(length + room) for length in lengths)
 
 
 def first_columns(limits: Limits, lengths: list[int]) -> tuple[int, ...]:
-    """First columns that windows behind ``lengths`` slots need, rounded down so that sums keep their order:
+    """First columns that windows behind ``lengths`` positions need, rounded down so that sums keep their order:
     leading terms that are masked add nothing, as long as BLAS splits the others as before."""
     return tuple(limits.first(length) // SPLIT_TERMS * SPLIT_TERMS for length in lengths)
 

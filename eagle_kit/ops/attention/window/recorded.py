@@ -1,8 +1,8 @@
 """Window attention of several requests as one recorded operation: the groups by length, which differ from
 replay to replay, are made inside (``engine/graphs/cpu_graph.py``).
 
-One operation makes the columns of a plan and returns their number; the operations of the layers take the
-number. The columns of the last few plans are kept by thread, since the plans of a cycle are used one after
+One operation makes the columns of a plan and returns their key; the operations of the layers take the key.
+The columns of the last few plans are kept by thread, since the plans of a cycle are used one after
 another.
 """
 
@@ -20,7 +20,7 @@ from eagle_kit.ops.cpu.guards import VIEWED_TYPES, library
 NUM_KEPT = 8
 """Plans of a thread whose columns are kept."""
 
-_numbers = itertools.count()
+_keys = itertools.count()
 _local = threading.local()
 
 
@@ -43,16 +43,16 @@ class PlannedColumns:
 
 
 def _kept() -> OrderedDict[int, PlannedColumns]:
-    """Columns of this thread's last plans, by their numbers."""
+    """Columns of this thread's last plans, by their keys."""
     if not hasattr(_local, "columns"):
         _local.columns = OrderedDict()
     columns: OrderedDict[int, PlannedColumns] = _local.columns
     return columns
 
 
-def columns_of(number: torch.Tensor) -> list[Columns]:
-    """Return the columns of :attr:`WindowPlan.number`."""
-    return _kept()[int(number)].within(Limits())
+def columns_of(columns_key: torch.Tensor) -> list[Columns]:
+    """Return the columns that :meth:`WindowPlan.record_columns` made."""
+    return _kept()[int(columns_key)].within(Limits())
 
 
 def _window_columns(
@@ -73,25 +73,25 @@ def _window_columns(
         dtype=VIEWED_TYPES[kind],
     )
     columns = _kept()
-    number = next(_numbers)
-    columns[number] = PlannedColumns(plan)
+    key = next(_keys)
+    columns[key] = PlannedColumns(plan)
     if len(columns) > NUM_KEPT:
         columns.popitem(last=False)
-    return torch.tensor(number)
+    return torch.tensor(key)
 
 
 def _window_attention(
     q: torch.Tensor,
     k_rows: torch.Tensor,
     v_rows: torch.Tensor,
-    number: torch.Tensor,
+    columns_key: torch.Tensor,
     scale: float,
     v_scale: float,
     limits: list[int],
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    columns = _kept()[int(number)]
+    columns = _kept()[int(columns_key)]
     variant = AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
     return window_attention(q, k_rows, v_rows, columns.within(variant.limits), variant, v_scale=v_scale)
 
@@ -101,7 +101,7 @@ library.define(
 )
 library.impl("window_columns", _window_columns, "CPU")
 library.define(
-    "window_attention(Tensor q, Tensor k_rows, Tensor v_rows, Tensor number, float scale, float v_scale, "
-    "int[] limits, float? soft_cap, Tensor? sinks) -> Tensor"
+    "window_attention(Tensor q, Tensor k_rows, Tensor v_rows, Tensor columns_key, float scale, "
+    "float v_scale, int[] limits, float? soft_cap, Tensor? sinks) -> Tensor"
 )
 library.impl("window_attention", _window_attention, "CPU")

@@ -1,6 +1,6 @@
 """Window attention by flash decoding over parts of the keys, which the last program of a request merges.
 
-A request attends to columns ``0 .. prefix + M - 1``: its prefix slots, then its window keys. With
+A request attends to columns ``0 .. prefix + M - 1``: its prefix, then its window keys. With
 ``c = scale k_scale log2(e)`` and scores ``S = c q k^T``, a part of the columns gives, for each query row,
 
     m = max S,    P = exp2(S - m),    o = P v / sum(P),    L = m + log2(sum(P)),

@@ -14,7 +14,7 @@ constexpr int64_t MOST_ROWS = 48, MOST_SCORES = 1 << 19;
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // Which keys a query sees: columns first .. stop - 1, and of those from `window` on the set bits; whether it
-// is of an unused slot, which attends to itself alone.
+// is of a position without a key, which attends to itself alone.
 struct Sight {
   int64_t first, stop, window;
   uint64_t bits;

@@ -77,7 +77,7 @@ def replies(
 def read_back(name: str, prompt: list[int], reply: list[int], tools: list[dict]) -> ReplyParts:
     tokenizer = tokenizer_for(name)
     forms = forms_of(tokenizer)
-    stream = TextStream(tokenizer, shown=forms.shown_tokens(bool(tools)))
+    stream = TextStream(tokenizer, included_special_tokens=forms.shown_tokens(bool(tools)))
     stream.push(reply[:-1])  # the end of a reply is no text
     stream.finish()
     reader = forms.reader(prompt, tools)
@@ -336,7 +336,7 @@ def test_where_the_reasoning_of_a_reply_with_a_grammar_ends() -> None:
         assert (thought.opener is None) == (name != "qwen3")
         end = "<|channel|>final<|message|>" if name == "harmony" else "</think>"
         assert tokenizer.decode(thought.end) == end
-        stream = TextStream(tokenizer, shown=bound.shown_tokens)
+        stream = TextStream(tokenizer, included_special_tokens=bound.shown_tokens)
         stream.push(reply[:-1])
         stream.finish()
         parts = read_reply(bound.make_reader(), stream.text)

@@ -3,7 +3,7 @@
 After the signatures and docstrings of ``hopper/flash_attn_interface.py`` and
 ``flash_attn/flash_attn_interface.py`` (https://github.com/Dao-AILab/flash-attention): a causal mask is
 aligned to the last key, a window ``(left, right)`` counts keys besides a query's own, and page tables and
-lengths are int32. Strides of pages, slots and heads are free; values of a head lie together.
+lengths are int32. Strides of pages, rows and heads are free; values of a head lie together.
 """
 
 from abc import abstractmethod

@@ -85,7 +85,7 @@ class FlashInfer(PrefillLibrary):
         return attend
 
     def _arrays(self, plan: PrefillPlan) -> tuple[torch.Tensor, ...]:
-        """Beginnings of queries and of pages, on the host, pages, and slots of each last page, on the host,
+        """Beginnings of queries and of pages, on the host, pages, and rows of each last page, on the host,
         int32."""
         assert plan.bounds is not None
         counts = [-(-stop // plan.page_size) for _, stop in plan.bounds]
