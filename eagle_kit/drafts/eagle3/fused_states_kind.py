@@ -445,8 +445,7 @@ def _with_nested_layer_ids(config: dict[str, Any], where: str) -> dict[str, Any]
 
 
 def _as_input_ids(ids: object) -> dict[str, Any]:
-    """``eagle_config`` for layer ids at the top level. By the convention of vLLM and speculators they are inputs
-    of layers.
+    """``eagle_config`` for layer ids at the top level, which vLLM and speculators take for inputs of layers.
 
     Ids that look like outputs of the default layers get no convention, so that
     :func:`_check_layers` warns.
@@ -693,9 +692,9 @@ def init_new_head(head: Head, settings: CapturedStatesHeadConfig, start: InitCon
     """Set the first weights of a new head in place, in fp32.
 
     These are the draft vocabulary, the output layer, and with ``own_embedding`` a copy of the target's
-    embedding. With ``lm_head_init: target`` the output layer is a copy of the target's rows, and the final norm
-    is the target's, scaled down (:func:`scale_final_norm`). The published code begins with a random output layer
-    and a norm of ones.
+    embedding. With ``lm_head_init: target`` the output layer is a copy of the target's rows, and the final
+    norm is the target's, scaled down (:func:`scale_final_norm`). The published code begins with a random
+    output layer and a norm of ones.
     """
     head.to(device=start.device, dtype=torch.float32)
     if head.embed_tokens is not None:
