@@ -23,7 +23,7 @@ def best_first(
     *,
     backend: Backend | None = None,
 ) -> Tree:
-    """Select the N - 1 most likely nodes of all K^S paths, one after the other: the best one whose parent is in
+    """Select the N - 1 most likely nodes of all K^S paths, one by one: the best whose parent is in
     the window. Nodes lie in the order of their probability; among equals the child of the earlier parent
     comes first, and of one parent the earlier candidate.
 

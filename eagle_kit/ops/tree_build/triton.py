@@ -9,8 +9,9 @@ after r rounds 2^r - 1 of them are included, so log2 S rounds suffice. So parent
 children, also where scores are NaN.
 
 A window needs its N - 1 best of n in the order of drafting. Their worst score is found bit by bit, from the
-top, in 32 counts over the program's candidates; candidates of equal score are kept up to the missing number. A node's index is then the number of kept ones up to it, its parent's index is read at the parent's
-candidate, and its ancestors are joined by pointer doubling again.
+top, in 32 counts over the program's candidates; candidates of equal score are kept up to the missing number.
+A node's index is then the number of kept ones up to it, its parent's index is read at the parent's candidate,
+and its ancestors are joined by pointer doubling again.
 
 Bytes: 40 n per request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
 2406.16858).
