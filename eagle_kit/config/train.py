@@ -34,7 +34,7 @@ ChatTemplateKwargs = dict[str, Any] | tuple[TemplateVariant, ...] | None
 
 
 def template_variants(kwargs: ChatTemplateKwargs) -> tuple[TemplateVariant, ...]:
-    """Variants of ``kwargs``, one where it is the same for all."""
+    """Variants of ``kwargs``: one if all conversations have the same, none for None."""
     if isinstance(kwargs, dict):
         return (TemplateVariant(kwargs=kwargs),)
     return kwargs or ()
@@ -80,14 +80,17 @@ class SourceConfig(Section):
     @property
     def files(self) -> tuple[str, ...]:
         """The sources, one or several."""
-        return (self.source,) if isinstance(self.source, str) else self.source
+        if isinstance(self.source, str):
+            return (self.source,)
+        return self.source
 
     @property
     def rows_depend_on(self) -> dict[str, Any]:
         """Settings that decide the packed rows."""
         names = {"source", "limit", "min_tokens", "max_tokens"}
-        kwargs = {"chat_template_kwargs"} if self.chat_template_kwargs is not None else set()
-        return self.model_dump(mode="json", include=names | kwargs)
+        if self.chat_template_kwargs is not None:
+            names.add("chat_template_kwargs")
+        return self.model_dump(mode="json", include=names)
 
 
 class DataConfig(Section):
@@ -180,21 +183,31 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The sources of the mixture, or the one that :attr:`source` is."""
-        return self.mix or ((SourceConfig(source=self.source),) if self.source else ())
+        """The sources of the mixture, or :attr:`source` as the only one."""
+        if self.mix:
+            return self.mix
+        if self.source:
+            return (SourceConfig(source=self.source),)
+        return ()
 
     @property
     def origin(self) -> Any:
-        """Sources as a manifest names them: :attr:`source`, or what decides the rows of each of ``mix``."""
+        """Sources as a manifest has them: :attr:`source`, or for each of ``mix`` the settings that decide its
+        rows."""
         return [part.rows_depend_on for part in self.mix] or self.source
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """Settings that decide the packed rows, as far as they were set."""
+        """Settings that decide the packed rows, without those that were not set."""
         names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.template_settings}
-        set_ones = self.model_dump(mode="json", include=names)
-        found = {name: set_ones[name] for name in sorted(names) if set_ones[name] is not None}
-        return {"source": self.origin, **found} if self.sources else found
+        values = self.model_dump(mode="json", include=names)
+        explicit = {}
+        if self.sources:
+            explicit["source"] = self.origin
+        for name in sorted(names):
+            if values[name] is not None:
+                explicit[name] = values[name]
+        return explicit
 
     @property
     def template_settings(self) -> dict[str, Any]:

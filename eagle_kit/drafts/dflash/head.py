@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.drafts.eagle3.head import AfterAttention, Eagle3Config
+from eagle_kit.drafts.base.captured_states import CapturedStatesArchitecture, default_sizes
+from eagle_kit.drafts.eagle3.head import AfterAttention
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, KVRows, RMSNorm, kv_rows_of
 from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.cache_specs import CacheSpec
-from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import Block, DraftHead, StepForm
 from eagle_kit.objective.align import token_of
@@ -40,8 +41,8 @@ from eagle_kit.ops.linear import Linear
 
 
 @dataclass(frozen=True)
-class DFlashConfig(DecoderConfig, HeadArchitecture):
-    """Architecture of a DFlash head.
+class DFlashConfig(CapturedStatesArchitecture):
+    """Architecture of a DFlash head. The sizes are those of its base class.
 
     Attributes:
         num_layers: decoder layers.
@@ -52,19 +53,6 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
         sliding_both: these attend to all of a block, as the others do; else they are causal within it.
     """
 
-    hidden_size: int
-    target_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    max_position_embeddings: int
-    aux_layer_ids: tuple[int, ...]
     mask_token_id: int
     num_layers: int = 5
     block_size: int = 16
@@ -81,12 +69,15 @@ class DFlashConfig(DecoderConfig, HeadArchitecture):
 
     @classmethod
     def for_target(cls, model: TargetConfig, **changes: Any) -> Self:
-        """Default head for a target: the sizes of an EAGLE-3 head's Llama layer, and spread captured
-        layers."""
-        like = Eagle3Config.for_target(model, model.vocab_size)
-        shared = set(cls.__dataclass_fields__) & set(Eagle3Config.__dataclass_fields__)
-        fields = {name: getattr(like, name) for name in shared - {"target", "template_hash", "qk_norm"}}
-        fields |= {"aux_layer_ids": spread_layers(model.num_layers), "mask_token_id": model.vocab_size - 1}
+        """Default head for a target: the target's sizes, all of its tokens, and spread captured layers.
+
+        Args:
+            model: architecture of the target.
+            changes: fields that differ from the default.
+        """
+        fields = default_sizes(model, model.vocab_size)
+        fields["aux_layer_ids"] = spread_layers(model.num_layers)
+        fields["mask_token_id"] = model.vocab_size - 1
         return cls(**{**fields, **changes})
 
     @property

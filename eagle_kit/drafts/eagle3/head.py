@@ -25,9 +25,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from eagle_kit.drafts.base.captured_states import CapturedStatesArchitecture, default_sizes
 from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
-from eagle_kit.models.config import DecoderConfig, HeadArchitecture, TargetConfig
+from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.draft_head import Block, DraftHead, StepOutput
 from eagle_kit.models.layer_configs import MLAConfig
 from eagle_kit.ops.draft_inputs import draft_inputs
@@ -35,14 +36,10 @@ from eagle_kit.ops.linear import Linear
 
 
 @dataclass(frozen=True)
-class Eagle3Config(DecoderConfig, HeadArchitecture):
-    """Architecture of an EAGLE-3 head.
+class Eagle3Config(CapturedStatesArchitecture):
+    """Architecture of an EAGLE-3 head. The sizes are those of its base class.
 
     Attributes:
-        hidden_size: H.
-        target_hidden_size: Ht.
-        vocab_size: V.
-        draft_vocab_size: Vd.
         aux_layer_ids: target layers whose inputs are captured. An empty tuple: the head has no ``fc``
             and reads the target's final hidden states.
         fc_norm: one RMSNorm for each captured layer in front of ``fc`` (EAGLE-3.1).
@@ -57,19 +54,6 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
         template_hash: hash of the chat template of its training data.
     """
 
-    hidden_size: int
-    target_hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    draft_vocab_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    max_position_embeddings: int
-    aux_layer_ids: tuple[int, ...]
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
@@ -96,35 +80,8 @@ class Eagle3Config(DecoderConfig, HeadArchitecture):
             overrides: fields that differ from the default.
         """
         assert model.mla is not None or not latent
-        num_heads = model.num_heads
-        num_kv_heads = model.num_kv_heads
-        head_dim = model.head_dim
-        rope_scaling = model.rope_scaling
-
-        # A Llama layer for a target with latent attention: heads of the size of the target's values, at most
-        # 8 key-value heads. RoPE is plain, because engines scale YaRN differently outside latent attention.
-        if model.mla is not None and not latent:
-            head_dim = model.mla.v_head_dim
-            num_heads = max(1, model.hidden_size // head_dim)
-            num_kv_heads = next(count for count in range(8, 0, -1) if num_heads % count == 0)
-            rope_scaling = None
-
-        default = cls(
-            hidden_size=model.hidden_size,
-            target_hidden_size=model.hidden_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            intermediate_size=model.intermediate_size,
-            vocab_size=model.vocab_size,
-            draft_vocab_size=draft_vocab_size,
-            rms_norm_eps=model.rms_norm_eps,
-            rope_theta=model.rope_theta,
-            rope_scaling=rope_scaling,
-            max_position_embeddings=model.max_position_embeddings,
-            aux_layer_ids=model.default_aux_layer_ids,
-            mla=model.mla if latent else None,
-        )
+        sizes = default_sizes(model, draft_vocab_size, latent=latent)
+        default = cls(**sizes, mla=model.mla if latent else None)
         return replace(default, **overrides)
 
 
