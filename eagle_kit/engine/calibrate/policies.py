@@ -46,8 +46,8 @@ CONTEXTS = 64, 1024
 TIMED_TOKENS = 128
 """Tokens that are decoded after the context when a point is timed."""
 COST_VERSION = 5
-"""Version of what cycles cost, part of the key of measured costs. Raise it when a change makes cycles faster or
-slower, so that older measurements, also shipped ones, are not used any more."""
+"""Version of what cycles cost, part of the key of measured costs. Raise it when a change makes cycles faster
+or slower, so that older measurements, also shipped ones, are not used any more."""
 NUM_HASHED = 512
 """Numbers of each weight that are hashed."""
 
@@ -196,7 +196,7 @@ def whole_plan(engine: Engine) -> Plan:
 
 def _fits(engine: Engine, batch_size: int, context: int) -> bool:
     config = engine.config
-    tokens = min(context + TIMED_TOKENS, config.max_context) + config.room(MOST_STEPS)
+    tokens = min(context + TIMED_TOKENS, config.max_context) + config.num_lookahead_tokens(MOST_STEPS)
     of_part = -(-batch_size // config.num_shards)
     return of_part == 1 or of_part * config.num_pages_of(tokens) <= config.num_shard_pages
 
