@@ -242,7 +242,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.page_pool,
             self.config,
-            room=self.config.room(self.runner.steps),
+            num_lookahead_tokens=self.config.num_lookahead_tokens(self.runner.steps),
             has_draft=drafter is not None,
             lookback=0 if drafter is None else drafter.lookback,
             **costs,
@@ -296,8 +296,9 @@ class Engine:
         """Raise UserError for a prompt that can never be served in the present shapes."""
         self.check_tokens(prompt_ids)
         config = self.config
-        tokens = min(len(prompt_ids) + max_tokens, config.max_context)
-        if config.num_pages_of(tokens + config.room(self.runner.steps)) > config.num_shard_pages:
+        num_tokens = min(len(prompt_ids) + max_tokens, config.max_context)
+        num_tokens += config.num_lookahead_tokens(self.runner.steps)
+        if config.num_pages_of(num_tokens) > config.num_shard_pages:
             of_rank = ""
             if config.num_shards > 1:
                 of_rank = f", {config.num_shard_pages * config.page_size} of each rank"

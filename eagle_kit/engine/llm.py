@@ -373,6 +373,7 @@ class LLM:
         on_gpu = self.target.embed_tokens.weight.device.type == "cuda"
         if on_gpu:
             options = without_graphs(options, self.target)
+        # With auto this is the shape where none is chosen; `engine` then takes a policy.
         return options.replace(shape=options.shape or self._default_shape()).resolve(
             on_gpu=on_gpu,
             max_positions=model.max_position_embeddings,
@@ -380,6 +381,7 @@ class LLM:
         )
 
     def _default_shape(self) -> SpecShape:
+        """Shape of the draft where the options name none and none is chosen by measurements."""
         if self.draft is None:
             return NGRAM_SHAPE if self._options.algorithm == "NGRAM" else NO_SPECULATION
         kind = drafter_class(self.draft, self._options)
@@ -394,7 +396,7 @@ class LLM:
     def chooses_shapes(self) -> bool:
         """True if :meth:`generate` chooses shapes by measurements when it is given none. With a draft or
         n-grams, the engine's memory is allocated on first use; nothing is measured."""
-        if self._options.shape is not None:
+        if not self._options.has_auto_shape:
             return False
         if self.draft is None and self.config.algorithm != "NGRAM":
             return False
@@ -412,11 +414,15 @@ class LLM:
         return self.config.max_context
 
     def engine(self, shape: str | SpecShape | ShapeTable | None = None) -> Engine:
-        """Return the engine, set to ``shape`` or the default ones; its memory is allocated on first use.
-        ``"auto"``, the default where the options name no shape, measures the engine once in its life."""
+        """Return the engine, set to ``shape``; its memory is allocated on first use.
+
+        Args:
+            shape: None for those of the options. ``"auto"``, the default where the options name no shape,
+                lets a policy choose, which measures the engine once in its life.
+        """
         engine = self._allocated()
         wanted: ShapeTable | ShapePolicy
-        if shape == "auto" or (shape is None and self._options.shape is None):
+        if shape == "auto" or (shape is None and self._options.has_auto_shape):
             with out_of_memory("measuring shapes", NEED_LESS):
                 wanted = self._auto(engine, is_asked=shape == "auto")
         else:
@@ -440,7 +446,7 @@ class LLM:
 
     def _make_engine(self) -> None:
         """Allocate the engine's memory."""
-        chooses = self._options.shape is None and self.draft is not None
+        chooses = self._options.has_auto_shape and self.draft is not None
         plan = partial(plan_memory, self.target, self.draft, self.config, chooses_shapes=chooses)
         if (ranks := self.target.ranks) is None:
             self.memory_plan = plan()
@@ -468,8 +474,11 @@ class LLM:
         return (lambda: AgreedGrammars(ranks, own() if ranks.is_first else None)) if can_compile else None
 
     def _auto(self, engine: Engine, *, is_asked: bool) -> ShapeTable | ShapePolicy:
-        """Choice by measurements; the default shape for drafts whose shape cannot change between cycles, with
-        a warning where it ``is_asked`` for."""
+        """Return the policy that chooses shapes by measurements, made at first use.
+
+        Drafts whose shape cannot change between cycles get the default shape, with a warning if ``is_asked``:
+        the call said ``"auto"``.
+        """
         if chooses_ngram(engine):
             if self._policy is None:
                 self._policy = NgramPolicy(self._default_shape(), engine.config.batch_sizes)

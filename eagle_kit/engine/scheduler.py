@@ -123,7 +123,8 @@ class Scheduler:
     Args:
         page_pool: pages of the key-value stores.
         config: number of slots, and most prompt tokens of one step.
-        room: tokens behind its known ones that a request may need pages for in the next cycle.
+        num_lookahead_tokens: tokens after its known ones that a request may need pages for in the next
+            cycle.
         has_draft: whether a draft model speculates. Then the last token of a cached prefix is
             computed again, because the draft's next entry needs its hidden state.
         lookback: tokens before a chunk that are computed with it.
@@ -142,7 +143,7 @@ class Scheduler:
         page_pool: PagePool,
         config: ResolvedConfig,
         *,
-        room: int,
+        num_lookahead_tokens: int,
         has_draft: bool,
         lookback: int = 0,
         attention_cost: float = 0.0,
@@ -151,7 +152,7 @@ class Scheduler:
     ) -> None:
         self.page_pool = page_pool
         self.config = config
-        self.room = room
+        self.num_lookahead_tokens = num_lookahead_tokens
         self.has_draft = has_draft
         self.lookback = lookback
         self.attention_cost = attention_cost
@@ -333,7 +334,8 @@ class Scheduler:
         page_size = self.page_pool.page_size
         short = []
         for request in decoding:
-            if request.num_tokens + self.room > page_size * request.on_device.num_pages_written:
+            num_covered = page_size * request.on_device.num_pages_written
+            if request.num_tokens + self.num_lookahead_tokens > num_covered:
                 short.append(request)
 
         # Preempt others in the same shard of the pool until the pages are there.
@@ -355,8 +357,12 @@ class Scheduler:
         """Allocate the pages that a request may write in the next cycle; False if too few are
         left."""
         allocation = request.sequence.allocation
-        num_missing = self.page_pool.pages_for(request.num_tokens + self.room) - len(allocation)
+        num_missing = self._num_pages(request) - len(allocation)
         return num_missing <= 0 or self.page_pool.extend(allocation, num_missing)
+
+    def _num_pages(self, request: Request) -> int:
+        """Number of pages of a request's tokens and of those that the next cycle may write."""
+        return self.page_pool.pages_for(request.num_tokens + self.num_lookahead_tokens)
 
     def _preempt(self, request: Request) -> None:
         """Send a request of the batch back to the queue. Its pages stay in the prefix cache."""
@@ -457,7 +463,7 @@ class Scheduler:
         # Allocate its pages.
         cached = self._match(request, shard) if self.page_pool.can_reuse else []
         shared = self.page_pool.reusable(cached)
-        num_pages = self.page_pool.pages_for(request.num_tokens + self.room) - len(shared)
+        num_pages = self._num_pages(request) - len(shared)
         allocation = self.page_pool.allocate(shared, num_pages, shard, request.params.cache_salt)
         if allocation is None:
             return False
@@ -647,7 +653,7 @@ class Scheduler:
         for victim in victims:
             allocation = victim.sequence.allocation
             num_freed += len(allocation.pages) + sum(node.refs == 1 for node in allocation.nodes)
-        num_needed = self.page_pool.pages_for(request.num_tokens + self.room) + num_others
+        num_needed = self._num_pages(request) + num_others
         return num_needed <= self.page_pool.num_available_in(shard) + num_freed
 
     # Shares of a step.

@@ -467,7 +467,9 @@ def test_a_long_prompt_has_its_half_of_each_step_beside_many_short_ones(num_shor
 def test_a_request_that_was_sent_back_returns_though_another_is_no_turn_ahead_of_it():
     """Of those that run one is a turn ahead of the request that waits, and gives way."""
     config = resolved(2, 512, page_size=4)
-    scheduler = Scheduler(PagePool(400, 4), config.replace(kv_tokens=1600), room=4, has_draft=False)
+    scheduler = Scheduler(
+        PagePool(400, 4), config.replace(kv_tokens=1600), num_lookahead_tokens=4, has_draft=False
+    )
     near, far = requests_of([[1], [2]], max_tokens=400)
     assert admitted(scheduler, [near, far]) == [0, 0]
     near.reply.token_ids = [0] * (TURN + 10)
@@ -488,7 +490,7 @@ def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, 
     config = resolved(4, 512, page_size=4)
     num_pages = 10 if is_shared else 8
     pool = PagePool(num_pages, 4)
-    scheduler = Scheduler(pool, config.replace(kv_tokens=40), room=4, has_draft=False)
+    scheduler = Scheduler(pool, config.replace(kv_tokens=40), num_lookahead_tokens=4, has_draft=False)
     prompts = [[1] * 9, [1] * 9] if is_shared else [[1], [2]]
     far, near = requests_of(prompts, max_tokens=400)
     for request in (far, near):
@@ -590,7 +592,7 @@ def scheduler_of_ranks(batch, num_pages):
     """Scheduler of two ranks of data-parallel attention; a request needs a page more than its tokens."""
     config = resolved(batch, 64, page_size=4, tensor_parallel=2, data_parallel_attention=True)
     pool = PagePool(num_pages, 4, num_shards=2)
-    return Scheduler(pool, config.replace(kv_tokens=4 * num_pages), room=4, has_draft=False)
+    return Scheduler(pool, config.replace(kv_tokens=4 * num_pages), num_lookahead_tokens=4, has_draft=False)
 
 
 def admitted(scheduler, requests):

@@ -304,7 +304,7 @@ class Conformance:
         config = resolved(batch, MAX_CONTEXT, **options)
         shapes = shapes_of(case)
         longest = max(len(prompt) for prompt in self.plain(case["target"], case["text"]).prompts)
-        pages = config.num_pages_of(longest + MAX_TOKENS + config.room(max_steps(shapes)))
+        pages = config.num_pages_of(longest + MAX_TOKENS + config.num_lookahead_tokens(max_steps(shapes)))
         pages = pages if case["pool"] == "small" else pages * batch + 4
         config = resolved(batch, MAX_CONTEXT, **options, kv_tokens=pages * page_size)
 

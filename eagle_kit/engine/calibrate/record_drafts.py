@@ -54,7 +54,8 @@ def record_drafts(
     topk = min(shape.topk, draft.draft_vocab_size)
     batch_size = min(config.max_batch_size, len(requests))
     longest = max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
-    parts = config.num_shards
+    num_tokens = longest + config.num_lookahead_tokens(shape.steps) + config.page_size
+    num_padded = -(-batch_size // config.num_shards) * config.num_shards
     config = config.replace(
         graph_mode="off",
         prefix_cache=False,
@@ -62,7 +63,7 @@ def record_drafts(
         max_batch_size=batch_size,
         batch_sizes=tuple(sorted({min(size, batch_size) for size in config.batch_sizes})),
         kv_memory=None,
-        kv_tokens=-(-batch_size // parts) * parts * (longest + config.room(shape.steps) + config.page_size),
+        kv_tokens=num_padded * num_tokens,
     )
     engine = Engine(target, draft, config)
     drafter = engine.runner.drafter

@@ -190,8 +190,10 @@ def representative_prompts(engine: Engine) -> Iterator[list[Request]]:
     or more than one, have a cached prefix, or sample their first token at another level. The longest prompts
     come first: the others fit into the memory that they reserved.
     """
-    config, rng = engine.config, random.Random(0)
-    most = min(config.max_context - 2, (config.num_shard_pages - 2) * config.page_size - config.room(63))
+    config = engine.config
+    rng = random.Random(0)
+    pool_tokens = (config.num_shard_pages - 2) * config.page_size
+    most = min(config.max_context - 2, pool_tokens - config.num_lookahead_tokens(63))
     if most < 1:  # no room for a prompt
         return
     step = min(config.prefill_tokens, most)

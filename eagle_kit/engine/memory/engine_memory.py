@@ -227,7 +227,7 @@ def plan_memory(
     if config.kv_memory is not None:
         kv_tokens = max(1, config.kv_memory // per_token)
     all_parts = config.shard_batch_size * config.num_shards
-    wanted = all_parts * (config.max_context + config.room(MAX_WINDOW - 1) + config.page_size)
+    wanted = all_parts * (config.max_context + config.num_lookahead_tokens(MAX_WINDOW - 1) + config.page_size)
     shared = room if kv_tokens is None else free - needed
     extent = _extent(graphs, shared, (kv_tokens or wanted) * per_token, is_given=kv_tokens is not None)
     room -= graphs[extent].bytes

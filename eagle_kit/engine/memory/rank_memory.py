@@ -167,11 +167,11 @@ class Planner:
             expert_parallel=expert_parallel,
             data_parallel_attention=data_parallel_attention,
         )
-        if options.shape is None and draft is not None:
+        if options.has_auto_shape and draft is not None:
             kind = drafter_class(draft, options)
             options = options.replace(shape=kind.default_shape(draft, self.config.model_type))
         config = options.resolve(on_gpu=True, max_positions=self.config.max_position_embeddings)
-        chooses = self.options.shape is None and draft is not None
+        chooses = self.options.has_auto_shape and draft is not None
         return RankPlan(sharding, target, draft, config, chooses)
 
     def _check_bridged(self, config: BridgedConfig, size: int) -> None:

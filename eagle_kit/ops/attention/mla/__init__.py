@@ -68,7 +68,7 @@ def _recorded(
 
 
 library.define(
-    "mla_window_attention(Tensor q, Tensor rows, Tensor columns_key, float scale, float kv_scale, int latent_dim) "
-    "-> Tensor"
+    "mla_window_attention(Tensor q, Tensor rows, Tensor columns_key, float scale, float kv_scale, "
+    "int latent_dim) -> Tensor"
 )
 library.impl("mla_window_attention", _recorded, "CPU")

@@ -113,7 +113,8 @@ def _prefill(
         # Scores.
         scores = tl.dot(queries, tl.trans(keys.to(queries.dtype)), input_precision="ieee")
 
-        # Mask: positions up to the own one, within the limits. Ones without a key are seen by themselves only.
+        # Mask: positions up to the own one, within the limits. Those before FIRST see themselves only,
+        # and nobody else sees them.
         column = column[None, :]
         seen = (column <= position[:, None]) & ((column >= FIRST) | (column == position[:, None]))
         if WINDOW > 0 or CHUNK > 0:

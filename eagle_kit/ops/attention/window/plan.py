@@ -164,7 +164,7 @@ def column_counts(num_keys: int, lengths: list[int]) -> tuple[int, ...]:
 
 
 def first_columns(limits: Limits, lengths: list[int]) -> tuple[int, ...]:
-    """First columns that windows behind ``lengths`` positions need, rounded down so that sums keep their order:
+    """First columns that windows behind ``lengths`` positions need, rounded down so that sums keep order:
     leading terms that are masked add nothing, as long as BLAS splits the others as before."""
     return tuple(limits.first(length) // SPLIT_TERMS * SPLIT_TERMS for length in lengths)
 
