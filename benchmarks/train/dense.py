@@ -30,7 +30,7 @@ class DenseInputs(NamedTuple):
         target_rows: of ``head_weight``, those of the draft vocabulary ``[Vd, H]``.
         ids: int64 ``[T]``.
         aux, hidden: the target's captured states ``[T, 3 H]`` and its final-normed ones ``[T, H]``.
-        plan: the rows that carry loss.
+        plan: the supervised rows of each step.
         row_weights: K tensors fp32 ``[R_k]``.
     """
 

@@ -25,7 +25,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.target import Target
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.ops.cpu.memory import keep_large_blocks
 from eagle_kit.ops.timing import Timing
@@ -165,7 +165,7 @@ def _work(
 ) -> DenseInputs:
     """States of the target over the row, or random ones; weights of the steps as the trainer's."""
     ids, device = row.ids, row.ids.device
-    plan = plan_row(row.reply, row.doc_start, options.ttt_length)
+    plan = make_row_plan(row.reply, row.doc_start, options.ttt_length)
     if target is not None:
         found = capture_features(target, ids, row.doc_start, head.capture, torch.zeros_like(plan.is_teacher))
         aux, hidden, embed, output = found.aux, found.hidden, target.embed_tokens.weight, target.head_weight

@@ -23,7 +23,7 @@ from eagle_kit.models.loading.loader import load_target
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.models.targets.target import Target
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import RowPlan, plan_row
+from eagle_kit.objective.row_plan import RowPlan, make_row_plan
 from eagle_kit.objective.target_features import TargetFeatures, capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.ops.cpu.memory import keep_large_blocks
@@ -83,7 +83,7 @@ def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
     size = min(options.draft_vocab_size or 8192, target.config.vocab_size)
     head = Eagle3Head(Eagle3Config.for_target(target.config, size))
     ids, doc_start, reply = made_up_row(options, size)
-    plan = plan_row(reply, doc_start, options.ttt_length)
+    plan = make_row_plan(reply, doc_start, options.ttt_length)
     features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
     # Random text makes the target choose words outside the map; here every row is to carry loss.
     features = features._replace(argmax=torch.randint(0, size, ids.shape))

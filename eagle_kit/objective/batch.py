@@ -1,7 +1,6 @@
-"""Rows of an optimiser step as micro_batches: packed rows end to end, and the weight of the loss of every
-row.
+"""Packed sequences of an optimiser step as micro-batches, end to end, and the weight of every row's loss.
 
-Legend: T packed tokens of a micro-batch, K steps of training-time test, R_k rows with loss at step k.
+Legend: T packed tokens of a micro-batch, K steps of training-time test, R_k supervised rows of step k.
 """
 
 from collections.abc import Sequence
@@ -12,22 +11,22 @@ import torch
 
 from eagle_kit.data.chat.dataset import PreparedData
 from eagle_kit.objective.row_drop import RowDrop
-from eagle_kit.objective.row_plan import RowPlan, plan_row
+from eagle_kit.objective.row_plan import RowPlan, make_row_plan
 from eagle_kit.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Input of one forward in one process: packed rows end to end. Documents do not attend to each other.
+    """Input of one forward in one process: packed sequences end to end. Documents do not attend to others.
 
     Attributes:
-        numbers: number of each packed row in the data.
-        lengths: tokens of each packed row.
+        numbers: number of each packed sequence in the data.
+        lengths: tokens of each packed sequence.
         ids: token ids, int64 ``[T]``.
         doc_start: first token of each token's document, int64 ``[T]``.
-        plan: rows that carry loss.
+        plan: the supervised rows of each step.
         group: group of each token in the statistics, int64 ``[T]``, below ``num_groups``.
-        group_counts: number of rows with loss at step 0 in each group.
+        group_counts: number of supervised rows at step 0 in each group.
     """
 
     numbers: list[int]
@@ -45,7 +44,7 @@ class MicroBatch:
 
     @property
     def num_documents(self) -> int:
-        """Documents with at least one row that carries loss."""
+        """Documents with at least one supervised row."""
         plan = self.plan.on_host
         return int(torch.unique_consecutive(plan.doc_start[plan.rows[0]]).shape[0])
 
@@ -58,16 +57,16 @@ def make_micro_batch(
     loss_rows: str = "serving",
     drop: RowDrop | None = None,
 ) -> MicroBatch:
-    """Lay packed rows end to end, and plan which of their rows carry loss.
+    """Lay packed sequences end to end, and plan which of their rows are supervised.
 
     Args:
-        numbers: numbers of the packed rows.
+        numbers: numbers of the packed sequences.
         ttt_length: K.
         device: device of the result.
-        loss_rows: rule for the rows with loss, see :mod:`eagle_kit.objective.align`.
-        drop: rows with loss that are left out; None keeps all.
+        loss_rows: rule for the supervised rows, see :mod:`eagle_kit.objective.align`.
+        drop: supervised rows that are left out; None keeps all.
     """
-    # Lay the rows end to end. Replies are numbered on from those of the rows before.
+    # Lay the sequences end to end. Replies are numbered on from those of the sequences before.
     lengths: list[int] = []
     ids_parts: list[np.ndarray] = []
     reply_parts: list[np.ndarray] = []
@@ -89,7 +88,7 @@ def make_micro_batch(
     doc_start = torch.from_numpy(np.concatenate(start_parts))
     group = torch.from_numpy(np.concatenate(group_parts))
 
-    # Rows with loss.
+    # Supervised rows.
     keep_rates = None
     uniforms = None
     most = None
@@ -97,7 +96,7 @@ def make_micro_batch(
         keep_rates = drop.sampling.shares(ttt_length)
         uniforms = drop.uniforms(numbers, lengths)
         most = drop.sampling.most
-    plan = plan_row(reply, doc_start, ttt_length, loss_rows, keep_rates, uniforms, most)
+    plan = make_row_plan(reply, doc_start, ttt_length, loss_rows, keep_rates, uniforms, most)
     group_counts = torch.bincount(group[plan.rows[0]], minlength=len(data.groups)).tolist()
 
     # Copy everything to the device.

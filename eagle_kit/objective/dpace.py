@@ -17,7 +17,8 @@ is the target's most likely one, and any loss can be weighted. As the paper's au
 (sgl-project/SpecForge, issue 828), the sum is divided by rows and K, not by the weights, which would cancel
 them.
 
-Legend: K steps, R rows, T positions of a packed row, M rows of all steps in a block, L of them that learn.
+Legend: K steps, R rows, T positions of a packed sequence, M rows of all steps in a block, L of them that
+learn.
 """
 
 from collections.abc import Callable, Sequence

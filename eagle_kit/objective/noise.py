@@ -1,8 +1,8 @@
 """Noise on captured states, so that a head does not rely on details that its own outputs will not repeat.
 
-EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head reads. The noise of a packed row
-depends on the seed, the optimiser step and the number of the row alone. It does not depend on the process,
-the device, other rows or earlier draws, so a resumed run is bitwise the uninterrupted one.
+EAGLE-1 (arXiv 2401.15077) adds uniform noise to the features that its head reads. The noise of a packed
+sequence depends on the seed, the optimiser step and the number of the sequence alone. It does not depend on
+the process, the device, other sequences or earlier draws, so a resumed run is bitwise the uninterrupted one.
 
 Legend: T packed tokens of a micro-batch, L captured layers, H hidden of the target.
 """
@@ -23,13 +23,13 @@ def add_noise(
     """Copy of hidden states with noise.
 
     Args:
-        aux: hidden states of the packed rows of ``micro_batch``, ``[T, L * H]``; not changed.
+        aux: hidden states of the packed sequences of ``micro_batch``, ``[T, L * H]``; not changed.
         noise: kind and amount of the noise.
         num_layers: L; 1 for the final hidden states.
         seed: seed of the run.
         step: finished optimiser steps.
     """
-    # Each packed row has draws of its own.
+    # Each packed sequence has draws of its own.
     scales = _scales(noise, micro_batch.doc_start).split(micro_batch.lengths)
     rows = aux.split(micro_batch.lengths)
     noisy = []
@@ -54,7 +54,7 @@ def _noisy(
     scale: torch.Tensor,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Copy of the states of one packed row with noise.
+    """Copy of the states of one packed sequence with noise.
 
     Args:
         aux: ``[T, L * H]`` with the T tokens of the row.

@@ -1,7 +1,7 @@
 """Rows that an optimiser step trains, drawn anew for each.
 
 Conditional drop of deeper rows (COD; P-EAGLE, arXiv 2602.01469, section 4): depth d of a draft is trained at
-a share max(r^d, floor) of the rows with loss, so that K depths cost little more than a few. One uniform
+a share max(r^d, floor) of the supervised rows, so that K depths cost little more than a few. One uniform
 random number of a row decides for all depths. So the rows of a depth are among those of the depth before,
 whose keys they attend to. A head that runs step by step reads its own row alone, so the rows that are left
 train it as before.
@@ -9,10 +9,10 @@ train it as before.
 Anchors (DFlash, arXiv 2602.06036, section 4): the rows of a document with the smallest numbers, at most
 ``most`` of them, at all depths.
 
-The number depends on the seed, the optimiser step and the number of the packed row alone. It does not depend
-on the process or on other rows, so a resumed run is bitwise the uninterrupted one.
+The number depends on the seed, the optimiser step and the number of the packed sequence alone. It does not
+depend on the process or on other sequences, so a resumed run is bitwise the uninterrupted one.
 
-Legend: T packed tokens of a micro-batch, R rows with loss, A anchors.
+Legend: T packed tokens of a micro-batch, R supervised rows, A anchors.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ class RowDrop(NamedTuple):
         A row is trained at the depths whose share is above its number.
 
         Args:
-            numbers: numbers of the packed rows.
-            lengths: tokens of each packed row.
+            numbers: numbers of the packed sequences.
+            lengths: tokens of each packed sequence.
         """
         parts = []
         for number, length in zip(numbers, lengths, strict=True):
@@ -62,7 +62,7 @@ def anchors_of(
     """Choose the anchors of every document: the rows with the smallest numbers.
 
     Args:
-        rows: rows with loss at step 0, ascending, int64 ``[R]``.
+        rows: supervised rows at step 0, ascending, int64 ``[R]``.
         doc_start: first token of each token's document, int64 ``[T]``.
         uniforms: number of each token, fp32 ``[T]``.
         most: maximum number of anchors of a document.
@@ -82,13 +82,13 @@ def anchors_of(
 
 
 def row_generator(stream: int, seed: int, step: int, number: int) -> torch.Generator:
-    """Generator for the draws of one packed row in one optimiser step.
+    """Generator for the draws of one packed sequence in one optimiser step.
 
     Args:
         stream: purpose of the draws.
         seed: seed of the run.
         step: finished optimiser steps.
-        number: number of the packed row.
+        number: number of the packed sequence.
     """
     words = np.random.SeedSequence([stream, seed, step, number]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0]) >> 1)

@@ -1,4 +1,4 @@
-"""Hidden states and most likely tokens of the target over a packed row, captured in one forward.
+"""Hidden states and most likely tokens of the target over a packed sequence, captured in one forward.
 
 These are the inputs of EAGLE-3's draft model (section 3.1) and of its teacher (section 3.2).
 
@@ -24,7 +24,7 @@ vocabulary of 128 K."""
 
 
 class TargetFeatures(NamedTuple):
-    """Hidden states of the target over one packed row, and its most likely tokens.
+    """Hidden states of the target over one packed sequence, and its most likely tokens.
 
     Attributes:
         aux: aux hidden states ``[T, L * H]``: inputs of the captured layers, side by side (l, m, h).
@@ -55,7 +55,7 @@ def capture_features(
     teachers: torch.Tensor,
     spans: list[tuple[int, int]] | None = None,
 ) -> TargetFeatures:
-    """Run the target over a packed row. Documents do not attend to each other.
+    """Run the target over a packed sequence. Documents do not attend to each other.
 
     Args:
         target: on any device. The features are returned on the device of ``ids``.

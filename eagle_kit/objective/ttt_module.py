@@ -62,14 +62,14 @@ class TTTModule(nn.Module):
         :class:`TargetFeatures` are arguments of their own.
 
         Args:
-            micro_batch: packed rows; None for gradients of zeros.
+            micro_batch: packed sequences; None for gradients of zeros.
             aux, hidden, argmax: target features that the head reads, with noise if there is any, see
                 :class:`TargetFeatures`.
             teacher_hidden: ``hidden`` without noise, ``[T, H]``, of which the teacher is made.
             row_weights: see :class:`TTTBatch`.
         """
         if micro_batch is None:
-            return TTTOutput.nothing(self._nothing(aux, hidden), 0)
+            return TTTOutput.zeros(self._zero_of_all_weights(aux, hidden), 0)
 
         # Forward and loss.
         embed_weight, target_rows = self._frozen
@@ -92,13 +92,13 @@ class TTTModule(nn.Module):
         has_idle_blocks = len(micro_batch.plan.rows) < len(self.head.blocks)
         if out.loss.requires_grad and not has_idle_blocks:
             return out
-        return out._replace(loss=out.loss + self._nothing(aux, hidden))
+        return out._replace(loss=out.loss + self._zero_of_all_weights(aux, hidden))
 
-    def _nothing(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def _zero_of_all_weights(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Zero that depends on every trained weight and on ``inputs``."""
         trained = (parameter for parameter in self.head.parameters() if parameter.requires_grad)
-        nothing = torch.stack([parameter.sum() * 0.0 for parameter in trained]).sum()
-        return nothing + sum(tensor[:0].sum() for tensor in inputs)
+        zero = torch.stack([parameter.sum() * 0.0 for parameter in trained]).sum()
+        return zero + sum(tensor[:0].sum() for tensor in inputs)
 
 
 def autocast(training: TrainingConfig, device: torch.device) -> AbstractContextManager[object]:

@@ -18,7 +18,7 @@ from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base import sampled_one_pass
 from eagle_kit.engine.llm import LLM
 from eagle_kit.objective.loss import Objective, TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 
@@ -49,7 +49,7 @@ def pairs(target):
     ids, lengths = torch.cat(texts), torch.tensor([len(text) for text in texts])
     doc_start = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     reply = torch.arange(len(texts)).repeat_interleave(lengths)
-    plan = plan_row(reply, doc_start, STEPS)
+    plan = make_row_plan(reply, doc_start, STEPS)
     weights = [torch.full((n,), 1 / n) for n in plan.counts]
 
     def learned(make, changes):

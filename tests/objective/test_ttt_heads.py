@@ -18,7 +18,7 @@ from eagle_kit.drafts.mtp.head import MTPConfig, MTPHead
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.step_parts import step_attention
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
@@ -36,7 +36,7 @@ def target() -> LlamaModel:
 
 def ours(head, target, steps: int, weights):
     ids, reply, doc_start = packed_row()
-    plan = plan_row(reply, doc_start, steps)
+    plan = make_row_plan(reply, doc_start, steps)
     features = capture_features(target, ids, doc_start, head.capture, plan.is_teacher)
     rows = target.head_weight if head.token_map is None else target.head_weight[head.token_map]
     row_weights = [torch.full((n,), w) for n, w in zip(plan.counts, weights, strict=True)]

@@ -33,7 +33,7 @@ from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import Block, DraftHead, StepForm
 from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.step_parts import call
+from eagle_kit.objective.step_parts import run_maybe_recomputed
 from eagle_kit.objective.target_features import positions_of
 from eagle_kit.ops.attention.ttt.anchored import anchored_attention
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
@@ -295,7 +295,7 @@ class DFlashHead(DraftHead):
         return list(self.corrected(drafted, tokens).unbind(1))
 
     def training_steps(self, batch: TTTBatch, *, recompute: bool) -> list[torch.Tensor]:
-        """See :class:`DraftHead`. The token after each row with loss of step 0 is an anchor; row k of its
+        """See :class:`DraftHead`. The token after each supervised row of step 0 is an anchor; row k of its
         block drafts what step k drafts."""
         plan = batch.plan
         features = batch.inputs or batch.features
@@ -325,12 +325,14 @@ class DFlashHead(DraftHead):
             )
             return self.end_layer(i, h, attended.flatten(0, 1))
 
-        context = call(recompute, self.features, features.hidden[: plan.length], features.aux[: plan.length])
+        context = run_maybe_recomputed(
+            recompute, self.features, features.hidden[: plan.length], features.aux[: plan.length]
+        )
         anchors = batch.ids[token_of(rows, 0)]
         h = self.block_inputs(anchors, self.embedding(batch.embed_weight), size).flatten(0, 1)
         normed = self.extra_layers[0].input_layernorm(h)
         for i in range(self.config.num_layers):
-            normed, h = call(recompute, partial(one_layer, i), context, normed, h)
+            normed, h = run_maybe_recomputed(recompute, partial(one_layer, i), context, normed, h)
 
         # Rows that draft, corrected by the text's own token before each (DSpark).
         drafted = normed.unflatten(0, (-1, size))[:, self.config.first_drafted :]

@@ -23,7 +23,7 @@ from eagle_kit.models.draft_chain import ChainRows, RowAttention
 from eagle_kit.models.draft_head import StepForm, StepOutput
 from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.step_parts import call, rows_with_loss, step_attention
+from eagle_kit.objective.step_parts import run_maybe_recomputed, step_attention, supervised_outputs
 from eagle_kit.objective.target_features import positions_of
 from eagle_kit.ops.attention.ttt import QueryPlan, plan_rows
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
@@ -232,7 +232,7 @@ class PEagleHead(Eagle3Head):
             layer = self.stack[-1]
             q, k, v = layer.self_attn.qkv(x, rotation)
 
-            # Of step 0 only the rows with loss are needed from here on.
+            # Of step 0 only the supervised rows are needed from here on.
             rows = plan.computed[0]
             q = torch.cat((q[rows], q[length:]))
             x = torch.cat((x[rows], x[length:]))
@@ -240,8 +240,12 @@ class PEagleHead(Eagle3Head):
             attended = attend(len(self.stack) - 1, q, k, v, plan.attention[0])
             return layer.finish(residual, layer.self_attn.gated(attended, x))
 
-        x, residual = call(recompute, first_inputs, features.hidden[:length], features.aux[:length])
+        x, residual = run_maybe_recomputed(
+            recompute, first_inputs, features.hidden[:length], features.aux[:length]
+        )
         for layer in range(len(self.stack) - 1):
-            x, residual = call(recompute, partial(one_layer, layer), x, residual)
-        out = call(recompute, last_layer, x, residual).split([len(rows) for rows in plan.computed])
-        return [rows_with_loss(part, plan, step) for step, part in enumerate(out)]
+            x, residual = run_maybe_recomputed(recompute, partial(one_layer, layer), x, residual)
+        out = run_maybe_recomputed(recompute, last_layer, x, residual).split(
+            [len(rows) for rows in plan.computed]
+        )
+        return [supervised_outputs(part, plan, step) for step, part in enumerate(out)]

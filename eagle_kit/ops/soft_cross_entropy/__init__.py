@@ -15,7 +15,7 @@ from eagle_kit.ops.soft_cross_entropy.reference import (
     Teacher,
     WeightGrads,
     Weights,
-    carried,
+    attach_gradient,
     cross_entropy_rows,
     fuse,
     fused_rows,
@@ -26,7 +26,7 @@ __all__ = [
     "Teacher",
     "WeightGrads",
     "Weights",
-    "carried",
+    "attach_gradient",
     "linear_soft_cross_entropy",
 ]
 
@@ -51,7 +51,7 @@ def linear_soft_cross_entropy(
         row_loss: another loss of a row's logits; it has the torch form only, and so have ``factors`` of the
             teacher and several weights.
         weight_grad: as ``weight``; the gradient of ``weight`` is added to it at once, and ``loss`` then has
-            none to give, see :func:`carried`.
+            none to give, see :func:`attach_gradient`.
         chunk_rows, group_rows: rows per chunk of logits and per weight-gradient matmul; the result's rounding
             depends on them, its value does not. By default 128 and 640; on a GPU 640 and 640 in the torch
             form, where launches cost more than a cache saves, and 4,096 in the Triton form, whose chunks are

@@ -148,7 +148,7 @@ class _Carried(torch.autograd.Function):
         return ctx.saved_tensors[0].mul_(grads[0]), None  # its only reader
 
 
-def carried(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+def attach_gradient(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """A zero whose gradient with respect to ``weight`` is ``gradient``.
 
     Added to the sum of several losses, it passes on the gradient that they have accumulated in their

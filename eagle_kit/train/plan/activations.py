@@ -3,7 +3,7 @@
 The tensors of ``ttt.py`` and of the heads are counted one by one, and a test compares the sum with what
 autograd saves. On a GPU, attention, SwiGLU, norms and rotary embeddings are kernels.
 
-Legend: T tokens, R rows with loss at step 0 (for heads that draft blocks: anchors), K steps, H hidden, I
+Legend: T tokens, R supervised rows at step 0 (for heads that draft blocks: anchors), K steps, H hidden, I
 inner size of the MLP, Vd draft vocabulary.
 """
 

@@ -1,6 +1,6 @@
 """Memory, disk, arithmetic and time of a run, one formula for each, for ``--dry-run`` and ``--plan`` alike.
 
-Legend: T tokens of a forward, R rows with loss at step 0 (for heads that draft blocks: anchors), K steps, H
+Legend: T tokens of a forward, R supervised rows at step 0 (for heads that draft blocks: anchors), K steps, H
 hidden, V / Vd target / draft vocabulary, N processes.
 """
 

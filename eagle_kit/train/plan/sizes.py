@@ -1,6 +1,6 @@
 """Sizes of heads and targets, counted from their modules without weights.
 
-Legend: T tokens, R rows with loss, K experts of a token, E experts.
+Legend: T tokens, R supervised rows, K experts of a token, E experts.
 """
 
 from typing import NamedTuple

@@ -12,7 +12,7 @@ import torch
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import TargetFeatures
 from eagle_kit.objective.ttt import ttt_forward
 
@@ -87,7 +87,7 @@ def one_step(
         torch.randn(length, size, generator=generator),
         torch.randint(96, (length,), generator=generator),
     )
-    plan = plan_row(reply, doc_start, steps)
+    plan = make_row_plan(reply, doc_start, steps)
     weights = [torch.full(rows.shape, 1.0 / max(1, len(rows))) for rows in plan.rows]
     out = ttt_forward(head, TTTBatch(ids, plan, weights, features, embed, target_head), recompute=recompute)
     out.loss.backward()
