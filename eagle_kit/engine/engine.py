@@ -258,7 +258,7 @@ class Engine:
         if self.graphs_in_use is None:
             self._graphs = {None: self.runner.graphs}
         if name not in self._graphs:
-            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].anew()
+            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].new_empty()
         self.runner.graphs = self._graphs[name]
         self.graphs_in_use = name
         if name is None:
@@ -547,8 +547,8 @@ class Engine:
             # Cache the pages of a whole prompt.
             if results.is_prefill:
                 self.scheduler.mark_finite(request, results.num_computed[i])
-                if not request.is_prefilling and self.scheduler.publish(request):
-                    self.runner.forget_pages(request)
+                if not request.is_prefilling and self.scheduler.cache_pages(request):
+                    self.runner.invalidate_pages(request)
 
             # Append the new tokens.
             num_emitted = counts[i]
@@ -704,7 +704,7 @@ class Engine:
         """End a request. If its reply has a stop text, the reply ends there."""
         self._updated[request] = None
         if request.sequence.slot >= 0:
-            self.scheduler.publish(request)
+            self.scheduler.cache_pages(request)
         self.scheduler.remove(request)
         if request.has_stops:
             reason = self._cut_at_stop_text(request, reason)
