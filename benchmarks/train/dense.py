@@ -116,7 +116,7 @@ def dense_way(head: Eagle3Head, work: DenseInputs) -> float:
             mask = torch.zeros(length, dtype=torch.float32, device=ids.device)
             mask[rows] = work.row_weights[step]
             mask = mask * head.t2d[shifted.argmax(-1)]
-            teacher = shifted[:, head.target_ids].float().softmax(-1)
+            teacher = shifted[:, head.token_map].float().softmax(-1)
         logits = head.logits(fed_back).float()
         loss = loss - (mask[:, None] * (teacher * logits.log_softmax(-1))).sum()
         with torch.no_grad():

@@ -183,7 +183,7 @@ def _work(
         choices[torch.nonzero(~choices)[: head.lm_head.out_features - len(wanted), 0]] = True
         hot = torch.nonzero(choices)[:, 0]
         head.set_vocab_map(hot - torch.arange(len(hot)), choices)
-        head.lm_head.weight.copy_(output[head.target_ids])
+        head.lm_head.weight.copy_(output[head.token_map])
         head.norm.weight.fill_(0.1)
     weights = TrainingConfig(ttt_length=options.ttt_length).weights
     row_weights = [
@@ -191,7 +191,7 @@ def _work(
         for rows, weight in zip(plan.rows, weights, strict=True)
     ]
     return DenseInputs(
-        embed, output, output[head.target_ids].contiguous(), ids, aux, hidden, plan, row_weights
+        embed, output, output[head.token_map].contiguous(), ids, aux, hidden, plan, row_weights
     )
 
 

@@ -118,6 +118,6 @@ def _train_once(
     head: Eagle3Head, target: Target, ids: torch.Tensor, features: TargetFeatures, plan: RowPlan
 ) -> None:
     weights = [torch.full((count,), 1.0 / max(count, 1)) for count in plan.counts]
-    rows = target.head_weight[head.target_ids]
+    rows = target.head_weight[head.token_map]
     batch = TTTBatch(ids, plan, weights, features, target.embed_tokens.weight, rows)
     ttt_forward_backward(head, batch)

@@ -253,21 +253,25 @@ def accept_and_commit(
     ranks = models.target.ranks
     size = len(state.roots)
 
-    # Accept. Greedy verification needs the most likely tokens only, which are cheaper to gather from ranks.
+    # Accept. If all requests are greedy, only the most likely token after each node is needed: with several
+    # ranks each sends its best one. On one GPU a kernel of `decide` finds them.
     is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
     if is_greedy and (ranks is not None or not uses_triton(logits)):
         best = agree_most_likely(models.target, logits)
-        predicted = best.tokens.unflatten(0, (size, -1))
+        predicted = best.tokens.unflatten(0, (size, -1))  # [B, N]
         accepted = accept_greedy(predicted, window.tree.tokens, window.tree.parents, steps)
-        logits = best.values.float().unflatten(0, (size, -1))
+        largest_logits = best.values.float().unflatten(0, (size, -1)).amax(-1)  # [B, N]
     else:
-        logits = models.target.whole_logits(logits.unflatten(0, (size, -1)))
+        logits = models.target.whole_logits(logits.unflatten(0, (size, -1)))  # [B, N, V]
         accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
+        largest_logits = logits.amax(-1)  # [B, N]
     accepted = agree_path(accepted, ranks)
-    after = outcome(logits, accepted, state.active, seq_lens)
+    after = outcome(largest_logits, accepted, state.active, seq_lens)
     num_emitted = after.num_emitted
 
-    # Commit the keys, values and recurrent states of the path.
+    # Commit keys, values and recurrent states of the root and of the accepted drafts. They are as many nodes
+    # as tokens are emitted: the root is in the place of the bonus token, which is the next root and has no
+    # entry in the target's pool yet.
     if isinstance(models.kv, DataParallelLatents):
         shard = _shard_of(state)
         models.kv.shard_commit_window(shard, state.page_table, accepted.path, seq_lens, num_emitted)

@@ -884,7 +884,7 @@ class Runner:
         # Write the new state. A draft state of fewer candidates is padded to those of the slots.
         state = out.state
         if drafter is not None and state.draft is not None and self.slots.draft is not None:
-            state = state._replace(draft=drafter.widened(state.draft, self.slots.draft))
+            state = state._replace(draft=drafter.pad_candidates(state.draft, self.slots.draft))
         self.slots.scatter(inputs.slot_ids, state, out.counts)
         if out.pending is not None:
             self.slots.append_pending(inputs.slot_ids, out.pending)

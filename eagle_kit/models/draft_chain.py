@@ -1,7 +1,7 @@
-"""A head's chains behind many roots of a known text, in a few batched forwards and without decoding.
+"""A head's chains after many roots of a known text, in a few batched forwards and without decoding.
 
-The chain behind a root reads the text's own tokens, as a decoder that has accepted all before them. Keys are
-those of serving: of the target's states up to the root, and of the chain's own steps behind it.
+The chain after a root reads the text's own tokens, as a decoder that has accepted all before them. Keys are
+those of serving: of the target's states up to the root, and of the chain's own steps after it.
 
 Legend: T packed tokens, R chains, H hidden, Hq / Hkv heads, D head size.
 """
@@ -26,7 +26,7 @@ class ChainRows(NamedTuple):
         tokens: those that rows int64 ``[n]`` embed at a step, int64 ``[n]``.
         embeds: their embeddings ``[n, H]``.
         mask: embedding ``[1, H]`` of a token.
-        rows: int64 ``[R]``, ascending: the chain of row i drafts behind token i + 1.
+        rows: int64 ``[R]``, ascending: the chain of row i drafts after token i + 1.
         doc_start: int64 ``[T]``, first token of each token's text.
     """
 
@@ -81,7 +81,7 @@ class RowAttention:
         *,
         is_causal: bool,
     ) -> torch.Tensor:
-        """Attention of a block behind every row that drafts, to keys of the text up to it and to its own:
+        """Attention of a block after every row that drafts, to keys of the text up to it and to its own:
         arguments as of :func:`~eagle_kit.ops.attention.ttt.anchored.anchored_attention`."""
         window = self.variant.limits.window or None
         scale = self.variant.scale

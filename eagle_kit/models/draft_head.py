@@ -2,8 +2,9 @@
 
 Legend: T packed tokens, H hidden, F features, Hq heads, Vd draft vocabulary, V target vocabulary.
 
-At row i a head reads a feature of position i (the target's, or its own output of the step before) and the
-embedding of the token *after* it, and predicts the token after that one. Its decoder layer is a
+A step reads features and tokens, row by row. The feature stands for some position p: it is the target's
+feature of p, or the output of the step before. The token is x[p + 1], and the head predicts x[p + 2]. In
+training row i of step k has p = i + k (:mod:`eagle_kit.objective.align`). The decoder layer is a
 :class:`Block`; a head of several blocks uses one per step.
 """
 
@@ -46,35 +47,37 @@ class StepOutput(NamedTuple):
 
     Attributes:
         fed_back: features of the next step, ``[T, H]``: a of the EAGLE-3 paper.
-        read: input of the output layer, ``[T, H]``.
+        lm_head_input: input of the output layer, ``[T, H]``.
     """
 
     fed_back: torch.Tensor
-    read: torch.Tensor
+    lm_head_input: torch.Tensor
 
 
 class Block(nn.Module, ABC):
     """Decoder layer over a feature and an embedding, split around its attention.
 
-    Every block has attention: the cache of a head has an entry for each token. :mod:`eagle_kit.train.plan`
-    counts ``self_attn.o_proj`` and parameters under ``mlp`` behind attention, all others in front of it.
+    Every block has attention: the cache of a head has an entry for each token.
+
+    For the estimates of :mod:`eagle_kit.train.plan`: ``self_attn.o_proj`` and parameters under ``mlp`` are
+    counted as after attention, all others as before it.
     """
 
     self_attn: Attention | LatentAttention
 
     @abstractmethod
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The part before attention.
 
         Args:
-            hidden: features ``[T, H]``.
+            feature: ``[T, H]``, see the head of this file.
             embeds: embeddings of the next tokens ``[T, H]``.
 
         Returns:
             Input of attention, ``[T, 2 H]`` or ``[T, H]``, and the residual ``[T, H]``.
         """
 
-    def inputs_of(
+    def gather_inputs(
         self,
         features: torch.Tensor,
         feature_rows: torch.Tensor | None,
@@ -89,8 +92,8 @@ class Block(nn.Module, ABC):
             tokens: int64 ``[T]``.
             embedding: ``[V, H]``.
         """
-        hidden = features if feature_rows is None else features[feature_rows]
-        return self.inputs(hidden, F.embedding(tokens, embedding))
+        feature = features if feature_rows is None else features[feature_rows]
+        return self.inputs(feature, F.embedding(tokens, embedding))
 
     @abstractmethod
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -116,9 +119,11 @@ class DraftHead(nn.Module, ABC):
         config: its architecture.
         rope: rotation tables, fp32.
         t2d: bool ``[V]``, the tokens it can propose.
-        first_slot: slot of the token that the first entry of its cache belongs to: 1 where entries are made
-            of a feature and the token after it, 0 where they are made of features alone.
-        bound: the target's output layer, of heads that have none of their own and were bound to it.
+        first_slot: position of the first token of a request that has an entry in the head's cache. 1 if an
+            entry is made of its token and the feature of the position before; 0 if it is made of a feature
+            alone.
+        bound: the target's output layer, for heads that have none of their own and were bound to it; None
+            otherwise.
         embed_tokens: its own embedding ``[V, H]``; None for heads that read the target's.
     """
 
@@ -148,8 +153,8 @@ class DraftHead(nn.Module, ABC):
         return self.config.aux_layer_ids
 
     def bind(self, output: Linear) -> Self:
-        """Take the target's output layer, where the head has none of its own. It stays the target's: it is
-        no submodule of this one."""
+        """Take the target's output layer, if the head has none of its own; does nothing otherwise. The layer
+        stays the target's: it is no submodule of the head."""
         return self
 
     def embedding(self, of_target: torch.Tensor) -> torch.Tensor:
@@ -164,11 +169,11 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def step_form(self) -> StepForm:
-        """How its steps come about."""
+        """What a step reads of the step before."""
         return StepForm.MODULES if len(self.blocks) > 1 else StepForm.FED_BACK
 
     def training_steps(self, batch: Any, *, recompute: bool) -> list[torch.Tensor]:
-        """Run all K steps of training-time test on one packed row.
+        """Run all K steps of training-time test on one packed sequence.
 
         A head whose :attr:`step_form` is neither ``FED_BACK`` nor ``MODULES`` defines it; these two have
         shared forwards (:mod:`eagle_kit.objective.ttt`).
@@ -178,19 +183,19 @@ class DraftHead(nn.Module, ABC):
             recompute: keep only the inputs of every layer, and run it again in the backward pass.
 
         Returns:
-            Outputs at the rows with loss of each step, K tensors ``[R_k, H]``.
+            Outputs at the supervised rows of each step, K tensors ``[R_k, H]``.
         """
         raise NotImplementedError
 
     @property
     def most_steps(self) -> int | None:
-        """Steps of its longest chain; None for any number."""
+        """Steps of its longest draft; None for any number."""
         steps: int | None = self.config.most_steps
         return steps
 
     @property
-    def plain(self) -> Sequence[nn.Module]:
-        """Decoder layers behind a block, over its states."""
+    def extra_layers(self) -> Sequence[nn.Module]:
+        """Decoder layers after the block, which read the states of the layer before."""
         return ()
 
     @property
@@ -201,7 +206,7 @@ class DraftHead(nn.Module, ABC):
     @property
     @abstractmethod
     def output(self) -> Linear:
-        """Weight of the output layer, ``[Vd, H]``."""
+        """The output layer, of weight ``[Vd, H]``."""
 
     @property
     def predicts_confidence(self) -> bool:
@@ -210,8 +215,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def output_weights(self) -> tuple[torch.Tensor, ...]:
-        """Weights ``[Vd, H_j]`` whose products are summed to logits, each of its own columns of what
-        :meth:`norm_for_head` returns: that of :attr:`output`, and of :attr:`markov`."""
+        """Weight of the output layer ``[Vd, H]``, followed by that of the Markov head ``[Vd, r]`` if there is
+        one. Logits are the sum of their products with the columns of :meth:`norm_for_lm_head`."""
         weights = (self.output.weight,)
         return weights if self.markov is None else (*weights, self.markov.markov_w2.weight)
 
@@ -255,25 +260,25 @@ class DraftHead(nn.Module, ABC):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        feature: torch.Tensor,
         embeds: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
     ) -> torch.Tensor:
-        """Run one step at every row.
+        """Run one step at every row. Evaluation calls it (:meth:`chain`); serving calls :meth:`step`.
 
         Args:
-            hidden: ``[T, H]``, :meth:`features` of the target, or this method's output of the step before.
-            embeds: ``[T, H]``, the target's embedding of the token that follows the row.
-            positions: ``[T]`` int64, the row's position plus the step.
+            feature: ``[T, H]``, :meth:`features` of the target, or this method's output of the step before.
+            embeds: ``[T, H]``, embeddings of the tokens x[p + 1], if the features stand for positions p.
+            positions: int64 ``[T]``, p, for RoPE.
             attend: attention, called with layer 0.
             block: index of the block to run.
 
         Returns:
             ``[T, H]``, the input of :meth:`logits` and of the next step.
         """
-        return self.step(self.blocks[block].inputs(hidden, embeds), positions, attend, block).fed_back
+        return self.step(self.blocks[block].inputs(feature, embeds), positions, attend, block).fed_back
 
     def step(
         self,
@@ -281,63 +286,71 @@ class DraftHead(nn.Module, ABC):
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
-        wanted: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> StepOutput:
         """Run one step from a block's ``inputs``; other arguments as of :meth:`forward`.
 
         Args:
-            wanted: int64 ``[n]``, rows to return; of the others only keys and values are computed.
+            output_rows: int64 ``[n]``, rows to return; of the others only keys and values are computed.
         """
-        layer, (x, residual) = self.blocks[block], inputs
+        layer = self.blocks[block]
+        x, residual = inputs
         attended = layer.self_attn.attended(x, self.rope.at(positions), 0, attend)
-        if wanted is not None:
-            attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+        if output_rows is not None:
+            attended = attended.index_select(0, output_rows)
+            residual = residual.index_select(0, output_rows)
         return self.finish_step(layer, residual, attended)
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
         """Rest of a step after attention; arguments as of :meth:`Block.finish`."""
         fed_back = self.feed_back(layer.finish(residual, attended))
-        return StepOutput(fed_back, self.norm_for_head(fed_back))
+        return StepOutput(fed_back, self.norm_for_lm_head(fed_back))
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
-        """Draft at every row of a known text, at most :attr:`most_steps`.
+        """Draft after many roots of a known text, for evaluation (:mod:`eagle_kit.models.draft_chain`).
 
         Returns:
             S tensors ``[R, H]``, inputs of :meth:`logits`.
         """
-        rows, positions, everywhere = given.rows, given.positions, given.everywhere
+        rows = given.rows
+        positions = given.positions
+        everywhere = given.everywhere
         attention = RowAttention(self.config.layer.attention, given)
         out = self(given.features, given.embeds(everywhere, 0), positions, attention.first)
         outs = [out[rows]]
-        if self.step_form is StepForm.MODULES:  # each runs at every row
+
+        # Each module runs at every row.
+        if self.step_form is StepForm.MODULES:
             for step in range(1, steps):
                 embeds = given.embeds(everywhere, step)
                 out = self(out, embeds, positions + step, attention.first, step)
                 outs.append(out[rows])
             return outs
+
+        # A fed-back layer runs its later steps at the rows that draft.
         for step in range(1, steps):
             embeds = given.embeds(rows, step)
             outs.append(self(outs[-1], embeds, positions[rows] + step, attention.later))
         return outs
 
     def feed_back(self, out: torch.Tensor) -> torch.Tensor:
-        """State for the next step from a block's output, both ``[T, H]``."""
+        """Feature of the next step from a block's output, both ``[T, H]``."""
         return out
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+    def norm_for_lm_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Input of :attr:`output` from :meth:`forward`'s output, both ``[T, H]``."""
         return fed_back
 
     def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary ``[T, Vd]`` from :meth:`forward`'s output ``[T, H]``."""
-        return self.output(self.norm_for_head(fed_back))
+        return self.output(self.norm_for_lm_head(fed_back))
 
-    def confidence_logits(self, read: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
-        """Logit of each row's probability to be accepted where all before it are, ``[T]``; None of heads that
-        do not tell it.
+    def confidence_logits(self, lm_head_input: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+        """Logit of each row's probability to be accepted where all before it are, ``[T]``; None for heads
+        that do not predict it.
 
         Args:
-            read: ``[T, H]``, what :meth:`norm_for_head` returns.
+            lm_head_input: ``[T, H]``, what :meth:`norm_for_lm_head` returns.
             before: int64 ``[T]``, the token before the one that the row drafts.
         """
         return None
@@ -356,7 +369,7 @@ class TiedHead(DraftHead):
 
     @property
     def output(self) -> Linear:
-        """Weight of the target's output layer."""
+        """The target's output layer, of weight ``[V, H]``."""
         assert self.bound is not None, "the head was not bound to a target"
         return self.bound
 

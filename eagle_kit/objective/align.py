@@ -19,7 +19,7 @@ that exist, these carry loss at step k:
 those of the published code (SafeAILab/EAGLE, ``traineagle3``), which shifts its loss mask by k. Both are
 equal at step 0. At step k ``published`` adds k rows before every reply, where no round starts.
 
-The published code also trains one or two rows behind the last reply of a conversation, because its mask
+The published code also trains one or two rows after the last reply of a conversation, because its mask
 goes on to the end of the text. These rows are not imitated.
 
 Legend: T packed tokens, K steps (``ttt_length``), R_k rows with loss at step k.

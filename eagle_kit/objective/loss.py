@@ -102,11 +102,15 @@ class Objective:
         confidence_weight: float = 0.0,
     ) -> "Objective":
         """Objective for the training of ``head``; ``head_weight [V, H_target]``."""
-        mix = {loss: 1.0} if isinstance(loss, str) else dict(loss)
-        text_weight = mix.pop("hard-ce", 0.0)
-        needs_rate = confidence_weight > 0 or any(name in NEEDS_MASS for name in mix)
-        whole = head_weight if needs_rate and head.token_map is not None else None
-        return cls(mix, eta, text_weight, whole, confidence_weight=confidence_weight)
+        losses = {loss: 1.0} if isinstance(loss, str) else dict(loss)
+        text_weight = losses.pop("hard-ce", 0.0)
+
+        # The acceptance rate needs the target's probabilities of all tokens.
+        target_head = None
+        needs_rate = confidence_weight > 0 or any(name in NEEDS_MASS for name in losses)
+        if needs_rate and head.token_map is not None:
+            target_head = head_weight
+        return cls(losses, eta, text_weight, target_head, confidence_weight=confidence_weight)
 
     @property
     def needs_target(self) -> bool:
@@ -201,15 +205,18 @@ def ttt_loss(
     """
     plan = batch.plan
     on_gpu = batch.features.argmax.is_cuda
-    normed = [head.norm_for_head(out) for out in outputs]  # K of [R_k, H]
+    normed = [head.norm_for_lm_head(out) for out in outputs]  # K of [R_k, H]
 
     # Sums over blocks. Gradients of the output layer are added up block by block.
     zero = outputs[0].new_zeros((), dtype=torch.float32)
-    total, sums, leading_of = TTTOutput.nothing(zero, len(plan.rows), batch.num_groups)
+    result = TTTOutput.nothing(zero, len(plan.rows), batch.num_groups)
+    total = result.loss
     group = torch.zeros_like(batch.ids) if batch.group is None else batch.group
     output = head.output_weights
-    is_learning = torch.is_grad_enabled()
-    grads = tuple(torch.zeros_like(w) if w.requires_grad and is_learning else None for w in output)
+    grads: list[torch.Tensor | None] = []
+    for weight in output:
+        is_trained = weight.requires_grad and torch.is_grad_enabled()
+        grads.append(torch.zeros_like(weight) if is_trained else None)
 
     for block in plan.blocks(block_rows(objective, len(plan.rows), on_gpu=on_gpu)):
         rows = _select_rows(head, block, normed, batch, objective)
@@ -218,7 +225,7 @@ def ttt_loss(
 
         # Loss against the target's distributions, the text, or both.
         teachers = _make_teachers(head, block, rows, batch, objective)
-        part = _block_loss(objective, output, rows.states, rows.teacher_hidden, teachers, grads)
+        part = _block_loss(objective, output, rows.states, rows.teacher_hidden, teachers, tuple(grads))
         total = total + part.loss
 
         # Loss of the head's confidence (DSpark).
@@ -235,14 +242,14 @@ def ttt_loss(
             is_match = torch.zeros_like(rows.in_draft_vocab).index_copy_(0, rows.learned, is_match)
             row_losses = row_losses.new_zeros(rows.in_draft_vocab.shape)
             row_losses.index_copy_(0, rows.learned, part.row_losses)
-        leading = _count(sums, block, plan, (is_match, row_losses, rows.in_draft_vocab))
-        leading_of.index_add_(0, group, leading)
+        leading = _count(result.sums, block, plan, is_match, row_losses, rows.in_draft_vocab)
+        result.leading_of.index_add_(0, group, leading)
 
     # The gradients of the output layer enter the graph.
     for weight, grad in zip(output, grads, strict=True):
         if grad is not None and total.requires_grad:
             total = total + carried(weight, grad)
-    return TTTOutput(total, sums, leading_of)
+    return result._replace(loss=total)
 
 
 def _select_rows(
@@ -298,16 +305,18 @@ def _make_teachers(
 ) -> tuple[Teacher | None, Teacher | None]:
     """Teachers of a block's rows: the target's distributions, and the text's tokens, each None if the
     objective does not use it."""
+    # Weights of the steps (D-PACE).
     factors = None
     if objective.dpace_alpha is not None:
         plan = batch.plan
-        step_rows = [
-            indices[start:stop] for indices, (start, stop) in zip(plan.rows, block.bounds, strict=True)
-        ]
+        step_rows = []
+        for indices, (start, stop) in zip(plan.rows, block.bounds, strict=True):
+            step_rows.append(indices[start:stop])
         factors = step_factors(
             step_rows, len(plan.is_teacher), rows.learned, rows.in_draft_vocab, objective.dpace_alpha
         )
 
+    # The target's distributions.
     target_teacher = None
     if objective.needs_target:
         hidden = rows.teacher_hidden
@@ -317,6 +326,7 @@ def _make_teachers(
             mass = draft_vocab_mass(hidden, batch.target_rows, objective.target_head, objective.form)
         target_teacher = Teacher(probs, rows.teacher_index, rows.weights, mass, factors)
 
+    # The text's tokens.
     text_teacher = None
     if objective.text_weight:
         probs = text_probs(batch.ids[rows.teachers + 1], head.t2d, head.token_map)  # [P, Vd]
@@ -359,7 +369,7 @@ def _block_loss(
     parts = []
     if teacher is not None:
         soft = partial(linear_draft_loss, loss=objective.loss, eta=objective.eta, weight_grad=grads)
-        parts.append(soft(states, output, teacher, tells_acceptance=objective.confidence_weight > 0))
+        parts.append(soft(states, output, teacher, returns_acceptance=objective.confidence_weight > 0))
     if text is not None:
         hard = linear_draft_loss(states, output, text, loss={"ce": objective.text_weight}, weight_grad=grads)
         has_token = text.probs.sum(-1)[text.index]  # 0 for a token outside the draft vocabulary
@@ -390,7 +400,7 @@ def _confidence_loss(
         row_weights: fp32 ``[N]``.
     """
     logits = head.confidence_logits(states, previous_tokens)
-    assert logits is not None, "the head does not tell its confidence"
+    assert logits is not None, "the head has no confidence output"
     rows = binary_cross_entropy_with_logits(logits.float(), acceptance, reduction="none")
     return objective.confidence_weight * (rows * row_weights).sum()
 
@@ -399,7 +409,9 @@ def _count(
     sums: torch.Tensor,
     block: LossBlock,
     plan: RowPlan,
-    figures: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    is_match: torch.Tensor,
+    row_losses: torch.Tensor,
+    learns: torch.Tensor,
 ) -> torch.Tensor:
     """Add the statistics of a block to ``sums``.
 
@@ -407,14 +419,14 @@ def _count(
 
     Args:
         sums: fp64 ``[4, K]``, see :class:`TTTOutput`; changed in place.
-        figures: of each row of the block, ``[M]`` each: whether its most likely token is the target's, its
-            loss, and whether it learns.
+        is_match: bool ``[M]``, True for rows whose most likely token is the target's.
+        row_losses: fp32 ``[M]``, loss of each row.
+        learns: bool ``[M]``, True for rows that carry loss.
 
     Returns:
         Number of leading steps that match at every token position, fp64 ``[T]``.
     """
     num_tokens = len(plan.is_teacher)
-    is_match, row_losses, learns = figures
     losses = row_losses.double().masked_fill(~learns, 0.0)
 
     # The figures of each step.

@@ -301,7 +301,7 @@ def _outcome() -> float:
     logits, two = _randn(2, 4, 9), torch.tensor([2, 0])
     logits[1, 0, 3] = torch.nan
     tokens, path = torch.tensor([[5, 6, 7], [8, 0, 0]]), torch.tensor([[0, 1, 3], [0, 0, 0]])
-    found = outcome(logits, Accepted(path, tokens, two), torch.tensor([True, False]), two + 9)
+    found = outcome(logits.amax(-1), Accepted(path, tokens, two), torch.tensor([True, False]), two + 9)
     exact = torch.tensor([[3, 0], [1, 0], [7, 8], [14, 9]])
     return _error(torch.stack([part.long() for part in found]), exact)
 

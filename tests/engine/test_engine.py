@@ -157,7 +157,7 @@ class KnowsTheAnswer:
         self.verifiers, self.lookback = proposer.verifiers, proposer.lookback
         self.prefill, self.draft_extend = proposer.prefill, proposer.draft_extend
         self.check_shape, self.confidence = proposer.check_shape, lambda state: None
-        self.num_appended, self.widened = proposer.num_appended, proposer.widened
+        self.num_appended, self.pad_candidates = proposer.num_appended, proposer.pad_candidates
 
     def propose(self, state, shape, num_columns, sampling):
         tree, proposal = self.real.propose(state, shape, num_columns)

@@ -64,7 +64,7 @@ class Language:
         plan = plan_row(self.reply, self.doc_start, STEPS)
         layers = head.config.aux_layer_ids
         features = capture_features(self.target, self.ids, self.doc_start, layers, plan.is_teacher)
-        rows = self.target.head_weight[head.target_ids]
+        rows = self.target.head_weight[head.token_map]
         weights = [torch.full((count,), 1 / count) for count in plan.counts]
         objective = Objective.of(loss, 3.0, head, self.target.head_weight)
         objective = replace(objective, dpace_alpha=training.dpace_alpha)

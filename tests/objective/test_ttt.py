@@ -90,7 +90,7 @@ def dense_oracle(
         hidden = h + layer.mlp(layer.post_attention_layernorm(h))
         if head.config.norm_output:
             hidden = head.norm(hidden)
-        log_q = (head.norm_for_head(hidden) @ head.lm_head.weight.t()).double().log_softmax(-1)
+        log_q = (head.norm_for_lm_head(hidden) @ head.lm_head.weight.t()).double().log_softmax(-1)
         total, count, hits = log_q.new_zeros(()), 0, 0
         theirs = published_mask(reply, doc_start, k)
         for i in range(length - 2 - k):
@@ -100,8 +100,8 @@ def dense_oracle(
                 teacher = full[i + 1 + k]
                 text = int(ids[i + 2 + k])
                 if head.t2d[text if loss == "hard-ce" else teacher.argmax()]:
-                    total = total + row_loss(loss, teacher.softmax(-1), head.target_ids, log_q[i], text)
-                    hits += int(head.target_ids[log_q[i].argmax()] == teacher.argmax())
+                    total = total + row_loss(loss, teacher.softmax(-1), head.token_map, log_q[i], text)
+                    hits += int(head.token_map[log_q[i].argmax()] == teacher.argmax())
         losses.append((total, count, hits))
     return sum(w * t for w, (t, _, _) in zip(step_weights, losses, strict=True)), losses
 
@@ -141,7 +141,7 @@ def test_loss_and_every_gradient_equal_the_dense_oracle(flags, loss, rows, ratio
     result = ttt_forward_backward(
         head,
         TTTBatch(
-            ids, plan, rows_weights, features, target.embed_tokens.weight, target.head_weight[head.target_ids]
+            ids, plan, rows_weights, features, target.embed_tokens.weight, target.head_weight[head.token_map]
         ),
         Objective.of(loss, ETA, head, target.head_weight),
     )
@@ -204,7 +204,7 @@ def test_a_row_without_a_reply_changes_nothing():
         [torch.zeros(0)] * 5,
         features,
         target.embed_tokens.weight,
-        target.head_weight[head.target_ids],
+        target.head_weight[head.token_map],
     )
     result = ttt_forward_backward(head, batch)
     assert result.loss == 0.0 and not result.sums.any() and result.sums.shape == (4, 5)

@@ -139,7 +139,7 @@ def test_an_eagle3_head_with_latent_attention_learns_as_the_dense_oracle(target)
         h = hidden + attention(inputs, masks_of(doc_start, step + 1), positions)
         hidden = h + layer.mlp(layer.post_attention_layernorm(h))
         logits = oracle.norm(hidden) @ oracle.lm_head.weight.t()
-        loss, hits, count = loss_of(logits, target, features, step, oracle.target_ids)
+        loss, hits, count = loss_of(logits, target, features, step, oracle.token_map)
         assert (counts[step], int(result.matches[step])) == (count, hits) and count > 5
         assert float(result.losses[step]) == pytest.approx(float(loss.detach()), rel=1e-5)
         total = total + weights[step] * loss

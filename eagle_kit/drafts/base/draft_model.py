@@ -20,19 +20,21 @@ from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.draft_head import DraftHead, StepForm, StepOutput
 from eagle_kit.models.targets.target import Target, TargetOutput
 from eagle_kit.ops.attention.variant import AttentionVariant
+from eagle_kit.ops.backend import uses_triton
+from eagle_kit.ops.draft_topk import MAX_TOPK, draft_topk, topk_of_logits
 from eagle_kit.ops.linear import Linear
 
 
-class Readout(NamedTuple):
+class LMHeadOperands(NamedTuple):
     """Operands of a draft model's last matmul.
 
     Attributes:
-        states: ``[T, H]``.
+        x: ``[T, H]``.
         weight: ``[Vd, H]``.
         token_map: target id of each draft id, int64 ``[Vd]``; None if they are equal.
     """
 
-    states: torch.Tensor
+    x: torch.Tensor
     weight: torch.Tensor
     token_map: torch.Tensor | None
 
@@ -43,13 +45,13 @@ class StepRows(NamedTuple):
     Attributes:
         features: ``[R, F]``.
         tokens: int64 ``[T]``, the token that each row embeds.
-        positions: int64 ``[T]``, for RoPE.
+        rope_positions: int64 ``[T]``.
         feature_rows: int64 ``[T]``, index of each row's feature; None if row i reads feature i.
     """
 
     features: torch.Tensor
     tokens: torch.Tensor
-    positions: torch.Tensor
+    rope_positions: torch.Tensor
     feature_rows: torch.Tensor | None = None
 
 
@@ -62,8 +64,9 @@ class DraftModel(ABC):
 
     Attributes:
         capture: target layers whose inputs are captured.
-        first_slot: first slot of the key-value store that is filled. 1 if an entry is made of a feature and
-            the token after it (EAGLE), 0 if it is made of a feature alone (DFlash), and for a whole model.
+        first_slot: position of the first token of a request that has an entry in the store. 1 if an entry is
+            made of its token and the feature of the position before (EAGLE); 0 if it is made of a feature
+            alone (DFlash), and for a whole model. See :mod:`eagle_kit.drafts.base.cycle_state`.
         cache: layout of a token's entry in the store.
         variants: attention variant of each layer of the store.
         state_size: M; 0 for a model that reads no states.
@@ -125,26 +128,43 @@ class DraftModel(ABC):
 
     @abstractmethod
     def step(
-        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+        self, rows: StepRows, attend: Attend, module: int = 0, output_rows: torch.Tensor | None = None
     ) -> StepOutput:
         """Run one step over rows of features and the tokens after them.
 
-        A token's position is its slot minus :attr:`first_slot`.
+        A token's RoPE position is its position in the request minus :attr:`first_slot`.
 
         Args:
-            rows: features, tokens and positions.
+            rows: features, tokens and RoPE positions.
             attend: attention. It stores the rows' keys and values.
             module: index of the block to run, below :attr:`num_modules`.
-            wanted: int64 ``[n]``, rows to return; None returns all.
+            output_rows: int64 ``[n]``, rows to return; None returns all.
         """
 
-    def readout(self, read: torch.Tensor) -> Readout:
+    def lm_head_operands(self, lm_head_input: torch.Tensor) -> LMHeadOperands:
         """Operands of the matmul of :meth:`logits`, for kernels that do not store logits."""
-        return Readout(read, self.output.weight, self.token_map)
+        return LMHeadOperands(lm_head_input, self.output.weight, self.token_map)
 
-    def logits(self, read: torch.Tensor) -> torch.Tensor:
-        """Logits ``[T, Vd]`` of ``read``, a step's :attr:`StepOutput.read` ``[T, H]``."""
-        return self.output(self.readout(read).states)
+    def logits(self, lm_head_input: torch.Tensor) -> torch.Tensor:
+        """Logits ``[T, Vd]`` from a step's :attr:`StepOutput.lm_head_input` ``[T, H]``."""
+        return self.output(self.lm_head_operands(lm_head_input).x)
+
+    def best_tokens(self, lm_head_input: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The K most likely tokens of each row, best first.
+
+        Args:
+            lm_head_input: :attr:`StepOutput.lm_head_input` ``[T, H]``.
+            topk: K.
+
+        Returns:
+            Target ids int64 ``[T, K]``, and their log-probabilities fp32 ``[T, K]``. With K = 1 the
+            log-probabilities are 0: a chain does not need them.
+        """
+        if uses_triton(lm_head_input) and topk <= MAX_TOPK:
+            x, weight, token_map = self.lm_head_operands(lm_head_input)
+            return draft_topk(x, weight, topk, normalized=topk > 1, token_map=token_map)
+        draft_ids, scores = topk_of_logits(self.logits(lm_head_input), topk, normalized=topk > 1)
+        return self.to_target(draft_ids), scores
 
     def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Convert draft ids of any shape to target ids."""
@@ -204,13 +224,13 @@ class HeadDraftModel(DraftModel):
         return self.head.features(states, none)
 
     def step(
-        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+        self, rows: StepRows, attend: Attend, module: int = 0, output_rows: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
         embedding = self.head.embedding(self.target.embed_tokens.weight)
         block = self.head.blocks[module]
-        inputs = block.inputs_of(rows.features, rows.feature_rows, rows.tokens, embedding)
-        return self.head.step(inputs, rows.positions, attend, module, wanted)
+        inputs = block.gather_inputs(rows.features, rows.feature_rows, rows.tokens, embedding)
+        return self.head.step(inputs, rows.rope_positions, attend, module, output_rows)
 
 
 class StandaloneDraftModel(DraftModel):
@@ -253,27 +273,27 @@ class StandaloneDraftModel(DraftModel):
         return states
 
     def step(
-        self, rows: StepRows, attend: Attend, module: int = 0, wanted: torch.Tensor | None = None
+        self, rows: StepRows, attend: Attend, module: int = 0, output_rows: torch.Tensor | None = None
     ) -> StepOutput:
         """See :class:`DraftModel`."""
         tokens = rows.tokens
         if self._last_token is not None:
             tokens = tokens.clamp(max=self._last_token)
-        hidden = self.model(tokens, rows.positions, attend).hidden  # [T, H]
-        if wanted is not None:
-            hidden = hidden.index_select(0, wanted)  # [n, H]
+        hidden = self.model(tokens, rows.rope_positions, attend).hidden  # [T, H]
+        if output_rows is not None:
+            hidden = hidden.index_select(0, output_rows)  # [n, H]
         return StepOutput(hidden, hidden)
 
-    def readout(self, read: torch.Tensor) -> Readout:
+    def lm_head_operands(self, lm_head_input: torch.Tensor) -> LMHeadOperands:
         """See :class:`DraftModel`. A soft cap of the logits is left out, because it keeps their order."""
         scale = self.model.logit_form.scale
         if scale != 1.0:
-            read = read * scale
-        return super().readout(read)
+            lm_head_input = lm_head_input * scale
+        return super().lm_head_operands(lm_head_input)
 
-    def logits(self, read: torch.Tensor) -> torch.Tensor:
+    def logits(self, lm_head_input: torch.Tensor) -> torch.Tensor:
         """See :class:`DraftModel`."""
-        logits: torch.Tensor = self.model.logit_form(self.output(read))
+        logits: torch.Tensor = self.model.logit_form(self.output(lm_head_input))
         return logits
 
 

@@ -57,7 +57,7 @@ Settings = TypeVar("Settings", bound=BlockHeadConfig)
 
 
 class BlockKind(HeadKind[Config, Head, Settings]):
-    """Kinds whose heads draft blocks behind the target's states, with Qwen3 layers.
+    """Kinds whose heads draft blocks after the target's states, with Qwen3 layers.
 
     Attributes:
         architecture: its name in configs of its authors.
@@ -186,7 +186,7 @@ class BlockKind(HeadKind[Config, Head, Settings]):
             if (key, config[key]) != ("projector_type", self.name):
                 raise UserError(
                     f"The draft in {where} has {key} {shown(config[key])}: a part that our {self.title} "
-                    "has not.",
+                    "does not have.",
                     "Serve it with the engine it was made for.",
                 )
 
@@ -236,7 +236,7 @@ class BlockKind(HeadKind[Config, Head, Settings]):
 
     def describe(self, config: Config, dtype: str) -> str:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
-        rows = "the token behind it" if config.predicts_next else "its own token"
+        rows = "the token after it" if config.predicts_next else "its own token"
         window = ""
         if config.sliding_layers:
             window = f", {len(config.sliding_layers)} of them with a window of {config.sliding_window}"
@@ -480,7 +480,7 @@ def _check_count(files: DraftFiles, config: DFlashConfig) -> list[Finding]:
 
 def _check_rows(stated: dict[str, Any], config: DFlashConfig) -> Finding:
     """Report what a row predicts, and where that was only assumed; ``stated`` are the keys of its config."""
-    what = "the token behind it" if config.predicts_next else "its own token"
+    what = "the token after it" if config.predicts_next else "its own token"
     if stated.get(ROWS) is not None:
         return Finding("ok", "rows of a block", f"a row predicts {what} ({ROWS}).")
     cause = f"the draft does not say {ROWS}, so that a row is taken to predict {what}."

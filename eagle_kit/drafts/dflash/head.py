@@ -5,10 +5,10 @@ hidden, m captured layers.
 
 The *context* of a token is its captured states, joined by ``fc`` and a norm, once. Every layer makes keys and
 values of it by its own projections; it has no queries and no MLP. A *block* has the anchor, which is the last
-sampled token, and masks behind it, at the positions from the anchor's on. Its rows attend to the context of
+sampled token, and masks after it, at the positions from the anchor's on. Its rows attend to the context of
 all tokens before the anchor and to each other in both directions; in layers with a sliding window, unless
 they are ``sliding_both``, to those of the block up to themselves. Row k predicts the token of its own
-position, so the anchor's row predicts nothing; or, with ``predicts_next``, the token behind it.
+position, so the anchor's row predicts nothing; or, with ``predicts_next``, the token after it.
 
 The layers are Qwen3's. Embedding and output layer are the target's; the mask is the row ``mask_token_id`` of
 that embedding. A head may have an output layer of its own over fewer tokens.
@@ -92,7 +92,7 @@ class DFlashConfig(CapturedStatesArchitecture):
 
     @property
     def first_drafted(self) -> int:
-        """The block's first row that predicts a token behind the anchor."""
+        """The block's first row that predicts a token after the anchor."""
         return 0 if self.predicts_next else 1
 
     @property
@@ -187,14 +187,14 @@ class DFlashHead(DraftHead):
         return []
 
     @property
-    def plain(self) -> Sequence[DFlashLayer]:
+    def extra_layers(self) -> Sequence[DFlashLayer]:
         """All layers."""
         return list(self.layers)  # type: ignore[arg-type]
 
     @property
     def attentions(self) -> list[Attention | LatentAttention]:
         """See :class:`DraftHead`."""
-        return [layer.self_attn for layer in self.plain]
+        return [layer.self_attn for layer in self.extra_layers]
 
     @property
     def output(self) -> Linear:
@@ -215,7 +215,7 @@ class DFlashHead(DraftHead):
         return self.hidden_norm(self.fc(aux_hidden_states))
 
     def block_inputs(self, anchors: torch.Tensor, embedding: torch.Tensor, size: int) -> torch.Tensor:
-        """Embeddings ``[A, size, H]`` of blocks behind the tokens ``anchors`` int64 ``[A]``, by the target's
+        """Embeddings ``[A, size, H]`` of blocks after the tokens ``anchors`` int64 ``[A]``, by the target's
         ``embedding [V, H]``."""
         tokens = torch.full((len(anchors), size), self.config.mask_token_id, device=anchors.device)
         return F.embedding(torch.cat((anchors[:, None], tokens[:, 1:]), 1), embedding)
@@ -226,7 +226,7 @@ class DFlashHead(DraftHead):
         """Write keys and values of ``context [T, H]`` at ``positions`` int64 ``[T]`` into the ``kv_rows`` of
         every layer. Queries, which nobody needs, are a part of the same matmul."""
         rotation = self.rope.at(positions)
-        for i, layer in enumerate(self.plain):
+        for i, layer in enumerate(self.extra_layers):
             layer.self_attn.qkv(context, rotation, kv_rows(i))
 
     def draft(
@@ -236,7 +236,7 @@ class DFlashHead(DraftHead):
         positions: torch.Tensor,
         attends: Sequence[Attend],
     ) -> torch.Tensor:
-        """Run a block of each request behind its context rows.
+        """Run a block of each request after its context rows.
 
         Args:
             context: ``[R, M, H]``, M may be 0.
@@ -249,8 +249,8 @@ class DFlashHead(DraftHead):
         """
         rotation, size = self.rope.at(positions), inputs.shape[1]
         h = inputs.flatten(0, 1)
-        normed = self.plain[0].input_layernorm(h)
-        for i, (layer, attend) in enumerate(zip(self.plain, attends, strict=True)):
+        normed = self.extra_layers[0].input_layernorm(h)
+        for i, (layer, attend) in enumerate(zip(self.extra_layers, attends, strict=True)):
             rows = torch.cat((context, normed.unflatten(0, (-1, size))), 1).flatten(0, 1)
             attended = attend(i, *layer.self_attn.qkv(rows, rotation, kv_rows_of(attend, i)))
             normed, h = self.end_layer(i, h, attended)
@@ -260,9 +260,9 @@ class DFlashHead(DraftHead):
         self, layer: int, residual: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """End ``layer`` from what its attention gave -> its output normed for the next one, and itself, ``[T,
-        H]`` each; behind the last layer the norm is that of the output layer."""
-        h, added = self.plain[layer].parts(residual, attended)
-        norms = [*(plain.input_layernorm for plain in self.plain[1:]), self.norm]
+        H]`` each; after the last layer the norm is that of the output layer."""
+        h, added = self.extra_layers[layer].residual_and_mlp(residual, attended)
+        norms = [*(each.input_layernorm for each in self.extra_layers[1:]), self.norm]
         return norms[layer].add(added, h)
 
     def corrected(self, blocks: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
@@ -271,7 +271,7 @@ class DFlashHead(DraftHead):
         return blocks
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
-        """See :class:`DraftHead`: a block of as many rows as ``steps`` need behind every row."""
+        """See :class:`DraftHead`: a block of as many rows as ``steps`` need after every row."""
         rows, size = given.rows, steps + self.config.first_drafted
         numbers = torch.arange(size, device=rows.device)
         h = torch.cat(
@@ -283,8 +283,8 @@ class DFlashHead(DraftHead):
         ).flatten(0, 1)
         own = self.rope.at((given.positions[rows, None] + 1 + numbers).flatten())
         before = self.rope.at(given.positions)
-        normed = self.plain[0].input_layernorm(h)
-        ways = zip(self.plain, self.config.variants, self.config.causal, strict=True)
+        normed = self.extra_layers[0].input_layernorm(h)
+        ways = zip(self.extra_layers, self.config.variants, self.config.causal, strict=True)
         for i, (layer, variant, is_causal) in enumerate(ways):
             _, k, v = layer.self_attn.qkv(given.features, before)
             mine = [part.unflatten(0, (-1, size)) for part in layer.self_attn.qkv(normed, own)]
@@ -295,7 +295,7 @@ class DFlashHead(DraftHead):
         return list(self.corrected(drafted, tokens).unbind(1))
 
     def training_steps(self, batch: TTTBatch, *, recompute: bool) -> list[torch.Tensor]:
-        """See :class:`DraftHead`. The token behind each row with loss of step 0 is an anchor; row k of its
+        """See :class:`DraftHead`. The token after each row with loss of step 0 is an anchor; row k of its
         block drafts what step k drafts."""
         plan = batch.plan
         features = batch.inputs or batch.features
@@ -307,7 +307,7 @@ class DFlashHead(DraftHead):
         block_rotation = self.rope.at((positions[rows, None] + 1 + offsets).flatten())
 
         def one_layer(i: int, context: torch.Tensor, normed: torch.Tensor, h: torch.Tensor) -> Any:
-            attention = self.plain[i].self_attn
+            attention = self.extra_layers[i].self_attn
             _, k, v = attention.qkv(context, context_rotation)
             q, own_k, own_v = (
                 part.unflatten(0, (-1, size)) for part in attention.qkv(normed, block_rotation)
@@ -328,7 +328,7 @@ class DFlashHead(DraftHead):
         context = call(recompute, self.features, features.hidden[: plan.length], features.aux[: plan.length])
         anchors = batch.ids[token_of(rows, 0)]
         h = self.block_inputs(anchors, self.embedding(batch.embed_weight), size).flatten(0, 1)
-        normed = self.plain[0].input_layernorm(h)
+        normed = self.extra_layers[0].input_layernorm(h)
         for i in range(self.config.num_layers):
             normed, h = call(recompute, partial(one_layer, i), context, normed, h)
 

@@ -69,7 +69,7 @@ class Eagle1Format(DraftFormat):
                     refuse(peer, "the fc of its EAGLE class has no bias", "Export it for sglang or eagle.")
             case "eagle":
                 if config.attention_out_bias:
-                    refuse(peer, "its head has no bias behind its attention")
+                    refuse(peer, "its head has no bias after its attention")
                 if config.rope_scaling:
                     refuse(peer, f"its RoPE has no scaling of the kind {config.rope_scaling['rope_type']}")
                 if config.head_dim * config.num_heads != config.hidden_size:

@@ -127,7 +127,7 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
 
     def new_config(self, settings: Eagle1HeadConfig, target: TargetConfig) -> Eagle1Config:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`: the layer of an EAGLE-3 head over all tokens,
-        behind EAGLE-1's ``fc``."""
+        after EAGLE-1's ``fc``."""
         like = Eagle3Config.for_target(target, target.vocab_size)
         sizes = {key: getattr(like, key) for key in (*LAYER_SIZES, "max_position_embeddings")}
         width = settings.intermediate_size or like.intermediate_size

@@ -1,1 +1,26 @@
-"""EAGLE-3 (arXiv 2503.01840), with a Llama layer or latent attention."""
+"""EAGLE-3 (arXiv 2503.01840), with a Llama layer or latent attention.
+
+Where the parts of the algorithm are:
+
+    draft model (section 3.1)
+        fusion g = fc([l; m; h])              head.py, Eagle3Head.fuse
+        decoder layer                         head.py, Eagle3Layer
+        a to the next step, LM head           head.py, Eagle3Head.feed_back and logits
+        draft vocabulary (d2t, t2d)           head.py; chosen by eagle_kit/data/chat/vocab_map.py
+    training-time test (section 3.2)
+        tokens, positions, teachers, loss mask  eagle_kit/objective/align.py
+        the K steps                           eagle_kit/objective/ttt.py, first_step and later_step
+        attention masks (figure 6)            eagle_kit/objective/step_parts.py, step_attention
+        loss                                  eagle_kit/objective/loss.py over ops/soft_cross_entropy
+    drafting
+        where entries of the draft lie        eagle_kit/drafts/base/cycle_state.py
+        one draft step, chain, tree           eagle_kit/drafts/base/autoregressive.py, AutoregressiveDrafter
+        expansion and reranking (EAGLE-2)     eagle_kit/ops/tree_build/reference.py, grow_beam and tree_build
+        verification                          eagle_kit/verify/verifiers.py over ops/accept
+        the cycle of all of them              eagle_kit/engine/cycle.py
+    the published recipe, and where our defaults depart from it
+        recipes/studies/smollm2-135m-eagle3-published.yaml
+
+``kind.py`` and ``fused_states_kind.py`` read, write and check files; ``format.py`` converts them to and from
+the layouts of other projects.
+"""

@@ -164,8 +164,8 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
         yield f"* optimiser steps: {metadata['step']:,}"
     if "tokens_seen" in metadata:
         before = metadata.get("tokens_before")
-        behind = f", after {before:,} of what it began with" if before else ""
-        yield f"* tokens seen: {metadata['tokens_seen']:,}{behind}"
+        before_it = f", after {before:,} of what it began with" if before else ""
+        yield f"* tokens seen: {metadata['tokens_seen']:,}{before_it}"
     if "seconds" in metadata:
         yield f"* time: {_duration(metadata['seconds'])}"
     if peak := metadata.get("peak_memory_gb"):

@@ -85,9 +85,9 @@ class MTPModule(Block):
         self.mlp = make_mlp(config, config.num_layers)
         self.shared_head = SharedHead(config)
 
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`; attention's input is ``[T, H]``."""
-        h = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(hidden)), -1))
+        h = self.eh_proj(torch.cat((self.enorm(embeds), self.hnorm(feature)), -1))
         return self.input_layernorm(h), h
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

@@ -229,7 +229,7 @@ MTP = MTPKind()
 
 def first_layer(files: DraftFiles) -> int:
     """The number that the first module has in the names of tensors: 0 in folders of ours and of SGLang's,
-    else that of the layer behind the last one."""
+    else that of the layer after the last one."""
     layers: int = files.config["num_hidden_layers"]
     if layers != files.config[COUNT] or not MTP.recognises(files):
         return layers
@@ -249,7 +249,7 @@ def _module_config(files: DraftFiles) -> dict[str, Any]:
 
 
 def _as_deepseeks(files: DraftFiles) -> DraftFiles:
-    """Files of a Qwen whose module, behind its last layer, has DeepSeek's names; others as they are."""
+    """Files of a Qwen whose module, after its last layer, has DeepSeek's names; others as they are."""
     names = [name for name in files.names if name.startswith("mtp.")]
     raw = _module_config(files)
     if not names:
@@ -301,7 +301,7 @@ def _take_shared(
 
 
 def _copy_last_layer(module: MTPModule, target: Target) -> None:
-    """Put the target's last layer behind ``eh_proj``, which begins as the sum of its two inputs."""
+    """Put the target's last layer after ``eh_proj``, which begins as the sum of its two inputs."""
     state = target.layers[-1].state_dict()
     try:
         module.load_state_dict(state, strict=False)

@@ -48,7 +48,7 @@ class NgramDraft(NamedTuple):
         return (self.parents != np.arange(self.parents.shape[1])).sum(1)
 
     def cut(self, num_nodes: int) -> "NgramDraft":
-        """Return the first nodes of each window; those behind must be unused."""
+        """Return the first nodes of each window; those after must be unused."""
         return NgramDraft(*(np.ascontiguousarray(part[:, :num_nodes]) for part in self))
 
 
@@ -103,7 +103,7 @@ class NgramIndex:
         depth: int,
         salts: Sequence[str | None] = (),
     ) -> NgramDraft:
-        """Draft a tree behind every context, whose last token is the root.
+        """Draft a tree after every context, whose last token is the root.
 
         Args:
             contexts: the last tokens of each request; more than W are ignored.

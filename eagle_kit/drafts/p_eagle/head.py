@@ -90,11 +90,11 @@ class PEagleHead(Eagle3Head):
     @property
     def stack(self) -> list[AfterAttention]:
         """All decoder layers, in order."""
-        return [self.midlayer, *self.plain]
+        return [self.midlayer, *self.extra_layers]
 
     @property
-    def plain(self) -> list[PlainLayer]:
-        """The layers behind the first."""
+    def extra_layers(self) -> list[PlainLayer]:
+        """The layers after the first."""
         return list(self.layers.values())  # type: ignore[arg-type]
 
     @property
@@ -114,13 +114,13 @@ class PEagleHead(Eagle3Head):
         self, layer: int, residual: torch.Tensor, attended: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """End ``layer``, of the :attr:`stack`, from what its attention gave -> what the next one's attention
-        reads, and its residual, ``[T, H]`` each; behind the last layer, what the output layer reads."""
-        h, added = self.stack[layer].parts(residual, attended)
-        norms = [*(plain.input_layernorm for plain in self.plain), self.norm]
+        reads, and its residual, ``[T, H]`` each; after the last layer, what the output layer reads."""
+        h, added = self.stack[layer].residual_and_mlp(residual, attended)
+        norms = [*(each.input_layernorm for each in self.extra_layers), self.norm]
         return norms[layer].add(added, h)
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
-        """See :class:`~eagle_kit.models.draft_head.DraftHead`: step 0 at all rows, and masks behind
+        """See :class:`~eagle_kit.models.draft_head.DraftHead`: step 0 at all rows, and masks after
         those that draft."""
         rows, positions = given.rows, given.positions
         masks = [part.expand(len(rows), -1) for part in self.mask_inputs()]
@@ -143,14 +143,15 @@ class PEagleHead(Eagle3Head):
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
-        wanted: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> StepOutput:
         """See :class:`~eagle_kit.models.draft_head.DraftHead`: all layers over rows of any step."""
         (x, residual), rotation = inputs, self.rope.at(positions)
         for i, layer in enumerate(self.stack):
             attended = layer.self_attn.attended(x, rotation, i, attend)
-            if wanted is not None and i + 1 == self.config.num_layers:
-                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
+            if output_rows is not None and i + 1 == self.config.num_layers:
+                attended = attended.index_select(0, output_rows)
+            residual = residual.index_select(0, output_rows)
             x, residual = self.next_inputs(i, residual, attended)
         return StepOutput(residual, x)
 

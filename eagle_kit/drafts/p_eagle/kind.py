@@ -14,7 +14,7 @@ from eagle_kit.config.drafts.fused_states import PEagleHeadConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.kind import InitContext, Weights, describe_attention
-from eagle_kit.drafts.eagle3.fused_states import (
+from eagle_kit.drafts.eagle3.fused_states_kind import (
     LAYERS,
     FusedStatesKind,
     config_overrides,
@@ -62,7 +62,7 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
         return is_fused and (any(files.config.get(key) for key in keys) or MASK_HIDDEN in files.names)
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
-        """See :class:`~eagle_kit.drafts.eagle3.fused_states.FusedStatesKind`."""
+        """See :class:`~eagle_kit.drafts.eagle3.fused_states_kind.FusedStatesKind`."""
         config, where = files.config, files.where
         fields = super().read_fields(files, target)
         if fields["mla"] is not None:

@@ -14,10 +14,11 @@ from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
+from eagle_kit.drafts.base.autoregressive import AutoregressiveDrafter
 from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import Drafter
-from eagle_kit.drafts.base.ready import ReadyDrafter
+from eagle_kit.drafts.base.one_pass import OnePassDrafter
 from eagle_kit.engine.cycle import root_only
 from eagle_kit.engine.engine import Engine
 from eagle_kit.engine.request import Request
@@ -133,9 +134,10 @@ class _Recorder:
         """See :class:`Drafter`."""
         assert state.draft is not None
         made: Drafts
-        if isinstance(self._drafter, ReadyDrafter):
+        if isinstance(self._drafter, OnePassDrafter):
             made = ReadyCandidates(*state.draft[:2])
         else:
+            assert isinstance(self._drafter, AutoregressiveDrafter)
             made = self._drafter.grow_candidates(state, shape, num_columns)
         confidence = self._drafter.confidence(state.draft)
         assert confidence is not None

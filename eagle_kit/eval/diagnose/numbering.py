@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
-from eagle_kit.drafts.eagle3.fused_states import (
+from eagle_kit.drafts.eagle3.fused_states_kind import (
     CONVENTION_OFFSETS,
     FusedStatesKind,
     layer_ids_without_convention,

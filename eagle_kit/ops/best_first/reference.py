@@ -12,31 +12,47 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Tree:
-    """Window of the ``nodes`` N best; ``roots [B]``, ``tokens [B, S, K]``, ``scores [B, S, P, K]``.
+    """Make the window of the N best nodes; the arguments are described in ``__init__.py``.
 
-    The frontier holds the children of all chosen nodes, K of each, so its index orders equals.
+    Args:
+        roots: int64 ``[B]``.
+        tokens: int64 ``[B, S, K]``.
+        scores: fp32 ``[B, S, P, K]``.
+        nodes: N.
     """
     b, steps, topk = tokens.shape
     device = roots.device
-    row = torch.arange(b, device=device)
+    request = torch.arange(b, device=device)
     child = torch.arange(topk, device=device)
     gains = scores.nan_to_num(nan=LOWEST, posinf=0.0, neginf=LOWEST)
+
+    # The frontier has the K children of every node of the window, by the node's index: so its order is that
+    # of equals. At first it has those of the root.
     frontier = scores.new_full((b, nodes * topk), float("-inf"))
     frontier[:, :topk] = gains[:, 0, 0].clamp(max=0.0)
+
+    # The window: tokens, parents, depths and ancestors. At first it has the root.
     window = torch.zeros(4, b, nodes, dtype=torch.int64, device=device)
-    window[0, :, 0], window[3, :, 0] = roots, 1
+    window[0, :, 0] = roots
+    window[3, :, 0] = 1
     for node in range(1, nodes):
-        at = frontier.argmax(1)
-        score = frontier.gather(1, at[:, None])
-        frontier.scatter_(1, at[:, None], float("-inf"))
-        parent = at // topk
-        candidate = at % topk
-        _, _, depth, ancestors = window[:, row, parent].unbind()
-        chosen = tokens[row, depth, candidate], parent, depth + 1, ancestors | (1 << node)
-        window[:, :, node] = torch.stack(chosen)
-        is_last = (depth + 1 == steps)[:, None]
-        given = candidate.clamp(max=scores.shape[2] - 1)
-        gain = gains[row, (depth + 1).clamp(max=steps - 1), given]
+        # Take the best of the frontier.
+        best = frontier.argmax(1)
+        score = frontier.gather(1, best[:, None])
+        frontier.scatter_(1, best[:, None], float("-inf"))
+
+        # Add it to the window. Its depth is its parent's and one.
+        parent = best // topk
+        candidate = best % topk
+        _, _, parent_depth, ancestors = window[:, request, parent].unbind()
+        token = tokens[request, parent_depth, candidate]
+        depth = parent_depth + 1
+        window[:, :, node] = torch.stack((token, parent, depth, ancestors | (1 << node)))
+
+        # Its children enter the frontier, none of them with a higher score than its own.
+        before = candidate.clamp(max=scores.shape[2] - 1)
+        gain = gains[request, depth.clamp(max=steps - 1), before]
         children = torch.minimum((score + gain).clamp(min=LOWEST), score)
+        is_last = (depth == steps)[:, None]
         frontier[:, node * topk + child] = children.masked_fill(is_last, float("-inf"))
     return Tree(*window.unbind())

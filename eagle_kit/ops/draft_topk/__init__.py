@@ -48,9 +48,18 @@ def draft_topk(
 def topk_of_logits(
     logits: torch.Tensor, topk: int, *, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k of logits that are at hand, ``[T, Vd]`` of any float type, with any ``topk``: what
-    :func:`draft_topk` returns, in C++ on a CPU for a ``topk`` of :data:`MAX_TOPK` at most, or by torch's own
-    operation, which leaves the order of equals open."""
+    """Top-k of logits that are computed already, in C++ on a CPU for a ``topk`` up to :data:`MAX_TOPK`.
+
+    Otherwise it is torch's own operation, which leaves the order of equal logits open.
+
+    Args:
+        logits: ``[T, Vd]`` of any float type.
+        topk: K, any number up to Vd.
+        normalized: see :func:`draft_topk`.
+
+    Returns:
+        int64 and fp32 ``[T, K]``, best first, as of :func:`draft_topk`.
+    """
     logits = logits.float()
     if topk <= MAX_TOPK and uses_cpp(logits):
         ids, scores = torch.ops.eagle_kit_cpp.draft_topk(logits.contiguous(), topk, normalized)
@@ -59,4 +68,6 @@ def topk_of_logits(
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
     values, ids = logits.topk(topk, -1)
-    return ids, values - logits.logsumexp(-1, keepdim=True) if normalized else torch.zeros_like(values)
+    if not normalized:
+        return ids, torch.zeros_like(values)
+    return ids, values - logits.logsumexp(-1, keepdim=True)

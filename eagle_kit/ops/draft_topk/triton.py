@@ -71,7 +71,7 @@ def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     id = tile * TILE + tl.arange(0, TILE)
     h = tl.arange(0, DEPTH)
-    # Rows and ids behind the last repeat it, so that loads need no mask.
+    # Rows and ids after the last repeat it, so that loads need no mask.
     x += tl.minimum(row, num_rows - 1).to(tl.int64)[None, :] * size + h[:, None]
     weight_rows = weight + tl.minimum(id, vocab - 1).to(tl.int64) * size
     if PDL:

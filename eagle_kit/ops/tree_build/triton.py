@@ -4,14 +4,14 @@ Order: candidate i comes before j if its score is higher, or equal and i < j. A 
 in this order, so a program counts the candidates before each one (K^4 comparisons, 65,536 at most), which
 gives its index.
 
-A candidate of a window counts no more than its ancestors, whose least key is found by pointer doubling: after
-r rounds 2^r - 1 of them are seen, so log2 S rounds suffice. So parents are chosen with their children, also
-where scores are NaN.
+The value of a candidate is capped at those of its ancestors, whose least key is found by pointer doubling:
+after r rounds 2^r - 1 of them are included, so log2 S rounds suffice. So parents are selected with their
+children, also where scores are NaN.
 
-A window needs its N - 1 best of n in the order of their numbers. Their worst score is found bit by bit, from
-the top, in 32 counts over the program's candidates; candidates of equal score are kept up to the missing
-number. A node's index is then the number of kept ones up to it, its parent's index is read at the parent's
-candidate, and its ancestors are joined by pointer doubling again.
+A window needs its N - 1 best of n in the order of drafting. Their worst score is found bit by bit, from the
+top, in 32 counts over the program's candidates; candidates of equal score are kept up to the missing number.
+A node's index is then the number of kept ones up to it, its parent's index is read at the parent's candidate,
+and its ancestors are joined by pointer doubling again.
 
 Bytes: 40 n per request at most, all in cache: launch and latency are the cost. After EAGLE-2 (arXiv
 2406.16858).
@@ -67,6 +67,8 @@ def _grow_beam(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tok
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < TOPK * TOPK
+
+    # Values of the K^2 children, and their record.
     token = tl.load(next_tokens + b * TOPK * TOPK + i, inside)
     score = _child_scores(scores, next_scores, b, i, TOPK)
     parent = b * TOPK + i // TOPK
@@ -76,6 +78,7 @@ def _grow_beam(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tok
     tl.store(all_scores + record, score, inside)
     tl.store(all_parents + record, tl.load(ids + parent, inside), inside)
 
+    # Rank of each child: how many come before it.
     key = _ordered(score)
     rank = tl.zeros([BLOCK], tl.int32)
     for start in range(0, BLOCK, CHUNK):
@@ -83,6 +86,8 @@ def _grow_beam(tokens, scores, ids, ancestors, next_tokens, next_scores, all_tok
         other = tl.where(j < TOPK * TOPK, _ordered(_child_scores(scores, next_scores, b, j, TOPK)), _LOWEST)
         earlier = (other[None, :] == key[:, None]) & (j[None, :] < i[:, None])
         rank += tl.sum(((other[None, :] > key[:, None]) | earlier).to(tl.int32), 1)
+
+    # The K best are the next beam; its nodes attend to their parents' ancestors and to themselves.
     kept = inside & (rank < TOPK)
     at = b * TOPK + rank
     tl.store(new_tokens + at, token, kept)
@@ -101,12 +106,16 @@ def _tree_build(roots, tokens, scores, parents, window_tokens, window_parents, w
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < n
+
+    # Cap every value at the smallest on its path.
     key = tl.where(inside, _ordered(tl.load(scores + b * n + i, inside, 0.0)), _LOWEST)
     deep = i >= TOPK
     up = tl.where(deep & inside, tl.load(parents + b * n + i, deep & inside, 0).to(tl.int32), i)
     for _ in tl.static_range(ROUNDS):
         key = tl.minimum(key, tl.gather(key, up, 0))
         up = tl.gather(up, up, 0)
+
+    # The worst of the N - 1 best values, bit by bit; of the candidates equal to it, the first ones.
     count = nodes - 1
     worst = tl.where(tl.sum((key >= 0).to(tl.int32), 0) >= count, 0, _LOWEST)
     for round in range(31):
@@ -118,6 +127,7 @@ def _tree_build(roots, tokens, scores, parents, window_tokens, window_parents, w
     kept = better + equal * (tl.cumsum(equal, 0) <= missing).to(tl.int32)
     node = tl.cumsum(kept, 0)
 
+    # The window: token, depth, parent and ancestors of every node.
     is_kept = kept > 0
     depth = tl.where(i < TOPK, 1, 2 + (i - TOPK) // (TOPK * TOPK))
     tl.store(window_depths + b * nodes + node, depth.to(tl.int64), is_kept)
@@ -130,6 +140,8 @@ def _tree_build(roots, tokens, scores, parents, window_tokens, window_parents, w
         bits |= tl.gather(bits, up, 0)
         up = tl.gather(up, up, 0)
     tl.store(window_ancestors + b * nodes + node, bits, is_kept)
+
+    # The root.
     zero = tl.zeros((), tl.int64)
     tl.store(window_tokens + b * nodes, tl.load(roots + b))
     tl.store(window_parents + b * nodes, zero)

@@ -31,7 +31,7 @@ def loss_of_a_row(device: str, loss: str, rule: str) -> tuple[torch.Tensor, list
     head.to(device).requires_grad_(True)
     hidden = hidden.to(device)
     outputs = [output.to(device).requires_grad_() for output in outputs]
-    rows = target.head_weight[head.target_ids]
+    rows = target.head_weight[head.token_map]
     weights = row_weights(batch, [1.0, 0.8], "tokens", batch.plan.counts, 3)
     features = TargetFeatures(hidden[:, :0], hidden, argmax.to(device))
     given = TTTBatch(batch.ids, batch.plan, weights, features, target.embed_tokens.weight, rows)

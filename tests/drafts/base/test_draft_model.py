@@ -90,7 +90,7 @@ def test_the_sizes_it_names_are_those_of_its_tensors(target, text, kind):
     draft = make(kind, target)
     store = Store()
     rows = rows_of(draft, target, text)
-    features, slots = rows.features, rows.positions + draft.first_slot
+    features, slots = rows.features, rows.rope_positions + draft.first_slot
     assert features.shape == (len(slots), draft.feature_size) and features.dtype == draft.dtype
     states, read = draft.step(rows, store)
     assert sorted(store.k) == list(range(draft.cache.num_layers))
@@ -123,7 +123,7 @@ def test_rows_that_are_wanted_are_those_of_all_rows(target, text, kind):
     whole, store = draft.step(rows, Store()), Store()
     wanted, order = torch.tensor([3, 0, 3, 11]), torch.randperm(len(rows.tokens))
     shuffled = rows._replace(features=rows.features[order], feature_rows=order.argsort())
-    some = draft.step(shuffled, store, wanted=wanted)
+    some = draft.step(shuffled, store, output_rows=wanted)
     for part, expected in zip(some, whole, strict=True):
         torch.testing.assert_close(part, expected[wanted], rtol=1e-5, atol=1e-6)
     assert len(store.k[0]) == len(rows.tokens), "keys are made of all rows"
@@ -151,7 +151,7 @@ def test_eagle3_joins_the_fused_states_of_a_row_with_the_token_after_it(target, 
     assert torch.equal(ours, states)
     assert torch.equal(draft.logits(read), draft.head.logits(states))
     ids = torch.tensor([[0, 66], [30, 1]])
-    assert torch.equal(draft.to_target(ids), draft.head.target_ids[ids])
+    assert torch.equal(draft.to_target(ids), draft.head.token_map[ids])
 
 
 def test_a_small_model_reads_tokens_only(target, text):

@@ -58,7 +58,7 @@ def swapped_inputs(head):
 
 
 def rolled_map(head):
-    head.d2t.copy_(head.target_ids.roll(1) - torch.arange(len(head.d2t)))
+    head.d2t.copy_(head.token_map.roll(1) - torch.arange(len(head.d2t)))
 
 
 def norm_before_residual(head):
@@ -78,7 +78,7 @@ def nan(head):
 
 def few_tokens(head):
     kept = torch.arange(0, len(head.d2t), 3)
-    ids = head.target_ids[kept]
+    ids = head.token_map[kept]
     head.config = replace(head.config, draft_vocab_size=len(kept))
     head.lm_head.weight.data = head.lm_head.weight.data[kept]
     head.d2t, head.t2d = ids - torch.arange(len(kept)), torch.isin(torch.arange(41), ids)

@@ -92,7 +92,7 @@ def gates_swapped(head: Eagle3Head) -> None:
 
 def remapped(change):
     def inject(head: Eagle3Head) -> None:
-        head.d2t.copy_(change(head.target_ids) - torch.arange(len(head.d2t)))
+        head.d2t.copy_(change(head.token_map) - torch.arange(len(head.d2t)))
 
     return inject
 
@@ -135,7 +135,7 @@ def interleaved(head: Eagle3Head) -> None:
 
 def few_tokens(head: Eagle3Head) -> None:
     kept = torch.randperm(8192, generator=torch.Generator().manual_seed(0))[:512].sort().values
-    ids = head.target_ids[kept]
+    ids = head.token_map[kept]
     head.config = replace(head.config, draft_vocab_size=512)
     head.lm_head.weight.data = head.lm_head.weight.data[kept]
     head.d2t, head.t2d = ids - torch.arange(512), torch.isin(torch.arange(49152), ids)
@@ -252,7 +252,7 @@ def test_a_new_head_is_trained_too_little(world):
     target = world.source.target
     new.set_vocab_map(head.d2t, head.t2d)
     with torch.no_grad():
-        new.lm_head.weight.copy_(target.head_weight[head.target_ids])
+        new.lm_head.weight.copy_(target.head_weight[head.token_map])
         new.norm.weight.copy_(target.norm.weight * 0.1)
     found = world.causes(new.eval().requires_grad_(False))
     assert found[0].subject == "too little training"

@@ -85,7 +85,7 @@ class Step:
                     self.weights,
                     features,
                     self.target.embed_tokens.weight,
-                    self.target.head_weight[self.head.target_ids],
+                    self.target.head_weight[self.head.token_map],
                 ),
             )
         return result, {name: parameter.grad for name, parameter in self.head.named_parameters()}
