@@ -153,7 +153,7 @@ class Engine:
 
         # Launched results, the oldest first, and requests with new tokens since the last step.
         self._in_flight: deque[Results] = deque()
-        self._news: dict[Request, None] = {}
+        self._updated: dict[Request, None] = {}
 
         # Counters. Tokens that are not in the totals yet: how many are new, how many of them were drafted
         # (None where nothing was), and how many draft tokens were verified.
@@ -258,7 +258,7 @@ class Engine:
         if self.graphs_in_use is None:
             self._graphs = {None: self.runner.graphs}
         if name not in self._graphs:
-            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].anew()
+            self._graphs[name] = GraphRunner("off") if name == "off" else self._graphs[None].new_empty()
         self.runner.graphs = self._graphs[name]
         self.graphs_in_use = name
         if name is None:
@@ -383,10 +383,10 @@ class Engine:
                 self.end(request, "stop")
 
     def drain(self) -> None:
-        """Drop results in flight, and unread news of aborted requests."""
+        """Drop results in flight, and what :meth:`step` would have returned of aborted requests."""
         assert not (self.scheduler.running or self.num_waiting), "requests are being served"
         self._collect_until(0)
-        self._news.clear()
+        self._updated.clear()
 
     def step(self) -> list[Request]:
         """Schedule, launch, and collect results. The calling thread's current CUDA device does not matter.
@@ -437,9 +437,9 @@ class Engine:
         # Hand over the requests with new tokens.
         self.totals.num_steps += 1
         self._is_timing = not plan.chunks
-        news = list(self._news)
-        self._news = {}
-        return news
+        updated = list(self._updated)
+        self._updated = {}
+        return updated
 
     def _shape(self, decoding: Sequence[Request]) -> SpecShape:
         """Choose the shape of the next cycle."""
@@ -547,8 +547,8 @@ class Engine:
             # Cache the pages of a whole prompt.
             if results.is_prefill:
                 self.scheduler.mark_finite(request, results.num_computed[i])
-                if not request.is_prefilling and self.scheduler.publish(request):
-                    self.runner.forget_pages(request)
+                if not request.is_prefilling and self.scheduler.cache_pages(request):
+                    self.runner.invalidate_pages(request)
 
             # Append the new tokens.
             num_emitted = counts[i]
@@ -557,7 +557,7 @@ class Engine:
             start = len(request.reply.token_ids)
             reason = self._append_tokens(request, tokens[i][:num_emitted], now)
             num_tokens = len(request.reply.token_ids) - start
-            self._news[request] = None
+            self._updated[request] = None
 
             # Append their log-probabilities.
             top = request.params.logprobs
@@ -702,9 +702,9 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request. If its reply has a stop text, the reply ends there."""
-        self._news[request] = None
+        self._updated[request] = None
         if request.sequence.slot >= 0:
-            self.scheduler.publish(request)
+            self.scheduler.cache_pages(request)
         self.scheduler.remove(request)
         if request.has_stops:
             reason = self._cut_at_stop_text(request, reason)

@@ -766,7 +766,7 @@ class LLM:
     def _serve(
         self, requests: Sequence[Request], shape: str | SpecShape | ShapeTable | None
     ) -> Generator[Request, None, None]:
-        """Serve requests of a call -> each of them whenever it has new tokens; the last news is its end."""
+        """Serve requests of a call -> each of them whenever it has new tokens; the last time is its end."""
         engine = self._idle_engine(shape)
         live = set(requests)
         try:
@@ -774,8 +774,8 @@ class LLM:
                 engine.add_request(request)
             while engine.has_work:
                 with out_of_memory("computing replies", NEED_LESS):
-                    news = engine.step()
-                for request in news:
+                    updated = engine.step()
+                for request in updated:
                     if request.has_stops:
                         request.decode_text()
                         engine.stop(request)
@@ -805,8 +805,8 @@ class LLM:
         num_open = [len(replies) for replies in asked]
         bar = _progress_bar(len(requests)) if progress else None
         try:
-            with closing(self._serve(requests, shape)) as news:
-                for request in news:
+            with closing(self._serve(requests, shape)) as updates:
+                for request in updates:
                     if request.finish_reason is None:
                         continue
                     at = prompt_of[request]
@@ -853,8 +853,8 @@ class LLM:
                 place[request] = at, number
         num_chars = dict.fromkeys(requests, 0)
         num_tokens = dict.fromkeys(requests, 0)
-        with closing(self._serve(requests, shape)) as news:
-            for request in news:
+        with closing(self._serve(requests, shape)) as updates:
+            for request in updates:
                 text = request.decode_text()
                 token_ids = list(request.token_ids)
                 yield ReplyDelta(

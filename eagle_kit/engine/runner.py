@@ -43,7 +43,7 @@ from eagle_kit.engine.measured.prefill_backends import open_backends
 from eagle_kit.engine.request import Request, SequenceState
 from eagle_kit.engine.sampling_tables import SamplingTables, is_adjusted
 from eagle_kit.engine.scheduler import Chunk
-from eagle_kit.engine.slots import Slots, Tables
+from eagle_kit.engine.slots import AdjustmentTables, Slots
 from eagle_kit.engine.tensor_parallel.agreement import agree_bits, agree_tree
 from eagle_kit.kv.dp_latents import ShardRequests, shard_requests
 from eagle_kit.kv.open import open_store
@@ -89,11 +89,11 @@ class Results(NamedTuple):
         return self.num_draft_tokens is None
 
 
-def _num_nodes(most_found: int, num_nodes: int) -> int:
-    """Nodes of n-gram windows with up to ``most_found`` drafts each: the root and none, a quarter, half,
-    three quarters or all of the drafts of ``num_nodes``. Few sizes are few recordings."""
-    quarters = [-(-part * (num_nodes - 1) // 4) for part in range(5)]
-    return 1 + next(quarter for quarter in quarters if quarter >= most_found)
+def _rounded_nodes(most_drafts: int, max_nodes: int) -> int:
+    """Nodes of n-gram windows with up to ``most_drafts`` drafts each: the root, and their number rounded up
+    to a quarter of the drafts of ``max_nodes``. So there are five sizes, and few recordings."""
+    quarters = [-(-part * (max_nodes - 1) // 4) for part in range(5)]
+    return 1 + next(quarter for quarter in quarters if quarter >= most_drafts)
 
 
 class CycleInputs(NamedTuple):
@@ -362,17 +362,19 @@ class Runner:
         seq_lens = self._tensor([request.num_to_compute for request in prompts.finished])
         self.slots.join(slot_ids, seq_lens, roots, draft)
         for i, request in enumerate(prompts.finished):
-            self.slots.adjust(request, self.vocab_size, roots[i : i + 1])
+            self.slots.write_adjustments(request, self.vocab_size, roots[i : i + 1])
         return results
 
     def _pack(self, chunks: Sequence[Chunk], lookback: int) -> _PackedPrompts:
         """Pack chunks behind each other, each with the ``lookback`` tokens before it."""
         prompts = _PackedPrompts([], [], [], [], [], [], [])
-        for request, chunk_start, stop, _ in chunks:
+        for chunk in chunks:
+            request = chunk.request
+            stop = chunk.stop
             sequence = request.sequence
 
             # The tokens of the chunk, and the token after each. The last one may not be known yet.
-            start = max(0, chunk_start - lookback)
+            start = max(0, chunk.start - lookback)
             next_ids = request.tokens(start + 1, stop + 1)
             if len(next_ids) < stop - start:
                 next_ids = [*next_ids, 0]
@@ -380,7 +382,7 @@ class Runner:
             prompts.next_ids.extend(next_ids)
 
             # Tokens before the chunk, and those of shared pages, are in the pool already.
-            write_from = max(chunk_start, sequence.num_shared_tokens)
+            write_from = max(chunk.start, sequence.num_shared_tokens)
             page_table = self.slots.page_table[sequence.slot]
             shard = sequence.allocation.shard
             prompts.segments.append(Segment(page_table, start, stop, write_from, shard))
@@ -467,8 +469,9 @@ class Runner:
         """Bring the device's page tables of ``requests`` up to date, before their prompts or cycles."""
         self.slots.set_pages(requests)
 
-    def forget_pages(self, request: Request) -> None:
-        """Write all pages of a request again before its next prompt or cycle, because some have changed."""
+    def invalidate_pages(self, request: Request) -> None:
+        """Let the device's page table of a request be written again before its next prompt or cycle, because
+        some of its pages have changed."""
         request.on_device.num_pages_written = -1
 
     def decode(
@@ -488,10 +491,12 @@ class Runner:
         # Bring the draft up to date, as far as this cycle needs it.
         has_backfill = self._prepare_draft(requests, shape)
 
-        # Constants of the cycle.
+        # Constants of the cycle. Keys after those of the pool: of the window, of the tree while it grows,
+        # or of the emitted tokens with what draft-extend appends.
         size = len(batch.inputs.slot_ids)
-        num_drafted = 1 + max(shape.steps - 1, 0) * shape.topk
-        num_new = max(shape.tokens, num_drafted, shape.steps + 2 + self._num_appended)
+        num_grown = 1 + max(shape.steps - 1, 0) * shape.topk
+        num_extended = shape.steps + 2 + self._num_appended
+        num_new = max(shape.tokens, num_grown, num_extended)
         settings = self._settings(size, shape, self._num_columns(requests, num_new), batch.num_logprobs)
 
         # N-gram drafts come from the host.
@@ -502,7 +507,7 @@ class Runner:
             num_draft_tokens = found.num_drafts[: len(requests)].tolist()
             # A batch in which few drafts were found has smaller windows, where no graph fixes their size.
             if self.target.ranks is None and not self.graphs.has_fixed_shapes:
-                found = found.cut(_num_nodes(max(num_draft_tokens), shape.tokens))
+                found = found.cut(_rounded_nodes(max(num_draft_tokens), shape.tokens))
             # The first rank's log may hold tokens that a stop text removed, so all ranks take its drafts.
             tree = agree_tree(to_tree(found, self.device), self.target.ranks)
 
@@ -904,7 +909,7 @@ class Runner:
         if sampling is not None and is_adjusted(sampling):
             assert self.slots.tables is not None
             rows = (table[inputs.slot_ids] for table in self.slots.tables)
-            sampling = sampling._replace(**dict(zip(Tables._fields, rows, strict=True)))
+            sampling = sampling._replace(**dict(zip(AdjustmentTables._fields, rows, strict=True)))
         state = self.slots.gather(inputs.slot_ids, with_draft=with_draft)
         return state._replace(shard=inputs.shard), sampling
 

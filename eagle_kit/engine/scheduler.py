@@ -255,13 +255,15 @@ class Scheduler:
         sequence.num_finite = num_tokens
         sequence.num_computed = max(sequence.num_computed, num_tokens)
 
-    def publish(self, request: Request) -> bool:
+    def cache_pages(self, request: Request) -> bool:
         """Put the pages of a request that hold finite numbers into the prefix cache.
 
         Returns:
             True if page numbers of the request changed.
         """
-        return self.page_pool.publish(request.sequence.allocation, request.tokens(0, request.num_cacheable))
+        return self.page_pool.cache_pages(
+            request.sequence.allocation, request.tokens(0, request.num_cacheable)
+        )
 
     # The queue.
 
@@ -366,7 +368,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Send a request of the batch back to the queue. Its pages stay in the prefix cache."""
-        self.publish(request)
+        self.cache_pages(request)
         self.remove(request)
         self.add(request)
 

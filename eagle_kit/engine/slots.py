@@ -22,7 +22,7 @@ from eagle_kit.ops.sampling import write_bias
 from eagle_kit.ops.transfer import to_device
 
 
-class Tables(NamedTuple):
+class AdjustmentTables(NamedTuple):
     """Tables of the vocabulary that penalties and biases read, one row per slot.
 
     Rows of requests without penalties and biases are 0. Their counts may grow, which no penalty reads.
@@ -84,7 +84,7 @@ class Slots:
         self.draft = drafter.empty_state(count + 1, candidate_spec) if drafter is not None else None
 
         # State that only some requests need, made when it is first needed.
-        self.tables: Tables | None = None
+        self.tables: AdjustmentTables | None = None
         self._adjusted: set[int] = set()
         self.pending: PendingTokens | None = None
         self.masks: torch.Tensor | None = None
@@ -166,7 +166,7 @@ class Slots:
 
         Args:
             slot_ids: int64 ``[B]``, its slots.
-            counts: int32 ``[B, V]``, the new counts of ``Tables``; None if the cycle did not read them.
+            counts: int32 ``[B, V]``, the new counts of the ``tables``; None if the cycle did not read them.
         """
         tables = [self.seq_lens, self.roots]
         new = [state.seq_lens, state.roots]
@@ -244,7 +244,7 @@ class Slots:
         tokens[slot_ids, 0] = tokens[slot_ids, last]
         counts[slot_ids] = counts[slot_ids].clamp(max=1)
 
-    def adjust(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
+    def write_adjustments(self, request: Request, vocab_size: int, root: torch.Tensor) -> None:
         """Write a request's rows of the tables that penalties and biases read.
 
         Args:
@@ -273,12 +273,12 @@ class Slots:
         known = to_device(request.token_ids, root.device) if request.token_ids else root
         counts[slot].index_add_(0, known, torch.ones_like(known, dtype=torch.int32))
 
-    def make_tables(self, vocab_size: int) -> "Tables":
+    def make_tables(self, vocab_size: int) -> AdjustmentTables:
         """Return the tables of all slots, made when they are first needed."""
         if self.tables is None:
             shape = (self.dummy + 1, vocab_size)
             device = self.roots.device
-            self.tables = Tables(
+            self.tables = AdjustmentTables(
                 counts=torch.zeros(shape, dtype=torch.int32, device=device),
                 bias=torch.zeros(shape, dtype=torch.float32, device=device),
                 prompt_mask=torch.zeros(shape, dtype=torch.bool, device=device),

@@ -75,7 +75,7 @@ class PageAllocation:
 
     Attributes:
         snapshots: snapshots after private pages, by the number of pages up to there.
-        passing: node and index of the passing snapshot that was published last.
+        passing: node and index of the passing snapshot that was cached last.
         source: node whose snapshot the request continues from; None once it is read.
         began: the same node, kept after it is read.
         shard: number of the shard that all pages belong to.
@@ -345,7 +345,7 @@ class PagePool:
         allocation.pages += [self._free[shard].pop() for _ in range(num_pages)]
         return True
 
-    def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
+    def cache_pages(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
         """Cache the whole pages of ``tokens``, which the request has computed and still holds.
 
         Where a page of the same tokens is cached already, the request holds that page and frees its own.

@@ -496,7 +496,7 @@ def test_nobody_gives_way_where_pages_would_still_be_missing(is_shared, length, 
     for request in (far, near):
         admitted(scheduler, [request])
         scheduler.mark_finite(request, request.num_to_compute)
-        pool.publish(request.sequence.allocation, request.prompt_ids)
+        pool.cache_pages(request.sequence.allocation, request.prompt_ids)
     assert pool.num_available == 4
     assert near.sequence.num_shared_tokens == 8 * is_shared
 
@@ -627,7 +627,7 @@ def test_a_request_goes_where_most_of_its_tokens_are_cached():
     first, second = requests_of([[1] * 16, [2] * 16])
     assert admitted(scheduler, [first, second]) == [0, 1]
     for request in (first, second):
-        scheduler.page_pool.publish(request.sequence.allocation, request.prompt_ids)
+        scheduler.page_pool.cache_pages(request.sequence.allocation, request.prompt_ids)
     scheduler.remove(first)  # the second goes on, so that the first shard has more room
     again = requests_of([[*second.prompt_ids, 5], [*second.prompt_ids[:4], *[6] * 13]], first=10)
     assert admitted(scheduler, again[:1]) == [1] and again[0].sequence.num_shared_tokens == 16
@@ -667,7 +667,7 @@ def test_the_cache_is_not_followed_to_a_rank_with_far_more_requests():
     scheduler = scheduler_of_ranks(16, 400)
     (first,) = requests_of([[1] * 16])
     assert admitted(scheduler, [first]) == [0]
-    scheduler.page_pool.publish(first.sequence.allocation, first.prompt_ids)
+    scheduler.page_pool.cache_pages(first.sequence.allocation, first.prompt_ids)
     chats = requests_of([[*first.prompt_ids, i] for i in range(10)], first=10)
     given = admitted(scheduler, chats)
     assert given[0] == 0 and chats[0].sequence.num_shared_tokens == 16

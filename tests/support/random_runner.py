@@ -75,7 +75,7 @@ class RandomRunner:
                 self.tables[request.sequence.slot] = request.sequence.allocation.table
                 request.on_device.num_pages_written = len(request.sequence.allocation)
 
-    def forget_pages(self, request):
+    def invalidate_pages(self, request):
         request.on_device.num_pages_written = -1
 
     def prefill(self, chunks):

@@ -464,7 +464,7 @@ class CpuGraphs:
         """See :class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs`."""
         return len(self._recordings)
 
-    def anew(self) -> "CpuGraphs":
+    def new_empty(self) -> "CpuGraphs":
         """See :class:`~eagle_kit.engine.graphs.cuda_graph.CycleGraphs`."""
         return CpuGraphs(record_after=1, is_bounded=False)
 

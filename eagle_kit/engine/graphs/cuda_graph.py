@@ -78,7 +78,7 @@ class CycleGraphs(Protocol):
     def num_warm_ups(self) -> int:
         """Number of runs that were no replays: eager runs before a graph is made, and captures."""
 
-    def anew(self) -> "CycleGraphs":
+    def new_empty(self) -> "CycleGraphs":
         """Return an object of the same class without graphs. It makes one at the first run of each kind."""
 
     def run(self, call: GraphCall) -> Any:
@@ -208,7 +208,7 @@ class GraphRunner:
         """See :class:`CycleGraphs`."""
         return len(self._graphs)
 
-    def anew(self) -> "GraphRunner":
+    def new_empty(self) -> "GraphRunner":
         """See :class:`CycleGraphs`."""
         return type(self)(self.mode)
 

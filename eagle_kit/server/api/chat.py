@@ -69,13 +69,13 @@ class ChatAnswer(Answer[ChatRequest]):
             return cls(service, body, generation, readers)
 
         # A reply under a grammar, which begins behind the reasoning.
-        bound = await service.off_loop(http, forms.bound, prompt)
+        constrained = await service.off_loop(http, forms.constrained, prompt)
         generation = await service.generate(
-            http, body, [prompt], "chatcmpl", bound.shown_tokens, bound.thought
+            http, body, [prompt], "chatcmpl", constrained.shown_tokens, constrained.thought
         )
         readers = []
         for _ in generation.replies:
-            reader = None if bound.make_reader is None else bound.make_reader()
+            reader = None if constrained.make_reader is None else constrained.make_reader()
             readers.append(ChosenCallReader(body.chosen_function, reader) if body.must_call else reader)
         return cls(service, body, generation, readers)
 

@@ -23,7 +23,7 @@ from eagle_kit.data.chat.reply.parts import Call, ReplyReader, read_reply
 from eagle_kit.data.chat.reply.tags import (
     END_THINK,
     THINK,
-    BoundReader,
+    ConstrainedReader,
     TagReader,
     closes_thought,
     opens_thought,
@@ -63,7 +63,7 @@ TOOL: Tool = {
 CALL = Call("eaglekitprobe", {"x": "y"})
 
 
-class BoundReply(NamedTuple):
+class ConstrainedReply(NamedTuple):
     """How a reply is read whose answer is held by a grammar.
 
     Attributes:
@@ -114,7 +114,7 @@ class ReplyForms:
         tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         return _reader(self.reasoning, calls, tail, tools)
 
-    def bound(self, prompt_ids: Sequence[int]) -> BoundReply:
+    def constrained(self, prompt_ids: Sequence[int]) -> ConstrainedReply:
         """Say how a reply to a prompt is read whose answer is held by a grammar, which has no room for the
         markers of calls. It has no reasoning where the prompt has closed that, or where its markers are no
         tokens of their own."""
@@ -122,11 +122,11 @@ class ReplyForms:
         tail = self.renderer.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         thought = None if form is None else self._thought(form, tail)
         if thought is None:
-            return BoundReply()
-        make_reader: Callable[[], ReplyReader] = partial(BoundReader, is_opened=thought.opener is None)
+            return ConstrainedReply()
+        make_reader: Callable[[], ReplyReader] = partial(ConstrainedReader, is_opened=thought.opener is None)
         if form == HARMONY:
             make_reader = partial(_reader, form, None, tail, ())
-        return BoundReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
+        return ConstrainedReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
 
     def _thought(self, form: str, prompt: str) -> Thought | None:
         if form == HARMONY:

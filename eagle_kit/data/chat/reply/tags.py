@@ -219,7 +219,7 @@ class TagReader:
             self._is_behind_call = False
 
 
-class BoundReader(TagReader):
+class ConstrainedReader(TagReader):
     """Reader of replies whose answer is held by a grammar: all behind the thought is content, white space
     included.
 
