@@ -133,9 +133,9 @@ class AcceptanceModel:
         self._survival = reach_of(log_odds, OFFSETS)  # [G, M, C, S]
         self._tokens = 1.0 + self._survival.sum(3).transpose(0, 2, 1)  # [G, C, M]
         self._token_lists: list[list[list[float]]] = self._tokens.tolist()
-        average = conditional_log_odds(table.average(), shapes)  # [M, 1, S]
+        unknown = conditional_log_odds(table.without_confidence(), shapes)  # [M, 1, S]
         self._log_odds: list[list[list[float]]] = []  # by shape and class, the last one for unknown classes
-        for shape, by_class in zip(shapes, np.concatenate([log_odds, average], 1), strict=True):
+        for shape, by_class in zip(shapes, np.concatenate([log_odds, unknown], 1), strict=True):
             self._log_odds.append([odds[: shape.steps].tolist() for odds in by_class])
 
         # Statistics that requests share.
