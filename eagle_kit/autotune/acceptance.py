@@ -307,7 +307,7 @@ class AcceptanceTable:
             return 1.0
         return 1.0 + float(self.shares[shape] @ self.reach[shape].sum(1))
 
-    def average(self) -> "AcceptanceTable":
+    def without_confidence(self) -> "AcceptanceTable":
         """Return the table of cycles whose confidence is not known."""
         reach = {shape: (self.shares[shape] @ self.reach[shape])[None] for shape in self.reach}
         return AcceptanceTable((), dict.fromkeys(reach, np.ones(1)), reach)

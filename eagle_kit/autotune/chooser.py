@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from eagle_kit.autotune.acceptance import AcceptanceTable
-from eagle_kit.autotune.calibration import Calibration
 from eagle_kit.autotune.chances import chance_of, conditional_log_odds, log_odds_of, reach_of
+from eagle_kit.autotune.confidence_calibration import Calibration
 from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
 from eagle_kit.autotune.row_budgets import RowBudgets, expected_accepted, tokens_by_num_drafts
 from eagle_kit.autotune.shapes import Seconds
@@ -133,9 +133,9 @@ class AcceptanceModel:
         self._survival = reach_of(log_odds, OFFSETS)  # [G, M, C, S]
         self._tokens = 1.0 + self._survival.sum(3).transpose(0, 2, 1)  # [G, C, M]
         self._token_lists: list[list[list[float]]] = self._tokens.tolist()
-        average = conditional_log_odds(table.average(), shapes)  # [M, 1, S]
+        unknown = conditional_log_odds(table.without_confidence(), shapes)  # [M, 1, S]
         self._log_odds: list[list[list[float]]] = []  # by shape and class, the last one for unknown classes
-        for shape, by_class in zip(shapes, np.concatenate([log_odds, average], 1), strict=True):
+        for shape, by_class in zip(shapes, np.concatenate([log_odds, unknown], 1), strict=True):
             self._log_odds.append([odds[: shape.steps].tolist() for odds in by_class])
 
         # Statistics that requests share.

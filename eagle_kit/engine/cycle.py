@@ -202,7 +202,7 @@ def finish_cycle(
     drafter = models.drafter
     pending = None
     if drafter is not None and defers_draft(drafter, settings):
-        hidden_states = drafter.model.states(verified.out)
+        hidden_states = drafter.model.target_hidden_states(verified.out)
         pending = PendingTokens(hidden_states[:, None], emitted.tokens, emitted.num_emitted)
         drafter = None
 

@@ -463,16 +463,21 @@ class Engine:
     def choices(self) -> list[Choice]:
         """What the policy chooses for text like that of the last requests, by batch size; empty where shapes
         are given."""
-        if isinstance(self.shapes, ShapeTable):
+        if self._policy is None:
             return []
-        sizes = [size for size in self.config.batch_sizes if size & (size - 1) == 0]
-        return self.shapes.plan(sizes)
+        powers_of_two = [size for size in self.config.batch_sizes if size & (size - 1) == 0]
+        return self._policy.plan(powers_of_two)
 
     def reasons(self) -> list[str]:
         """Say why shapes are chosen as they are; empty where they are given."""
-        if isinstance(self.shapes, ShapeTable):
+        if self._policy is None:
             return []
-        return [*map(str, self.choices()), self.shapes.origin]
+        return [*map(str, self.choices()), self._policy.origin]
+
+    @property
+    def _policy(self) -> ShapePolicy | None:
+        """The policy that chooses shapes; None where they are given."""
+        return self.shapes if isinstance(self.shapes, ShapePolicy) else None
 
     @property
     def takes_grammars(self) -> bool:
@@ -603,13 +608,14 @@ class Engine:
         Args:
             confidence: the draft's confidence in its next tokens; None if cycles do not emit it.
         """
+        policy = self._policy
         acceptance = request.stats.acceptance
-        if acceptance is None or not isinstance(self.shapes, ShapePolicy):
+        if policy is None or acceptance is None:
             return
         if shape.steps:
-            self.shapes.observe(acceptance, shape, num_accepted)
+            policy.observe(acceptance, shape, num_accepted)
         if confidence is not None or acceptance.confidence_class is not None:
-            self.shapes.observe_confidence(acceptance, confidence)
+            policy.observe_confidence(acceptance, confidence)
 
     def _count_decoded(self, request: Request) -> None:
         """Count the tokens of a reply whose text has been searched for stop texts."""
@@ -645,10 +651,10 @@ class Engine:
     def _note_cycle(self, results: Results, now: float) -> None:
         """Count a cycle by its shape. Give the policy its time, if the step did nothing else."""
         self.totals.shapes[results.shape] += 1
-        if isinstance(self.shapes, ShapePolicy) and self._is_timing and results.is_steady_state:
+        policy = self._policy
+        if policy is not None and self._is_timing and results.is_steady_state:
             context = _mean_context(results.requests)
-            took = now - self._clock
-            self.shapes.observe_time(len(results.requests), results.shape, context, took)
+            policy.observe_time(len(results.requests), results.shape, context, now - self._clock)
         self._clock = now
 
     def _append_tokens(self, request: Request, tokens: list[int], now: float) -> FinishReason | None:

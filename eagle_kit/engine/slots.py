@@ -181,8 +181,9 @@ class Slots:
     def append_pending(self, slot_ids: torch.Tensor, new: PendingTokens) -> None:
         """Append the first token of ``new``, which has B rows, to the pending tokens of ``slot_ids [B]``."""
         assert self.pending is not None
-        states, tokens, counts = self.pending
-        append_rows([states, tokens], counts, slot_ids, [new.states[:, 0], new.tokens[:, 0]], new.counts)
+        hidden_states, tokens, counts = self.pending
+        first = [new.hidden_states[:, 0], new.tokens[:, 0]]
+        append_rows([hidden_states, tokens], counts, slot_ids, first, new.counts)
 
     def make_masks(self, vocab_size: int) -> torch.Tensor:
         """Return the masks of grammars, uint8 ``[M + 1, N, V / 8]``, made when they are first needed.
@@ -208,7 +209,9 @@ class Slots:
         count = self.dummy + 1
         device = self.roots.device
         self.pending = PendingTokens(
-            states=torch.zeros(count, MAX_WINDOW, model.state_size, dtype=model.state_dtype, device=device),
+            hidden_states=torch.zeros(
+                count, MAX_WINDOW, model.state_size, dtype=model.state_dtype, device=device
+            ),
             tokens=torch.zeros(count, MAX_WINDOW, dtype=torch.int64, device=device),
             counts=torch.zeros(count, dtype=torch.int64, device=device),
         )
@@ -224,8 +227,8 @@ class Slots:
             The state, and the pending tokens.
         """
         assert self.pending is not None
-        states, tokens, counts = self.pending
-        pending = PendingTokens(states[slot_ids, :length], tokens[slot_ids, :length], counts[slot_ids])
+        hidden_states, tokens, counts = self.pending
+        pending = PendingTokens(hidden_states[slot_ids, :length], tokens[slot_ids, :length], counts[slot_ids])
         state = self.gather(slot_ids)
         return state._replace(seq_lens=state.seq_lens - pending.counts), pending
 
@@ -238,9 +241,9 @@ class Slots:
     def keep_last_pending(self, slot_ids: torch.Tensor) -> None:
         """Drop the pending tokens of ``slot_ids`` but the last, which the next draft state depends on."""
         assert self.pending is not None
-        states, tokens, counts = self.pending
+        hidden_states, tokens, counts = self.pending
         last = (counts[slot_ids] - 1).clamp(min=0)  # dummies have no pending token
-        states[slot_ids, 0] = states[slot_ids, last]
+        hidden_states[slot_ids, 0] = hidden_states[slot_ids, last]
         tokens[slot_ids, 0] = tokens[slot_ids, last]
         counts[slot_ids] = counts[slot_ids].clamp(max=1)
 

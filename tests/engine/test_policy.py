@@ -138,7 +138,7 @@ def test_slots_of_other_shapes_keep_what_is_missed_in_one_place(models):
         request = Request(0, list(PROMPTS[0]), SamplingParams(max_tokens=30))
         serve(engine, [request])
         assert request.token_ids == plain
-        kept.add(id(engine.runner.slots.pending.states))
+        kept.add(id(engine.runner.slots.pending.hidden_states))
     assert len(engine.runner._slots) > 2 and len(kept) == 1
 
 

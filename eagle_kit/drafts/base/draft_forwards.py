@@ -39,7 +39,7 @@ def run_over_tokens(
     model = drafter.model
     page_table = state.page_table
     seq_lens = state.seq_lens
-    states, tokens, num_committed = pending
+    hidden_states, tokens, num_committed = pending
     b, length = tokens.shape
 
     # The tokens are a chain after the root, whose entry is in the draft's pool: token j has the position
@@ -51,7 +51,7 @@ def run_over_tokens(
     rope_positions = seq_lens[:, None] + drafter.arange[first_offset : first_offset + length]
 
     # One forward, which writes their keys into the scratch.
-    features = model.features(states.flatten(0, 1))
+    features = model.features(hidden_states.flatten(0, 1))
     rows = StepRows(features, tokens.reshape(-1), rope_positions.view(-1))
     out = model.step(rows, attend, output_rows=output_rows)
 
@@ -65,7 +65,7 @@ def run_over_tokens(
 def run_over_prompts(drafter: Drafter, batch: PromptBatch) -> StepOutput:
     """Run the draft over prompt rows, store its keys, and return its output at the rows ``last``."""
     model = drafter.model
-    features = model.features(model.states(batch.out))
+    features = model.features(model.target_hidden_states(batch.out))
     arange = partial(torch.arange, device=features.device)
     first_slot = model.first_slot
 

@@ -1,8 +1,9 @@
 """Draft models as a drafter sees them: draft heads that read a target's states, and whole models.
 
-For an EAGLE-3 head, with the symbols of the paper (arXiv 2503.01840, section 3.1): :meth:`DraftModel.states`
-selects the captured states [l; m; h], :meth:`DraftModel.features` fuses them to g, :meth:`DraftModel.step`
-computes a from g, or from a of the step before, and :meth:`DraftModel.logits` is the LM head.
+For an EAGLE-3 head, with the symbols of the paper (arXiv 2503.01840, section 3.1):
+:meth:`DraftModel.target_hidden_states` selects the captured states [l; m; h], :meth:`DraftModel.features`
+fuses them to g, :meth:`DraftModel.step` computes a from g, or from a of the step before, and
+:meth:`DraftModel.logits` is the LM head.
 
 Legend: T rows, M size of the target's states of a token, F size of a feature, H hidden, V / Vd target /
 draft vocabulary.
@@ -115,7 +116,7 @@ class DraftModel(ABC):
         return mine
 
     @abstractmethod
-    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """States ``[T, M]`` of the target that features are made of.
 
         Args:
@@ -124,7 +125,7 @@ class DraftModel(ABC):
 
     @abstractmethod
     def features(self, states: torch.Tensor) -> torch.Tensor:
-        """Features ``[T, F]`` of step 0, from :meth:`states`."""
+        """Features ``[T, F]`` of step 0, from :meth:`target_hidden_states`."""
 
     @abstractmethod
     def step(
@@ -209,7 +210,7 @@ class HeadDraftModel(DraftModel):
         if token_map is None:
             self.token_map = head.token_map
 
-    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`: the captured states, or the final hidden states if none are captured."""
         states = out.aux if self.capture else out.hidden
         if rows is None:
@@ -263,7 +264,7 @@ class StandaloneDraftModel(DraftModel):
         self.cache = model.config.cache
         self.variants = model.variants
 
-    def states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`."""
         count = len(out.hidden) if rows is None else len(rows)
         return out.hidden.new_empty(count, 0, dtype=self.dtype)

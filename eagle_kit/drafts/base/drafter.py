@@ -50,12 +50,12 @@ class PendingTokens(NamedTuple):
     Draft-extend makes them of the tokens of its own cycle; draft backfill, of those of several plain cycles.
 
     Attributes:
-        states: ``[B, L, M]``, the target's states that predicted the tokens.
+        hidden_states: ``[B, L, M]``, the target's hidden states that predicted the tokens.
         tokens: int64 ``[B, L]``.
         counts: int64 ``[B]``, how many of the L tokens are there.
     """
 
-    states: torch.Tensor
+    hidden_states: torch.Tensor
     tokens: torch.Tensor
     counts: torch.Tensor
 
@@ -267,8 +267,9 @@ class Drafter(ABC):
         Returns:
             The draft state of the next cycle.
         """
-        states = self.model.states(out, self._path_rows(out, accepted))
-        pending = PendingTokens(states.unflatten(0, accepted.tokens.shape), accepted.tokens, num_committed)
+        hidden_states = self.model.target_hidden_states(out, self._path_rows(out, accepted))
+        hidden_states = hidden_states.unflatten(0, accepted.tokens.shape)  # [B, S + 1, M]
+        pending = PendingTokens(hidden_states, accepted.tokens, num_committed)
         return self.extend(state, pending, accepted.num_accepted, spec, num_columns)
 
     def _path_rows(self, out: TargetOutput, accepted: Accepted) -> torch.Tensor:

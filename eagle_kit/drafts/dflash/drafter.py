@@ -48,8 +48,8 @@ class BlockDrafter(OnePassDrafter):
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        states, tokens, num_committed = pending
-        context = self.model.features(states.flatten(0, 1)).unflatten(0, tokens.shape)
+        hidden_states, tokens, num_committed = pending
+        context = self.model.features(hidden_states.flatten(0, 1)).unflatten(0, tokens.shape)
         roots = tokens.gather(1, last[:, None])[:, 0]
         next_state = self._run_block(
             context, roots, state.page_table, state.seq_lens, last + 1, spec, num_columns
@@ -60,11 +60,13 @@ class BlockDrafter(OnePassDrafter):
 
     def store(self, state: CycleState, pending: PendingTokens, num_columns: int) -> None:
         """See :class:`Drafter`; no block is drafted."""
-        states, tokens, num_committed = pending
+        hidden_states, tokens, num_committed = pending
         positions = state.seq_lens[:, None] + self.arange[: tokens.shape[1]]
         is_there = positions < (state.seq_lens + num_committed)[:, None]
         rows = torch.where(is_there, self.kv.rows_of(state.page_table, positions), self.kv.trash_row)
-        self._write_entries(self.model.features(states.flatten(0, 1)), positions.view(-1), rows.view(-1))
+        self._write_entries(
+            self.model.features(hidden_states.flatten(0, 1)), positions.view(-1), rows.view(-1)
+        )
 
     def _write_entries(self, context: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> None:
         """Write the entries of ``context [T, H]`` at ``positions`` int64 ``[T]`` into ``rows`` of the
@@ -74,7 +76,7 @@ class BlockDrafter(OnePassDrafter):
     def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`: entries of the prompt's tokens, then blocks after prompts that end."""
         # Entries of all rows.
-        context = self.model.features(self.model.states(batch.out))
+        context = self.model.features(self.model.target_hidden_states(batch.out))
         rows, _ = self.kv.prompt_rows(batch.segments)
         positions = [torch.arange(segment.start, segment.stop) for segment in batch.segments]
         self._write_entries(context, to_device(torch.cat(positions), context.device), rows)

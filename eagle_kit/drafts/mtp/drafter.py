@@ -105,7 +105,7 @@ class ModulesDrafter(OnePassDrafter):
         b, length = accepted.tokens.shape
 
         # Run all modules over the emitted tokens, each over the drafts of those before it too.
-        states = self.model.states(out, self._path_rows(out, accepted)).view(b, length, -1)
+        states = self.model.target_hidden_states(out, self._path_rows(out, accepted)).view(b, length, -1)
         emitted = PendingTokens(states, accepted.tokens, accepted.num_accepted + 1)
         next_state = self._run_modules(
             emitted, state.draft.carries, seq_lens, page_table, num_columns, spec.topk
@@ -196,7 +196,7 @@ class ModulesDrafter(OnePassDrafter):
     def prefill(self, batch: PromptBatch, spec: CandidateSpec) -> ModulesState:
         """See :class:`Drafter`. Rows begin :attr:`lookback` tokens before what the stores lack."""
         # Entries of all modules, and the last state of each in every request.
-        hidden = self.model.features(self.model.states(batch.out)).to(self.model.dtype)
+        hidden = self.model.features(self.model.target_hidden_states(batch.out)).to(self.model.dtype)
         following = batch.next_ids
         carries = []
         for module in range(self.model.num_modules):

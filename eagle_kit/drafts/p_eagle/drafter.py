@@ -58,12 +58,12 @@ class MaskedDrafter(OnePassDrafter):
         num_columns: int,
     ) -> tuple[torch.Tensor, ...]:
         """See :class:`Drafter`."""
-        states, tokens, num_committed = pending
+        hidden_states, tokens, num_committed = pending
         b, length = tokens.shape
 
         # Run the emitted tokens and the masks after them.
         embedding = self.head.embedding(self.model.target.embed_tokens.weight)
-        features = self.model.features(states.flatten(0, 1))
+        features = self.model.features(hidden_states.flatten(0, 1))
         inputs = self.head.midlayer.gather_inputs(features, None, tokens.reshape(-1), embedding)
         lm_head_input = self._window(
             inputs, state.page_table, state.seq_lens, last + 1, spec.steps, num_columns

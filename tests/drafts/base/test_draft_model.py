@@ -80,7 +80,7 @@ def run_target(target, text, capture=()):
 
 def rows_of(draft, target, text):
     """Every entry that a text of tokens can have."""
-    features = draft.features(draft.states(run_target(target, text, draft.capture)))
+    features = draft.features(draft.target_hidden_states(run_target(target, text, draft.capture)))
     slots = torch.arange(draft.first_slot, len(text))
     return StepRows(features[slots - draft.first_slot], text[slots], slots - draft.first_slot)
 
