@@ -359,7 +359,7 @@ def _block_loss(
     parts = []
     if teacher is not None:
         soft = partial(linear_draft_loss, loss=objective.loss, eta=objective.eta, weight_grad=grads)
-        parts.append(soft(states, output, teacher, tells_acceptance=objective.confidence_weight > 0))
+        parts.append(soft(states, output, teacher, returns_acceptance=objective.confidence_weight > 0))
     if text is not None:
         hard = linear_draft_loss(states, output, text, loss={"ce": objective.text_weight}, weight_grad=grads)
         has_token = text.probs.sum(-1)[text.index]  # 0 for a token outside the draft vocabulary

@@ -30,7 +30,7 @@ def linear_draft_loss(
     *,
     loss: str | Mapping[str, float] = "ce",
     eta: float = 3.0,
-    tells_acceptance: bool = False,
+    returns_acceptance: bool = False,
     weight_grad: torch.Tensor | WeightGrads | None = None,
     chunk_rows: int | None = None,
     group_rows: int | None = None,
@@ -47,17 +47,17 @@ def linear_draft_loss(
             one pass too. ``ce``, ``kl`` and mixes of the two have a Triton form, the others are torch's
             everywhere.
         eta: of ``lk-hybrid``.
-        tells_acceptance: return ``acceptance`` of rows too, which has torch's form only.
+        returns_acceptance: return ``acceptance`` of rows too, which has torch's form only.
         weight_grad, chunk_rows, group_rows, backend: see :mod:`eagle_kit.ops.soft_cross_entropy`.
     """
     mix = {loss: 1.0} if isinstance(loss, str) else loss
-    is_cross = set(mix) <= {"ce", "kl"} and not tells_acceptance
+    is_cross = set(mix) <= {"ce", "kl"} and not returns_acceptance
     cross = sum(mix.values()) if is_cross else 1.0
     result = linear_soft_cross_entropy(
         h,
         weight,
         teacher if cross == 1.0 else replace(teacher, row_weights=teacher.row_weights * cross),
-        row_loss=None if is_cross else row_loss(mix, eta, tells_acceptance=tells_acceptance),
+        row_loss=None if is_cross else row_loss(mix, eta, returns_acceptance=returns_acceptance),
         weight_grad=weight_grad,
         chunk_rows=chunk_rows,
         group_rows=group_rows,

@@ -57,13 +57,13 @@ def entropy(p: torch.Tensor) -> torch.Tensor:
     return torch.special.entr(p).sum(-1)
 
 
-def row_loss(mix: Mapping[str, float], eta: float, *, tells_acceptance: bool = False) -> RowLoss:
+def row_loss(mix: Mapping[str, float], eta: float, *, returns_acceptance: bool = False) -> RowLoss:
     """Loss of rows: the sum of the named losses of this module times their weights.
 
     Args:
         mix: name to weight.
         eta: of ``lk-hybrid``.
-        tells_acceptance: a, whatever the losses.
+        returns_acceptance: a, whatever the losses.
 
     Raises:
         ValueError: a name that is not one of these losses.
@@ -87,10 +87,10 @@ def row_loss(mix: Mapping[str, float], eta: float, *, tells_acceptance: bool = F
         toward_p = torch.full_like(c, ce + kl)  # e
         of_q = toward_p.clone()
         below = overlap = rate = None
-        if learns_rate or tells_acceptance:
+        if learns_rate or returns_acceptance:
             scaled = p if mass is None else p * mass[:, None]
             accepted = torch.minimum(scaled, q).sum(-1)
-            rate = accepted if tells_acceptance else None
+            rate = accepted if returns_acceptance else None
         if learns_rate:
             below = q * (q < scaled)
             share = torch.exp(-eta * accepted)

@@ -72,8 +72,8 @@ def _id(key):
 def _tiles(x, weight, keys, sums, num_rows, vocab, size, tiles, topk, NORMALIZED: tl.constexpr,
            EVEN: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
-    """The K best keys, ``keys [T, K, tiles]``, and the sum of exponentials, ``sums [T, tiles]``, of one tile of
-    the vocabulary and a block of rows. Grid ``(blocks of rows, tiles)``."""
+    """The K best keys, ``keys [T, K, tiles]``, and the sum of exponentials, ``sums [T, tiles]``, of one tile
+    of the vocabulary and a block of rows. Grid ``(blocks of rows, tiles)``."""
     # Addresses of x and of the weight, whose first lines are brought to the cache.
     tile = tl.program_id(1)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -232,7 +232,7 @@ def test_weights_side_by_side_are_one_and_a_frozen_one_costs_no_gradient(loss):
     expected = torch.autograd.grad(whole.loss, (h, w))
     frozen, learned = w[:, :16].detach(), w[:, 16:].detach().requires_grad_()
     parts = linear_draft_loss(
-        h, (frozen, learned), given, loss=loss, chunk_rows=7, group_rows=20, tells_acceptance=True
+        h, (frozen, learned), given, loss=loss, chunk_rows=7, group_rows=20, returns_acceptance=True
     )
     assert whole.acceptance is None and frozen.grad is None
     torch.testing.assert_close(parts.loss, whole.loss)
