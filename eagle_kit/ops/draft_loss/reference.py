@@ -63,7 +63,7 @@ def row_loss(mix: Mapping[str, float], eta: float, *, returns_acceptance: bool =
     Args:
         mix: name to weight.
         eta: of ``lk-hybrid``.
-        returns_acceptance: return a too, whatever the losses are.
+        returns_acceptance: a, whatever the losses.
 
     Raises:
         ValueError: a name that is not one of these losses.

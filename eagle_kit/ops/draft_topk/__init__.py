@@ -42,23 +42,19 @@ def draft_topk(
 
         return triton.draft_topk(x.contiguous(), weight.contiguous(), topk, normalized, token_map)
     ids, scores = reference.topk_of_logits(F.linear(x, weight), topk, normalized)
-    return ids if token_map is None else token_map[ids], scores
+    if token_map is not None:
+        ids = token_map[ids]
+    return ids, scores
 
 
 def topk_of_logits(
     logits: torch.Tensor, topk: int, *, normalized: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Top-k of logits that are computed already, in C++ on a CPU for a ``topk`` up to :data:`MAX_TOPK`.
+    """Top-k of ``logits [T, Vd]`` of any float type, with any ``topk`` -> ids and log-probabilities as of
+    :func:`draft_topk`.
 
-    Otherwise it is torch's own operation, which leaves the order of equal logits open.
-
-    Args:
-        logits: ``[T, Vd]`` of any float type.
-        topk: K, any number up to Vd.
-        normalized: see :func:`draft_topk`.
-
-    Returns:
-        int64 and fp32 ``[T, K]``, best first, as of :func:`draft_topk`.
+    C++ is used on a CPU for a ``topk`` of at most :data:`MAX_TOPK`; torch's own operation, otherwise, leaves
+    the order of equals open.
     """
     logits = logits.float()
     if topk <= MAX_TOPK and uses_cpp(logits):
@@ -68,6 +64,6 @@ def topk_of_logits(
         ids = logits.argmax(-1, keepdim=True)
         return ids, torch.zeros_like(ids, dtype=torch.float32)
     values, ids = logits.topk(topk, -1)
-    if not normalized:
-        return ids, torch.zeros_like(values)
-    return ids, values - logits.logsumexp(-1, keepdim=True)
+    if normalized:
+        return ids, values - logits.logsumexp(-1, keepdim=True)
+    return ids, torch.zeros_like(values)

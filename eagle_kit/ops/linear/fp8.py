@@ -67,7 +67,7 @@ def _multiplies_in_fp8(x: torch.Tensor, weight: FP8Weight, bias: torch.Tensor | 
         and weight.is_by_row
         and all(size % ALIGNED == 0 for size in weight.values.shape)
         and device_facts(x.device).capability in SCALES_ROWS
-        and not is_differentiated(x, *(() if bias is None else (bias,)))
+        and not is_differentiated(x, bias)
     )
 
 
