@@ -63,7 +63,7 @@ class CycleSettings(NamedTuple):
         num_logprobs: alternatives to report for every emitted token; None reports no log-probabilities.
         verifier: verifier of the drafts of requests that sample, sound for the drafter's proposals.
         candidate_spec: candidates of the draft state that the cycle makes; None takes those of ``shape``.
-        reads_confidence: True if the cycle emits the draft's confidence.
+        needs_confidence: True if the cycle emits the draft's confidence.
     """
 
     shape: SpecShape
@@ -71,7 +71,7 @@ class CycleSettings(NamedTuple):
     num_logprobs: int | None = None
     verifier: Verifier = TargetOnly()
     candidate_spec: CandidateSpec | None = None
-    reads_confidence: bool = False
+    needs_confidence: bool = False
 
 
 class Logprobs(NamedTuple):
@@ -208,7 +208,7 @@ def finish_cycle(
 
     # Run the draft over the emitted tokens.
     next_state = draft_extend(drafter, state, verified, settings)
-    if settings.reads_confidence and drafter is not None and next_state.draft is not None:
+    if settings.needs_confidence and drafter is not None and next_state.draft is not None:
         emitted = emitted._replace(confidence=drafter.confidence(next_state.draft))
     return CycleOutput(next_state, emitted, verified.counts, pending)
 

@@ -218,9 +218,9 @@ class Engine:
 
         # The runner. Pages that were written without a draft lack its keys, so the prefix cache is emptied.
         did_speculate = bool(self.runner.steps)
-        reads_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
+        needs_confidence = isinstance(shapes, ShapePolicy) and not self.config.lag
         by_size = {size: shapes.shapes_at(size) for size in self.config.batch_sizes}
-        self.runner.use_shape(shapes.shapes, reads_confidence=reads_confidence, by_size=by_size)
+        self.runner.use_shape(shapes.shapes, needs_confidence=needs_confidence, by_size=by_size)
         if bool(self.runner.steps) != did_speculate:
             self.page_pool.clear()
         self.shapes = shapes

@@ -256,27 +256,27 @@ class Runner:
         self,
         shapes: Sequence[SpecShape],
         *,
-        reads_confidence: bool = False,
+        needs_confidence: bool = False,
         by_size: Mapping[int, Sequence[SpecShape]] = MappingProxyType({}),
     ) -> None:
         """Speculate with any of ``shapes`` from now on; nothing may be running.
 
         Args:
             by_size: shapes that batches of some sizes may have.
-            reads_confidence: let cycles emit the draft's confidence in its next tokens.
+            needs_confidence: let cycles emit the draft's confidence in its next tokens.
         """
         self.steps = max(shape.steps for shape in shapes)
-        self._reads_confidence = reads_confidence and self.steps > 0
+        self._needs_confidence = needs_confidence and self.steps > 0
         drafter = self.models.drafter
 
         # Candidates of a draft state: enough for all shapes, or for those of a batch size.
         self.candidate_spec = CandidateSpec(1, 1)
         self._candidate_specs: dict[int, CandidateSpec] = {}
         if drafter is not None:
-            self.candidate_spec = drafter.candidate_spec(shapes, reads_confidence=self._reads_confidence)
+            self.candidate_spec = drafter.candidate_spec(shapes, needs_confidence=self._needs_confidence)
             if drafter.has_spec_by_size:
                 for size, shapes_of_size in by_size.items():
-                    spec = drafter.candidate_spec(shapes_of_size, reads_confidence=self._reads_confidence)
+                    spec = drafter.candidate_spec(shapes_of_size, needs_confidence=self._needs_confidence)
                     self._candidate_specs[size] = spec
 
         # Slots whose draft states have this layout. Graphs hold the slots that they were captured with, so
@@ -581,7 +581,7 @@ class Runner:
             num_logprobs=num_logprobs,
             verifier=self.verifier(shape),
             candidate_spec=self._candidate_specs.get(size, self.candidate_spec),
-            reads_confidence=self._reads_confidence,
+            needs_confidence=self._needs_confidence,
         )
 
     def _num_columns(self, requests: Sequence[Request], num_new: int) -> int:

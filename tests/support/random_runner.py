@@ -60,7 +60,7 @@ class RandomRunner:
         self.kv = SimpleNamespace(numbers_per_token=16)
         self.device = torch.device("cpu")
 
-    def use_shape(self, shapes, *, reads_confidence=False, by_size=None):
+    def use_shape(self, shapes, *, needs_confidence=False, by_size=None):
         self.steps = max(shape.steps for shape in shapes)
 
     def _token(self):

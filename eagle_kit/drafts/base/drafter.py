@@ -36,12 +36,12 @@ class CandidateSpec(NamedTuple):
         steps: depths whose candidates are made during draft-extend: 1 for EAGLE and whole models, which make
             the others when they propose.
         topk: candidates of each depth.
-        reads_confidence: True if :meth:`Drafter.confidence` is read.
+        needs_confidence: True if :meth:`Drafter.confidence` will be called: the engine chooses shapes by it.
     """
 
     steps: int
     topk: int
-    reads_confidence: bool = False
+    needs_confidence: bool = False
 
 
 class PendingTokens(NamedTuple):
@@ -179,15 +179,15 @@ class Drafter(ABC):
         return auto_shape(model_type, drafts_are_expensive=model.is_whole_model)
 
     @classmethod
-    def candidate_spec(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
+    def candidate_spec(cls, shapes: Sequence[SpecShape], *, needs_confidence: bool = False) -> CandidateSpec:
         """Return the candidates that a draft state must hold, so that any of ``shapes`` can be proposed.
 
         Args:
-            reads_confidence: :meth:`confidence` will be read. It needs two candidates, because a single one
-                has no log-probability.
+            needs_confidence: :meth:`confidence` will be called. It takes two candidates, because a single one has
+                no log-probability.
         """
-        topk = max(1 + reads_confidence, *(shape.topk for shape in shapes))
-        return CandidateSpec(1, topk, reads_confidence)
+        topk = max(1 + needs_confidence, *(shape.topk for shape in shapes))
+        return CandidateSpec(1, topk, needs_confidence)
 
     def num_appended(self, spec: CandidateSpec) -> int:
         """Return how many rows draft-extend appends after the emitted tokens of a request."""

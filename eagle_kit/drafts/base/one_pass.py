@@ -34,7 +34,7 @@ class DepthCandidates(NamedTuple):
         scores: fp32 ``[B, D, P, K]``, their log-probabilities given each candidate of the depth before; 0 if
             K is 1, because a chain does not need them.
         survival: fp32 ``[B, D]``, the probability that the chain of the best candidates is accepted up to
-            each depth. ``[B, 0]`` if it is not read, or the head does not predict acceptance.
+            each depth. ``[B, 0]`` if it is not needed, or the head does not predict acceptance.
     """
 
     tokens: torch.Tensor
@@ -65,7 +65,7 @@ class OnePassDrafter(Drafter):
         of_one_depth = super().logits_bytes(model, batch_size, spec)
         of_depths = spec.steps * of_one_depth
         head = model.head
-        if head is None or (head.markov is None and not (spec.reads_confidence and head.predicts_confidence)):
+        if head is None or (head.markov is None and not (spec.needs_confidence and head.predicts_confidence)):
             return of_depths
         return of_depths + 3 * spec.topk * of_one_depth
 
@@ -87,9 +87,9 @@ class OnePassDrafter(Drafter):
         return SpecShape(steps, 1, steps + 1)
 
     @classmethod
-    def candidate_spec(cls, shapes: Sequence[SpecShape], *, reads_confidence: bool = False) -> CandidateSpec:
+    def candidate_spec(cls, shapes: Sequence[SpecShape], *, needs_confidence: bool = False) -> CandidateSpec:
         """See :class:`Drafter`."""
-        spec = super().candidate_spec(shapes, reads_confidence=reads_confidence)
+        spec = super().candidate_spec(shapes, needs_confidence=needs_confidence)
         return spec._replace(steps=max(1, *(shape.steps for shape in shapes)))
 
     # Draft states.
@@ -128,9 +128,9 @@ class OnePassDrafter(Drafter):
         return DepthCandidates(tokens, scores, survival)
 
     def num_confidence_depths(self, spec: CandidateSpec) -> int:
-        """Return the number of depths whose acceptance the head predicts; 0 if that is not read."""
+        """Return the number of depths whose acceptance the head predicts; 0 if that is not needed."""
         head = self.model.head
-        if head is None or not (spec.reads_confidence and head.predicts_confidence):
+        if head is None or not (spec.needs_confidence and head.predicts_confidence):
             return 0
         return spec.steps
 
@@ -156,7 +156,7 @@ class OnePassDrafter(Drafter):
         if self.markov is not None or self.num_confidence_depths(spec):
             logits = DraftLogits(self.model, lm_head_input.unflatten(0, (-1, spec.steps)))
             return DepthCandidates(
-                *roll_out(logits, roots, spec.topk, reads_confidence=spec.reads_confidence)
+                *roll_out(logits, roots, spec.topk, needs_confidence=spec.needs_confidence)
             )
 
         # Independent depths.

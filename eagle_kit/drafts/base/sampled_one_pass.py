@@ -33,7 +33,7 @@ class OnePassRows(NamedTuple):
         lm_head_input: ``[B, D, H]``, input of the output layer at the rows of all depths.
         confidence: fp32 ``[B]``, the largest probability of the first token. Heads that predict acceptance
             have ``[B, D]``, the probability that each depth of the greedy chain and all before it are
-            accepted. 0 if it is not read. It depends on the text alone, not on tokens that are drawn.
+            accepted. 0 if it is not needed. It depends on the text alone, not on tokens that are drawn.
     """
 
     lm_head_input: torch.Tensor
@@ -60,7 +60,7 @@ class SampledOnePassDrafter(OnePassDrafter):
         return OnePassRows(rows, self._zero_confidence(count, spec))
 
     def _zero_confidence(self, count: int, spec: CandidateSpec) -> torch.Tensor:
-        """Confidences of ``count`` requests that are not read."""
+        """Confidences of ``count`` requests where they are not needed."""
         num_depths = self.num_confidence_depths(spec)
         return torch.zeros((count, num_depths) if num_depths else (count,), device=self.model.device)
 
@@ -71,8 +71,8 @@ class SampledOnePassDrafter(OnePassDrafter):
         rows = lm_head_input.unflatten(0, (-1, spec.steps))
         confidence = self._zero_confidence(len(rows), spec)
         if self.num_confidence_depths(spec):
-            confidence = roll_out(DraftLogits(self.model, rows), roots, 1, reads_confidence=True).survival
-        elif spec.reads_confidence:
+            confidence = roll_out(DraftLogits(self.model, rows), roots, 1, needs_confidence=True).survival
+        elif spec.needs_confidence:
             first = DraftLogits(self.model, rows[:, :1]).after(0, roots[:, None])
             confidence = first[:, 0].softmax(-1).amax(-1)
         return OnePassRows(rows, confidence)

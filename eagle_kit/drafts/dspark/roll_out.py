@@ -72,7 +72,7 @@ class RolledOut(NamedTuple):
         tokens: target ids int64 ``[B, D, K]``.
         scores: log-probabilities fp32 ``[B, D, K, K]`` given those of the depth before, 0 where K is 1.
         survival: fp32 ``[B, D]``, the probability by the head's confidences that the greedy chain is accepted
-            up to each depth; ``[B, 0]`` if they are not read.
+            up to each depth; ``[B, 0]`` if they are not needed.
     """
 
     tokens: torch.Tensor
@@ -80,14 +80,14 @@ class RolledOut(NamedTuple):
     survival: torch.Tensor
 
 
-def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int, *, reads_confidence: bool) -> RolledOut:
+def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int, *, needs_confidence: bool) -> RolledOut:
     """Roll out the greedy chain and the candidates beside it.
 
     Args:
         drafted: logits of all depths.
         roots: int64 ``[B]``, the tokens before depth 1.
         topk: K.
-        reads_confidence: read the head's confidences too.
+        needs_confidence: return the head's confidences too.
     """
     before = roots[:, None]
     tokens = []
@@ -95,7 +95,7 @@ def roll_out(drafted: DraftLogits, roots: torch.Tensor, topk: int, *, reads_conf
     confidences: list[torch.Tensor] = []
     weights = torch.zeros_like(before, dtype=torch.float32)  # log-probabilities of ``before``, [B, P]
     for depth in range(drafted.depths):
-        confidence = drafted.confidence(depth, before[:, 0]) if reads_confidence else None
+        confidence = drafted.confidence(depth, before[:, 0]) if needs_confidence else None
         if confidence is not None:
             confidences.append(confidence)
 

@@ -75,7 +75,7 @@ class ModulesDrafter(OnePassDrafter):
     @classmethod
     def logits_bytes(cls, model: DraftModel, batch_size: int, spec: CandidateSpec) -> int:
         """See :class:`Drafter`: those of one module after the other."""
-        return super().logits_bytes(model, batch_size, spec._replace(steps=1, reads_confidence=False))
+        return super().logits_bytes(model, batch_size, spec._replace(steps=1, needs_confidence=False))
 
     def num_appended(self, spec: CandidateSpec) -> int:
         """See :class:`Drafter`: the drafts that the last module reads."""

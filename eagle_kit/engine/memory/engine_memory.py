@@ -293,7 +293,7 @@ def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: 
     kind, shapes = drafter_class(draft, config), [*config.shape.shapes]
     if chooses_shapes:
         shapes.append(SpecShape(min(MOST_STEPS, kind.most_steps(draft)), max(WIDTHS), MAX_WINDOW))
-    spec = kind.candidate_spec(shapes, reads_confidence=chooses_shapes and not config.lag)
+    spec = kind.candidate_spec(shapes, needs_confidence=chooses_shapes and not config.lag)
     topk = min(spec.topk, draft.draft_vocab_size)
     return kind.logits_bytes(draft, config.max_batch_size, spec._replace(topk=topk))
 

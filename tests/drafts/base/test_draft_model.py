@@ -249,4 +249,4 @@ def test_a_broken_or_missing_model_is_named(target, tmp_path):
 def test_a_chain_keeps_a_second_candidate_only_where_confidences_are_read():
     shapes = [SpecShape(4, 1, 5), SpecShape(2, 1, 3)]
     assert Drafter.candidate_spec(shapes).topk == 1
-    assert Drafter.candidate_spec(shapes, reads_confidence=True).topk == 2
+    assert Drafter.candidate_spec(shapes, needs_confidence=True).topk == 2
