@@ -96,6 +96,7 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
         UserError: sharding of a kind that we do not do, compilation, a precision other than
             ``training.precision``, or several processes, of which accelerate starts one.
     """
+    # Several processes, of which accelerate starts one.
     launched = "ACCELERATE_MIXED_PRECISION" in environ
     if launched and "MASTER_ADDR" in environ and not set(RANKS) & set(environ):
         raise UserError(
@@ -103,6 +104,8 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
             "Launch with --multi_gpu or train/accelerate/multi-gpu.yaml, on CPUs too and without --cpu, or "
             "with torchrun --nproc_per_node N -m eagle_kit.cli train CONFIG.",
         )
+
+    # Flags and settings without effect.
     for variable, flag in UNUSED_FLAGS.items():
         if _is_set(environ, variable):
             raise UserError(
@@ -117,18 +120,27 @@ def check_launcher(environ: Mapping[str, str], training: TrainingConfig) -> None
             if value not in allowed:
                 raise UserError(f"accelerate was launched with {name} {value}, which has no effect.", remedy)
     deepspeed_config(environ, training)
-    if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()) not in ("", "no"):
+
+    # Compilation.
+    backend = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    if backend not in ("", "no"):
         raise UserError(
             f"accelerate was launched with --dynamo_backend {backend}, but the head is not compiled.",
             "Launch without --dynamo_backend.",
         )
-    asked, ours = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower(), training.precision
-    if asked not in ("", "no") and (asked, ours) not in (("bf16", "bfloat16"), ("bf16", "auto")):
-        wanted = "Set training.precision=bfloat16, or launch" if asked == "bf16" else "Launch"
-        raise UserError(
-            f"accelerate was launched with --mixed_precision {asked}, but training.precision is {ours}.",
-            f"{wanted} with --mixed_precision no.",
-        )
+
+    # Precision. That of the launcher may only repeat that of the config.
+    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if asked in ("", "no") or (asked == "bf16" and training.precision in ("bfloat16", "auto")):
+        return
+    remedy = "Launch with --mixed_precision no."
+    if asked == "bf16":
+        remedy = "Set training.precision=bfloat16, or launch with --mixed_precision no."
+    raise UserError(
+        f"accelerate was launched with --mixed_precision {asked}, but training.precision is "
+        f"{training.precision}.",
+        remedy,
+    )
 
 
 def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None:
@@ -144,9 +156,9 @@ def check_local_rank(local_rank: int | None, environ: Mapping[str, str]) -> None
         return
     known = environ.get("LOCAL_RANK")
     if known != str(local_rank):
-        is_what = "is not set" if known is None else f"is {known}"
+        state = "is not set" if known is None else f"is {known}"
         raise UserError(
-            f"--local_rank is {local_rank}, and the variable LOCAL_RANK {is_what}.",
+            f"--local_rank is {local_rank}, and the variable LOCAL_RANK {state}.",
             "Leave --local_rank to the launcher: deepspeed, torchrun or accelerate launch.",
         )
 
@@ -256,15 +268,22 @@ def _check_deepspeed_config(
 
 
 def is_main(environ: Mapping[str, str]) -> bool:
-    """True in the first of all processes, the one that writes."""
-    return next((environ[name] for name in RANKS if name in environ), "0") == "0"
+    """True in the main process, which writes the files."""
+    for name in RANKS:
+        if name in environ:
+            return environ[name] == "0"
+    return True
 
 
 def go_on(command: str, environ: Mapping[str, str]) -> str:
-    """Sentence with the command that goes on with a stopped one, in as many processes."""
+    """Sentence with the command that continues a stopped one, in the same number of processes."""
+    sentence = f"Go on with: {command}"
     count = environ.get("WORLD_SIZE", "1")
-    return f"Go on with: {command}" + (f" (in {count} processes, as now)" if count != "1" else "")
+    if count != "1":
+        sentence += f" (in {count} processes, as now)"
+    return sentence
 
 
 def _is_set(environ: Mapping[str, str], variable: str) -> bool:
+    """True if a flag of the launcher is set in the environment."""
     return environ.get(variable, "").lower() in ("true", "1")

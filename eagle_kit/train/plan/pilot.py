@@ -21,7 +21,7 @@ from eagle_kit.models.loading.loader import read_target_config
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.train.plan.budget import LEAST_STEPS, REPLIES, RESERVED, ROW_TOKENS, Pilot
 from eagle_kit.train.plan.budget_configs import DraftJob, pilot_config
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, make_workload
+from eagle_kit.train.plan.costs import ProcessLayout, Rates, RunCosts, make_workload
 from eagle_kit.train.plan.estimate import EXPECTED_EFFICIENCY, measure_matmul_rate
 from eagle_kit.train.plan.sizes import num_weights
 from eagle_kit.train.run.metrics import JsonLines
@@ -146,10 +146,10 @@ def expected_costs(config: TrainConfig, target: TargetConfig) -> ExpectedCosts:
 
     # A training step on full rows.
     draft = head_architecture(config, target, None)
-    costs = Costs(config, target, draft, is_gpu=on_gpu)
+    costs = RunCosts(config, target, draft, is_gpu=on_gpu)
     tokens = LEAST_ROWS * ROW_TOKENS
     work = make_workload(config, tokens, SUPERVISED * tokens, LEAST_ROWS, ROW_TOKENS / 2)
-    seconds = costs.step_seconds(work, 1, Layout(), Rates(rate * EXPECTED_EFFICIENCY))
+    seconds = costs.step_seconds(work, 1, ProcessLayout(), Rates(rate * EXPECTED_EFFICIENCY))
 
     # A token of a reply meets every active weight once.
     met, total = num_weights(target)
