@@ -38,7 +38,7 @@ class RowFiles:
 
     def keep(self, numbers: Sequence[int]) -> list[int]:
         """Delete all rows but ``numbers``, ascending; returns their lengths."""
-        # Move each row behind the one before.
+        # Move each row to the end of the one before.
         end = 0
         lengths = []
         for number in numbers:
