@@ -579,6 +579,7 @@ class ShapeChooser(ShapePolicy):
         # Exploration.
         self._budget = ExplorationBudget()
         self._is_exploring = False
+        self._is_confirming = False  # the exploration tries again what was in use before the one before it
         self._switched = 0
         self._num_timed = 0
         self._num_comparisons: defaultdict[int, int] = defaultdict(int)
@@ -736,6 +737,7 @@ class ShapeChooser(ShapePolicy):
         if not best:
             self._use(0)
             self._is_exploring = False
+            self._is_confirming = False
         elif self._has_to_explore(size):
             self._used = best if self._used else 0
         else:
@@ -759,11 +761,21 @@ class ShapeChooser(ShapePolicy):
         as high as far as is known; one of them may be explored."""
         size = len(requests)
         has_explored = self._is_exploring
+        needs_confirmation = has_explored and not self._is_confirming
         self._is_exploring = False
+        self._is_confirming = False
+        loss_of_plain = EXPLORED_CYCLES * forecast.plain * (1.0 - 1.0 / max(gain, 1.0))
+
+        # Drafting is in use. An exploration of it that says that it is worth while is confirmed by plain cycles.
         if self._used:
+            if needs_confirmation and gain >= 1.0:
+                self._use(0)
+                self._budget.spend(loss_of_plain)
+                self._is_exploring = True
+                self._is_confirming = True
+                return
             self._use(best if gain >= 1.0 else 0)
-            loss = EXPLORED_CYCLES * forecast.plain * (1.0 - 1.0 / max(gain, 1.0))
-            loss += self._backfill(size, EXPLORED_CYCLES, context)
+            loss = loss_of_plain + self._backfill(size, EXPLORED_CYCLES, context)
             if self._used and self._is_worth_exploring(requests, forecast, best, gain, loss):
                 self._use(0)
                 self._budget.spend(loss)
@@ -778,11 +790,15 @@ class ShapeChooser(ShapePolicy):
         if gain > (1.0 if has_explored else least):
             self._use(best)
             return
+
+        # An exploration of plain decoding that says that drafting is not worth while is confirmed by drafting:
+        # the machine may have been slower before it.
         loss = self._least_explored(size, best) * drafting * (1.0 - min(gain, 1.0 / gain)) + backfill
-        if self._is_worth_exploring(requests, forecast, best, gain, loss):
+        if needs_confirmation or self._is_worth_exploring(requests, forecast, best, gain, loss):
             self._use(best)
             self._drafting_loss += backfill
             self._is_exploring = True
+            self._is_confirming = needs_confirmation
 
     def _is_worth_exploring(
         self,
