@@ -615,6 +615,7 @@ class ShapeChooser(ShapePolicy):
         # Exploration.
         self._budget = ExplorationBudget()
         self._is_exploring = False
+        self._is_confirming = False  # the exploration repeats what was in use before the last one
         self._switched = 0  # cycle of the last change between plain decoding and drafting
         self._num_timed = 0  # times since then
         self._num_comparisons: defaultdict[int, int] = defaultdict(int)  # by bits of the batch size
@@ -780,6 +781,7 @@ class ShapeChooser(ShapePolicy):
         if best_index == PLAIN:
             self._switch_to(PLAIN)
             self._is_exploring = False
+            self._is_confirming = False
         elif self._has_to_explore(size):
             self._current = best_index if self._is_drafting else PLAIN
         else:
@@ -816,14 +818,23 @@ class ShapeChooser(ShapePolicy):
         """
         size = len(requests)
         has_explored = self._is_exploring
+        needs_confirmation = has_explored and not self._is_confirming
         self._is_exploring = False
+        self._is_confirming = False
+        loss_of_plain = EXPLORED_CYCLES * forecast.plain_seconds * (1.0 - 1.0 / max(gain, 1.0))
 
-        # Drafting is in use: it goes on as long as it is not slower. Exploring plain decoding loses what
-        # drafting would have gained in its cycles, and the draft backfill after them.
+        # Drafting is in use: it goes on as long as it is not slower. An exploration of it that finds it faster
+        # is confirmed by plain cycles, because the machine may have been slower in the plain ones before.
+        # Exploring plain decoding loses what drafting would have gained, and the draft backfill after it.
         if self._is_drafting:
+            if needs_confirmation and gain >= 1.0:
+                self._switch_to(PLAIN)
+                self._budget.spend(loss_of_plain)
+                self._is_exploring = True
+                self._is_confirming = True
+                return
             self._switch_to(best_index if gain >= 1.0 else PLAIN)
-            loss = EXPLORED_CYCLES * forecast.plain_seconds * (1.0 - 1.0 / max(gain, 1.0))
-            loss += self._backfill(size, EXPLORED_CYCLES, context)
+            loss = loss_of_plain + self._backfill(size, EXPLORED_CYCLES, context)
             if self._is_drafting and self._is_worth_exploring(requests, forecast, best_index, gain, loss):
                 self._switch_to(PLAIN)
                 self._budget.spend(loss)
@@ -844,10 +855,12 @@ class ShapeChooser(ShapePolicy):
         # Exploring drafting loses the part of its cycles by which it may be slower, and the draft backfill.
         num_cycles = self._exploration_cycles(size, is_drafting=True)
         loss = num_cycles * drafting_seconds * (1.0 - min(gain, 1.0 / gain)) + backfill
-        if self._is_worth_exploring(requests, forecast, best_index, gain, loss):
+        # An exploration of plain decoding that finds drafting slower is confirmed by drafting.
+        if needs_confirmation or self._is_worth_exploring(requests, forecast, best_index, gain, loss):
             self._switch_to(best_index)
             self._drafting_loss += backfill
             self._is_exploring = True
+            self._is_confirming = needs_confirmation
 
     def _is_worth_exploring(
         self,
