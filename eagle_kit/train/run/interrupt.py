@@ -7,6 +7,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FINISH_STEP = "this step is finished and saved first"
 
 
 class Interrupt:
@@ -16,14 +17,14 @@ class Interrupt:
 
     Args:
         announce: print a line when the first signal arrives.
-        promise: what that line says is done before the process ends.
 
     Attributes:
+        promise: what that line says is done before the process ends; may be changed as the work goes on.
         requested: True if a signal has arrived.
     """
 
-    def __init__(self, announce: bool = True, promise: str = "this step is finished and saved first") -> None:
-        self._promise = promise
+    def __init__(self, announce: bool = True, promise: str = FINISH_STEP) -> None:
+        self.promise = promise
         self.requested = False
         self._announce = announce
         self._previous: dict[signal.Signals, Any] = {}
@@ -44,7 +45,7 @@ class Interrupt:
         self.requested = True
         self._restore()
         if self._announce:
-            print(f"\nStopping: {self._promise}; press Ctrl-C again to drop it.", file=sys.stderr)
+            print(f"\nStopping: {self.promise}; press Ctrl-C again to drop it.", file=sys.stderr)
 
     def _restore(self) -> None:
         """Restore the handlers from before."""
