@@ -119,8 +119,8 @@ class DraftHead(nn.Module, ABC):
         config: its architecture.
         rope: rotation tables, fp32.
         t2d: bool ``[V]``, the tokens it can propose.
-        first_slot: position of the first token of a request that has an entry in the head's cache. 1 if an
-            entry is made of its token and the feature of the position before; 0 if it is made of a feature
+        first_position: position of the first token of a request that has an entry in the head's cache. 1 if
+            an entry is made of its token and the feature of the position before; 0 if it is made of a feature
             alone.
         bound: the target's output layer, for heads that have none of their own and were bound to it; None
             otherwise.
@@ -130,7 +130,7 @@ class DraftHead(nn.Module, ABC):
     config: Any
     rope: Rope
     t2d: torch.Tensor
-    first_slot: int = 1
+    first_position: int = 1
     bound: Linear | None = None
 
     def __init__(self, config: HeadArchitecture) -> None:

@@ -90,7 +90,7 @@ class AutoregressiveDrafter(Drafter):
 
         # The draft's pool ends with the root's entry. The nodes of depth d have the position seq_lens + d.
         prefix_lens = seq_lens + 1
-        first = self.model.first_slot
+        first = self.model.first_position
         offsets = self.arange[1 - first : shape.steps - first, None, None]
         rope_positions = seq_lens[:, None] + offsets.expand(-1, b, topk)  # [S - 1, B, K]
 
@@ -131,7 +131,7 @@ class AutoregressiveDrafter(Drafter):
         """Return the RoPE positions int64 ``[B]`` of the tokens of a chain, by depth from 1 to S - 1."""
         if steps == 1:
             return {}
-        first = self.model.first_slot
+        first = self.model.first_position
         rope_positions = seq_lens + self.arange[1 - first : steps - first, None]
         return dict(enumerate(rope_positions.unbind(), start=1))
 

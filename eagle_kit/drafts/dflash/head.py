@@ -152,7 +152,7 @@ class DFlashHead(DraftHead):
 
     config: DFlashConfig
     step_form = StepForm.BLOCK
-    first_slot = 0
+    first_position = 0
     d2t: torch.Tensor
 
     def __init__(self, config: DFlashConfig) -> None:

@@ -131,7 +131,7 @@ class MaskedDrafter(OnePassDrafter):
             torch.cat((rows.view(b, length, rows.shape[1]), mask.expand(b, num_masks, -1)), 1).flatten(0, 1)
             for rows, mask in zip(emitted, self.masks, strict=True)
         ]
-        first_offset = 1 - self.model.first_slot
+        first_offset = 1 - self.model.first_position
         emitted_offsets = self.arange[:length].expand(b, length)
         offsets = torch.cat((emitted_offsets, counts[:, None] + self.arange[:num_masks]), 1)
         rope_positions = (seq_lens[:, None] + first_offset + offsets).view(-1)
