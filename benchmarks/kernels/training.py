@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.kernels.inputs import Cases, KernelCase, PreparedCase, RandomInputs, Sizes, case
 from eagle_kit.ops.attention.packed import packed_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.backend import Backend
 from eagle_kit.ops.soft_cross_entropy import Teacher, linear_soft_cross_entropy
 
@@ -32,7 +32,7 @@ def _make_ttt(sizes: Sizes, j: int, backward: bool, rng: RandomInputs) -> Prepar
     own_k, own_v = (rng.normal(t, hkv, j, d) for _ in range(2))
     inputs = tuple(x.requires_grad_(backward) for x in (q, k, v, own_k, own_v))
     rows = torch.arange(t, device=rng.device)
-    plan = plan_rows(rows, torch.zeros_like(rows))
+    plan = plan_queries(rows, torch.zeros_like(rows))
 
     def op(backend: Backend) -> Any:
         out = ttt_attention(q, k, v, own_k, own_v, plan, d**-0.5, backend=backend)

@@ -18,7 +18,7 @@ from eagle_kit.objective.loss import TTTBatch
 from eagle_kit.objective.row_plan import RowPlan
 from eagle_kit.objective.target_features import TargetFeatures, positions_of, vocab_argmax
 from eagle_kit.objective.ttt import run_steps, ttt_forward_backward
-from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.attention.ttt import plan_queries
 from eagle_kit.ops.linear import linear
 
 
@@ -75,7 +75,7 @@ def every_row(work: DenseInputs) -> DenseInputs:
         rows.append(torch.arange(max(length - 2 - step, 0), device=device))
         weights.append(torch.zeros(rows[-1].shape, dtype=torch.float32, device=device))
         weights[-1][learned] = work.row_weights[step]
-    attention = [plan_rows(mine, work.plan.doc_start) for mine in rows]
+    attention = [plan_queries(mine, work.plan.doc_start) for mine in rows]
     is_teacher = torch.ones_like(work.plan.is_teacher)
     # Row i has index i in every step.
     return work._replace(

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from eagle_kit.ops.attention.packed import document_spans, packed_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.attention.ttt.anchored import anchored_attention
 from eagle_kit.ops.attention.variant import AttentionVariant
 
@@ -54,7 +54,7 @@ class RowAttention:
 
     def __init__(self, variant: AttentionVariant, given: ChainRows) -> None:
         self.variant, self.spans = variant, document_spans(given.doc_start)
-        self.rows = plan_rows(given.rows, given.doc_start)
+        self.rows = plan_queries(given.rows, given.doc_start)
         self.own: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def first(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -68,7 +68,7 @@ class RowAttention:
         own_k, own_v = (torch.stack(part, 2) for part in zip(*self.own, strict=True))
         size, missing = v.shape[-1], k.shape[-1] - v.shape[-1]
         values, own_v = (pad(x, (0, missing)) if missing else x for x in (self.v, own_v))
-        rows = self.rows.within(self.variant.limits.window or None, len(self.own))
+        rows = self.rows.with_window(self.variant.limits.window or None, len(self.own))
         return ttt_attention(q, self.k, values, own_k, own_v, rows, self.variant.scale)[..., :size]
 
     def block(

@@ -18,7 +18,7 @@ VOCAB_CHUNK = 8192
 """Tokens of the vocabulary in a chunk of logits."""
 ROW_CHUNK = 256
 """Rows in a chunk of logits."""
-LOGITS_ON_GPU = 1 << 28
+ARGMAX_LOGITS_ON_GPU = 1 << 28
 """Logits of :func:`vocab_argmax` that exist at the same time on a GPU: 512 MB in bfloat16, or 2,000 rows of a
 vocabulary of 128 K."""
 
@@ -103,7 +103,7 @@ def vocab_argmax(hidden: torch.Tensor, head_weight: torch.Tensor) -> torch.Tenso
     num_rows = ROW_CHUNK
     if hidden.is_cuda:
         num_tokens = head_weight.shape[0]
-        num_rows = max(1, LOGITS_ON_GPU // num_tokens)
+        num_rows = max(1, ARGMAX_LOGITS_ON_GPU // num_tokens)
 
     best = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
     for start in range(0, hidden.shape[0], num_rows):

@@ -33,7 +33,7 @@ from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import Objective, TTTBatch, TTTOutput, ttt_loss
 from eagle_kit.objective.step_parts import run_maybe_recomputed, step_attention, supervised_outputs
 from eagle_kit.objective.target_features import positions_of
-from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.attention.ttt import plan_queries
 
 CROSS_ENTROPY = Objective()
 
@@ -106,7 +106,7 @@ def _run_one_layer(
 
         # Every row has a key and a value. Rows that are supervised in no step need nothing else.
         rows = plan.computed[0]
-        queries = plan.attention[0].within(window, 0)
+        queries = plan.attention[0].with_window(window, 0)
         attended = step_attention(q[rows], k, v, None, None, queries, scale)  # [C_0, Hq, D]
         attended = layer.self_attn.gated(attended, x[rows])  # no-op without a gate
         out = layer.finish(residual[rows], attended)  # [C_0, H]
@@ -131,7 +131,7 @@ def _run_one_layer(
         # diagonals.
         own_k = torch.stack((*own_keys, k), 2)  # [C_k, Hkv, k, D]
         own_v = torch.stack((*own_values, v), 2)  # [C_k, Hkv, k, D]
-        queries = plan.attention[step].within(window, step)
+        queries = plan.attention[step].with_window(window, step)
         attended = step_attention(q, k0, v0, own_k, own_v, queries, scale)  # [C_k, Hq, D]
         attended = layer.self_attn.gated(attended, x)
         out = layer.finish(residual, attended)  # [C_k, H]
@@ -180,7 +180,7 @@ def _run_layer_per_step(
     features = batch.inputs or batch.features  # with noise, if there is any
     length = int(plan.on_host.rows[0][-1]) + 1
     all_rows = torch.arange(length, device=ids.device)
-    queries = plan_rows(all_rows, plan.doc_start)
+    queries = plan_queries(all_rows, plan.doc_start)
     positions = positions_of(plan.doc_start)[:length]
 
     # One step at all rows.

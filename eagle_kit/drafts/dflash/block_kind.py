@@ -17,7 +17,13 @@ from eagle_kit.core.errors import UserError, shown
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.conventions import Convention
 from eagle_kit.drafts.base.initial_weights import check_start_from, check_vocab_size, init_output_layer
-from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, describe_attention, scale_final_norm
+from eagle_kit.drafts.base.kind import (
+    HeadKind,
+    HeadTensors,
+    InitContext,
+    describe_attention,
+    scale_final_norm,
+)
 from eagle_kit.drafts.dflash.head import DFlashConfig, DFlashHead, spread_layers
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import layer_to_dict, partial_rotary_dim
@@ -194,10 +200,10 @@ class BlockKind(HeadKind[Config, Head, Settings]):
         """Whether rows predict the next token; where ``config`` does not say it, what its authors' do."""
         return read_flag(config, ROWS, where)
 
-    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: Config, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; an output layer over all of the target's tokens
         is a copy of the target's."""
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         tensors = found.tensors
         if not config.owns_output:
             for name in ("d2t", "t2d"):

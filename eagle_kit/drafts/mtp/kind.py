@@ -19,8 +19,8 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.base.kind import (
     HeadKind,
+    HeadTensors,
     InitContext,
-    Weights,
     describe_attention,
     our_names,
     scale_final_norm,
@@ -130,11 +130,11 @@ class MTPKind(HeadKind[MTPConfig, MTPHead, MTPHeadConfig]):
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return f"model.layers.0.{SHARED_HEAD}" if part == OUTPUT else f"model.{part}"
 
-    def take(self, files: DraftFiles, config: MTPConfig, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: MTPConfig, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`. The embedding is the target's; so is the output
         layer, unless the files bring one that differs, which is then the head's own."""
         files = _as_deepseeks(files)
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         embedding, output = (
             _take_shared(found.tensors, name, config, files.where) for name in (EMBEDDING, SHARED_HEAD)
         )

@@ -25,7 +25,7 @@ from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import TTTBatch
 from eagle_kit.objective.step_parts import run_maybe_recomputed, step_attention, supervised_outputs
 from eagle_kit.objective.target_features import positions_of
-from eagle_kit.ops.attention.ttt import QueryPlan, plan_rows
+from eagle_kit.ops.attention.ttt import QueryPlan, plan_queries
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 
 
@@ -168,7 +168,7 @@ class PEagleHead(Eagle3Head):
         masked = plan.computed[1:]
         num_masks = sum(map(len, masked))
         all_rows = torch.arange(length, device=batch.ids.device)
-        causal = plan_rows(all_rows, plan.doc_start)
+        causal = plan_queries(all_rows, plan.doc_start)
 
         # Positions of the rows of all steps, step after step.
         positions = positions_of(plan.doc_start)
@@ -196,7 +196,11 @@ class PEagleHead(Eagle3Head):
             keys = k.split(sizes)
             values = v.split(sizes)
             queries = q.split([len(first.rows), *map(len, masked)])
-            out = [step_attention(queries[0], keys[0], values[0], None, None, first.within(window, 0), scale)]
+            out = [
+                step_attention(
+                    queries[0], keys[0], values[0], None, None, first.with_window(window, 0), scale
+                )
+            ]
 
             # A mask attends to step 0 and to the masks of its own row up to its step.
             own_keys: list[torch.Tensor] = []
@@ -215,7 +219,7 @@ class PEagleHead(Eagle3Head):
                     values[0],
                     torch.stack(own_keys, 2),
                     torch.stack(own_values, 2),
-                    plan.attention[step].within(window, step),
+                    plan.attention[step].with_window(window, step),
                     scale,
                 )
                 out.append(attended)
