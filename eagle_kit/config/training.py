@@ -86,9 +86,9 @@ class FeatureNoise(Section):
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """Settings of ``training:`` that only some kinds of head have, for the trainer, which asks for no kind.
+    """Settings of ``training:`` that only some kinds of head have; the trainer does not ask for the kind.
 
-    A setting that a kind does not have keeps its default here, which changes nothing.
+    A setting that the kind does not have keeps its default here, which changes nothing.
     """
 
     losses: dict[str, float] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""A head's chains after many roots of a known text, in a few batched forwards and without decoding.
+"""Evaluation of a head along a known text (teacher forcing): its chains after many roots, in a few forwards.
 
-The chain after a root reads the text's own tokens, as a decoder that has accepted all before them. Keys are
-those of serving: of the target's states up to the root, and of the chain's own steps after it.
+Nothing is decoded. Every step reads the text's own token, as if all drafts before it had been accepted. Keys
+are those of serving: of the target's states up to the root, and of the chain's own steps after it.
 
 Legend: T packed tokens, R chains, H hidden, Hq / Hkv heads, D head size.
 """
@@ -19,12 +19,12 @@ from eagle_kit.ops.attention.variant import AttentionVariant
 
 
 class ChainRows(NamedTuple):
-    """What chains are made from.
+    """A known text, and the rows after whose tokens chains are drafted.
 
     Attributes:
         features: ``[T, H]``, of the target at every token.
-        tokens: those that rows int64 ``[n]`` embed at a step, int64 ``[n]``.
-        embeds: their embeddings ``[n, H]``.
+        tokens: of rows int64 ``[n]`` and a step: the tokens that the rows embed at the step, int64 ``[n]``.
+        embeds: the same, the embeddings of these tokens ``[n, H]``.
         mask: embedding ``[1, H]`` of a token.
         rows: int64 ``[R]``, ascending: the chain of row i drafts after token i + 1.
         doc_start: int64 ``[T]``, first token of each token's text.

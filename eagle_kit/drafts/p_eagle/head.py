@@ -196,11 +196,8 @@ class PEagleHead(Eagle3Head):
             keys = k.split(sizes)
             values = v.split(sizes)
             queries = q.split([len(first.rows), *map(len, masked)])
-            out = [
-                step_attention(
-                    queries[0], keys[0], values[0], None, None, first.with_window(window, 0), scale
-                )
-            ]
+            first_queries = first.with_window(window, 0)
+            out = [step_attention(queries[0], keys[0], values[0], None, None, first_queries, scale)]
 
             # A mask attends to step 0 and to the masks of its own row up to its step.
             own_keys: list[torch.Tensor] = []
