@@ -67,8 +67,10 @@ class AutoregressiveDrafter(Drafter):
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Grow a draft after the roots; of a tree the best N - 1 candidates are the window. It does not
-        depend on ``sampling``."""
+        """Grow a draft after the roots. Of a tree the best N - 1 candidates are the window.
+
+        See :class:`Drafter` for the arguments; the draft does not depend on ``sampling``.
+        """
         if shape.topk == 1:
             tree = self._grow_chain(state, shape, num_columns)
         else:
@@ -77,7 +79,7 @@ class AutoregressiveDrafter(Drafter):
         return DraftOutput(tree, Deterministic())
 
     def grow_candidates(self, state: CycleState, shape: SpecShape, num_columns: int) -> Candidates:
-        """Expand a tree after the roots, K nodes a step, and return all of its candidates."""
+        """Expand a tree after the roots, K nodes a step (EAGLE-2, section 4.1), and return all candidates."""
         draft = state.draft
         seq_lens = state.seq_lens
         assert isinstance(draft, DraftState)
