@@ -165,7 +165,7 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
             target: completes what old configs leave out.
 
         Raises:
-            UserError: a part that our head has not, or a key that is missing or impossible.
+            UserError: a part that our head does not have, or a key that is missing or impossible.
         """
 
     @abstractmethod
