@@ -2,8 +2,8 @@
 
 The classes do not agree on biases. SGLang's ``fc`` always has one, vLLM's never, EAGLE's unless ``bias`` is
 false. SGLang and vLLM take ``bias`` for biases of attention; SGLang has those of queries, keys, values and
-output together or not at all. Zeros make up for a bias that a class wants and the head does not have: the logits
-are the same, and the zeros are left out again on the way back (they are named under ``zeros``).
+output together or not at all. Zeros make up for a bias that a class wants and the head does not have: the
+logits are the same, and the zeros are left out again on the way back (they are named under ``zeros``).
 """
 
 import warnings
