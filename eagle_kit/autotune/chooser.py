@@ -25,8 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from eagle_kit.autotune.acceptance import AcceptanceTable
-from eagle_kit.autotune.calibration import Calibration
 from eagle_kit.autotune.chances import chance_of, conditional_log_odds, log_odds_of, reach_of
+from eagle_kit.autotune.confidence_calibration import Calibration
 from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
 from eagle_kit.autotune.row_budgets import RowBudgets, expected_accepted, tokens_by_num_drafts
 from eagle_kit.autotune.shapes import Seconds

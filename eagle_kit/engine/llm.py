@@ -33,14 +33,6 @@ from eagle_kit.drafts.files.draft import AnyDraft, DraftFolder
 from eagle_kit.engine.calibrate.policies import can_tune, chooses_ngram, tuned_policy
 from eagle_kit.engine.calibrate.record_drafts import record_drafts
 from eagle_kit.engine.engine import Engine
-from eagle_kit.engine.forwards import (
-    TextStates,
-    check_layers,
-    check_text,
-    text_logits,
-    text_logprobs,
-    text_states,
-)
 from eagle_kit.engine.grammar.bad_words import bad_word_ids
 from eagle_kit.engine.grammar.compiler import GrammarCompiler
 from eagle_kit.engine.grammar.protocols import Grammars
@@ -69,6 +61,14 @@ from eagle_kit.engine.tensor_parallel.leading import (
     rank_call,
 )
 from eagle_kit.engine.tensor_parallel.ranks import RankGroup, WorkerArgs, join_ranks
+from eagle_kit.engine.text_forwards import (
+    TextStates,
+    check_layers,
+    check_text,
+    text_logits,
+    text_logprobs,
+    text_states,
+)
 from eagle_kit.engine.text_stream import TextContext, TextStream, text_context
 from eagle_kit.models.draft_head import DraftHead
 from eagle_kit.models.loading.loaded import loaded_target

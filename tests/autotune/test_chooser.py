@@ -12,7 +12,6 @@ import pytest
 from crossed import crossed
 
 from eagle_kit.autotune.acceptance import AcceptanceTable
-from eagle_kit.autotune.calibration import Calibration
 from eagle_kit.autotune.chooser import (
     EXPLORATION_SHARE,
     EXPLORED_CYCLES,
@@ -26,6 +25,7 @@ from eagle_kit.autotune.chooser import (
     ShapeChooser,
     expected_saving,
 )
+from eagle_kit.autotune.confidence_calibration import Calibration
 from eagle_kit.autotune.row_budgets import RowBudgets
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 

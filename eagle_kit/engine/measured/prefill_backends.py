@@ -3,7 +3,7 @@ measurements.
 
 A warm-up measures, at the first call of each number of rows and kind of layer, with the arguments of that
 call. A choice is kept as long as the engine lives; sizes that never came up in a warm-up take ours. Drafts
-always take ours: the first slots of most of their stores are unused, and they have a layer or two.
+always take ours: the first positions of most of their stores are unused, and they have a layer or two.
 """
 
 import logging
