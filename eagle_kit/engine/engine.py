@@ -278,7 +278,8 @@ class Engine:
 
     def check_tokens(self, prompt_ids: Sequence[int]) -> None:
         """Raise UserError for a prompt that can never be served in any shape."""
-        config, top = self.config, self.target.config.vocab_size
+        config = self.config
+        top = self.target.config.vocab_size
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one token.")
         if len(prompt_ids) >= config.max_context:

@@ -142,7 +142,8 @@ class _Recorder:
         confidence = self._drafter.confidence(state.draft)
         assert confidence is not None
         first = confidence.view(len(state.roots), -1)[:, 0].cpu()
-        first_pages, positions = state.page_table[:, 0].tolist(), state.seq_lens.tolist()
+        first_pages = state.page_table[:, 0].tolist()
+        positions = state.seq_lens.tolist()
         for row, active in enumerate(state.active.tolist()):
             if active:
                 mine = type(made)(*(part[row].cpu() for part in made))
@@ -151,5 +152,6 @@ class _Recorder:
 
     def take(self) -> list[_Draft]:
         """Return the drafts since the last call."""
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         return kept
