@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from eagle_kit.autotune.acceptance import Recording
+from eagle_kit.autotune.acceptance import DraftRecording
 from eagle_kit.autotune.ngram import NgramPolicy
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.autotune.shapes import MOST_STEPS
@@ -904,7 +904,7 @@ class LLM:
 
     def record_drafts(
         self, requests: Sequence[Request], shape: SpecShape, on_finish: Callable[[], None]
-    ) -> Recording:
+    ) -> DraftRecording:
         """Record what the draft proposes at every position of the replies to ``requests``
         (:func:`~eagle_kit.engine.calibrate.record_drafts.record_drafts`, which has the arguments)."""
         engine = self._allocated()
