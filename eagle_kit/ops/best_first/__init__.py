@@ -37,9 +37,9 @@ def best_first(
         shape: S, K and N.
     """
     assert tokens.shape[1:] == (shape.steps, shape.topk) and scores.shape[2] in (1, shape.topk)
-    form: Any = reference
+    implementation: Any = reference
     if uses_triton(scores, backend):
         from eagle_kit.ops.best_first import triton
 
-        form = triton
-    return form.best_first(roots, tokens.contiguous(), scores.contiguous(), shape.tokens)
+        implementation = triton
+    return implementation.best_first(roots, tokens.contiguous(), scores.contiguous(), shape.tokens)

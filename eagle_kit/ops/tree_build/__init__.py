@@ -29,12 +29,7 @@ def start_beam(
 ) -> tuple[Beam, Candidates]:
     """First beam and the record of candidates, from the candidates of depth 1: ``tokens`` int64 and
     ``scores`` fp32 ``[B, K]``. Later depths of the record are filled by :func:`grow_beam`."""
-    form: Any = reference
-    if uses_triton(scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        form = triton
-    return form.start_beam(tokens.contiguous(), scores.contiguous(), shape)
+    return _implementation(scores, backend).start_beam(tokens.contiguous(), scores.contiguous(), shape)
 
 
 def grow_beam(
@@ -55,12 +50,9 @@ def grow_beam(
         next_scores: fp32 ``[B * K, K]``, their log-probabilities given their parents.
         step: from 1 to S - 1.
     """
-    form: Any = reference
-    if uses_triton(next_scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        form = triton
-    return form.grow_beam(beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step)
+    return _implementation(next_scores, backend).grow_beam(
+        beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step
+    )
 
 
 def tree_build(
@@ -80,19 +72,20 @@ def tree_build(
         scores: fp32 ``[B, n]``, log-probability of the path to each.
         parents: int64 ``[B, n]``, candidate number of each one's parent, -1 at depth 1.
     """
-    form: Any = reference
-    if uses_triton(scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        form = triton
-    return form.tree_build(roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape)
+    return _implementation(scores, backend).tree_build(
+        roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape
+    )
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor, *, backend: Backend | None = None) -> Tree:
     """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
-    form: Any = reference
-    if uses_triton(tokens, backend):
+    return _implementation(tokens, backend).chain_build(roots, tokens.contiguous())
+
+
+def _implementation(tensor: torch.Tensor, backend: Backend | None) -> Any:
+    """Module that implements the operations for ``tensor``."""
+    if uses_triton(tensor, backend):
         from eagle_kit.ops.tree_build import triton
 
-        form = triton
-    return form.chain_build(roots, tokens.contiguous())
+        return triton
+    return reference

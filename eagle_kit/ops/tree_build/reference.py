@@ -30,10 +30,10 @@ class Beam(NamedTuple):
         tokens: ``[B, K]``, target ids.
         scores: fp32 ``[B, K]``, log-probabilities of the paths to them.
         ids: ``[B, K]``, their candidate numbers.
-        rows: ``[B * K]``, row of the last step's output that holds each node's features (at first, row of the
-            state, one per request).
+        rows: ``[B * K]``, row of the last step's output that holds each node's features (of the first beam,
+            row of the state, one per request).
         ancestors: ``[B, K]``, bits over the scratch window of all beams so far, each node's own included; a
-            node beyond bit 63 has none of its own.
+            node beyond bit 63 has no bit of its own.
     """
 
     tokens: torch.Tensor
@@ -72,7 +72,8 @@ def start_beam(tokens: torch.Tensor, scores: torch.Tensor, shape: SpecShape) -> 
     rows = torch.arange(b, device=tokens.device).repeat_interleave(topk)
     size = (b, num_candidates(shape))
     candidates = Candidates(tokens.new_empty(size), scores.new_empty(size), tokens.new_empty(size))
-    candidates.tokens[:, :topk], candidates.scores[:, :topk] = tokens, scores
+    candidates.tokens[:, :topk] = tokens
+    candidates.scores[:, :topk] = scores
     candidates.parents[:, :topk] = -1
     return Beam(tokens, scores, k, rows, torch.ones_like(k) << k), candidates
 
@@ -81,23 +82,28 @@ def grow_beam(
     beam: Beam, candidates: Candidates, next_tokens: torch.Tensor, next_scores: torch.Tensor, step: int
 ) -> Beam:
     """Next beam from ``next_tokens``, ``next_scores [B * K, K]``; the children are recorded."""
+    # Record the children.
     b, topk = beam.tokens.shape
     tokens = next_tokens.view(b, topk**2)
     scores = (beam.scores[:, :, None] + next_scores.view(b, topk, topk)).view(b, topk**2)
     first = topk + (step - 1) * topk**2
-    for record, made in zip(candidates, (tokens, scores, beam.ids.repeat_interleave(topk, 1)), strict=True):
-        record[:, first : first + topk**2] = made
+    children = slice(first, first + topk**2)
+    candidates.tokens[:, children] = tokens
+    candidates.scores[:, children] = scores
+    candidates.parents[:, children] = beam.ids.repeat_interleave(topk, 1)
+
+    # Keep the best of them.
     best = top_scores(scores, topk)
-    up = best // topk
-    start = torch.arange(b, device=best.device)[:, None] * topk
+    parent = best // topk
+    first_row = torch.arange(b, device=best.device)[:, None] * topk
     key = step * topk + torch.arange(topk, device=best.device)
-    own = torch.where(key < 64, torch.ones_like(key) << key.clamp(max=63), 0)
+    own_bit = torch.where(key < 64, torch.ones_like(key) << key.clamp(max=63), 0)
     return Beam(
         tokens=tokens.gather(1, best),
         scores=scores.gather(1, best),
         ids=first + best,
-        rows=(start + up).view(-1),
-        ancestors=beam.ancestors.gather(1, up) | own,
+        rows=(first_row + parent).view(-1),
+        ancestors=beam.ancestors.gather(1, parent) | own_bit,
     )
 
 
@@ -117,17 +123,20 @@ def tree_build(
     A candidate counts no more than its ancestors, which have smaller numbers. So those of the best are among
     the best, whatever the scores hold, also when probabilities round to 1.
     """
+    # Scores no better than those of all ancestors, by pointer doubling: 1, 3, 7, ... of them are seen.
     number = torch.arange(parents.shape[1], device=parents.device)
     up = torch.where(parents < 0, number, parents)
-    for _ in range((shape.steps - 1).bit_length()):  # 1, 3, 7, ... ancestors
+    for _ in range((shape.steps - 1).bit_length()):
         scores = torch.minimum(scores, scores.gather(1, up))
         up = up.gather(1, up)
+
+    # The best, in the order of their numbers, are the nodes behind the root.
     chosen = top_scores(scores, shape.tokens - 1).sort(1).values
     chosen_parents = parents.gather(1, chosen)
-    at = torch.searchsorted(chosen, chosen_parents.clamp(min=0)) + 1
+    parent_nodes = torch.searchsorted(chosen, chosen_parents.clamp(min=0)) + 1
     root = roots[:, None]
     zero = torch.zeros_like(root)
-    window_parents = torch.cat((zero, torch.where(chosen_parents < 0, 0, at)), 1)
+    window_parents = torch.cat((zero, torch.where(chosen_parents < 0, 0, parent_nodes)), 1)
     depth = torch.where(chosen < shape.topk, 1, 2 + (chosen - shape.topk) // shape.topk**2)
     return Tree(
         tokens=torch.cat((root, tokens.gather(1, chosen)), 1),
