@@ -584,7 +584,7 @@ def test_without_them_the_engine_says_the_same(monkeypatch):
 
 def test_cpp_is_refused_where_it_is_not_at_hand(monkeypatch):
     monkeypatch.setattr(cpp, "available", lambda: False)
-    with pytest.raises(UserError, match="not at hand"):
+    with pytest.raises(UserError, match="not available"):
         rms_norm(drawn(3, 8), drawn(8), 1e-5, backend="cpp")
 
 
