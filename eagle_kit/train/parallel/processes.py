@@ -31,7 +31,7 @@ def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainC
     it, or if the launcher was asked for it; else float32.
 
     Args:
-        on_gpu: True for GPUs that support bfloat16; None asks the device of this process.
+        on_gpu: True for GPUs that support bfloat16; None looks at the device of this process.
     """
     if config.training.precision != "auto":
         return config
