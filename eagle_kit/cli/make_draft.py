@@ -25,7 +25,7 @@ from eagle_kit.train.plan.budget import (
     TASK_SHARE,
     BudgetPlan,
     Pilot,
-    Rates,
+    TokenRates,
     expected_accept_lengths,
     plan_budget,
     plan_training,
@@ -326,11 +326,11 @@ def _make_plan(job: DraftJob, log: StageLog) -> BudgetPlan:
     return plan
 
 
-def _rates(log: StageLog) -> Rates:
+def _rates(log: StageLog) -> TokenRates:
     """Rates that the pilots measured."""
     replies = log.done["pilot-replies"]
     training = log.done["pilot-training"]
-    return Rates(replies["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
+    return TokenRates(replies["tokens_per_s"], training["tokens_per_s"], training["kept_tokens_per_s"])
 
 
 def _reply_file(log: StageLog, name: str, path: Path) -> ReplyFile:

@@ -55,7 +55,7 @@ half an hour, and the shipped one during its training (docs/training.md)."""
 
 
 @dataclass(frozen=True)
-class Rates:
+class TokenRates:
     """Measured rates in tokens per second.
 
     Attributes:
@@ -198,7 +198,7 @@ class BudgetPlan:
 
 
 def plan_budget(
-    budget_s: float, spent_s: float, rates: Rates, kept_tokens: float, processes: int = 1
+    budget_s: float, spent_s: float, rates: TokenRates, kept_tokens: float, processes: int = 1
 ) -> BudgetPlan:
     """Plan the work of a budget.
 
@@ -218,7 +218,7 @@ def plan_budget(
 
 
 def plan_training(
-    seconds: float, reply_tokens: float, rates: Rates, kept_tokens: float, processes: int = 1
+    seconds: float, reply_tokens: float, rates: TokenRates, kept_tokens: float, processes: int = 1
 ) -> Training:
     """Plan a training on replies and on raw chats.
 

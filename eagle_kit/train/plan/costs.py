@@ -148,7 +148,7 @@ def head_flops(draft: HeadArchitecture, work: Workload) -> float:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProcessLayout:
     """Distribution of the models over N processes.
 
     Attributes:
@@ -195,7 +195,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Costs:
+class RunCosts:
     """Costs of a run for each process.
 
     Attributes:
@@ -241,7 +241,7 @@ class Costs:
             return None
         return forwards, rows // forwards
 
-    def memory(self, layout: Layout, tokens: int, rows: int) -> dict[str, float]:
+    def memory(self, layout: ProcessLayout, tokens: int, rows: int) -> dict[str, float]:
         """Bytes of each process by name; for the peak see :meth:`peak`.
 
         Validation needs the whole target, or its shard by tensor parallelism. A target that FSDP2 shards is
@@ -301,7 +301,7 @@ class Costs:
         training = memory["states and activations"] + memory["teacher and logits"]
         return sum(memory.values()) - min(memory.get("judge", 0.0), training)
 
-    def target_bytes(self, layout: Layout) -> float:
+    def target_bytes(self, layout: ProcessLayout) -> float:
         """Bytes of the target's weights in each process.
 
         Embedding and output layer are always whole. FSDP2 gathers two layers at a time; tensor parallelism
@@ -357,7 +357,7 @@ class Costs:
             disk["captured states"] = per_token * self.config.data.max_length * num_rows
         return disk
 
-    def capture_seconds(self, work: Workload, layout: Layout, rates: Rates) -> float:
+    def capture_seconds(self, work: Workload, layout: ProcessLayout, rates: Rates) -> float:
         """Seconds of a forward of the target: the longer of its arithmetic and of reading its weights.
 
         FSDP2 gathers the weights meanwhile. Tensor parallelism runs the rows of all processes, and sums two
@@ -382,7 +382,7 @@ class Costs:
         """True if a sharded target is sharded by tensor parallelism."""
         return self.config.training.target_placement == "tensor-parallel"
 
-    def step_seconds(self, work: Workload, forwards: int, layout: Layout, rates: Rates) -> float:
+    def step_seconds(self, work: Workload, forwards: int, layout: ProcessLayout, rates: Rates) -> float:
         """Seconds of an optimiser step with ``forwards`` forwards in each process.
 
         The capture of a ``stored`` target's hidden states is not counted.
@@ -405,7 +405,7 @@ class Costs:
         num_matrices = 1 if self.target.tie_word_embeddings else 2
         return num_matrices * self.target.vocab_size * self.target.hidden_size
 
-    def _part(self, layout: Layout) -> TargetConfig | None:
+    def _part(self, layout: ProcessLayout) -> TargetConfig | None:
         """Architecture of the last rank's shard by tensor parallelism, which is the largest.
 
         Returns:
@@ -419,7 +419,7 @@ class Costs:
         except UserError:
             return None
 
-    def _validated_target(self, layout: Layout) -> TargetConfig | None:
+    def _validated_target(self, layout: ProcessLayout) -> TargetConfig | None:
         """Architecture of the target, or of its shard, that validation decodes with in each process.
 
         Returns:
@@ -431,14 +431,14 @@ class Costs:
             return self.target
         return self._part(layout)
 
-    def _cut_weights(self, part: TargetConfig, layout: Layout) -> int:
+    def _cut_weights(self, part: TargetConfig, layout: ProcessLayout) -> int:
         """Weights of a process's shard: its layers, and its rows of an output layer that is not tied."""
         output_rows = 0
         if not self.target.tie_word_embeddings:
             output_rows = math.ceil(self.target.vocab_size / layout.num_processes)
         return num_weights(part)[1] - self._end_weights + output_rows * self.target.hidden_size
 
-    def _judge_bytes(self, layout: Layout, validated: TargetConfig) -> float:
+    def _judge_bytes(self, layout: ProcessLayout, validated: TargetConfig) -> float:
         """Bytes that validation needs besides the target's weights.
 
         Args:

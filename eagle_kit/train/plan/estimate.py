@@ -9,7 +9,7 @@ import torch
 
 from eagle_kit.drafts.registry import training_kind
 from eagle_kit.ops.linear import linear
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, capture_flops, head_flops
+from eagle_kit.train.plan.costs import ProcessLayout, Rates, RunCosts, Workload, capture_flops, head_flops
 from eagle_kit.train.run.progress import format_seconds
 
 EXPECTED_EFFICIENCY = 0.55
@@ -44,12 +44,12 @@ class Session:
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """Expected memory, disk and time of a session, in bytes and seconds of one process.
 
     Attributes:
         session: the work.
-        memory: bytes by name, see :meth:`Costs.memory`.
+        memory: bytes by name, see :meth:`RunCosts.memory`.
         peak: bytes at the worst moment.
         disk: bytes of the run folder and the cache by name.
         flops_per_step: floating-point operations of an optimiser step, over all processes.
@@ -111,7 +111,9 @@ def _list_sizes(sizes: dict[str, float]) -> str:
     return ", ".join(f"{name} {size / 1e9:.2f}" for name, size in sizes.items())
 
 
-def make_estimate(costs: Costs, session: Session, num_processes: int = 1, sharding: str = "none") -> Estimate:
+def make_estimate(
+    costs: RunCosts, session: Session, num_processes: int = 1, sharding: str = "none"
+) -> RunEstimate:
     """Estimate a session in ``num_processes`` processes.
 
     Args:
@@ -125,14 +127,14 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
     target = "stored"
     if training_kind(config).runs_target(config):
         target = "sharded" if config.training.shares_target else "whole"
-    layout = Layout(num_processes, target, sharding)
+    layout = ProcessLayout(num_processes, target, sharding)
     memory = costs.memory(layout, work.tokens, work.rows)
 
     # An optimiser step. It does not run the target if hidden states are stored.
     is_stored = config.training.cache_hidden_states == "disk" or config.data.store is not None
     rates = Rates(session.flops_per_s * EXPECTED_EFFICIENCY)
     flops = head_flops(costs.draft, work)
-    step_layout = Layout(num_processes, "stored", sharding)
+    step_layout = ProcessLayout(num_processes, "stored", sharding)
     if not is_stored:
         flops += capture_flops(costs.target, work)
         step_layout = layout
@@ -140,7 +142,7 @@ def make_estimate(costs: Costs, session: Session, num_processes: int = 1, shardi
 
     # Captures of packed rows, which the processes share.
     seconds_per_row = costs.capture_seconds(work, layout, rates) / session.rows_per_micro_batch
-    return Estimate(
+    return RunEstimate(
         session=session,
         memory=memory,
         peak=costs.peak(memory),

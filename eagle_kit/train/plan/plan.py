@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 
 from eagle_kit.core.gpus import RUNTIME_BYTES, Gpu
-from eagle_kit.train.plan.costs import Costs, Layout, Rates, Workload, make_workload
+from eagle_kit.train.plan.costs import ProcessLayout, Rates, RunCosts, Workload, make_workload
 
 UTILISATION = 0.4
 """Share of the data sheet's FLOP/s that matmuls of a step are assumed to reach."""
@@ -33,7 +33,7 @@ LAYOUTS = {
     "from a store": ("stored", "none"),
     "from a store, head sharded": ("stored", "fsdp2"),
 }
-"""Name -> ``target`` and ``sharding`` of a :class:`Layout`, in the order in which they are tried."""
+"""Name -> ``target`` and ``sharding`` of a :class:`ProcessLayout`, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Placement:
     Attributes:
         name: key of :data:`LAYOUTS`.
         layout: the layout.
-        memory: bytes of each GPU by name, see :meth:`Costs.memory`.
+        memory: bytes of each GPU by name, see :meth:`RunCosts.memory`.
         peak: bytes of each GPU at the worst moment.
         fits: True if ``peak`` is within the usable memory.
         seconds_per_step: seconds of an optimiser step.
@@ -51,7 +51,7 @@ class Placement:
     """
 
     name: str
-    layout: Layout
+    layout: ProcessLayout
     memory: dict[str, float]
     peak: float
     fits: bool
@@ -60,10 +60,10 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Planner:
+class GpuPlanner:
     """Plans one config on one kind of GPU."""
 
-    costs: Costs
+    costs: RunCosts
     gpu: Gpu
 
     @property
@@ -93,7 +93,7 @@ class Planner:
             # One GPU shards nothing.
             if num_gpus == 1 and (target == "sharded" or sharding != "none"):
                 continue
-            layout = Layout(num_gpus, target, sharding)
+            layout = ProcessLayout(num_gpus, target, sharding)
             placement = self._placement(name, layout, forwards, rows_per_forward)
             if placement.fits:
                 return placement
@@ -139,7 +139,7 @@ class Planner:
         tokens = rows * length
         return make_workload(config, tokens, tokens * supervised_share, rows, length / 2)
 
-    def _placement(self, name: str, layout: Layout, forwards: int, rows: int) -> Placement:
+    def _placement(self, name: str, layout: ProcessLayout, forwards: int, rows: int) -> Placement:
         """Memory and speed of a layout, with ``forwards`` of ``rows`` packed rows in each process."""
         work = self._work(rows, SUPERVISED_SHARE)
         memory = self.costs.memory(layout, work.tokens, work.tokens)
@@ -156,6 +156,6 @@ class Planner:
         )
 
 
-def _capture_layout(num_gpus: int) -> Layout:
+def _capture_layout(num_gpus: int) -> ProcessLayout:
     """Layout of a capture on ``num_gpus``."""
-    return Layout(num_gpus, "whole" if num_gpus == 1 else "sharded")
+    return ProcessLayout(num_gpus, "whole" if num_gpus == 1 else "sharded")

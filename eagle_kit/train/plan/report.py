@@ -9,15 +9,15 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.gpus import find_gpu
 from eagle_kit.models.loading.known_targets import target_architecture
 from eagle_kit.train.parallel.processes import with_precision
-from eagle_kit.train.plan.costs import Costs
+from eagle_kit.train.plan.costs import RunCosts
 from eagle_kit.train.plan.plan import (
     CAPTURE_COUNTS,
     GPU_COUNTS,
     SUPERVISED_SHARE,
     USABLE,
     UTILISATION,
+    GpuPlanner,
     Placement,
-    Planner,
 )
 from eagle_kit.train.run.new_head import head_architecture
 
@@ -45,7 +45,7 @@ PARTS = (
     "target, cut for the judge",
     "runtime",
 )
-"""Names of :meth:`Costs.memory`, in the order of the report."""
+"""Names of :meth:`RunCosts.memory`, in the order of the report."""
 
 
 def print_plans(paths: Sequence[str], overrides: Sequence[str], gpu: str) -> None:
@@ -61,7 +61,7 @@ def print_plans(paths: Sequence[str], overrides: Sequence[str], gpu: str) -> Non
         print(report(paths[0], make_planner(paths[0], overrides, gpu), gpu))
         return
 
-    planners: dict[str, Planner] = {}
+    planners: dict[str, GpuPlanner] = {}
     left_out: dict[str, UserError] = {}
     for path in paths:
         try:
@@ -75,15 +75,15 @@ def print_plans(paths: Sequence[str], overrides: Sequence[str], gpu: str) -> Non
         print(f"left out: {path}: {reason.cause}")
 
 
-def make_planner(path: str, overrides: Sequence[str], gpu: str) -> Planner:
+def make_planner(path: str, overrides: Sequence[str], gpu: str) -> GpuPlanner:
     """Read a config and the architectures of its target and head. Raises UserError as a run would."""
     config = with_precision(load_config(TrainConfig, path, overrides), on_gpu=True)
     target, _ = target_architecture(config.target)
     draft = head_architecture(config, target, None)
-    return Planner(Costs(config, target, draft, is_gpu=True), find_gpu(gpu))
+    return GpuPlanner(RunCosts(config, target, draft, is_gpu=True), find_gpu(gpu))
 
 
-def report(path: str, planner: Planner, gpu: str) -> str:
+def report(path: str, planner: GpuPlanner, gpu: str) -> str:
     """Text about one config: sizes, memory of each GPU, speed, disk and capture."""
     costs = planner.costs
     config = costs.config
@@ -147,7 +147,7 @@ def _describe(placement: Placement | None, count: int) -> str:
     )
 
 
-def _disk(planner: Planner) -> str:
+def _disk(planner: GpuPlanner) -> str:
     """Size of a store of captured hidden states, and days of the schedule."""
     costs = planner.costs
     tokens = planner.schedule_tokens
@@ -165,7 +165,7 @@ def _disk(planner: Planner) -> str:
     return text
 
 
-def _capture(planner: Planner, gpu: str) -> str:
+def _capture(planner: GpuPlanner, gpu: str) -> str:
     """Number of GPUs that a capture needs, and its speed."""
     count = planner.gpus_to_capture()
     if count is None:
@@ -173,7 +173,7 @@ def _capture(planner: Planner, gpu: str) -> str:
     return f"capture needs {count} x {gpu}: {planner.capture_tokens_per_day(count) / 1e6:.0f} M tokens a day"
 
 
-def table(planners: dict[str, Planner], gpu: str) -> str:
+def table(planners: dict[str, GpuPlanner], gpu: str) -> str:
     """Table of several configs, a line for each."""
     titles = (
         "config",

@@ -17,8 +17,8 @@ from eagle_kit.models.loading.loader import weight_bytes
 from eagle_kit.models.loading.source import resolve_target
 from eagle_kit.report.environment import describe_versions
 from eagle_kit.train.parallel.launch import sharding_asked_for
-from eagle_kit.train.plan.costs import Costs, data_workload
-from eagle_kit.train.plan.estimate import Estimate, Session, make_estimate, measure_matmul_rate
+from eagle_kit.train.plan.costs import RunCosts, data_workload
+from eagle_kit.train.plan.estimate import RunEstimate, Session, make_estimate, measure_matmul_rate
 from eagle_kit.train.run.checkpoint import TrainState
 from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.progress import format_seconds
@@ -108,7 +108,7 @@ def estimate_run(
     components: TrainingComponents,
     stepper: Stepper,
     steps: range,
-) -> Estimate:
+) -> RunEstimate:
     """Estimate memory, disk and time of a session. It measures the matmul rate, so all processes call it.
 
     Args:
@@ -135,7 +135,7 @@ def estimate_run(
         free_disk=shutil.disk_usage(nearest_folder(Path(config.output_dir))).free,
         mapped=mapped,
     )
-    costs = Costs(config, components.target.config, stepper.head.config, is_gpu=is_gpu)
+    costs = RunCosts(config, components.target.config, stepper.head.config, is_gpu=is_gpu)
     return make_estimate(costs, session, accelerator.num_processes, sharding_asked_for(os.environ))
 
 

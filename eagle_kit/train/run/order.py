@@ -21,7 +21,7 @@ NOBODY = -1
 
 
 @dataclass(frozen=True)
-class Part:
+class DataPart:
     """Packed rows that are drawn together: one source of a mixture, or all rows without a mixture.
 
     Attributes:
@@ -41,7 +41,7 @@ class Part:
     name: str = ""
 
 
-def parts_of(settings: DataConfig, data: PreparedData) -> list[Part]:
+def parts_of(settings: DataConfig, data: PreparedData) -> list[DataPart]:
     """Parts of ``data`` with the weights of ``data.mix``; one part without a mixture.
 
     The weights of ``data.mix`` are shares of tokens, so a part with shorter rows is drawn more often.
@@ -50,7 +50,7 @@ def parts_of(settings: DataConfig, data: PreparedData) -> list[Part]:
         UserError: ``data.mix`` has another number of sources than the packed rows.
     """
     if not settings.mix:
-        return [Part(0, len(data))]
+        return [DataPart(0, len(data))]
     if len(settings.mix) != len(data.parts):
         raise UserError(
             f"data.mix has {len(settings.mix)} sources, and the rows were packed of {len(data.parts)}.",
@@ -62,7 +62,7 @@ def parts_of(settings: DataConfig, data: PreparedData) -> list[Part]:
         max_rows = None
         if source.max_repeats is not None:
             max_rows = int(source.max_repeats * packed.num_rows)
-        part = Part(
+        part = DataPart(
             first=packed.first,
             num_rows=packed.num_rows,
             weight=source.weight * packed.num_rows / packed.num_tokens,
@@ -91,7 +91,7 @@ class DataOrder:
         UserError: every part that may be drawn has reached its ``max_rows`` before the end.
     """
 
-    def __init__(self, parts: Sequence[Part], sequences_per_step: int, seed: int, num_steps: int) -> None:
+    def __init__(self, parts: Sequence[DataPart], sequences_per_step: int, seed: int, num_steps: int) -> None:
         self.parts = list(parts)
         self.sequences_per_step = sequences_per_step
         self.seed = seed

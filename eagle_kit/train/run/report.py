@@ -17,7 +17,7 @@ LAST_JUDGEMENTS = 10
 """Validations in the table of the report."""
 
 
-class Comparison(NamedTuple):
+class RunComparison(NamedTuple):
     """Comparison of several runs.
 
     Attributes:
@@ -59,7 +59,7 @@ def write_report(run: str | Path, folder: str | Path | None = None) -> Path:
 
 def compare_runs(
     groups: Mapping[str, Sequence[str | Path]], folder: str | Path, shape: str | None = None
-) -> Comparison:
+) -> RunComparison:
     """Draw runs into one picture and list their figures in one table.
 
     Args:
@@ -96,11 +96,11 @@ def compare_runs(
     table = _table(rows, shape)
     picture = Picture("compare.png", draw_comparison(runs_of, shape))
     page = write_page(Path(folder), "Runs compared", [table, picture])
-    return Comparison(rows, table, page.with_name(picture.path), page)
+    return RunComparison(rows, table, page.with_name(picture.path), page)
 
 
 def _compared(label: str, runs: Sequence[RunCurves], shape: str) -> dict[str, Any]:
-    """Row of a label in :attr:`Comparison.rows`, without ``gain``."""
+    """Row of a label in :attr:`RunComparison.rows`, without ``gain``."""
     best = [run.best(shape)[1] for run in runs]
     return {
         "label": label,
@@ -116,7 +116,7 @@ def _compared(label: str, runs: Sequence[RunCurves], shape: str) -> dict[str, An
 
 
 def _table(rows: Sequence[dict[str, Any]], shape: str) -> Table:
-    """Table of :attr:`Comparison.rows`."""
+    """Table of :attr:`RunComparison.rows`."""
     head = ["run", f"best accept length, {shape}", "against the first", "last", "steps", "M tokens", "time"]
     lines = []
     for row in rows:

@@ -36,7 +36,7 @@ def make_connector() -> Any:
         extract_from_kv_cache,
     )
 
-    class Written:
+    class WrittenEvent:
         """Event of a copy that has ended, in place of a CUDA event."""
 
         def query(self) -> bool:
@@ -62,7 +62,7 @@ def make_connector() -> Any:
             work = target.with_suffix(".partial")
             save_file({"hidden_states": states, "token_ids": pending.token_ids.clone()}, work)
             work.replace(target)
-            self._req_copy_events[pending.req_id] = Written()
+            self._req_copy_events[pending.req_id] = WrittenEvent()
             print(f"done {target.name}", flush=True)
 
     return PlainConnector
