@@ -124,7 +124,7 @@ class PEagleHead(Eagle3Head):
         those that draft."""
         rows, positions = given.rows, given.positions
         masks = [part.expand(len(rows), -1) for part in self.mask_inputs()]
-        inputs = self.midlayer.inputs(given.features, given.embeds(given.everywhere, 0))
+        inputs = self.midlayer.inputs(given.features, given.embeds(given.all_rows, 0))
         states = [inputs, *[(masks[0], masks[1])] * (steps - 1)]
         rotations = [self.rope.at(positions)]
         rotations += [self.rope.at(positions[rows] + step) for step in range(1, steps)]
