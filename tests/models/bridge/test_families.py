@@ -10,7 +10,7 @@ from tiny import tiny_head
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.engine.llm import LLM
-from eagle_kit.models.bridge.gate import own_forward
+from eagle_kit.models.bridge.load_check import own_forward
 from eagle_kit.models.loading.loader import load_target
 
 QUICK = ("gemma2", "gpt_oss", "llama4_text", "qwen3_next", "falcon_h1")
