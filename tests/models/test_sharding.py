@@ -292,7 +292,7 @@ def check_ranks(found, whole, out, logits, *, attends_whole):
     for mine, my_logits, (embedding, output), volume, parts, config in found:
         torch.testing.assert_close(my_logits, logits, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(mine.hidden, out.hidden, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(mine.aux, out.aux, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(mine.aux_hidden_states, out.aux_hidden_states, rtol=1e-4, atol=1e-4)
         assert torch.equal(embedding, whole.embed_tokens.weight) and torch.equal(output, whole.head_weight)
         layers = whole.config.num_layers
         assert volume == {"sum": ((1 if attends_whole else 2) * layers + 1) * 29 * 48 * 4}
@@ -301,5 +301,7 @@ def check_ranks(found, whole, out, logits, *, attends_whole):
             config.num_heads if config.mla else 1
         )
     for each in found[1:]:  # what is whole on every rank has the same bits there
-        assert torch.equal(each[0].hidden, found[0][0].hidden) and torch.equal(each[0].aux, found[0][0].aux)
+        assert torch.equal(each[0].hidden, found[0][0].hidden) and torch.equal(
+            each[0].aux_hidden_states, found[0][0].aux_hidden_states
+        )
         assert torch.equal(each[1], found[0][1])

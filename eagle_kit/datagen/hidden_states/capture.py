@@ -186,7 +186,7 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
             micro_batch = make_micro_batch(found.data, [0 if row is None else row], 1, process.device)
             features = source.states(micro_batch, draft.aux_layer_ids)
             if row is not None:
-                store.add([row], micro_batch.lengths, features._asdict())
+                store.add([row], micro_batch.lengths, features.to_stored())
         store.flush()
     return _conclude(store, options, interrupt.requested, process)
 
@@ -303,8 +303,8 @@ def check_against_target(source: FileSource, found: TrainingComponents, layer_id
     target = load_target(found.folder, dtype=dtype, device=device)
     everything = tuple(range(config.num_layers + 1))
     ours = capture_features(target, batch.ids, batch.doc_start, everything, batch.plan.teacher_positions)
-    states = ours.aux.split(config.hidden_size, -1)
-    for layer, state in zip(layer_ids, theirs.aux.split(config.hidden_size, -1), strict=True):
+    states = ours.aux_hidden_states.split(config.hidden_size, -1)
+    for layer, state in zip(layer_ids, theirs.aux_hidden_states.split(config.hidden_size, -1), strict=True):
         if (gap := _gap(state, states[layer])) > CHECKED_GAP:
             nearest = min(everything, key=lambda other: _gap(state, states[other]))
             is_other = _gap(state, states[nearest]) <= CHECKED_GAP

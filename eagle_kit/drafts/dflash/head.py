@@ -334,7 +334,12 @@ class DFlashHead(DraftHead):
             )
             return self.end_layer(i, h, attended.flatten(0, 1))
 
-        context = call(recompute, self.features, features.hidden[: plan.length], features.aux[: plan.length])
+        context = call(
+            recompute,
+            self.features,
+            features.hidden[: plan.length],
+            features.aux_hidden_states[: plan.length],
+        )
         anchors = batch.ids[token_of(rows, 0)]
         h = self.block_inputs(anchors, self.embedding(batch.embed_weight), size).flatten(0, 1)
         normed = self.plain[0].input_layernorm(h)

@@ -239,7 +239,9 @@ class PEagleHead(Eagle3Head):
             attended = attend(len(self.stack) - 1, q, k, v, plan.attention[0])
             return layer.finish(residual, layer.self_attn.gated(attended, x))
 
-        x, residual = call(recompute, first_inputs, features.hidden[:length], features.aux[:length])
+        x, residual = call(
+            recompute, first_inputs, features.hidden[:length], features.aux_hidden_states[:length]
+        )
         for layer in range(len(self.stack) - 1):
             x, residual = call(recompute, partial(one_layer, layer), x, residual)
         out = call(recompute, last_layer, x, residual).split([len(rows) for rows in plan.computed])

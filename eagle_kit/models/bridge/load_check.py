@@ -223,7 +223,7 @@ def check(target: BridgedModel) -> None:
         target.experts = experts
         out = target(rows.ids.to(device), rows.positions.to(device), attend, capture)
         logits = target.logits(out.hidden)
-        states = out.aux.split(target.config.hidden_size, -1)
+        states = out.aux_hidden_states.split(target.config.hidden_size, -1)
         tolerance = TOLERANCE[embedding.dtype]
         for path, own in zip(rows.paths, expected, strict=True):
             _compare(target, logits[path], own.logits, "logits", tolerance)

@@ -162,10 +162,10 @@ class BridgedModel(Target):
         hidden = out.last_hidden_state[0]
 
         # Captured hidden states, in the order of ``capture``.
-        aux = hidden[:, :0]
+        aux_hidden_states = hidden[:, :0]
         if capture:
-            aux = torch.cat([forward.captured[i] for i in capture], -1)
-        return TargetOutput(hidden, aux)
+            aux_hidden_states = torch.cat([forward.captured[i] for i in capture], -1)
+        return TargetOutput(hidden, aux_hidden_states)
 
 
 def _gathered_bytes(module: nn.Module, num_chosen: int) -> int:

@@ -221,10 +221,10 @@ class LlamaModel(Target):
         captured[len(self.layers)] = h
 
         # Captured hidden states, in the order of ``capture``.
-        aux = h[:, :0]
+        aux_hidden_states = h[:, :0]
         if capture:
-            aux = torch.cat([captured[i].to(h.device) for i in capture], -1)
-        return TargetOutput(normed, aux)
+            aux_hidden_states = torch.cat([captured[i].to(h.device) for i in capture], -1)
+        return TargetOutput(normed, aux_hidden_states)
 
     def _run_placed_layer(
         self,

@@ -77,7 +77,7 @@ class Zero(Strategy):
         """Stage 3 frees weights and gradients when the gradients of the module's inputs are there; without
         any it would do so before they were made."""
         if self.stage == 3:
-            inputs.aux.requires_grad_()
+            inputs.aux_hidden_states.requires_grad_()
             inputs.hidden.requires_grad_()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:

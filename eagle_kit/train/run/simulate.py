@@ -39,7 +39,7 @@ def match_table(
     if rows.shape[0] == 0:
         return table
     dtype = head.dtype
-    features = head.features(out.hidden[:-1].to(dtype), out.aux[:-1].to(dtype))
+    features = head.features(out.hidden[:-1].to(dtype), out.aux_hidden_states[:-1].to(dtype))
 
     def tokens(at: torch.Tensor, step: int) -> torch.Tensor:
         return ids[(at + 1 + step).clamp(max=length - 1)]

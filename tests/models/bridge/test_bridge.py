@@ -37,7 +37,7 @@ def save(model, folder, **changes):
 
 def logits(target, ids, capture=()):
     out = target(ids, torch.arange(len(ids)), target.causal(), capture)
-    return target.logits(out.hidden), out.aux
+    return target.logits(out.hidden), out.aux_hidden_states
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -72,7 +72,7 @@ def test_a_factor_of_logits_is_no_part_of_final_states(kind, tmp_path):
     mine = target(ids, torch.arange(40), target.causal(), (target.config.num_layers,))
     assert target.logit_form.scale != 1.0
     torch.testing.assert_close(mine.hidden, theirs.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(target.final_norm(mine.aux), mine.hidden, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(target.final_norm(mine.aux_hidden_states), mine.hidden, rtol=1e-5, atol=1e-5)
     probs = draft_vocab_probs(mine.hidden, target.head_weight, target.logit_form)
     torch.testing.assert_close(probs, theirs.logits[0].softmax(-1), rtol=1e-4, atol=1e-6)
     kept = torch.arange(0, 131, 3)
@@ -117,7 +117,7 @@ def test_the_last_state_and_the_final_norm_make_the_hidden_state(tmp_path):
         target = load_target(save(family_model(kind), tmp_path / kind))
         ids = torch.arange(3, 20)
         out = target(ids, torch.arange(17), target.causal(), (4,))
-        torch.testing.assert_close(target.final_norm(out.aux), out.hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(target.final_norm(out.aux_hidden_states), out.hidden, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
