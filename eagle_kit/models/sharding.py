@@ -165,15 +165,14 @@ class Sharding:
         share: the rank.
         expert_parallel: ranks share whole routed experts, and not the intermediate values of each.
         block: number of intermediate values that share a scale of fp8 weights and are not cut apart.
-        attends_whole: every rank has the attention of all heads, for its own requests (data-parallel
-            attention).
+        data_parallel_attention: every rank has the attention of all heads, for its own requests.
     """
 
     config: TargetConfig
     share: Share
     expert_parallel: bool = False
     block: int = 1
-    attends_whole: bool = False
+    data_parallel_attention: bool = False
 
     @classmethod
     def of(
@@ -182,14 +181,14 @@ class Sharding:
         share: Share,
         block: tuple[int, int] | None,
         expert_parallel: bool,
-        attends_whole: bool = False,
+        data_parallel_attention: bool = False,
     ) -> "Sharding":
         """Make the sharding of a checkpoint whose fp8 weights have scales of ``block`` rows and columns; None
         without blocks."""
         block_size = 1
         if block is not None:
             block_size = math.lcm(*block)
-        return cls(config, share, expert_parallel, block_size, attends_whole)
+        return cls(config, share, expert_parallel, block_size, data_parallel_attention)
 
     def rank_config(self) -> TargetConfig:
         """Architecture of the rank's model, except that its vocabulary stays the whole one.
@@ -207,7 +206,7 @@ class Sharding:
         # Attention.
         num_heads = config.num_heads
         num_kv_heads = config.num_kv_heads
-        if not self.attends_whole:
+        if not self.data_parallel_attention:
             heads = share_heads(num_heads, num_kv_heads, share)
             num_heads = len(heads.query)
             num_kv_heads = len(heads.kv)
@@ -236,7 +235,7 @@ class Sharding:
             moe=moe,
             delta=delta,
             mamba=mamba,
-            attends_whole=self.attends_whole,
+            data_parallel_attention=self.data_parallel_attention,
         )
 
     def _check_options(self) -> None:
@@ -247,7 +246,7 @@ class Sharding:
                 f"Expert parallelism shares routed experts, and this {config.model_type} has none.",
                 "Leave expert_parallel out.",
             )
-        if self.attends_whole and config.mla is None:
+        if self.data_parallel_attention and config.mla is None:
             raise UserError(
                 f"Data-parallel attention is for latents, and this {config.model_type} has keys and values, "
                 "which ranks share by heads.",
@@ -302,7 +301,7 @@ class Sharding:
             return [Cut(0, experts.start, experts.stop)]
 
         # Attention of all heads.
-        if self.attends_whole and "self_attn." in part.name:
+        if self.data_parallel_attention and "self_attn." in part.name:
             return None
 
         # Other tensors by the first rule for their name.

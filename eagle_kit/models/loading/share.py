@@ -115,7 +115,7 @@ def load_share(
     *,
     quantization: Quantization = "none",
     expert_parallel: bool = False,
-    attends_whole: bool = False,
+    data_parallel_attention: bool = False,
 ) -> LlamaModel:
     """Load a rank's part of a target, frozen and in eval mode.
 
@@ -127,7 +127,7 @@ def load_share(
         quantization: see ``load_target``. Weights that are cast to fp8 have scales of the rank's part of an
             output.
         expert_parallel: see :class:`~eagle_kit.models.sharding.Sharding`.
-        attends_whole: see ``Sharding``.
+        data_parallel_attention: see ``Sharding``.
 
     Raises:
         UserError: as ``load_target``; a target that tensor parallelism does not cut.
@@ -144,7 +144,7 @@ def load_share(
     block = None
     if layout is not None:
         block = layout.block
-    sharding = Sharding.of(config, ranks.share, block, expert_parallel, attends_whole)
+    sharding = Sharding.of(config, ranks.share, block, expert_parallel, data_parallel_attention)
     with torch.device("meta"):
         whole_parameters = list(LlamaModel(config).named_parameters())
         model = LlamaModel(sharding.rank_config(), ranks)

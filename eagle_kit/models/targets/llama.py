@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TargetConfig, layer: int, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.ranks = ranks
-        self.shares_heads = not config.attends_whole
+        self.shares_heads = not config.data_parallel_attention
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
         # Attention or the gated delta rule, and its number among the earlier layers.
