@@ -99,7 +99,7 @@ class SlicedTensors(dict[str, torch.Tensor], AbstractContextManager["SlicedTenso
         stored = file.get_slice(published)
         slices: list[torch.Tensor] = []
         for dim, start, stop in cuts:
-            index = [slice(None)] * dim
+            index: list[slice] = [slice(None)] * dim
             index.append(slice(start, stop))
             slices.append(stored[tuple(index)])
         if len(slices) == 1:
