@@ -231,7 +231,7 @@ class Engine:
         size = sum(weight.numel() for weight in self.target.parameters())
         costs = {
             "attention_cost": 2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
-            "reading_cost": READING_COST * self.runner.kv.numbers_per_token / size,
+            "reading_cost": READING_COST * self.runner.kv.values_per_token / size,
             "weights_cost": WEIGHTS_COST[self.runner.device.type],
         }
         if self.target.ranks is not None:

@@ -238,7 +238,7 @@ class LLM:
                     device,
                     quantization=options.quantization,
                     expert_parallel=options.expert_parallel,
-                    attends_whole=options.data_parallel_attention,
+                    data_parallel_attention=options.data_parallel_attention,
                 )
             )
             return target

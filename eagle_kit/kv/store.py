@@ -144,7 +144,7 @@ class PagedStore(ABC):
         """Tensors of all layers: keys and values ``[L, Hkv, R, D]``, or latents ``[L, R, D]`` and None."""
 
     @property
-    def numbers_per_token(self) -> int:
+    def values_per_token(self) -> int:
         """Number of elements stored for one committed token, in all layers together."""
         return sum(tensor.numel() // self.num_rows for tensor in self.tensors if tensor is not None)
 

@@ -27,14 +27,23 @@ class TargetFeatures(NamedTuple):
     """Hidden states of the target over one packed sequence, and its most likely tokens.
 
     Attributes:
-        aux: aux hidden states ``[T, L * H]``: inputs of the captured layers, side by side (l, m, h).
+        aux_hidden_states: inputs of the captured layers, side by side (l, m, h), ``[T, L * H]``.
         hidden: final hidden states ``[T, H]``, after the target's last norm.
         argmax: int64 ``[T]``, the most likely next token at each teacher position, -1 elsewhere.
     """
 
-    aux: torch.Tensor
+    aux_hidden_states: torch.Tensor
     hidden: torch.Tensor
     argmax: torch.Tensor
+
+    def to_stored(self) -> dict[str, torch.Tensor]:
+        """Tensors by their names in a store of hidden states (:mod:`eagle_kit.data.hidden_states`)."""
+        return {"aux": self.aux_hidden_states, "hidden": self.hidden, "argmax": self.argmax}
+
+    @classmethod
+    def from_stored(cls, tensors: dict[str, torch.Tensor]) -> "TargetFeatures":
+        """Features from the tensors of :meth:`to_stored`."""
+        return cls(tensors["aux"], tensors["hidden"], tensors["argmax"])
 
 
 def positions_of(doc_start: torch.Tensor) -> torch.Tensor:
@@ -84,7 +93,7 @@ def capture_features(
     # Back to the device of ``ids``.
     argmax = torch.full_like(ids, -1)
     argmax[teachers] = best.to(home)
-    return TargetFeatures(out.aux.to(home), out.hidden.to(home), argmax)
+    return TargetFeatures(out.aux_hidden_states.to(home), out.hidden.to(home), argmax)
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def _run_one_layer(
 
     # Step 0 reads the fused target states.
     hidden = target_features.hidden[: plan.length]  # [P, H_target]
-    aux_hidden_states = target_features.aux[: plan.length]  # [P, L * H_target]
+    aux_hidden_states = target_features.aux_hidden_states[: plan.length]  # [P, L * H_target]
     feature = head.features(hidden, aux_hidden_states)  # [P, H]
     fed_back, k0, v0 = run_maybe_recomputed(recompute, first_step, feature)
     outputs = [supervised_outputs(fed_back, plan, 0)]
@@ -194,7 +194,7 @@ def _run_layer_per_step(
         return head.feed_back(layer.finish(residual, layer.self_attn.gated(attended, x)))
 
     # Each layer reads the state of the one before.
-    hidden = head.features(features.hidden[:length], features.aux[:length])
+    hidden = head.features(features.hidden[:length], features.aux_hidden_states[:length])
     outputs = []
     for step, rows in enumerate(plan.rows):
         hidden = run_maybe_recomputed(recompute, partial(one_step, step), hidden)

@@ -131,7 +131,7 @@ def test_an_eagle3_head_with_latent_attention_learns_as_the_dense_oracle(target)
     attention.inner.load_state_dict(oracle.midlayer.self_attn.state_dict())
     ids, _, doc_start = packed_row()
     positions = torch.arange(len(ids)) - doc_start
-    hidden, layer, inputs, total = oracle.fc(features.aux), oracle.midlayer, [], 0.0
+    hidden, layer, inputs, total = oracle.fc(features.aux_hidden_states), oracle.midlayer, [], 0.0
     for step in range(steps):
         normed = layer.hidden_norm(hidden)
         embeds = layer.input_layernorm(target.embed(shifted(ids, 1 + step)))

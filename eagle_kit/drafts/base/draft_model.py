@@ -212,7 +212,7 @@ class HeadDraftModel(DraftModel):
 
     def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`: the captured states, or the final hidden states if none are captured."""
-        states = out.aux if self.capture else out.hidden
+        states = out.aux_hidden_states if self.capture else out.hidden
         if rows is None:
             return states
         return states.index_select(0, rows)  # faster than states[rows] on a CPU

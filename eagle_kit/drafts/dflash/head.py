@@ -359,9 +359,9 @@ class DFlashHead(DraftHead):
             )
             return self.end_layer(i, h, attended.flatten(0, 1))
 
-        context = run_maybe_recomputed(
-            recompute, self.features, features.hidden[: plan.length], features.aux[: plan.length]
-        )
+        hidden = features.hidden[: plan.length]
+        aux_hidden_states = features.aux_hidden_states[: plan.length]
+        context = run_maybe_recomputed(recompute, self.features, hidden, aux_hidden_states)
         anchors = batch.ids[token_of(rows, 0)]
         h = self.block_inputs(anchors, self.embedding(batch.embed_weight), size).flatten(0, 1)
         normed = self.extra_layers[0].input_layernorm(h)

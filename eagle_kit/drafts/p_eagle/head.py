@@ -137,7 +137,7 @@ class PEagleHead(Eagle3Head):
 
         # Inputs of attention and residuals of each step: step 0 at all rows, then masks.
         mask_x, mask_residual = (part.expand(len(rows), -1) for part in self.mask_inputs())
-        states = [self.midlayer.inputs(given.features, given.embeds(given.everywhere, 0))]
+        states = [self.midlayer.inputs(given.features, given.embeds(given.all_rows, 0))]
         rotations = [self.rope.at(positions)]
         for step in range(1, steps):
             states.append((mask_x, mask_residual))
@@ -259,7 +259,7 @@ class PEagleHead(Eagle3Head):
             return layer.finish(residual, layer.self_attn.gated(attended, x))
 
         x, residual = run_maybe_recomputed(
-            recompute, first_inputs, features.hidden[:length], features.aux[:length]
+            recompute, first_inputs, features.hidden[:length], features.aux_hidden_states[:length]
         )
         for layer in range(len(self.stack) - 1):
             x, residual = run_maybe_recomputed(recompute, partial(one_layer, layer), x, residual)

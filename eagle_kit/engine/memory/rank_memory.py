@@ -156,7 +156,7 @@ class Planner:
                 Share(rank, size),
                 self.block,
                 expert_parallel=expert_parallel,
-                attends_whole=data_parallel_attention,
+                data_parallel_attention=data_parallel_attention,
             )
             for rank in range(size)
         ]

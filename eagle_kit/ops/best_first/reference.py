@@ -14,8 +14,8 @@ LOWEST = torch.finfo(torch.float32).min
 def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Tree:
     """Make the window of the ``nodes`` N best; ``roots [B]``, ``tokens [B, S, K]``, ``scores [B, S, P, K]``.
 
-    The frontier holds the K children of every node of the window, by the node's index. So among equal scores the
-    child of the earlier node is the first.
+    The frontier holds the K children of every node of the window, by the node's index. So among equal scores
+    the child of the earlier node is the first.
     """
     # The frontier has the root's children; the window has the root.
     b, steps, topk = tokens.shape

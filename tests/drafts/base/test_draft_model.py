@@ -133,19 +133,19 @@ def test_eagle1_joins_the_normed_state_of_a_row_with_the_token_after_it(target, 
     """And goes to the target's output layer without another norm."""
     draft = make("eagle1", target)
     hf_states = run_target(target, text, (target.config.num_layers,))
-    normed = target.norm(hf_states.aux)
+    normed = target.norm(hf_states.aux_hidden_states)
     embeds = target.embed_tokens.weight[text[1:]]
     states = draft.head(normed[:-1], embeds, torch.arange(LENGTH - 1), Store())
     ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states), "to the bit, or the positions are shifted"
     torch.testing.assert_close(draft.logits(read), states @ target.head_weight.T, rtol=1e-4, atol=1e-4)
-    raw = draft.head(hf_states.aux[:-1], embeds, torch.arange(LENGTH - 1), Store())
+    raw = draft.head(hf_states.aux_hidden_states[:-1], embeds, torch.arange(LENGTH - 1), Store())
     assert (raw - states).abs().max() > 0.1, "the state before the norm must not pass for the one after it"
 
 
 def test_eagle3_joins_the_fused_states_of_a_row_with_the_token_after_it(target, text):
     draft = make("eagle3", target)
-    aux = run_target(target, text, draft.head.config.aux_layer_ids).aux
+    aux = run_target(target, text, draft.head.config.aux_layer_ids).aux_hidden_states
     states = draft.head(draft.head.fuse(aux[:-1]), target.embed(text[1:]), torch.arange(LENGTH - 1), Store())
     ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states)
