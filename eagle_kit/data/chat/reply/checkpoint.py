@@ -71,7 +71,7 @@ class CheckpointReader:
 
     def _give_up(self) -> None:
         """Add all characters that are in no part to the content."""
-        self._parts.say("".join(self._raw))
+        self._parts.add_content("".join(self._raw))
         self._raw.clear()
 
     def _pop(self, count: int) -> str:
@@ -105,7 +105,7 @@ class CheckpointReader:
                 self._parts.calls += calls_of(event["value"])
                 self._pop(num_read)
             elif name not in self._texts:
-                self._parts.say(self._pop(num_read))
+                self._parts.add_content(self._pop(num_read))
             elif not any(later["type"] == "region_open" for later in events[i + 1 :]):
                 self._pop(num_read)
 
@@ -113,6 +113,6 @@ class CheckpointReader:
         """Add text to the reasoning or the content."""
         self._pop(len(text))
         if name in REASONING:
-            self._parts.think(text)
+            self._parts.add_reasoning(text)
         else:
-            self._parts.say(text)
+            self._parts.add_content(text)

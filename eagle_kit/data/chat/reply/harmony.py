@@ -123,7 +123,7 @@ class HarmonyReader:
             self._joins = False
             mark = next((mark for mark in (START, CHANNEL) if begun.startswith(mark)), "")
             length = len(head) - len(begun) + len(mark)  # so that no marker is looked at again
-            self._say(text[:length])
+            self._add_text(text[:length])
             self._held = text[length:]
             return True
 
@@ -173,19 +173,19 @@ class HarmonyReader:
         self._joins = not self._is_first[self._target] and not text
         is_plain = not self._name and channel in ("final", "commentary", "")
         if not (is_thought or is_plain or text):
-            self._say(self._written)
+            self._add_text(self._written)
 
     def _in_text(self, is_end: bool) -> bool:
         """Read the text of a message, up to its end."""
         text = self._held
         place, end = self._end(text)
         if place >= 0:
-            self._say(text[:place])
+            self._add_text(text[:place])
             self._held = text[place + len(end) :]
             self._step = self._in_header
             return True
         until = len(text) - self._len_held_back(text, is_end)
-        self._say(text[:until])
+        self._add_text(text[:until])
         self._held = text[until:]
         return False
 
@@ -212,7 +212,7 @@ class HarmonyReader:
         except (Unusable, ValueError, RecursionError):
             self._target = "content"
             self._joins = not self._is_first["content"]
-            self._say(self._written + body + end)
+            self._add_text(self._written + body + end)
         return place >= 0
 
     @staticmethod
@@ -230,7 +230,7 @@ class HarmonyReader:
         found += [(text.index(mark), "") for mark in (START, CHANNEL) if mark in text]
         return min(found, default=(-1, ""))
 
-    def _say(self, text: str) -> None:
+    def _add_text(self, text: str) -> None:
         """Add text to the part of this message. Messages of a part are separated by a line end."""
         if not text:
             return
@@ -239,6 +239,6 @@ class HarmonyReader:
         self._joins = False
         self._is_first[self._target] = False
         if self._target == "reasoning":
-            self._found.think(text)
+            self._found.add_reasoning(text)
         else:
-            self._found.say(text)
+            self._found.add_content(text)

@@ -39,11 +39,11 @@ class Collected:
         self._content: list[str] = []
         self.calls: list[Call] = []
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Append to the reasoning."""
         self._reasoning.append(text)
 
-    def say(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Append to the content."""
         self._content.append(text)
 

@@ -55,7 +55,7 @@ class TagReader:
         self._tape = Tape()
         self._found = Collected()
         self._gap: list[str] = []  # white space that is part of the text only if more text follows
-        self._has_said = False  # there is content
+        self._has_content = False  # there is content
         self._is_fresh = False  # after a marker, where white space is left out
         self._is_behind_call = False
         self._num_reread = 0  # characters
@@ -72,7 +72,7 @@ class TagReader:
         self._tape.is_end = True
         next(self._reading, None)
         if not (self._is_fresh or self._is_behind_call):
-            self._found.say("".join(self._gap))
+            self._found.add_content("".join(self._gap))
         self._gap = []
         return self._found.take()
 
@@ -104,7 +104,7 @@ class TagReader:
                 until = place
             else:
                 until = len(tape.text) - len_of_beginning(tape.text[tape.at :], (END_THINK,))
-            self._think(tape.text[tape.at : until])
+            self._add_reasoning(tape.text[tape.at : until])
             tape.at = until
 
             # Its end, or that of the reply.
@@ -114,25 +114,25 @@ class TagReader:
                 self._is_fresh = True
                 return
             if not (yield from tape.more()):
-                self._found.think("".join([*self._gap, tape.text[tape.at :]]))
+                self._found.add_reasoning("".join([*self._gap, tape.text[tape.at :]]))
                 self._gap = []
                 tape.at = len(tape.text)
                 return
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         """Add to the reasoning; white space at its end waits for what follows."""
-        said = text.rstrip()
-        if said:
-            self._found.think("".join([*self._gap, said]))
+        stripped = text.rstrip()
+        if stripped:
+            self._found.add_reasoning("".join([*self._gap, stripped]))
             self._gap = []
-        self._gap.append(text[len(said) :])
+        self._gap.append(text[len(stripped) :])
 
     def _content(self) -> Reading[bool]:
         """Read text up to a call, and the call. False at the end of the reply."""
         tape = self._tape
         form = self._form
         if form is None:
-            self._say(tape.text[tape.at :])
+            self._add_content(tape.text[tape.at :])
             tape.at = len(tape.text)
             return (yield from tape.more())
 
@@ -148,13 +148,13 @@ class TagReader:
             tape.release()
 
         # A call without a marker.
-        if form.is_bare and not self._has_said:
+        if form.is_bare and not self._has_content:
             begin = tape.mark()
             yield from tape.skip_space()
             place = tape.place
             is_bare = yield from self._begins_bare()
             if is_bare:
-                self._say(tape.since(begin, place))
+                self._add_content(tape.since(begin, place))
                 tape.rewind(place)
                 yield from self._call(form)
                 return True
@@ -164,15 +164,15 @@ class TagReader:
         while True:
             places = [tape.text.find(opener, tape.at) for opener in form.openers]
             places = [place for place in places if place >= 0]
-            kept = len_of_beginning(tape.text[tape.at :], form.openers)
-            until = min(places, default=len(tape.text) - kept)
-            self._say(tape.text[tape.at : until])
+            held_back = len_of_beginning(tape.text[tape.at :], form.openers)
+            until = min(places, default=len(tape.text) - held_back)
+            self._add_content(tape.text[tape.at : until])
             tape.at = until
             if places:
                 yield from self._call(form)
                 return True
             if not (yield from tape.more()):
-                self._say(tape.text[tape.at :])
+                self._add_content(tape.text[tape.at :])
                 tape.at = len(tape.text)
                 return False
 
@@ -199,7 +199,7 @@ class TagReader:
         if taken.calls is not None:
             tape.release()
             self._is_behind_call = True
-            self._is_fresh = self._is_fresh or not self._has_said
+            self._is_fresh = self._is_fresh or not self._has_content
             self._found.calls += taken.calls
             return
 
@@ -208,24 +208,24 @@ class TagReader:
         self._num_reread += tape.place - end
         if self._num_reread > MOST_REREAD * tape.place:
             end = tape.place
-        self._say(tape.since(begin, end))
+        self._add_content(tape.since(begin, end))
         tape.rewind(end)
 
-    def _say(self, text: str) -> None:
+    def _add_content(self, text: str) -> None:
         """Add content. If a call may follow, white space at its end waits for the next text."""
         if self._form is not None:
-            said = text.rstrip()
-            if not said:
+            stripped = text.rstrip()
+            if not stripped:
                 self._gap.append(text)
                 return
-            gap = text[len(said) :]
-            text = "".join([*self._gap, said])
+            gap = text[len(stripped) :]
+            text = "".join([*self._gap, stripped])
             self._gap = [gap]
         if self._is_fresh:
             text = text.lstrip()
         if text:
-            self._found.say(text)
-            self._has_said = True
+            self._found.add_content(text)
+            self._has_content = True
             self._is_fresh = False
             self._is_behind_call = False
 
@@ -241,5 +241,5 @@ class BoundReader(TagReader):
     def __init__(self, *, is_opened: bool) -> None:
         super().__init__(has_thoughts=True, is_opened=is_opened)
 
-    def _say(self, text: str) -> None:
-        self._found.say(text)
+    def _add_content(self, text: str) -> None:
+        self._found.add_content(text)
