@@ -375,8 +375,8 @@ class CostCorrection:
         """Variance of the logarithm of a drafting shape's cost over plain decoding's, at a cycle."""
         beside_plain = self._design[shape_index] - self._design[0]
         known = float(beside_plain @ self._covariance @ beside_plain)
-        kept = 0.5 ** (2 * max(cycle - self._last_cycle, 0) / HALF_LIFE)
-        return kept * known + (1.0 - kept) * max(known, float(beside_plain @ self._prior))
+        weight = 0.5 ** (2 * max(cycle - self._last_cycle, 0) / HALF_LIFE)
+        return weight * known + (1.0 - weight) * max(known, float(beside_plain @ self._prior))
 
     def observe(self, shape_index: int, cycle: int, errors: Sequence[float]) -> None:
         """Learn from the last cycles of one shape, up to ``cycle``: logarithms of their times over the
@@ -430,12 +430,12 @@ class CostCorrection:
 
     def _forget(self, num_cycles: int) -> None:
         """Let the level change, and the other terms return towards the table's costs."""
-        kept = np.full(len(self._mean), 0.5 ** (num_cycles / HALF_LIFE))
-        kept[0] = 1.0
-        self._mean *= kept
-        added = (1.0 - kept**2) * self._prior
+        decay = np.full(len(self._mean), 0.5 ** (num_cycles / HALF_LIFE))
+        decay[0] = 1.0
+        self._mean *= decay
+        added = (1.0 - decay**2) * self._prior
         added[0] = min(num_cycles * LEVEL_CHANGE**2, LEVEL_ERROR**2)
-        self._covariance *= np.outer(kept, kept)
+        self._covariance *= np.outer(decay, decay)
         self._covariance += np.diag(added)
 
     def _widen_for_outlier(self, shape_index: int, variance: float) -> None:
