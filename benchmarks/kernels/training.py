@@ -1,4 +1,4 @@
-"""Cases of training: attention of training-time test, of packed rows, and the loss.
+"""Cases of training: attention of training-time test, of packed sequences, and the loss.
 
 Legend: T packed tokens, J own keys of a row, M rows, Vd draft vocabulary.
 """
@@ -47,7 +47,7 @@ def _make_ttt(sizes: Sizes, j: int, backward: bool, rng: RandomInputs) -> Prepar
 
 
 def packed_cases(sizes: Sizes) -> list[KernelCase]:
-    """Causal attention of a packed row: one document, and four."""
+    """Causal attention of a packed sequence: one document, and four."""
     t = sizes.train_tokens
     loads = {"1 document": 1, "4 documents": 4}
     return [case(f"forward, {t} tokens, {words}", _make_packed, sizes, n) for words, n in loads.items()]

@@ -1,7 +1,7 @@
 """Training-time test without our short cuts: every row at every step, and logits that are kept.
 
-For ``python benchmarks train`` only. Each way starts from the target's states of a packed row and ends with
-the gradients of the head; all give the same loss, which the benchmark checks. They share the head's own
+For ``python benchmarks train`` only. Each way starts from the target's states of a packed sequence and ends
+with the gradients of the head; all give the same loss, which the benchmark checks. They share the head's own
 modules, so that they differ in rows, attention and loss alone.
 
 Legend: T packed tokens, K steps, R_k rows of step k, H hidden, V / Vd target / draft vocabulary, Hq heads, D
@@ -23,7 +23,7 @@ from eagle_kit.ops.linear import linear
 
 
 class DenseInputs(NamedTuple):
-    """One packed row behind the target's layers.
+    """One packed sequence behind the target's layers.
 
     Attributes:
         embed_weight, head_weight: the target's embedding and output layer ``[V, H]``.

@@ -1,6 +1,6 @@
 """Keys of ``training:`` that all kinds of heads have; :mod:`eagle_kit.config.drafts` adds those of each kind.
 
-Sizes are in tokens or packed rows, times in seconds.
+Sizes are in tokens or packed sequences, times in seconds.
 """
 
 from dataclasses import dataclass, field, fields
@@ -204,10 +204,10 @@ class TrainingConfig(Section):
     """
 
     sequences_per_step: int = Field(default=4, ge=1)
-    """Packed rows of one optimiser step, over all processes."""
+    """Packed sequences of one optimiser step, over all processes."""
 
     gradient_accumulation: int | None = Field(default=None, ge=1)
-    """Forwards per optimiser step in each process; null is one packed row per forward."""
+    """Forwards per optimiser step in each process; null is one packed sequence per forward."""
 
     gradient_checkpointing: Literal["off", "steps"] = "off"
     """``steps`` keeps only what goes into every step of training-time test and runs the step again in the

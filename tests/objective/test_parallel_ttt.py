@@ -273,7 +273,8 @@ LEARNING = {
 
 
 def learn(target, name: str):
-    """A head after so many steps on one packed row, and the share of its matches in the first and last."""
+    """A head after so many steps on one packed sequence, and the share of its matches in the first and
+    last."""
     make, steps, drop, objective, changes = LEARNING[name]
     head = make(target, num_layers=2, **changes).requires_grad_(True)
     optimizer, found = torch.optim.AdamW(head.parameters(), lr=3e-3), []

@@ -1,7 +1,7 @@
 """``y = x w^T + b`` in half precision on a CPU, with the rows padded to a multiple of :data:`ROWS`.
 
 oneDNN compiles a matmul for every size. With matrix instructions (AMX) that takes 5 to 40 ms, for a matmul
-that takes 3. The number of rows with loss differs in every packed row and step of training-time test, so
+that takes 3. The number of rows with loss differs in every packed sequence and step of training-time test, so
 without padding most sizes would be used once. Rows of zeros change no other row, and add zeros to the
 gradient of the weight.
 """

@@ -167,7 +167,7 @@ def largest(process: "Accelerator | PartialState", number: float) -> float:
 
 
 def _check_shares(config: TrainConfig, num_processes: int) -> None:
-    """Raise UserError if the packed rows of a step cannot be divided over processes and forwards."""
+    """Raise UserError if the packed sequences of a step cannot be divided over processes and forwards."""
     rows = config.training.sequences_per_step
     if rows % num_processes:
         raise UserError(

@@ -66,7 +66,7 @@ class DraftJob:
 
     @property
     def cache(self) -> Path:
-        """Folder of packed rows; stored hidden states are in its folder ``states``."""
+        """Folder of packed sequences; stored hidden states are in its folder ``states``."""
         return self.out / "cache"
 
 
@@ -160,7 +160,7 @@ def _config(
         name: name of the run folder in ``job.out``.
         phase: length of the training.
         data: settings of the section ``data``.
-        row_tokens: tokens of a packed row.
+        row_tokens: tokens of a packed sequence.
         keeps_states: store hidden states on disk.
         judge_every: steps between validations; 0 is none.
     """

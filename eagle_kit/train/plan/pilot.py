@@ -38,7 +38,7 @@ READ_BYTES_PER_S = 2e8
 SUPERVISED = 0.75
 """Expected share of supervised tokens."""
 LEAST_ROWS = 2
-"""Packed rows of an optimiser step in the shortest training that is planned."""
+"""Packed sequences of an optimiser step in the shortest training that is planned."""
 PILOTS = (
     Pilot(replies=16, steps=8, rows=2, row_tokens=ROW_TOKENS),
     Pilot(replies=8, steps=4, rows=2, row_tokens=ROW_TOKENS // 2),
@@ -56,7 +56,7 @@ class ExpectedCosts:
     Attributes:
         loading: seconds of a stage until the target is loaded.
         reply_token: seconds of a token of a reply or of its prompt, in a batch.
-        row_token: seconds of a token of a packed row in training.
+        row_token: seconds of a token of a packed sequence in training.
         step_flops: floating-point operations of an optimiser step of the shortest training.
         flops_per_s: measured rate of a matmul.
     """

@@ -74,7 +74,7 @@ def rows_of(length: int, supervised: int) -> tuple[torch.Tensor, torch.Tensor]:
 def one_step(
     head: Eagle3Head, reply: torch.Tensor, doc_start: torch.Tensor, *, recompute: bool, steps: int = 2
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward over one packed row; the gradients."""
+    """Forward and backward over one packed sequence; the gradients."""
     generator = torch.Generator().manual_seed(1)
     length, size = len(reply), head.config.hidden_size
     embed, target_head = (

@@ -1,4 +1,4 @@
-"""Visible keys of each training row: computed once per packed row, used by every step.
+"""Visible keys of each training row: computed once per packed sequence, used by every step.
 
 Legend: R query rows, T packed tokens.
 """
