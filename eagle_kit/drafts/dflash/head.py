@@ -23,14 +23,18 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from eagle_kit.drafts.base.captured_states import CapturedStatesArchitecture, default_sizes
+from eagle_kit.drafts.base.captured_states import (
+    CapturedStatesArchitecture,
+    CapturedStatesHead,
+    default_sizes,
+)
 from eagle_kit.drafts.eagle3.head import AfterAttention
 from eagle_kit.models.blocks.layers import MLP, Attend, Attention, KVRows, RMSNorm, kv_rows_of
 from eagle_kit.models.blocks.mla import LatentAttention
 from eagle_kit.models.cache_specs import CacheSpec
 from eagle_kit.models.config import TargetConfig
 from eagle_kit.models.draft_chain import ChainRows, RowAttention
-from eagle_kit.models.draft_head import Block, DraftHead, StepForm
+from eagle_kit.models.draft_head import Block, StepForm
 from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import TTTBatch
 from eagle_kit.objective.step_parts import run_maybe_recomputed
@@ -144,16 +148,12 @@ class DFlashLayer(AfterAttention):
         self.mlp = MLP(size, config.intermediate_size)
 
 
-class DFlashHead(DraftHead):
-    """DFlash head.
-
-    Buffers: ``d2t`` and ``t2d`` as an EAGLE-3 head's.
-    """
+class DFlashHead(CapturedStatesHead):
+    """DFlash head."""
 
     config: DFlashConfig
     step_form = StepForm.BLOCK
     first_position = 0
-    d2t: torch.Tensor
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -163,18 +163,6 @@ class DFlashHead(DraftHead):
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False) if config.owns_output else None
-
-    def make_buffers(self) -> None:
-        """See :class:`DraftHead`; the map is that of the first Vd tokens."""
-        super().make_buffers()
-        drafted, every = self.config.draft_vocab_size, self.config.vocab_size
-        self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
-        self.register_buffer("t2d", torch.arange(every) < drafted)
-
-    def set_vocab_map(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-        """Copy in the draft vocabulary: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
 
     def bind(self, output: Linear) -> Self:
         """See :class:`DraftHead`; without registering it as a submodule."""
