@@ -129,7 +129,8 @@ class DFlashConfig(CapturedStatesArchitecture):
 def spread_layers(num_layers: int, count: int = 5) -> tuple[int, ...]:
     """Inputs of ``count`` layers spread evenly from layer 2 to the last but two, as published heads have
     them (outputs of layers 1 to L - 3); fewer where the target has fewer."""
-    first, last = min(2, num_layers), max(num_layers - 2, min(2, num_layers))
+    first = min(2, num_layers)
+    last = max(num_layers - 2, min(2, num_layers))
     places = (round(first + i * (last - first) / (count - 1)) for i in range(count))
     return tuple(dict.fromkeys(places))
 
@@ -141,7 +142,8 @@ class DFlashLayer(AfterAttention):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.self_attn = Attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, eps)
@@ -157,7 +159,8 @@ class DFlashHead(CapturedStatesHead):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.fc = Linear(len(config.aux_layer_ids) * config.target_hidden_size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(DFlashLayer(config) for _ in range(config.num_layers))

@@ -65,7 +65,8 @@ class DSparkKind(BlockKind[DSparkConfig, DSparkHead, DSparkHeadConfig]):
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
         """See :class:`~eagle_kit.drafts.dflash.block_kind.BlockKind`."""
-        fields, where = super().read_fields(files, target), files.where
+        fields = super().read_fields(files, target)
+        where = files.where
         config = self.read_keys(files)
         rank = config.get(RANK)
         if rank is None and (shape := _shape_of(files, TABLE_WEIGHT)) is not None:

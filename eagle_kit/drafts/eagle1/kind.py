@@ -60,7 +60,8 @@ class Eagle1Kind(HeadKind[Eagle1Config, Eagle1Head, Eagle1HeadConfig]):
     def read_config(self, files: DraftFiles, target: TargetConfig | None = None) -> Eagle1Config:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; names of the tensors tell which biases there
         are."""
-        raw, where = files.config, files.where
+        raw = files.config
+        where = files.where
         names = {name.removeprefix("model.") for name in files.tensors}
         for key, tensor in BIASES.items():
             if read_flag(raw, key, where) and tensor not in names:

@@ -66,7 +66,8 @@ class PlainLayer(AfterAttention):
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
+        size = config.hidden_size
+        eps = config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
         self.self_attn = make_attention(config, size)
         self.post_attention_layernorm = RMSNorm(size, eps)

@@ -63,7 +63,8 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
 
     def read_fields(self, files: DraftFiles, target: TargetConfig | None) -> dict[str, Any]:
         """See :class:`~eagle_kit.drafts.eagle3.fused_states_kind.FusedStatesKind`."""
-        config, where = files.config, files.where
+        config = files.config
+        where = files.where
         fields = super().read_fields(files, target)
         if fields["mla"] is not None:
             raise UserError(
@@ -105,7 +106,8 @@ class PEagleKind(FusedStatesKind[PEagleConfig, PEagleHead, PEagleHeadConfig]):
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`; the mask's embedding may be a row of an
         embedding."""
         found = super().sort_tensors(files, config, target)
-        tensors, copies = found.tensors, dict(found.copies)
+        tensors = found.tensors
+        copies = dict(found.copies)
         if MASK_HIDDEN in tensors:  # its published shapes differ in leading ones
             tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
         embedding = copies.get(EMBEDDING)
