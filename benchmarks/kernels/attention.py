@@ -77,7 +77,7 @@ def _make_plan(rng: RandomInputs, w: Window, page_size: int, dtype: torch.dtype)
         page_table=pages,
         page_size=page_size,
         prefix_lens=torch.full((w.b,), w.c - w.m, device=rng.device),
-        first_slot=0,
+        first_position=0,
         scratch_start=start,
         scratch_stride=SCRATCH,
         num_keys=w.m,
@@ -168,7 +168,7 @@ def _make_prefill(sizes: Sizes, b: int, prefix: int, rows: int, rng: RandomInput
         page_size=size,
         cu_rows=torch.arange(b + 1, device=rng.device) * rows,
         starts=torch.full((b,), prefix, device=rng.device),
-        first_slot=0,
+        first_position=0,
         max_rows=rows,
     )
     q = rng.normal(b * rows, hq, d)

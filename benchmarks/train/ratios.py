@@ -55,7 +55,8 @@ class RatioOptions:
 
 
 class Row(NamedTuple):
-    """One packed row: tokens, document starts and replies (-1 where there is none), int64 ``[T]`` each."""
+    """One packed sequence: tokens, document starts and replies (-1 where there is none), int64 ``[T]``
+    each."""
 
     ids: torch.Tensor
     doc_start: torch.Tensor
@@ -76,7 +77,7 @@ def measure_ratios(options: RatioOptions, target: Target | None, repeats: int = 
     Raises:
         UserError: a share out of range, or a row without loss at the last step.
     """
-    # One head and one packed row, on which all forms compute.
+    # One head and one packed sequence, on which all forms compute.
     keep_large_blocks()
     device = torch.device(options.device)
     config, size = _shapes(options, target)
@@ -168,7 +169,12 @@ def _work(
     plan = make_row_plan(row.reply, row.doc_start, options.ttt_length)
     if target is not None:
         found = capture_features(target, ids, row.doc_start, head.capture, torch.zeros_like(plan.is_teacher))
-        aux, hidden, embed, output = found.aux, found.hidden, target.embed_tokens.weight, target.head_weight
+        aux, hidden, embed, output = (
+            found.aux_hidden_states,
+            found.hidden,
+            target.embed_tokens.weight,
+            target.head_weight,
+        )
     else:
         width = config.hidden_size
         aux, hidden = (torch.randn(len(ids), n * width, device=device) for n in (len(head.capture), 1))

@@ -34,7 +34,7 @@ from eagle_kit.train.plan.costs import Workload, capture_flops, head_flops
 MOST = 0.5
 """Most that the ratios are to be."""
 ROW = RatioOptions(length=1024, supervised_share=0.85, draft_vocab_size=8192)
-"""The packed row whose rate is measured."""
+"""The packed sequence whose rate is measured."""
 
 
 def cases(target: str, compare: RatioOptions | None = None) -> Iterator[Case]:
@@ -74,7 +74,7 @@ def training_targets(rows: Rows, counts: bool) -> list[Verdict]:
 
 
 def measure_rate(target: Target, options: RatioOptions = ROW) -> dict[str, Any]:
-    """Time capture and training of a fresh head on one packed row of random tokens, on the CPU: needed
+    """Time capture and training of a fresh head on one packed sequence of random tokens, on the CPU: needed
     operations as ``eagle_kit.train.plan.costs`` counts them, seconds, tokens/s, shares of the machine's
     matmul rates, and peak memory."""
     keep_large_blocks()

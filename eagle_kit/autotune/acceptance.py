@@ -46,7 +46,7 @@ Drafts = Candidates | ReadyCandidates
 
 
 @dataclass(frozen=True)
-class Recording:
+class DraftRecording:
     """Drafts at every position of replies, one after another.
 
     Attributes:
@@ -67,7 +67,7 @@ class Recording:
     lengths: Sequence[int]
 
     @classmethod
-    def join(cls, recordings: Sequence["Recording"]) -> "Recording":
+    def join(cls, recordings: Sequence["DraftRecording"]) -> "DraftRecording":
         """Concatenate recordings of drafts of one size."""
         first = recordings[0]
         fields = zip(*(recording.candidates for recording in recordings), strict=True)

@@ -27,7 +27,7 @@ import numpy as np
 from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.autotune.chances import chance_of, conditional_log_odds, log_odds_of, reach_of
 from eagle_kit.autotune.confidence_calibration import Calibration
-from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
+from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolicy
 from eagle_kit.autotune.row_budgets import RowBudgets, expected_accepted, tokens_by_num_drafts
 from eagle_kit.autotune.shapes import Seconds
 from eagle_kit.core.shape import SpecShape
@@ -88,7 +88,7 @@ COMPARED_CYCLES = 16  # drafting cycles of a batch size before its first compari
 MAX_COMPARISONS = 4  # attempts at that, for batch sizes up to each power of two
 
 
-class Outcome(NamedTuple):
+class CycleOutcome(NamedTuple):
     """Outcome of a request's drafting cycle.
 
     Attributes:
@@ -148,7 +148,7 @@ class AcceptanceModel:
         self._num_seen = AVERAGE_COUNT if is_average_head else round(1 / SHARED_HISTOGRAM_RATE)
 
         # Outcomes and confidence classes that are not learnt yet.
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[CycleOutcome] = []
         self._seen: defaultdict[RequestAcceptance, list[int]] = defaultdict(list)
 
     def typical_request(self) -> RequestAcceptance:
@@ -254,7 +254,7 @@ class AcceptanceModel:
         depth_log_odds: Sequence[float] = ()
         if len(request.depth_log_odds) >= self.chains.get(shape_index, math.inf):
             depth_log_odds = request.depth_log_odds[: len(log_odds)]
-        self._outcomes.append(Outcome(request, num_accepted, log_odds, depth_log_odds))
+        self._outcomes.append(CycleOutcome(request, num_accepted, log_odds, depth_log_odds))
 
     def learn(self) -> None:
         """Learn from all recorded confidences and outcomes."""
@@ -270,7 +270,7 @@ class AcceptanceModel:
                 self.calibration.learn(outcome.depth_log_odds, outcome.num_accepted)
         self._outcomes = []
 
-    def _learn_offsets(self, outcome: Outcome) -> None:
+    def _learn_offsets(self, outcome: CycleOutcome) -> None:
         """Update a request's offset and the shared one by a Kalman filter of binary outcomes.
 
         The errors of the two are correlated. The correlation decreases with every cycle of a request, so a
@@ -375,8 +375,8 @@ class CostCorrection:
         """Variance of the logarithm of a drafting shape's cost over plain decoding's, at a cycle."""
         beside_plain = self._design[shape_index] - self._design[0]
         known = float(beside_plain @ self._covariance @ beside_plain)
-        kept = 0.5 ** (2 * max(cycle - self._last_cycle, 0) / HALF_LIFE)
-        return kept * known + (1.0 - kept) * max(known, float(beside_plain @ self._prior))
+        weight = 0.5 ** (2 * max(cycle - self._last_cycle, 0) / HALF_LIFE)
+        return weight * known + (1.0 - weight) * max(known, float(beside_plain @ self._prior))
 
     def observe(self, shape_index: int, cycle: int, errors: Sequence[float]) -> None:
         """Learn from the last cycles of one shape, up to ``cycle``: logarithms of their times over the
@@ -430,12 +430,12 @@ class CostCorrection:
 
     def _forget(self, num_cycles: int) -> None:
         """Let the level change, and the other terms return towards the table's costs."""
-        kept = np.full(len(self._mean), 0.5 ** (num_cycles / HALF_LIFE))
-        kept[0] = 1.0
-        self._mean *= kept
-        added = (1.0 - kept**2) * self._prior
+        decay = np.full(len(self._mean), 0.5 ** (num_cycles / HALF_LIFE))
+        decay[0] = 1.0
+        self._mean *= decay
+        added = (1.0 - decay**2) * self._prior
         added[0] = min(num_cycles * LEVEL_CHANGE**2, LEVEL_ERROR**2)
-        self._covariance *= np.outer(kept, kept)
+        self._covariance *= np.outer(decay, decay)
         self._covariance += np.diag(added)
 
     def _widen_for_outlier(self, shape_index: int, variance: float) -> None:
@@ -679,7 +679,7 @@ class ShapeChooser(ShapePolicy):
         self._times.clear()
         self.acceptance.learn()
 
-    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
+    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[ShapeChoice]:
         """Return the choice for batches of average text."""
         choices = []
         for size in batch_sizes:
@@ -690,7 +690,7 @@ class ShapeChooser(ShapePolicy):
             milliseconds = 1e3 * float(forecast.seconds[best_index])
             gain = float(speeds[best_index] / speeds[PLAIN])
             shape = self.shapes[forecast.candidates[best_index].shape_index]
-            choices.append(Choice(size, shape, length, milliseconds, gain))
+            choices.append(ShapeChoice(size, shape, length, milliseconds, gain))
         return choices
 
     # Forecasts

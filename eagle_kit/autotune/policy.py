@@ -8,7 +8,7 @@ from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 
 
 @dataclass(frozen=True)
-class Choice:
+class ShapeChoice:
     """Shape that a policy chooses for a batch size.
 
     Attributes:
@@ -139,6 +139,6 @@ class ShapePolicy:
             num_rows: rows of the target's forward; None for whole windows.
         """
 
-    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
+    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[ShapeChoice]:
         """Return the choices for batches of average text; empty if the policy predicts none."""
         return []

@@ -1,6 +1,6 @@
 """Keys of ``training:`` that all kinds of heads have; :mod:`eagle_kit.config.drafts` adds those of each kind.
 
-Sizes are in tokens or packed rows, times in seconds.
+Sizes are in tokens or packed sequences, times in seconds.
 """
 
 from dataclasses import dataclass, field, fields
@@ -13,15 +13,20 @@ from eagle_kit.core.errors import UserError
 
 
 class RowSampling(NamedTuple):
-    """Rows that are trained: at most ``most`` of every document (None for all), and of those a share of
-    ``ratio ** depth`` at each depth, at least ``floor``."""
+    """Rows that an optimiser step trains.
+
+    Attributes:
+        ratio: at depth d a share ``max(ratio ** d, floor)`` of the rows is trained.
+        floor: least share.
+        most: most rows of a document; None for all.
+    """
 
     ratio: float = 1.0
     floor: float = 1.0
     most: int | None = None
 
     def shares(self, num_depths: int) -> tuple[float, ...]:
-        """Share of the rows of each depth that is kept."""
+        """Share of the rows of each depth that is trained."""
         return tuple(max(self.ratio**depth, self.floor) for depth in range(num_depths))
 
 
@@ -86,9 +91,9 @@ class FeatureNoise(Section):
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """Settings of ``training:`` that only some kinds of head have, for the trainer, which asks for no kind.
+    """Settings of ``training:`` that only some kinds of head have, for code that is the same for all kinds.
 
-    A setting that a kind does not have keeps its default here, which changes nothing.
+    A setting that a kind does not have has its default here, which has no effect.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -199,10 +204,10 @@ class TrainingConfig(Section):
     """
 
     sequences_per_step: int = Field(default=4, ge=1)
-    """Packed rows of one optimiser step, over all processes."""
+    """Packed sequences of one optimiser step, over all processes."""
 
     gradient_accumulation: int | None = Field(default=None, ge=1)
-    """Forwards per optimiser step in each process; null is one packed row per forward."""
+    """Forwards per optimiser step in each process; null is one packed sequence per forward."""
 
     gradient_checkpointing: Literal["off", "steps"] = "off"
     """``steps`` keeps only what goes into every step of training-time test and runs the step again in the
@@ -256,7 +261,7 @@ class TrainingConfig(Section):
 
     @property
     def shares_target(self) -> bool:
-        """True where all processes run the target together, or none of them does."""
+        """True if all processes must run the target together."""
         return self.target_placement in ("fsdp", "tensor-parallel")
 
     @field_validator("betas")
@@ -281,11 +286,11 @@ class TrainingConfig(Section):
         return self
 
     def is_changed(self, name: str) -> bool:
-        """True where a setting has another value than its default."""
+        """True if a setting has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def refuse_both(self, name: str, other: str) -> None:
-        """Raise UserError where ``name`` is set beside ``other``, which would be what counts."""
+        """Raise UserError if ``name`` and ``other`` are both set; ``other`` would take effect."""
         if getattr(self, other) is None or not self.is_changed(name):
             return
         default = type(self).model_fields[name].default
@@ -324,8 +329,8 @@ class TrainingConfig(Section):
 
     @property
     def learning(self) -> LearningSettings:
-        """Settings that only some kinds of head have; those of this kind's are its own."""
-        names = (each.name for each in fields(LearningSettings))
+        """Settings that only some kinds of head have, with the values of this kind's settings."""
+        names = [each.name for each in fields(LearningSettings)]
         return LearningSettings(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
     @property

@@ -6,11 +6,10 @@ from eagle_kit.drafts.base.autoregressive import AutoregressiveDrafter
 from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import Drafter
 from eagle_kit.drafts.base.sampled import SampledDrafter
-from eagle_kit.drafts.base.sampled_one_pass import SampledBlockDrafter, SampledMaskedDrafter
-from eagle_kit.drafts.dflash.drafter import BlockDrafter
+from eagle_kit.drafts.dflash.drafter import BlockDrafter, SampledBlockDrafter
 from eagle_kit.drafts.eagle1.static_tree import SampledStaticDrafter, StaticDrafter
 from eagle_kit.drafts.mtp.drafter import ModulesDrafter
-from eagle_kit.drafts.p_eagle.drafter import MaskedDrafter
+from eagle_kit.drafts.p_eagle.drafter import MaskedDrafter, SampledMaskedDrafter
 from eagle_kit.models.draft_head import StepForm
 
 

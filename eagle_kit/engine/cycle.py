@@ -32,7 +32,7 @@ from eagle_kit.ops.accept import Accepted, Outcome, accept_greedy, outcome
 from eagle_kit.ops.backend import uses_triton
 from eagle_kit.ops.sampling import SamplingBatch, counts_after, token_logprobs
 from eagle_kit.ops.tree_build import Tree
-from eagle_kit.verify.decide import decide
+from eagle_kit.verify.accept_window import accept_window
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 from eagle_kit.verify.verifiers import TargetOnly, Verifier
 
@@ -254,7 +254,7 @@ def accept_and_commit(
     size = len(state.roots)
 
     # Accept. If all requests are greedy, only the most likely token after each node is needed: with several
-    # ranks each sends its best one. On one GPU a kernel of `decide` finds them.
+    # ranks each sends its best one. On one GPU a kernel of `accept_window` finds them.
     is_greedy = sampling is None and allowed is None and settings.num_logprobs is None
     if is_greedy and (ranks is not None or not uses_triton(logits)):
         best = agree_most_likely(models.target, logits)
@@ -263,7 +263,7 @@ def accept_and_commit(
         largest_logits = best.values.float().unflatten(0, (size, -1)).amax(-1)  # [B, N]
     else:
         logits = models.target.whole_logits(logits.unflatten(0, (size, -1)))  # [B, N, V]
-        accepted = decide(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
+        accepted = accept_window(logits, window, settings.verifier, seq_lens, sampling, allowed, steps)
         largest_logits = logits.amax(-1)  # [B, N]
     accepted = agree_path(accepted, ranks)
     after = outcome(largest_logits, accepted, state.active, seq_lens)

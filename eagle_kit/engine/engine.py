@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from eagle_kit.autotune.policy import Choice, ShapePolicy
+from eagle_kit.autotune.policy import ShapeChoice, ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.output import NOT_FINITE, FinishReason
@@ -231,7 +231,7 @@ class Engine:
         size = sum(weight.numel() for weight in self.target.parameters())
         costs = {
             "attention_cost": 2 * model.num_heads * model.head_dim * len(self.target.variants) / size,
-            "reading_cost": READING_COST * self.runner.kv.numbers_per_token / size,
+            "reading_cost": READING_COST * self.runner.kv.values_per_token / size,
             "weights_cost": WEIGHTS_COST[self.runner.device.type],
         }
         if self.target.ranks is not None:
@@ -278,7 +278,8 @@ class Engine:
 
     def check_tokens(self, prompt_ids: Sequence[int]) -> None:
         """Raise UserError for a prompt that can never be served in any shape."""
-        config, top = self.config, self.target.config.vocab_size
+        config = self.config
+        top = self.target.config.vocab_size
         if not prompt_ids:
             raise UserError("The prompt is empty.", "Give at least one token.")
         if len(prompt_ids) >= config.max_context:
@@ -460,7 +461,7 @@ class Engine:
         """List the shapes that batches of a size may have."""
         return self.shapes.shapes_at(batch_size)
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[ShapeChoice]:
         """What the policy chooses for text like that of the last requests, by batch size; empty where shapes
         are given."""
         if self._policy is None:

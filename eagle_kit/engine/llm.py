@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from eagle_kit.autotune.acceptance import Recording
+from eagle_kit.autotune.acceptance import DraftRecording
 from eagle_kit.autotune.ngram import NgramPolicy
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.autotune.shapes import MOST_STEPS
@@ -227,7 +227,8 @@ class LLM:
         """Load the target, or this rank's part of it."""
         options = self._options
         if self.group is not None:
-            device, ranks = self.group.ranks.device, self.group.ranks
+            device = self.group.ranks.device
+            ranks = self.group.ranks
             dtype = dtype_of(options.dtype, device.type)
             target: Target = ranks.together(
                 lambda: load_share(
@@ -237,7 +238,7 @@ class LLM:
                     device,
                     quantization=options.quantization,
                     expert_parallel=options.expert_parallel,
-                    attends_whole=options.data_parallel_attention,
+                    data_parallel_attention=options.data_parallel_attention,
                 )
             )
             return target
@@ -321,7 +322,8 @@ class LLM:
         if (bundled := draft_in_target(draft, algorithm, self._target_name)) is not None:
             draft = bundled
         self._engine = self._policy = self.draft_folder = None
-        self.head, self.draft = None, None
+        self.head = None
+        self.draft = None
         if isinstance(draft, AnyDraft):
             find = partial(DraftFolder.open, draft, self.target.config)  # by a hub, which may fail one rank
             opened = find() if self.group is None else self.group.ranks.together(find)
@@ -360,7 +362,8 @@ class LLM:
 
     def _resolved(self) -> ResolvedConfig:
         """Fill in what the target, the draft and the device decide. Raise UserError where they do not fit."""
-        options, model = self._options, self.target.config
+        options = self._options
+        model = self.target.config
         if self.draft is not None:
             kind = drafter_class(self.draft, options)
             for shape in options.shape.shapes if options.shape is not None else ():
@@ -465,7 +468,8 @@ class LLM:
     def _grammars(self) -> Callable[[], Grammars] | None:
         """What makes the compiler of grammars; None where there is no tokenizer. Ranks that are not the first
         compile nothing."""
-        model, ranks = self.target.config, None if self.group is None else self.group.ranks
+        model = self.target.config
+        ranks = None if self.group is None else self.group.ranks
         own = partial(GrammarCompiler, self.tokenizer, model.vocab_size, model.eos_token_ids)
         can_compile = self.tokenizer is not None
         if ranks is None:
@@ -900,7 +904,7 @@ class LLM:
 
     def record_drafts(
         self, requests: Sequence[Request], shape: SpecShape, on_finish: Callable[[], None]
-    ) -> Recording:
+    ) -> DraftRecording:
         """Record what the draft proposes at every position of the replies to ``requests``
         (:func:`~eagle_kit.engine.calibrate.record_drafts.record_drafts`, which has the arguments)."""
         engine = self._allocated()

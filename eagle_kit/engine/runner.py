@@ -56,7 +56,7 @@ from eagle_kit.ops.recurrence import Text
 from eagle_kit.ops.sampling import SamplingBatch, token_logprobs
 from eagle_kit.ops.transfer import to_device
 from eagle_kit.ops.tree_build import Tree
-from eagle_kit.verify.decide import choose
+from eagle_kit.verify.accept_window import sample_after_nodes
 from eagle_kit.verify.proposal import Deterministic, DraftOutput
 from eagle_kit.verify.verifiers import Relaxed, TargetOnly, Verifier, make_verifier
 
@@ -440,7 +440,7 @@ class Runner:
             allowed = unpacked(self._allowed_bits(matches, tree), self.vocab_size)
 
         # Sample. All ranks take the token of the first one.
-        tokens = choose(logits[:, None], tree, seq_lens, sampling, allowed)
+        tokens = sample_after_nodes(logits[:, None], tree, seq_lens, sampling, allowed)
         if self.target.ranks is not None:
             tokens = self.target.ranks.first(tokens)
 

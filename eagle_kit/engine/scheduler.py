@@ -478,7 +478,7 @@ class Scheduler:
 
         # Move the request from the queue into the batch.
         self._dequeue(request)
-        self.page_pool.begin(allocation)
+        self.page_pool.pin_snapshot(allocation)
         is_branch = len(cached) > len(shared) and bool(cached[-1].children)
         num_shared_tokens = len(shared) * self.page_pool.page_size
         num_recomputed = 1 if shared and self.has_draft else 0
@@ -784,7 +784,7 @@ class Scheduler:
         requests."""
         for request in self.running:
             if request.sequence.has_begun:
-                self.page_pool.has_begun(request.sequence.allocation)
+                self.page_pool.unpin_snapshot(request.sequence.allocation)
 
         # A request of the batch may have two snapshots.
         pool = self.page_pool
@@ -808,7 +808,7 @@ class Scheduler:
         # The state before the chunk.
         source = None
         if first > 0:
-            snapshot = sequence.allocation.source
+            snapshot = sequence.allocation.pinned
             source = sequence.slot if snapshot is None else snapshot.snapshot
 
         # The state behind the chunk, in the slot.
@@ -823,8 +823,8 @@ class Scheduler:
             position = num_pages * page_size - num_before
             if num_pages == 0 or not first <= position <= chunk.stop:
                 continue
-            is_passing = num_pages != sequence.num_branch_pages and not is_last
-            number = self.page_pool.take_snapshot(sequence.allocation, num_pages, is_passing=is_passing)
+            is_transient = num_pages != sequence.num_branch_pages and not is_last
+            number = self.page_pool.take_snapshot(sequence.allocation, num_pages, is_transient=is_transient)
             if number is not None:
                 saves.append((position, number))
 

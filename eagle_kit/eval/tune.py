@@ -11,7 +11,7 @@ from typing import Any, get_args
 import torch
 
 from eagle_kit.autotune import files
-from eagle_kit.autotune.acceptance import Drafts, Recording
+from eagle_kit.autotune.acceptance import DraftRecording, Drafts
 from eagle_kit.autotune.costs import CostTable, Timing, join
 from eagle_kit.autotune.files import Costs, MeasuredAcceptance
 from eagle_kit.autotune.shapes import MOST_STEPS, all_shapes
@@ -142,7 +142,7 @@ def _measure(
 
 def _record(
     llm: LLM, prompts: Sequence[Any], options: TuneOptions, work: "_Work", stages: Stages
-) -> Recording:
+) -> DraftRecording:
     params = SamplingParams(max_tokens=options.max_tokens)
     recordings = []
     for first in range(0, len(prompts), PROMPTS_AT_A_TIME):
@@ -155,7 +155,7 @@ def _record(
         else:
             stages.skip(len(part))
         recordings.append(recording)
-    return Recording.join(recordings)
+    return DraftRecording.join(recordings)
 
 
 def _time(llm: LLM, plan: Plan, work: "_Work", stages: Stages) -> list[Timing]:
@@ -177,19 +177,19 @@ class _Work:
         self._place = place
         place.mkdir(parents=True, exist_ok=True)
 
-    def recording(self, number: int) -> Recording | None:
+    def recording(self, number: int) -> DraftRecording | None:
         """Read a part of the recording, if it is there."""
         path = self._place / f"recording-{number}.pt"
         if not path.is_file():
             return None
         try:
             kind, steps, topk, candidates, *rest = torch.load(path, weights_only=True)
-            return Recording(steps, topk, KINDS[kind](*candidates), *rest)
+            return DraftRecording(steps, topk, KINDS[kind](*candidates), *rest)
         except (EOFError, KeyError, RuntimeError, TypeError, UnpicklingError, ValueError) as error:
             warnings.warn(f"{path} is damaged and is recorded again: {error}.", stacklevel=2)
             return None
 
-    def keep_recording(self, number: int, part: Recording) -> None:
+    def keep_recording(self, number: int, part: DraftRecording) -> None:
         """Write a part of the recording."""
         kind = type(part.candidates).__name__
         rest = part.confidence, part.truth, list(part.lengths)

@@ -147,7 +147,7 @@ class PagedKV(PagedStore):
         pool_rows = pages * self.page_size + positions % self.page_size
         rows = torch.where(positions >= write_from[request], pool_rows, self.trash_row)
 
-        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_slot, max(sizes), bounds)
+        plan = PrefillPlan(tables, self.page_size, cu_rows, starts, self.first_position, max(sizes), bounds)
         return rows, plan
 
 

@@ -268,7 +268,7 @@ def _make_pack(first: int, sizes: Sequence[int], cached: Sequence[torch.Tensor])
         page_size=EXPANDED_PAGE_SIZE,
         cu_rows=to_device([0, *itertools.accumulate(sizes)], device),
         starts=to_device(starts, device),
-        first_slot=0,
+        first_position=0,
         max_rows=max(sizes),
     )
     return _Pack(first, first + sum(sizes), torch.cat(list(cached)), to_device(order, device), plan)

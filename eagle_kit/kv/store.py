@@ -82,8 +82,8 @@ class PagedStore(ABC):
 
     Args:
         layout: sizes of the store.
-        first_slot: first position that has an entry. The rows of positions before it hold nothing and are not
-            attended to.
+        first_position: first position that has an entry. The rows of positions before it hold nothing and are
+            not attended to.
         dtype: dtype of queries, keys and values.
         device: device of the rows.
 
@@ -101,13 +101,13 @@ class PagedStore(ABC):
         self,
         layout: PoolLayout,
         *,
-        first_slot: int = 0,
+        first_position: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.page_size = layout.page_size
         self.window = layout.window
-        self.first_slot = first_slot
+        self.first_position = first_position
         self.dtype = dtype
         self.device = torch.device(device)
         self._store_dtype = layout.dtype or dtype
@@ -144,7 +144,7 @@ class PagedStore(ABC):
         """Tensors of all layers: keys and values ``[L, Hkv, R, D]``, or latents ``[L, R, D]`` and None."""
 
     @property
-    def numbers_per_token(self) -> int:
+    def values_per_token(self) -> int:
         """Number of elements stored for one committed token, in all layers together."""
         return sum(tensor.numel() // self.num_rows for tensor in self.tensors if tensor is not None)
 
@@ -171,7 +171,7 @@ class PagedStore(ABC):
     ) -> Attend:
         """Make the attention of a forward over ``[B * N]`` window nodes.
 
-        The forward stores the nodes in the scratch. A node attends to the positions from ``first_slot``
+        The forward stores the nodes in the scratch. A node attends to the positions from ``first_position``
         to ``prefix_lens - 1`` and to its ancestors in the window.
 
         Args:
@@ -187,7 +187,7 @@ class PagedStore(ABC):
         """Make the attention of a forward over the packed prompt tokens of one or several requests.
 
         The forward stores the tokens in the pool. A token attends causally to the positions of its request
-        from ``first_slot`` on.
+        from ``first_position`` on.
 
         Args:
             segments: tokens of each request, in the order of packing.
@@ -245,7 +245,7 @@ class PagedStore(ABC):
             page_table=page_table,
             page_size=self.page_size,
             prefix_lens=prefix_lens,
-            first_slot=self.first_slot,
+            first_position=self.first_position,
             scratch_start=self.scratch_start,
             scratch_stride=self.window,
             num_keys=num_keys,
@@ -262,17 +262,17 @@ class PagedStore(ABC):
 
         Returns:
             Rows int64 ``[T]`` that the tokens are written to, the trash row for tokens that are not stored.
-            For each request, rows int64 of its earlier tokens from ``first_slot`` on.
+            For each request, rows int64 of its earlier tokens from ``first_position`` on.
         """
         written: list[torch.Tensor] = []
         cached: list[torch.Tensor] = []
         for segment in segments:
             # Rows of all tokens of the request up to the last one of the segment.
-            positions = torch.arange(self.first_slot, segment.stop, device=self.device)
+            positions = torch.arange(self.first_position, segment.stop, device=self.device)
             rows = self.rows_of(segment.page_table[None], positions[None])[0]
 
             # Split them into earlier tokens and those of the segment.
-            num_cached = segment.start - self.first_slot
+            num_cached = segment.start - self.first_position
             is_stored = positions[num_cached:] >= segment.write_from
             written.append(torch.where(is_stored, rows[num_cached:], self.trash_row))
             cached.append(rows[:num_cached])

@@ -160,7 +160,8 @@ class TargetConfig(DecoderConfig):
         embedding_scale: factor of embeddings in front of the first layer. Draft heads read unscaled ones.
         logit_scale: factor of logits.
         num_mtp_layers: number of layers for multi-token prediction behind the decoder's.
-        attends_whole: a rank of tensor parallelism has the attention of all heads (data-parallel attention).
+        data_parallel_attention: a rank of tensor parallelism has the attention of all heads, for its own
+            requests.
     """
 
     model_type: str
@@ -191,7 +192,7 @@ class TargetConfig(DecoderConfig):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     num_mtp_layers: int = 0
-    attends_whole: bool = False
+    data_parallel_attention: bool = False
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], where: str = "the model's folder") -> "TargetConfig":
@@ -324,7 +325,7 @@ class HeadArchitecture:
 
     @property
     def layer(self) -> DecoderConfig:
-        """Sizes of the head's decoder layer."""
+        """Sizes of the head's decoder layer: this object, unless the layer has a config of its own (MTP)."""
         assert isinstance(self, DecoderConfig)
         return self
 

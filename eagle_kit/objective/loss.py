@@ -32,9 +32,9 @@ LOSS_BLOCK = 256
 """Computed rows of step 0 in a block, on a CPU."""
 LOSS_BLOCK_ON_GPU = 2048
 """The same on a GPU. Larger blocks need more memory, and fewer of them add to the output layer's gradient."""
-LOGITS = 640
+DPACE_ROWS = 640
 """Rows of all steps in a block with D-PACE, which needs their logits at the same time, on a CPU."""
-LOGITS_ON_GPU = 4096
+DPACE_ROWS_ON_GPU = 4096
 """The same on a GPU."""
 
 
@@ -342,8 +342,8 @@ def block_rows(objective: Objective, steps: int, *, on_gpu: bool) -> int:
     """Computed rows of step 0 in a block of ``steps`` steps."""
     if objective.dpace_alpha is None:
         return LOSS_BLOCK_ON_GPU if on_gpu else LOSS_BLOCK
-    num_logits = LOGITS_ON_GPU if on_gpu else LOGITS
-    return max(1, num_logits // steps)
+    num_rows = DPACE_ROWS_ON_GPU if on_gpu else DPACE_ROWS
+    return max(1, num_rows // steps)
 
 
 def _block_loss(

@@ -19,7 +19,7 @@ import torch
 from eagle_kit.objective.align import published_rows, supervised_rows, teacher_of
 from eagle_kit.objective.row_drop import anchors_of
 from eagle_kit.ops.attention.packed import document_spans
-from eagle_kit.ops.attention.ttt import QueryPlan, plan_rows
+from eagle_kit.ops.attention.ttt import QueryPlan, plan_queries
 from eagle_kit.ops.transfer import to_device
 
 
@@ -156,7 +156,7 @@ class RowPlan:
         if not is_nested:
             computed = moved[2 * num_steps - 1 :]
 
-        attention = [plan_rows(step_rows, doc_start) for step_rows in computed]
+        attention = [plan_queries(step_rows, doc_start) for step_rows in computed]
         plan = RowPlan(
             rows=rows,
             computed=computed,
@@ -234,7 +234,7 @@ def make_row_plan(
         rows=rows,
         computed=computed,
         index_in_previous=[computed[0], *index_in_previous],
-        attention=[plan_rows(step_rows, doc_start) for step_rows in computed],
+        attention=[plan_queries(step_rows, doc_start) for step_rows in computed],
         is_teacher=is_teacher,
         doc_start=doc_start,
         keep_rates=keep_rates,

@@ -33,7 +33,7 @@ from eagle_kit.objective.align import token_of
 from eagle_kit.objective.loss import Objective, TTTBatch, TTTOutput, ttt_loss
 from eagle_kit.objective.step_parts import run_maybe_recomputed, step_attention, supervised_outputs
 from eagle_kit.objective.target_features import positions_of
-from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.attention.ttt import plan_queries
 
 CROSS_ENTROPY = Objective()
 
@@ -106,7 +106,7 @@ def _run_one_layer(
 
         # Every row has a key and a value. Rows that are supervised in no step need nothing else.
         rows = plan.computed[0]
-        queries = plan.attention[0].within(window, 0)
+        queries = plan.attention[0].with_window(window, 0)
         attended = step_attention(q[rows], k, v, None, None, queries, scale)  # [C_0, Hq, D]
         attended = layer.self_attn.gated(attended, x[rows])  # no-op without a gate
         out = layer.finish(residual[rows], attended)  # [C_0, H]
@@ -131,7 +131,7 @@ def _run_one_layer(
         # diagonals.
         own_k = torch.stack((*own_keys, k), 2)  # [C_k, Hkv, k, D]
         own_v = torch.stack((*own_values, v), 2)  # [C_k, Hkv, k, D]
-        queries = plan.attention[step].within(window, step)
+        queries = plan.attention[step].with_window(window, step)
         attended = step_attention(q, k0, v0, own_k, own_v, queries, scale)  # [C_k, Hq, D]
         attended = layer.self_attn.gated(attended, x)
         out = layer.finish(residual, attended)  # [C_k, H]
@@ -139,7 +139,7 @@ def _run_one_layer(
 
     # Step 0 reads the fused target states.
     hidden = target_features.hidden[: plan.length]  # [P, H_target]
-    aux_hidden_states = target_features.aux[: plan.length]  # [P, L * H_target]
+    aux_hidden_states = target_features.aux_hidden_states[: plan.length]  # [P, L * H_target]
     feature = head.features(hidden, aux_hidden_states)  # [P, H]
     fed_back, k0, v0 = run_maybe_recomputed(recompute, first_step, feature)
     outputs = [supervised_outputs(fed_back, plan, 0)]
@@ -180,7 +180,7 @@ def _run_layer_per_step(
     features = batch.inputs or batch.features  # with noise, if there is any
     length = int(plan.on_host.rows[0][-1]) + 1
     all_rows = torch.arange(length, device=ids.device)
-    queries = plan_rows(all_rows, plan.doc_start)
+    queries = plan_queries(all_rows, plan.doc_start)
     positions = positions_of(plan.doc_start)[:length]
 
     # One step at all rows.
@@ -194,7 +194,7 @@ def _run_layer_per_step(
         return head.feed_back(layer.finish(residual, layer.self_attn.gated(attended, x)))
 
     # Each layer reads the state of the one before.
-    hidden = head.features(features.hidden[:length], features.aux[:length])
+    hidden = head.features(features.hidden[:length], features.aux_hidden_states[:length])
     outputs = []
     for step, rows in enumerate(plan.rows):
         hidden = run_maybe_recomputed(recompute, partial(one_step, step), hidden)

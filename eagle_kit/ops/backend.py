@@ -87,7 +87,7 @@ def copies_in_cpp(*tensors: torch.Tensor, backend: Backend | None = None) -> boo
 
 def _need_cpp() -> None:
     if not cpp.available():
-        raise cpp.problem() or UserError("The operations in C++ are not at hand.", cpp.ANOTHER_COMPILER)
+        raise cpp.problem() or UserError("The operations in C++ are not available.", cpp.ANOTHER_COMPILER)
 
 
 def _is_plain_fp32(tensor: torch.Tensor) -> bool:

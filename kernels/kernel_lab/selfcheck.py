@@ -18,7 +18,7 @@ from eagle_kit.ops.accept import Accepted, accept_greedy, accept_rejection_chain
 from eagle_kit.ops.attention.mla import mla_window_attention
 from eagle_kit.ops.attention.packed import packed_attention
 from eagle_kit.ops.attention.prefill import PrefillPlan, paged_prefill_attention, prefill_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.attention.variant import AttentionVariant, Limits
 from eagle_kit.ops.attention.window import WindowPlan, ancestor_bits, window_attention
 from eagle_kit.ops.backend import Backend, use
@@ -541,7 +541,7 @@ def _ttt(backend: Backend | Literal["cpu"]) -> float:
     rows = torch.arange(3, 9)
     q, k, v = _randn(6, 6, 16), _randn(9, 2, 16, seed=1), _randn(9, 2, 16, seed=2)
     own_k, own_v = _randn(6, 2, 2, 16, seed=3), _randn(6, 2, 2, 16, seed=4)
-    blocks = plan_rows(rows, torch.zeros(9, dtype=torch.int64))
+    blocks = plan_queries(rows, torch.zeros(9, dtype=torch.int64))
     got = ttt_attention(q, k, v, own_k, own_v, blocks, 16**-0.5, backend=backend)
     each = [
         _dense(

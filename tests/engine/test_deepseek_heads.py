@@ -95,7 +95,7 @@ def entered(models, kind, prompts, **options) -> torch.Tensor:
         def recorded(state, *rest):
             positions = torch.arange(int(state.seq_lens[0]) + 1)[None]
             for store in getattr(drafter, "stores", [drafter.kv]):
-                rows = store.rows_of(state.page_table[:1], positions)[0, store.first_slot :]
+                rows = store.rows_of(state.page_table[:1], positions)[0, store.first_position :]
                 found.setdefault(len(positions[0]), []).append(store.tensors[0][:, ..., rows, :].clone())
             return propose(state, *rest)
 

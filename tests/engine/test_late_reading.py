@@ -180,7 +180,7 @@ def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
 
         monkeypatch.setattr(of, name, noting)
 
-    for name in ("features", "readout", "logits"):
+    for name in ("features", "lm_head_operands", "logits"):
         noted(model, name)
     for _ in range(64):
         engine.step()
@@ -189,7 +189,7 @@ def test_plain_cycles_compute_nothing_of_the_draft(pairs, monkeypatch, name):
     assert seen == ["features"] and request.on_device.num_pending_draft_tokens == 2
     policy.shape = SpecShape.parse("4,1,5")
     engine.step()
-    assert seen.count("features") >= 2 and {"readout", "logits"} & {*seen}
+    assert seen.count("features") >= 2 and {"lm_head_operands", "logits"} & {*seen}
     assert not request.on_device.num_pending_draft_tokens
 
 

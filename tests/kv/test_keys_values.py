@@ -30,11 +30,11 @@ def needs_fp8(device):
         pytest.skip("this GPU has no fp8")
 
 
-def make(first_slot=0, device="cpu", store_dtype=None, **options):
+def make(first_position=0, device="cpu", store_dtype=None, **options):
     """A store of 4 rows a page, filled where it is not fp8, and the pages of three requests."""
     generator = torch.Generator().manual_seed(0)
     layout = PoolLayout(30, 4, 3, window=8, dtype=store_dtype)
-    kv = PagedKV(2, 2, 16, layout, first_slot=first_slot, device=device, **options)
+    kv = PagedKV(2, 2, 16, layout, first_position=first_position, device=device, **options)
     if kv.k.element_size() > 1:
         for part in (kv.k, kv.v):
             part.copy_(torch.randn(part.shape, generator=generator))
@@ -42,10 +42,10 @@ def make(first_slot=0, device="cpu", store_dtype=None, **options):
 
 
 @pytest.mark.parametrize("placed", [True, False], ids=["stored by the model", "stored by the attention"])
-@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("first_position", [0, 1])
 @torch.inference_mode()
-def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, placed):
-    (copied, _), (paged, tables) = make(first_slot), make(first_slot, triton_device)
+def test_reading_pages_in_place_says_what_copies_say(triton_device, first_position, placed):
+    (copied, _), (paged, tables) = make(first_position), make(first_position, triton_device)
     rows = sum(stop - start for start, stop, _ in CHUNKS)
     q = torch.randn(rows, 6, 16, generator=torch.Generator().manual_seed(1))
     k, v = torch.randn(2, rows, 2, 16, generator=torch.Generator().manual_seed(2))
@@ -70,11 +70,11 @@ def test_reading_pages_in_place_says_what_copies_say(triton_device, first_slot, 
         assert torch.equal(ours[:, :, : paged.trash_row].cpu(), theirs[:, :, : paged.trash_row])
 
 
-@pytest.mark.parametrize("first_slot", [0, 1])
+@pytest.mark.parametrize("first_position", [0, 1])
 @torch.inference_mode()
-def test_memory_that_nobody_has_written_is_not_attended_to(first_slot):
+def test_memory_that_nobody_has_written_is_not_attended_to(first_position):
     """In half precision, where keys are copied next to each other; torch fills new memory with NaN."""
-    kv, tables = make(first_slot, dtype=torch.bfloat16)
+    kv, tables = make(first_position, dtype=torch.bfloat16)
     segments = [Segment(table, *chunk) for table, chunk in zip(tables, CHUNKS, strict=True)]
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(29, heads, 16, generator=generator).bfloat16() for heads in (6, 2, 2))

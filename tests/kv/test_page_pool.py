@@ -148,18 +148,18 @@ def test_no_order_of_events_loses_or_mixes_up_a_snapshot(page_size):
             shared = pool.reusable(pool.match(tokens[:-1]))
             allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
             if allocation is not None:
-                pool.begin(allocation)
+                pool.pin_snapshot(allocation)
                 running[number] = (allocation, tokens)
         elif running:
             key = rng.choice(list(running))
             allocation, tokens = running[key]
-            if allocation.source is not None:
-                assert held[allocation.source.snapshot] == tokens[: len(allocation.nodes) * page_size]
+            if allocation.pinned is not None:
+                assert held[allocation.pinned.snapshot] == tokens[: len(allocation.nodes) * page_size]
                 num_used += 1
-                pool.has_begun(allocation)
+                pool.unpin_snapshot(allocation)
             if event < 0.6 and (whole := len(tokens) // page_size):
                 pages = rng.randint(1, whole)
-                snapshot = pool.take_snapshot(allocation, pages, is_passing=rng.random() < 0.5)
+                snapshot = pool.take_snapshot(allocation, pages, is_transient=rng.random() < 0.5)
                 num_denied += snapshot is None
                 if snapshot is not None:
                     assert 5 <= snapshot < 12
@@ -185,9 +185,9 @@ def _turn(pool: PagePool, tokens: list[int]) -> int:
     shared = pool.reusable(pool.match(tokens[:-1]))
     allocation = pool.allocate(shared, pool.pages_for(len(tokens)) - len(shared))
     assert allocation is not None
-    pool.begin(allocation)
-    pool.has_begun(allocation)
-    pool.take_snapshot(allocation, len(tokens) // pool.page_size, is_passing=False)
+    pool.pin_snapshot(allocation)
+    pool.unpin_snapshot(allocation)
+    pool.take_snapshot(allocation, len(tokens) // pool.page_size, is_transient=False)
     pool.cache_pages(allocation, tokens)
     pool.release(allocation)
     pool.check([])
@@ -211,12 +211,12 @@ def test_of_passing_snapshots_a_request_keeps_the_last_two():
     allocation = pool.allocate([], 8)
     assert allocation is not None
     for pages in (2, 4, 6):
-        pool.take_snapshot(allocation, pages, is_passing=True)
-    assert pool.take_snapshot(allocation, 6, is_passing=True) is None, "it is there"
+        pool.take_snapshot(allocation, pages, is_transient=True)
+    assert pool.take_snapshot(allocation, 6, is_transient=True) is None, "it is there"
     assert list(allocation.snapshots) == [4, 6]
     assert [pool.num_resumable(allocation, tokens) for tokens in (3, 4, 5, 6)] == [0, 4, 4, 6]
     pool.cache_pages(allocation, list(range(6)))
-    assert pool.take_snapshot(allocation, 6, is_passing=False) is None, "behind shared pages there is none"
+    assert pool.take_snapshot(allocation, 6, is_transient=False) is None, "behind shared pages there is none"
     assert pool.num_resumable(allocation, 6) == 6
     pool.release(allocation)
     pool.check([])
@@ -228,10 +228,10 @@ def test_a_passing_snapshot_that_is_asked_for_again_to_stay_stays():
     pool = PagePool(20, 1, snapshots=range(9))
     allocation = pool.allocate([], 8)
     assert allocation is not None
-    pool.take_snapshot(allocation, 2, is_passing=True)
-    pool.take_snapshot(allocation, 2, is_passing=False)
+    pool.take_snapshot(allocation, 2, is_transient=True)
+    pool.take_snapshot(allocation, 2, is_transient=False)
     for pages in (3, 5, 7):
-        pool.take_snapshot(allocation, pages, is_passing=True)
+        pool.take_snapshot(allocation, pages, is_transient=True)
     assert list(allocation.snapshots) == [2, 5, 7]
     pool.cache_pages(allocation, list(range(8)))
     kept = [i + 1 for i, node in enumerate(allocation.nodes) if node.snapshot is not None]

@@ -110,7 +110,7 @@ def with_parameters(published, head):
 
 def published_rows(folder, head, target, batch):
     """Logits ``[Vd]`` of a row and step, and that of its acceptance or None."""
-    plan, ids, aux = batch.plan, batch.ids, batch.features.aux
+    plan, ids, aux = batch.plan, batch.ids, batch.features.aux_hidden_states
     if not hasattr(head.config, "block_size"):
         rows = [torch.arange(len(ids)), *plan.computed[1:]]
         published = with_parameters(PublishedPEagle(folder, target.embed_tokens.weight), head)
@@ -201,12 +201,14 @@ def test_a_draft_depends_on_nothing_behind_it(target, name):
     changed, row = batch.ids.clone(), int(batch.plan.rows[-1][4])
     changed[row + 2 :] = (changed[row + 2 :] + 11) % 131
     other = batch_of(target, head, ids=changed)
-    assert not torch.equal(other.features.aux[row + 2], batch.features.aux[row + 2])
+    assert not torch.equal(
+        other.features.aux_hidden_states[row + 2], batch.features.aux_hidden_states[row + 2]
+    )
     if hasattr(head.config, "block_size"):  # the anchor's own state, which serving does not know
-        noisy = other.features.aux.clone()
+        noisy = other.features.aux_hidden_states.clone()
         noisy[row + 1 :] += 1.0
         shared = other.embed_weight, other.target_rows
-        features = other.features._replace(aux=noisy)
+        features = other.features._replace(aux_hidden_states=noisy)
         other = TTTBatch(changed, other.plan, other.row_weights, features, *shared)
     size = head.config.hidden_size
     with torch.no_grad():
@@ -271,7 +273,8 @@ LEARNING = {
 
 
 def learn(target, name: str):
-    """A head after so many steps on one packed row, and the share of its matches in the first and last."""
+    """A head after so many steps on one packed sequence, and the share of its matches in the first and
+    last."""
     make, steps, drop, objective, changes = LEARNING[name]
     head = make(target, num_layers=2, **changes).requires_grad_(True)
     optimizer, found = torch.optim.AdamW(head.parameters(), lr=3e-3), []

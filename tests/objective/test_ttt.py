@@ -61,7 +61,7 @@ def dense_oracle(
     position = torch.arange(length) - doc_start
     same = doc_start[:, None] == doc_start[None]
     causal = same & (torch.arange(length)[None] <= torch.arange(length)[:, None])
-    hidden, keys, values, losses = head.fuse(features.aux), [], [], []
+    hidden, keys, values, losses = head.fuse(features.aux_hidden_states), [], [], []
     sa, layer = head.midlayer.self_attn, head.midlayer
     group = sa.num_heads // sa.num_kv_heads
     full = (features.hidden @ target.head_weight.t()).double()
@@ -187,7 +187,9 @@ def test_captured_states_are_those_of_each_document_alone():
             (1, 2, 4),
             everywhere[start:stop],
         )
-        torch.testing.assert_close(packed.aux[start:stop], alone.aux, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            packed.aux_hidden_states[start:stop], alone.aux_hidden_states, rtol=1e-4, atol=1e-5
+        )
         assert torch.equal(packed.argmax[start:stop], alone.argmax)
     assert torch.equal(packed.argmax, (packed.hidden @ target.head_weight.t()).argmax(-1))
 

@@ -22,7 +22,7 @@ from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.step_parts import step_attention
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
-from eagle_kit.ops.attention.ttt import plan_rows
+from eagle_kit.ops.attention.ttt import plan_queries
 
 V = 131
 THEIRS = v3(vocab_size=V, rope_parameters=YARN | {"mscale": 1.0, "mscale_all_dim": 1.0})
@@ -131,7 +131,7 @@ def test_an_eagle3_head_with_latent_attention_learns_as_the_dense_oracle(target)
     attention.inner.load_state_dict(oracle.midlayer.self_attn.state_dict())
     ids, _, doc_start = packed_row()
     positions = torch.arange(len(ids)) - doc_start
-    hidden, layer, inputs, total = oracle.fc(features.aux), oracle.midlayer, [], 0.0
+    hidden, layer, inputs, total = oracle.fc(features.aux_hidden_states), oracle.midlayer, [], 0.0
     for step in range(steps):
         normed = layer.hidden_norm(hidden)
         embeds = layer.input_layernorm(target.embed(shifted(ids, 1 + step)))
@@ -223,7 +223,7 @@ def test_narrow_values_are_attended_to_exactly():
 
     q, k, v = draw(4, 6, 20), draw(11, 6, 20), draw(11, 6, 10)
     own_k, own_v = draw(4, 6, 2, 20), draw(4, 6, 2, 10)
-    got = step_attention(q, k, v, own_k, own_v, plan_rows(rows, doc_start), 0.3)
+    got = step_attention(q, k, v, own_k, own_v, plan_queries(rows, doc_start), 0.3)
     expected = []
     for i, row in enumerate(rows.tolist()):
         first = int(doc_start[row])

@@ -57,7 +57,7 @@ class RandomRunner:
         if shape.steps and not ngram:
             self.drafter = SimpleNamespace(check_shape=lambda draft, shape: None, lookback=lookback)
         self.models = SimpleNamespace(drafter=self.drafter)
-        self.kv = SimpleNamespace(numbers_per_token=16)
+        self.kv = SimpleNamespace(values_per_token=16)
         self.device = torch.device("cpu")
 
     def use_shape(self, shapes, *, needs_confidence=False, by_size=None):

@@ -76,7 +76,7 @@ def learned_head(
     def loss(text: torch.Tensor) -> torch.Tensor:
         ids = text.reshape(-1)
         features = capture_features(target, ids, doc_start, head.config.aux_layer_ids, plan.is_teacher)
-        late = features._replace(aux=features.aux.roll(late_features, 0))
+        late = features._replace(aux_hidden_states=features.aux_hidden_states.roll(late_features, 0))
         embed = target.embed_tokens.weight
         batch = TTTBatch(ids.roll(late_tokens), plan, weights, features, embed, rows, late)
         return ttt_forward(head, batch).loss

@@ -80,8 +80,10 @@ class BlockHeadConfig(CapturedStatesHeadConfig):
 
     @property
     def num_counted_tokens(self) -> int | None:
-        """See :class:`~eagle_kit.config.drafts.base.HeadConfig`; None too where every token is proposed."""
-        return None if self.draft_vocab_size is None else super().num_counted_tokens
+        """See :class:`~eagle_kit.config.drafts.base.HeadConfig`; None if every token is proposed."""
+        if self.draft_vocab_size is None:
+            return None
+        return super().num_counted_tokens
 
 
 class DFlashHeadConfig(BlockHeadConfig):

@@ -212,7 +212,7 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
             micro_batch = make_micro_batch(components.data, [number], 1, process.device)
             features = source.states(micro_batch, draft.aux_layer_ids)
             if row is not None:
-                store.add([row], micro_batch.lengths, features._asdict())
+                store.add([row], micro_batch.lengths, features.to_stored())
         store.flush()
     return _conclude(store, options, interrupt.requested, process)
 
@@ -385,10 +385,10 @@ def check_against_target(
     everything = tuple(range(config.num_layers + 1))
     teachers = micro_batch.plan.teacher_positions
     computed = capture_features(target, micro_batch.ids, micro_batch.doc_start, everything, teachers)
-    inputs = computed.aux.split(config.hidden_size, -1)
+    inputs = computed.aux_hidden_states.split(config.hidden_size, -1)
 
     # Captured layers.
-    for layer, state in zip(layer_ids, given.aux.split(config.hidden_size, -1), strict=True):
+    for layer, state in zip(layer_ids, given.aux_hidden_states.split(config.hidden_size, -1), strict=True):
         gap = _gap(state, inputs[layer])
         if gap > CHECKED_GAP:
             raise _not_the_input(layer, state, inputs, gap)

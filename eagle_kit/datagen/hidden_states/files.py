@@ -81,7 +81,10 @@ class FileLayout:
         shift = 1 if self.convention == "outputs" else 0
         index_of: dict[int | str, int] = {}
         for index, layer in enumerate(self.layers):
-            index_of[FINAL if layer == FINAL else int(layer) + shift] = index
+            if layer == FINAL:
+                index_of[FINAL] = index
+            else:
+                index_of[int(layer) + shift] = index
 
         # The final hidden state may be written before the final norm, as the input of layer ``num_layers``.
         needs_norm = FINAL not in index_of

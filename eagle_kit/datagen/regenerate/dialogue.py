@@ -65,7 +65,7 @@ class Dialogue:
 
     def params(self, sampling: SamplingParams) -> SamplingParams:
         """Parameters of the next reply. Its seed is a hash of the run's seed and the prompt."""
-        prompt = self.ask()
+        prompt = self.next_prompt()
         hashed: list[Any] = [sampling.seed, list(prompt.messages)]
         more = [list(prompt.tools), dict(prompt.chat_template_kwargs), self.sample]
         if any(more):
@@ -74,11 +74,11 @@ class Dialogue:
         seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
         return replace(sampling, seed=seed)
 
-    def ask(self) -> ChatPrompt:
+    def next_prompt(self) -> ChatPrompt:
         """The prompt of the next reply."""
         return replace(self.prompt, messages=[*self.prompt.messages, *self.waiting[0]])
 
-    def take(self, reply: Reply, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool) -> None:
+    def add_reply(self, reply: Reply, *, refusals: Sequence[re.Pattern[str]], skip_truncated: bool) -> None:
         """Append the next messages and their reply, or leave the reply out.
 
         A reply that is left out ends the conversation, and so does one that was cut.
@@ -109,7 +109,7 @@ class Dialogue:
             message["tool_calls"] = reply.tool_calls
         if reply.generated is not None:
             message["generated"] = reply.generated
-        self.prompt = replace(self.prompt, messages=[*self.ask().messages, message])
+        self.prompt = replace(self.prompt, messages=[*self.next_prompt().messages, message])
         self.waiting = self.waiting[1:] if is_whole else []
         self.finish_reasons.append(reply.finish_reason)
         self.ids = reply.ids or []

@@ -341,7 +341,7 @@ def _answer(
             if not dialogue.waiting:
                 continue
             try:
-                size = responder.num_tokens(dialogue.ask())
+                size = responder.num_tokens(dialogue.next_prompt())
             except PromptError as error:  # a result of a tool that was not called, say
                 dialogue.end(error.cause)
                 continue
@@ -371,7 +371,7 @@ def _answer(
                 return write()
 
             # A server counts the prompt's tokens only with its reply.
-            dialogue.take(reply, refusals=refusals, skip_truncated=options.skip_truncated)
+            dialogue.add_reply(reply, refusals=refusals, skip_truncated=options.skip_truncated)
             is_long = not counted[i] and reply.num_prompt_tokens + reply.num_tokens > longest
             if is_long and dialogue.waiting:
                 dialogue.end(TOO_LONG)
@@ -382,7 +382,7 @@ def _answer(
             write()
 
         # Answer them; ``take`` is called with each reply. Prompts that did not fit may have ended others.
-        responder.answer([dialogue.ask() for dialogue in asking], params, take)
+        responder.answer([dialogue.next_prompt() for dialogue in asking], params, take)
         write()
 
 
@@ -423,7 +423,7 @@ def _new_dialogues(
 
             # Its first prompt must fit.
             try:
-                size = responder.num_tokens(dialogue.ask()) or 0
+                size = responder.num_tokens(dialogue.next_prompt()) or 0
             except PromptError as error:
                 skipped.add(conversation.where, error.cause)
                 continue

@@ -67,8 +67,10 @@ class AutoregressiveDrafter(Drafter):
         num_columns: int,
         sampling: SamplingBatch | None = None,
     ) -> DraftOutput:
-        """Grow a draft after the roots; of a tree the best N - 1 candidates are the window. It does not
-        depend on ``sampling``."""
+        """Grow a draft after the roots. Of a tree the best N - 1 candidates are the window.
+
+        See :class:`Drafter` for the arguments; the draft does not depend on ``sampling``.
+        """
         if shape.topk == 1:
             tree = self._grow_chain(state, shape, num_columns)
         else:
@@ -77,7 +79,7 @@ class AutoregressiveDrafter(Drafter):
         return DraftOutput(tree, Deterministic())
 
     def grow_candidates(self, state: CycleState, shape: SpecShape, num_columns: int) -> Candidates:
-        """Expand a tree after the roots, K nodes a step, and return all of its candidates."""
+        """Expand a tree after the roots, K nodes a step (EAGLE-2, section 4.1), and return all candidates."""
         draft = state.draft
         seq_lens = state.seq_lens
         assert isinstance(draft, DraftState)
@@ -90,7 +92,7 @@ class AutoregressiveDrafter(Drafter):
 
         # The draft's pool ends with the root's entry. The nodes of depth d have the position seq_lens + d.
         prefix_lens = seq_lens + 1
-        first = self.model.first_slot
+        first = self.model.first_position
         offsets = self.arange[1 - first : shape.steps - first, None, None]
         rope_positions = seq_lens[:, None] + offsets.expand(-1, b, topk)  # [S - 1, B, K]
 
@@ -131,7 +133,7 @@ class AutoregressiveDrafter(Drafter):
         """Return the RoPE positions int64 ``[B]`` of the tokens of a chain, by depth from 1 to S - 1."""
         if steps == 1:
             return {}
-        first = self.model.first_slot
+        first = self.model.first_position
         rope_positions = seq_lens + self.arange[1 - first : steps - first, None]
         return dict(enumerate(rope_positions.unbind(), start=1))
 

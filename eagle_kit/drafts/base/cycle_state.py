@@ -10,11 +10,11 @@ root R (the last emitted token), and the drafts x y z of an EAGLE head in 3 step
     EAGLE, pool               B     C     D     R                       ends before seq_lens + 1
     EAGLE, scratch                                    x     y           z is proposed, and needs no entry
       made of feature         g(A)  g(B)  g(C)  g(D)  a(R)  a(x)        the one of the position before
-      RoPE position           0     1     2     3     4     5           position - first_slot
+      RoPE position           0     1     2     3     4     5           position - first_position
 
 An EAGLE entry is made of its token's embedding and of the feature of the position before: g of the target's
-states, or a of the head's own step. So position 0 has none (``first_slot`` is 1), and the draft has an entry
-of the root before the target has. A whole model as draft has an entry for A too, and ``first_slot`` is 0.
+states, or a of the head's own step. So position 0 has none (``first_position`` is 1), and the draft has an
+entry of the root before the target has. A whole model as draft has an entry of A too (``first_position`` 0).
 """
 
 from typing import NamedTuple
@@ -31,7 +31,7 @@ class CycleState(NamedTuple):
         page_table: int64 ``[B, P]``.
         seq_lens: int64 ``[B]``, tokens in the target's pool.
         roots: int64 ``[B]``, the last emitted token, at position ``seq_lens``. The target's pool has no entry
-            of it yet; the draft's pool has one.
+            of it yet; that of an EAGLE draft has one.
         active: bool ``[B]``, False for padding, whose state does not change.
         draft: the drafter's own state, a named tuple of tensors with B rows, such as ``DraftState``; None
             without a draft model.

@@ -47,7 +47,7 @@ def run_over_tokens(
     prefix_lens = seq_lens + 1
     bits = drafter.chain_bits[:length].expand(b, length)
     attend = drafter.kv.window_attend(page_table, prefix_lens, bits, length, num_columns)
-    first_offset = 1 - model.first_slot
+    first_offset = 1 - model.first_position
     rope_positions = seq_lens[:, None] + drafter.arange[first_offset : first_offset + length]
 
     # One forward, which writes their keys into the scratch.
@@ -67,7 +67,7 @@ def run_over_prompts(drafter: Drafter, batch: PromptBatch) -> StepOutput:
     model = drafter.model
     features = model.features(model.target_hidden_states(batch.out))
     arange = partial(torch.arange, device=features.device)
-    first_slot = model.first_slot
+    first_position = model.first_position
 
     # Rows of the draft: for each row of the target, the token after it.
     feature_rows = []
@@ -79,13 +79,13 @@ def run_over_prompts(drafter: Drafter, batch: PromptBatch) -> StepOutput:
         row_stop = row_start + stop - start
         first = start + 1
         # A whole model has an entry of the first token of the prompt as well.
-        if start == 0 and first_slot == 0:
+        if start == 0 and first_position == 0:
             first = 0
             feature_rows.append(arange(row_start, row_start + 1))
             tokens.append(batch.ids[row_start : row_start + 1])
         feature_rows.append(arange(row_start, row_stop))
         tokens.append(batch.next_ids[row_start:row_stop])
-        rope_positions.append(arange(first - first_slot, stop + 1 - first_slot))
+        rope_positions.append(arange(first - first_position, stop + 1 - first_position))
         segments.append(Segment(table, first, stop + 1, first))
         row_start = row_stop
 

@@ -65,9 +65,9 @@ class DraftModel(ABC):
 
     Attributes:
         capture: target layers whose inputs are captured.
-        first_slot: position of the first token of a request that has an entry in the store. 1 if an entry is
-            made of its token and the feature of the position before (EAGLE); 0 if it is made of a feature
-            alone (DFlash), and for a whole model. See :mod:`eagle_kit.drafts.base.cycle_state`.
+        first_position: position of the first token of a request that has an entry in the store. 1 if an
+            entry is made of its token and the feature of the position before (EAGLE); 0 if it is made of a
+            feature alone (DFlash), and for a whole model. See :mod:`eagle_kit.drafts.base.cycle_state`.
         cache: layout of a token's entry in the store.
         variants: attention variant of each layer of the store.
         state_size: M; 0 for a model that reads no states.
@@ -85,7 +85,7 @@ class DraftModel(ABC):
         device: device of the output layer.
     """
 
-    first_slot: int
+    first_position: int
     is_whole_model: ClassVar[bool]
     capture: tuple[int, ...] = ()
     state_size: int = 0
@@ -133,7 +133,7 @@ class DraftModel(ABC):
     ) -> StepOutput:
         """Run one step over rows of features and the tokens after them.
 
-        A token's RoPE position is its position in the request minus :attr:`first_slot`.
+        A token's RoPE position is its position in the request minus :attr:`first_position`.
 
         Args:
             rows: features, tokens and RoPE positions.
@@ -204,7 +204,7 @@ class HeadDraftModel(DraftModel):
         # Its steps, and their key-value store.
         self.num_modules = head.config.num_modules
         self.step_form = head.step_form
-        self.first_slot = head.first_slot
+        self.first_position = head.first_position
         self.cache = head.cache
         self.variants = head.config.variants
         if token_map is None:
@@ -212,7 +212,7 @@ class HeadDraftModel(DraftModel):
 
     def target_hidden_states(self, out: TargetOutput, rows: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`DraftModel`: the captured states, or the final hidden states if none are captured."""
-        states = out.aux if self.capture else out.hidden
+        states = out.aux_hidden_states if self.capture else out.hidden
         if rows is None:
             return states
         return states.index_select(0, rows)  # faster than states[rows] on a CPU
@@ -246,7 +246,7 @@ class StandaloneDraftModel(DraftModel):
         target_vocab_size: number of rows of the target's embedding; None if it is the same.
     """
 
-    first_slot = 0
+    first_position = 0
     is_whole_model = True
 
     def __init__(

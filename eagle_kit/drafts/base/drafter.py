@@ -137,7 +137,7 @@ class Drafter(ABC):
             model.cache,
             layout,
             model.variants,
-            first_slot=model.first_slot,
+            first_position=model.first_position,
             dtype=model.dtype,
             device=model.device,
         )
@@ -183,8 +183,8 @@ class Drafter(ABC):
         """Return the candidates that a draft state must hold, so that any of ``shapes`` can be proposed.
 
         Args:
-            needs_confidence: :meth:`confidence` will be called. It takes two candidates, because a single one has
-                no log-probability.
+            needs_confidence: :meth:`confidence` will be called. It takes two candidates, because a single one
+                has no log-probability.
         """
         topk = max(1 + needs_confidence, *(shape.topk for shape in shapes))
         return CandidateSpec(1, topk, needs_confidence)

@@ -18,9 +18,7 @@ from eagle_kit.drafts.base.draft_model import DraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec
 from eagle_kit.drafts.base.one_pass import OnePassDrafter
 from eagle_kit.drafts.base.sampled import check_chain, draft_distribution, sampled_chain
-from eagle_kit.drafts.dflash.drafter import BlockDrafter
 from eagle_kit.drafts.dspark.roll_out import DraftLogits, roll_out
-from eagle_kit.drafts.p_eagle.drafter import MaskedDrafter
 from eagle_kit.ops.sampling import DRAFT_UNIFORMS, SamplingBatch, sample, window_uniforms
 from eagle_kit.verify.proposal import DraftOutput
 from eagle_kit.verify.verifiers import BlockVerification, RejectionSampling
@@ -108,11 +106,3 @@ class SampledOnePassDrafter(OnePassDrafter):
                 before = sample(distributions[-1], uniforms[:, step])
             drafted.append(before)
         return sampled_chain(state.roots, drafted, distributions)
-
-
-class SampledBlockDrafter(SampledOnePassDrafter, BlockDrafter):
-    """Sampled chains of a head that drafts blocks."""
-
-
-class SampledMaskedDrafter(SampledOnePassDrafter, MaskedDrafter):
-    """Sampled chains of a head whose later steps are masks."""

@@ -17,6 +17,7 @@ from eagle_kit.drafts.base.cycle_state import CycleState
 from eagle_kit.drafts.base.draft_model import HeadDraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
 from eagle_kit.drafts.base.one_pass import OnePassDrafter
+from eagle_kit.drafts.base.sampled_one_pass import SampledOnePassDrafter
 from eagle_kit.drafts.dflash.head import DFlashHead
 from eagle_kit.kv.keys_values import PagedKV
 from eagle_kit.kv.store import PoolLayout
@@ -138,3 +139,7 @@ class BlockDrafter(OnePassDrafter):
         out = self.head.draft(context.to(inputs.dtype), inputs, positions, attends)
         lm_head_input = out.unflatten(0, (b, size))[:, self.first :].flatten(0, 1)  # [B * D, H]
         return self.make_state(lm_head_input, spec, roots)
+
+
+class SampledBlockDrafter(SampledOnePassDrafter, BlockDrafter):
+    """Sampled chains of a head that drafts blocks."""

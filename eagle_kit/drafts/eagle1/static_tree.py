@@ -240,7 +240,7 @@ class StaticDrafter(SampledDrafter):
             state.page_table, state.seq_lens + 1, level.bits.expand(b, m), level.num_keys, num_columns
         )
         parent_features = features.index_select(1, level.parent_index).flatten(0, 1)
-        rope_positions = (state.seq_lens + (level.depth - self.model.first_slot))[:, None].expand(b, m)
+        rope_positions = (state.seq_lens + (level.depth - self.model.first_position))[:, None].expand(b, m)
         node_tokens = tokens.index_select(1, level.nodes).reshape(-1)
         out = self.model.step(StepRows(parent_features, node_tokens, rope_positions.reshape(-1)), attend)
         logits = self.model.logits(out.lm_head_input).float()

@@ -263,7 +263,7 @@ def _check_plain(config: Eagle3Config, peer: Format) -> None:
     }
     for part, has in parts.items():
         if has:
-            refuse(peer, f"it has {part}, and its class has not", "Export it for vllm or speculators.")
+            refuse(peer, f"it has {part}, and its class does not", "Export it for vllm or speculators.")
 
 
 def _sglang_ids(config: Eagle3Config, served: Served) -> tuple[list[int], str]:

@@ -24,7 +24,7 @@ from eagle_kit.config.drafts.base import CapturedStatesHeadConfig
 from eagle_kit.config.drafts.fused_states import FusedStatesHeadConfig
 from eagle_kit.core.errors import UserError, shown
 from eagle_kit.drafts.base.initial_weights import check_start_from, check_vocab_size, init_output_layer
-from eagle_kit.drafts.base.kind import HeadKind, InitContext, Weights, our_names, scale_final_norm
+from eagle_kit.drafts.base.kind import HeadKind, HeadTensors, InitContext, our_names, scale_final_norm
 from eagle_kit.drafts.eagle3.head import Eagle3Config, Eagle3Head
 from eagle_kit.drafts.files import findings
 from eagle_kit.drafts.files.config_json import OWN_EMBEDDING, layer_to_dict, read_layer
@@ -208,14 +208,14 @@ class FusedStatesKind(HeadKind[Config, Head, Settings]):
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`."""
         return our_names(((canonical_name(name), name) for name in files.tensors), files.where)
 
-    def take(self, files: DraftFiles, config: Config, target: Target | None) -> Weights:
+    def sort_tensors(self, files: DraftFiles, config: Config, target: Target | None) -> HeadTensors:
         """See :class:`~eagle_kit.drafts.base.kind.HeadKind`.
 
         A bias of ``o_proj`` must be zero and is left out: vLLM and speculators have one wherever
         queries have one. Without ``lm_head.weight`` and with Vd = V the output layer is the
         embedding (``tie_word_embeddings``) or the target's output layer.
         """
-        found = super().take(files, config, target)
+        found = super().sort_tensors(files, config, target)
         tensors = found.tensors
 
         # The bias of o_proj.

@@ -34,11 +34,15 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from eagle_kit.drafts.base.captured_states import CapturedStatesArchitecture, default_sizes
+from eagle_kit.drafts.base.captured_states import (
+    CapturedStatesArchitecture,
+    CapturedStatesHead,
+    default_sizes,
+)
 from eagle_kit.models.blocks.layers import MLP, Attention, RMSNorm
 from eagle_kit.models.blocks.mla import LatentAttention, make_attention
 from eagle_kit.models.config import TargetConfig
-from eagle_kit.models.draft_head import Block, DraftHead, StepOutput
+from eagle_kit.models.draft_head import Block, StepOutput
 from eagle_kit.models.layer_configs import MLAConfig
 from eagle_kit.ops.draft_inputs import draft_inputs
 from eagle_kit.ops.linear import Linear
@@ -165,12 +169,11 @@ class Eagle3Layer(AfterAttention, Block):
         return x, feature
 
 
-class Eagle3Head(DraftHead):
+class Eagle3Head(CapturedStatesHead):
     """EAGLE-3 head.
 
     Attributes:
-        d2t: int64 ``[Vd]``, offsets: target id = draft id + ``d2t[draft id]``.
-        t2d: bool ``[V]``, True for target tokens that are in the draft vocabulary.
+        d2t, t2d: draft vocabulary, see :class:`CapturedStatesHead`.
         input_norm: RMSNorm over all captured states; None without ``norm_before_fc``.
         fc_norm: one RMSNorm for each captured layer; None without ``fc_norm``.
         fc: fusion of the captured states, ``[H, L * Ht]``; None without captured layers.
@@ -181,7 +184,6 @@ class Eagle3Head(DraftHead):
     """
 
     config: Eagle3Config
-    d2t: torch.Tensor
 
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__(config)
@@ -207,20 +209,6 @@ class Eagle3Head(DraftHead):
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_vocab_size, bias=False)
-
-    def make_buffers(self) -> None:
-        """See :class:`DraftHead`. The draft vocabulary begins as the first Vd target tokens."""
-        super().make_buffers()
-        d2t = torch.zeros(self.config.draft_vocab_size, dtype=torch.int64)
-        self.register_buffer("d2t", d2t)
-        t2d = torch.zeros(self.config.vocab_size, dtype=torch.bool)
-        t2d[: self.config.draft_vocab_size] = True
-        self.register_buffer("t2d", t2d)
-
-    def set_vocab_map(self, d2t: torch.Tensor, t2d: torch.Tensor) -> None:
-        """Copy in the draft vocabulary: ``d2t`` int64 ``[Vd]`` of offsets, ``t2d`` bool ``[V]``."""
-        self.d2t.copy_(d2t)
-        self.t2d.copy_(t2d)
 
     @property
     def blocks(self) -> list[Block]:

@@ -71,7 +71,7 @@ def raise_on_errors(findings: Sequence[Finding]) -> None:
 
 
 def check_fit(draft: HeadArchitecture, target: TargetConfig) -> None:
-    """Raise UserError for a head of other sizes than the target's, or that reads layers it has not."""
+    """Raise UserError for a head of other sizes than the target's, or that reads layers it does not have."""
     sizes = draft.target_hidden_size, draft.vocab_size
     if sizes != (target.hidden_size, target.vocab_size):
         raise UserError(

@@ -58,7 +58,7 @@ class ModulesDrafter(OnePassDrafter):
                 replace(model.cache, num_layers=1),
                 layout,
                 model.variants[module : module + 1],
-                first_slot=model.first_slot + module,
+                first_position=model.first_position + module,
                 dtype=model.dtype,
                 device=model.device,
             )
@@ -185,10 +185,10 @@ class ModulesDrafter(OnePassDrafter):
         b, size = tokens.shape
         store = self.stores[module]
         offset = self.arange[:size]
-        missing = (store.first_slot - 1 - seq_lens).clamp(0, size)[:, None]
+        missing = (store.first_position - 1 - seq_lens).clamp(0, size)[:, None]
         bits = (self.chain_bits[:size] & (-1 << missing)) | (1 << offset)
         attend = store.window_attend(page_table, seq_lens + 1, bits, size, num_columns)
-        first_offset = 1 - self.model.first_slot
+        first_offset = 1 - self.model.first_position
         rope_positions = seq_lens[:, None] + self.arange[first_offset : first_offset + size]
         rows = StepRows(hidden.flatten(0, 1), tokens.reshape(-1), rope_positions.view(-1))
         return self.model.step(rows, attend, module).fed_back.view(b, size, -1)
@@ -249,5 +249,5 @@ class ModulesDrafter(OnePassDrafter):
         positions = torch.cat([torch.arange(segment.start, segment.stop) for segment in own_segments])
         positions = positions.to(hidden.device)
         attend = self.stores[module].prefill_attend(own_segments)
-        rows = StepRows(hidden, tokens, positions - self.model.first_slot)
+        rows = StepRows(hidden, tokens, positions - self.model.first_position)
         return self.model.step(rows, attend, module).fed_back, sizes

@@ -76,8 +76,10 @@ class MTPModule(Block):
 
     def __init__(self, config: TargetConfig) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        size = config.hidden_size
+        eps = config.rms_norm_eps
+        self.enorm = RMSNorm(size, eps)
+        self.hnorm = RMSNorm(size, eps)
         self.eh_proj = Linear(2 * size, size, bias=False)
         self.input_layernorm = RMSNorm(size, eps)
         self.self_attn = make_attention(config, size)

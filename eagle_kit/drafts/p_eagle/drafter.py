@@ -19,6 +19,7 @@ from eagle_kit.drafts.base.draft_forwards import run_over_prompts, run_over_toke
 from eagle_kit.drafts.base.draft_model import DraftModel, HeadDraftModel
 from eagle_kit.drafts.base.drafter import CandidateSpec, PendingTokens, PromptBatch
 from eagle_kit.drafts.base.one_pass import OnePassDrafter
+from eagle_kit.drafts.base.sampled_one_pass import SampledOnePassDrafter
 from eagle_kit.drafts.p_eagle.head import PEagleHead
 from eagle_kit.kv.store import PoolLayout
 from eagle_kit.ops.transfer import to_device
@@ -131,7 +132,7 @@ class MaskedDrafter(OnePassDrafter):
             torch.cat((rows.view(b, length, rows.shape[1]), mask.expand(b, num_masks, -1)), 1).flatten(0, 1)
             for rows, mask in zip(emitted, self.masks, strict=True)
         ]
-        first_offset = 1 - self.model.first_slot
+        first_offset = 1 - self.model.first_position
         emitted_offsets = self.arange[:length].expand(b, length)
         offsets = torch.cat((emitted_offsets, counts[:, None] + self.arange[:num_masks]), 1)
         rope_positions = (seq_lens[:, None] + first_offset + offsets).view(-1)
@@ -154,3 +155,7 @@ class MaskedDrafter(OnePassDrafter):
         output_rows = (drafting + size * self.arange[:b, None]).view(-1)
         out = self.head.step((inputs[0], inputs[1]), rope_positions, attend, output_rows=output_rows)
         return out.lm_head_input
+
+
+class SampledMaskedDrafter(SampledOnePassDrafter, MaskedDrafter):
+    """Sampled chains of a head whose later steps are masks."""

@@ -1,7 +1,7 @@
 """Recording of what a draft proposes at every position of the target's own replies.
 
 Replies are decoded one token a cycle, each after a whole draft whose candidates are kept, so that
-:class:`~eagle_kit.autotune.acceptance.Recording` can say what any smaller shape accepts.
+:class:`~eagle_kit.autotune.acceptance.DraftRecording` can say what any smaller shape accepts.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from eagle_kit.autotune.acceptance import Drafts, ReadyCandidates, Recording
+from eagle_kit.autotune.acceptance import DraftRecording, Drafts, ReadyCandidates
 from eagle_kit.autotune.policy import ShapePolicy
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.core.errors import UserError
@@ -38,7 +38,7 @@ def record_drafts(
     *,
     shape: SpecShape = RECORDED,
     on_finish: Callable[[], None] = lambda: None,
-) -> Recording:
+) -> DraftRecording:
     """Decode ``requests`` -> what the draft proposed at every position of their replies.
 
     Args:
@@ -96,7 +96,7 @@ class _Draft(NamedTuple):
     confidence: torch.Tensor
 
 
-def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> Recording:
+def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> DraftRecording:
     truth: list[list[int]] = []
     kept: list[_Draft] = []
     lengths = []
@@ -111,7 +111,7 @@ def _recording(drafts: dict[Request, list[_Draft]], steps: int, topk: int) -> Re
     parts = [torch.stack(part) for part in zip(*(each.candidates for each in kept), strict=True)]
     candidates = cast(Drafts, type(kept[0].candidates)(*parts))
     confidence = torch.stack([each.confidence for each in kept])
-    return Recording(steps, topk, candidates, confidence, torch.tensor(truth), lengths)
+    return DraftRecording(steps, topk, candidates, confidence, torch.tensor(truth), lengths)
 
 
 class _Recorder:
@@ -142,7 +142,8 @@ class _Recorder:
         confidence = self._drafter.confidence(state.draft)
         assert confidence is not None
         first = confidence.view(len(state.roots), -1)[:, 0].cpu()
-        first_pages, positions = state.page_table[:, 0].tolist(), state.seq_lens.tolist()
+        first_pages = state.page_table[:, 0].tolist()
+        positions = state.seq_lens.tolist()
         for row, active in enumerate(state.active.tolist()):
             if active:
                 mine = type(made)(*(part[row].cpu() for part in made))
@@ -151,5 +152,6 @@ class _Recorder:
 
     def take(self) -> list[_Draft]:
         """Return the drafts since the last call."""
-        kept, self._kept = self._kept, []
+        kept = self._kept
+        self._kept = []
         return kept

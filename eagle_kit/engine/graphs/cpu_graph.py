@@ -248,7 +248,8 @@ class Recording:
                 if tables[index] is lengths.seq_lens and rows is lengths.slot_ids:
                     return Condition(chosen.choice, offset)
             if made is not None and name == "aten.index.Tensor":
-                store, rows = made.args[0], made.args[1]
+                store = made.args[0]
+                rows = made.args[1]
                 if store is lengths.seq_lens and len(rows) == 1 and rows[0] is lengths.slot_ids:
                     return Condition(chosen.choice, offset)
             if made is None or name != "aten.add.Tensor" or made.kwargs or not isinstance(made.args[1], int):

@@ -196,7 +196,7 @@ def reasons_against(library: PrefillLibrary, store: PagedStore) -> list[str]:
 def store_facts(store: PagedKV) -> StoreFacts:
     """What decides whether a library can read ``store``."""
     rows, size = store.k.shape[-2:]
-    return StoreFacts(size, store.dtype, store.k.dtype, store.page_size, store.first_slot, rows * size)
+    return StoreFacts(size, store.dtype, store.k.dtype, store.page_size, store.first_position, rows * size)
 
 
 def working_bytes(name: PrefillBackend, device: torch.device, variants: Sequence[AttentionVariant]) -> int:

@@ -290,7 +290,8 @@ def _waits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -
 def _draft_logits(draft: DraftModel, config: ResolvedConfig, *, chooses_shapes: bool) -> int:
     """Bytes of the logits of a draft, of the largest batch in the deepest and widest shapes that it may
     have."""
-    kind, shapes = drafter_class(draft, config), [*config.shape.shapes]
+    kind = drafter_class(draft, config)
+    shapes = [*config.shape.shapes]
     if chooses_shapes:
         shapes.append(SpecShape(min(MOST_STEPS, kind.most_steps(draft)), max(WIDTHS), MAX_WINDOW))
     spec = kind.candidate_spec(shapes, needs_confidence=chooses_shapes and not config.lag)

@@ -156,7 +156,7 @@ class Planner:
                 Share(rank, size),
                 self.block,
                 expert_parallel=expert_parallel,
-                attends_whole=data_parallel_attention,
+                data_parallel_attention=data_parallel_attention,
             )
             for rank in range(size)
         ]
@@ -192,7 +192,8 @@ class Planner:
         be refused by its loader."""
         found = {}  # ranks that are alike need one model
         for each in ranks:
-            config, num_words = each.rank_config(), len(each.share.of(self.config.vocab_size))
+            config = each.rank_config()
+            num_words = len(each.share.of(self.config.vocab_size))
             if config.moe is not None and (own := config.moe.local_experts) is not None:
                 config = replace(config, moe=replace(config.moe, local_experts=range(len(own))))
             found[f"{config} {num_words}"] = each
@@ -244,9 +245,11 @@ class Planner:
         chosen = draft_in_target(self.draft, algorithm, self.name) or self.draft
         if chosen is None:
             return None
-        whole, dtype = copy(target), target.embed_tokens.weight.dtype
+        whole = copy(target)
+        dtype = target.embed_tokens.weight.dtype
         whole._modules = dict(target._modules)
-        size, num_words = self.config.hidden_size, self.config.vocab_size
+        size = self.config.hidden_size
+        num_words = self.config.vocab_size
         if len(target.embed_tokens.weight) < num_words:
             with torch.device("meta"):
                 whole.embed_tokens = nn.Embedding(num_words, size).to(dtype).requires_grad_(False)

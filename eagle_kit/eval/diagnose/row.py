@@ -98,7 +98,7 @@ def compute_states(target: Target, row: Row, layers: Sequence[int]) -> States:
     capture = tuple(sorted(set(layers)))
     out = target(row.ids, row.positions, target.packed(document_spans(row.doc_start)), capture)
     size = target.config.hidden_size
-    inputs = {layer: out.aux[:, i * size : (i + 1) * size] for i, layer in enumerate(capture)}
+    inputs = {layer: out.aux_hidden_states[:, i * size : (i + 1) * size] for i, layer in enumerate(capture)}
     best, totals = [], []
     for rows in out.hidden[row.roots].split(LOGIT_ROWS):
         logits = target.logits(rows).float()

@@ -1,7 +1,7 @@
-"""Where targets lie on this machine, by a hash of their weights.
+"""Folders of targets on this machine, by a hash of their weights.
 
-A draft that is pushed must not name folders of the machine that it was trained on, and a draft that is used
-there must find its target. So the draft has the hash, and the cache of this machine has the folder.
+A draft that is uploaded must not name folders of the machine on which it was trained, and a draft that is
+used there must find its target. So the draft has the hash, and the cache of this machine has the folder.
 """
 
 import json
@@ -14,7 +14,7 @@ from eagle_kit.models.loading.loader import target_fingerprint
 
 
 def remember_place(weights: str, folder: Path) -> None:
-    """Note the folder of a target. Where the cache cannot be written, drafts need ``--target`` later.
+    """Note the folder of a target. If the cache cannot be written, its drafts need ``--target`` later.
 
     Args:
         weights: :func:`~eagle_kit.models.loading.loader.target_fingerprint` of ``folder``.
@@ -26,11 +26,11 @@ def remember_place(weights: str, folder: Path) -> None:
 
 
 def find_place(weights: str) -> Path | None:
-    """Folder of the target with these weights; None where none is known, or it has other weights by now."""
+    """Folder of the target with these weights; None if none is known, or if it has other weights by now."""
     path = note_of(weights)
     if not path.is_file():
         return None
-    with suppress(UserError, OSError):  # a damaged note, or a damaged target, is none
+    with suppress(UserError, OSError):  # a damaged note or target counts as unknown
         folder = read_object(path).get("folder")
         if isinstance(folder, str) and target_fingerprint(Path(folder)) == weights:
             return Path(folder)
@@ -38,6 +38,9 @@ def find_place(weights: str) -> Path | None:
 
 
 def note_of(weights: str) -> Path:
-    """File of this machine with the folder; ``weights`` is from a draft's own file, and may be any text."""
-    name = weights if weights.isalnum() else "unknown"
+    """File in the cache with the folder of a target. ``weights`` comes from a draft's file and may be any
+    text."""
+    name = "unknown"
+    if weights.isalnum():
+        name = weights
     return cache_folder() / "places" / f"{name}.json"

@@ -54,7 +54,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: TargetConfig, layer: int, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.ranks = ranks
-        self.shares_heads = not config.attends_whole
+        self.shares_heads = not config.data_parallel_attention
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
         # Attention or the gated delta rule, and its number among the earlier layers.
@@ -221,10 +221,10 @@ class LlamaModel(Target):
         captured[len(self.layers)] = h
 
         # Captured hidden states, in the order of ``capture``.
-        aux = h[:, :0]
+        aux_hidden_states = h[:, :0]
         if capture:
-            aux = torch.cat([captured[i].to(h.device) for i in capture], -1)
-        return TargetOutput(normed, aux)
+            aux_hidden_states = torch.cat([captured[i].to(h.device) for i in capture], -1)
+        return TargetOutput(normed, aux_hidden_states)
 
     def _run_placed_layer(
         self,

@@ -28,11 +28,11 @@ class TargetOutput(NamedTuple):
 
     Attributes:
         hidden: final hidden states ``[T, H]``, after the last norm.
-        aux: inputs of the captured layers, side by side, ``[T, len(capture) * H]``.
+        aux_hidden_states: inputs of the captured layers, side by side, ``[T, len(capture) * H]``.
     """
 
     hidden: torch.Tensor
-    aux: torch.Tensor
+    aux_hidden_states: torch.Tensor
 
 
 class LogitForm(NamedTuple):

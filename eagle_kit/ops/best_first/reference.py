@@ -12,47 +12,41 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def best_first(roots: torch.Tensor, tokens: torch.Tensor, scores: torch.Tensor, nodes: int) -> Tree:
-    """Make the window of the N best nodes; the arguments are described in ``__init__.py``.
+    """Make the window of the ``nodes`` N best; ``roots [B]``, ``tokens [B, S, K]``, ``scores [B, S, P, K]``.
 
-    Args:
-        roots: int64 ``[B]``.
-        tokens: int64 ``[B, S, K]``.
-        scores: fp32 ``[B, S, P, K]``.
-        nodes: N.
+    The frontier holds the K children of every node of the window, by the node's index. So among equal scores
+    the child of the earlier node is the first.
     """
+    # The frontier has the root's children; the window has the root.
     b, steps, topk = tokens.shape
     device = roots.device
-    request = torch.arange(b, device=device)
-    child = torch.arange(topk, device=device)
-    gains = scores.nan_to_num(nan=LOWEST, posinf=0.0, neginf=LOWEST)
-
-    # The frontier has the K children of every node of the window, by the node's index: so its order is that
-    # of equals. At first it has those of the root.
+    row = torch.arange(b, device=device)
+    log_probs = scores.nan_to_num(nan=LOWEST, posinf=0.0, neginf=LOWEST)
     frontier = scores.new_full((b, nodes * topk), float("-inf"))
-    frontier[:, :topk] = gains[:, 0, 0].clamp(max=0.0)
-
-    # The window: tokens, parents, depths and ancestors. At first it has the root.
-    window = torch.zeros(4, b, nodes, dtype=torch.int64, device=device)
-    window[0, :, 0] = roots
-    window[3, :, 0] = 1
+    frontier[:, :topk] = log_probs[:, 0, 0].clamp(max=0.0)
+    zeros = torch.zeros(b, nodes, dtype=torch.int64, device=device)
+    window = Tree(tokens=zeros, parents=zeros.clone(), depths=zeros.clone(), ancestors=zeros.clone())
+    window.tokens[:, 0] = roots
+    window.ancestors[:, 0] = 1
     for node in range(1, nodes):
         # Take the best of the frontier.
         best = frontier.argmax(1)
         score = frontier.gather(1, best[:, None])
         frontier.scatter_(1, best[:, None], float("-inf"))
 
-        # Add it to the window. Its depth is its parent's and one.
+        # Add it to the window.
         parent = best // topk
         candidate = best % topk
-        _, _, parent_depth, ancestors = window[:, request, parent].unbind()
-        token = tokens[request, parent_depth, candidate]
-        depth = parent_depth + 1
-        window[:, :, node] = torch.stack((token, parent, depth, ancestors | (1 << node)))
+        depth = window.depths[row, parent] + 1
+        window.tokens[:, node] = tokens[row, depth - 1, candidate]
+        window.parents[:, node] = parent
+        window.depths[:, node] = depth
+        window.ancestors[:, node] = window.ancestors[row, parent] | (1 << node)
 
-        # Its children enter the frontier, none of them with a higher score than its own.
-        before = candidate.clamp(max=scores.shape[2] - 1)
-        gain = gains[request, depth.clamp(max=steps - 1), before]
-        children = torch.minimum((score + gain).clamp(min=LOWEST), score)
+        # Add its children to the frontier, unless it is at the last depth. They are no better than it.
         is_last = (depth == steps)[:, None]
-        frontier[:, node * topk + child] = children.masked_fill(is_last, float("-inf"))
-    return Tree(*window.unbind())
+        given = candidate.clamp(max=scores.shape[2] - 1)
+        child_log_probs = log_probs[row, depth.clamp(max=steps - 1), given]
+        children = torch.minimum((score + child_log_probs).clamp(min=LOWEST), score)
+        frontier[:, node * topk : (node + 1) * topk] = children.masked_fill(is_last, float("-inf"))
+    return window

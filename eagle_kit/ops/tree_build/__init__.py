@@ -36,12 +36,7 @@ def start_beam(
         scores: fp32 ``[B, K]``, their log-probabilities.
         shape: S, K and N.
     """
-    implementation: Any = reference
-    if uses_triton(scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        implementation = triton
-    return implementation.start_beam(tokens.contiguous(), scores.contiguous(), shape)
+    return _implementation(scores, backend).start_beam(tokens.contiguous(), scores.contiguous(), shape)
 
 
 def grow_beam(
@@ -63,12 +58,7 @@ def grow_beam(
         next_scores: fp32 ``[B * K, K]``, their log-probabilities given their parents.
         step: from 1 to S - 1.
     """
-    implementation: Any = reference
-    if uses_triton(next_scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        implementation = triton
-    return implementation.grow_beam(
+    return _implementation(next_scores, backend).grow_beam(
         beam, candidates, next_tokens.contiguous(), next_scores.contiguous(), step
     )
 
@@ -90,21 +80,20 @@ def tree_build(
         scores: fp32 ``[B, n]``, log-probability of the path to each.
         parents: int64 ``[B, n]``, candidate index of each one's parent, -1 at depth 1.
     """
-    implementation: Any = reference
-    if uses_triton(scores, backend):
-        from eagle_kit.ops.tree_build import triton
-
-        implementation = triton
-    return implementation.tree_build(
+    return _implementation(scores, backend).tree_build(
         roots, tokens.contiguous(), scores.contiguous(), parents.contiguous(), shape
     )
 
 
 def chain_build(roots: torch.Tensor, tokens: torch.Tensor, *, backend: Backend | None = None) -> Tree:
     """The window of a chain, which keeps every candidate: ``roots`` int64 ``[B]``, ``tokens`` ``[B, S]``."""
-    implementation: Any = reference
-    if uses_triton(tokens, backend):
+    return _implementation(tokens, backend).chain_build(roots, tokens.contiguous())
+
+
+def _implementation(tensor: torch.Tensor, backend: Backend | None) -> Any:
+    """Module that implements the operations for ``tensor``."""
+    if uses_triton(tensor, backend):
         from eagle_kit.ops.tree_build import triton
 
-        implementation = triton
-    return implementation.chain_build(roots, tokens.contiguous())
+        return triton
+    return reference

@@ -37,7 +37,8 @@ class ChatAnswer(Answer[ChatRequest]):
         readers: parser of each reply into reasoning, content and calls; None for a reply that is content.
     """
 
-    response, event = ChatResponse, ChatChunk
+    response = ChatResponse
+    event = ChatChunk
     kinds = ("chat.completion", "chat.completion.chunk")
 
     def __init__(

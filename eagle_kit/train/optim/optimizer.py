@@ -4,8 +4,8 @@ Muon (https://kellerjordan.github.io/posts/muon; arXiv 2502.16982) steps along t
 orthogonal. It trains matrices between hidden states; AdamW trains embeddings, output layers, norms and
 stacks of experts. Muon's update is scaled to the size of AdamW's (0.2 sqrt(max(rows, columns))), so one
 learning rate serves both. Query, key and value are one matrix here, and so are gate and up; each such matrix
-is made orthogonal as a whole. That takes about as much arithmetic as a packed row, so processes share the
-matrices.
+is made orthogonal as a whole. That takes about as much arithmetic as a packed sequence, so processes share
+the matrices.
 """
 
 from collections.abc import Mapping, Sequence

@@ -30,7 +30,8 @@ class Schedule:
 
     @classmethod
     def from_config(cls, training: TrainingConfig, num_rows: int) -> "Schedule":
-        """Schedule of a run over ``num_rows`` packed rows. The flag ``--max-steps`` does not change it."""
+        """Schedule of a run over ``num_rows`` packed sequences. The flag ``--max-steps`` does not change
+        it."""
         total_steps = training.max_steps
         if not total_steps:
             total_steps = max(1, math.ceil(training.epochs * num_rows / training.sequences_per_step))

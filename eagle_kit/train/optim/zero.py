@@ -93,7 +93,7 @@ class Zero(Strategy):
         any, it would free them before they are computed.
         """
         if self.stage == 3:
-            inputs.aux.requires_grad_()
+            inputs.aux_hidden_states.requires_grad_()
             inputs.hidden.requires_grad_()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:

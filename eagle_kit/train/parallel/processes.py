@@ -31,7 +31,7 @@ def with_precision(config: TrainConfig, *, on_gpu: bool | None = None) -> TrainC
     it, or if the launcher was asked for it; else float32.
 
     Args:
-        on_gpu: True for GPUs that support bfloat16; None asks the device of this process.
+        on_gpu: True for GPUs that support bfloat16; None looks at the device of this process.
     """
     if config.training.precision != "auto":
         return config
@@ -167,7 +167,7 @@ def largest(process: "Accelerator | PartialState", number: float) -> float:
 
 
 def _check_shares(config: TrainConfig, num_processes: int) -> None:
-    """Raise UserError if the packed rows of a step cannot be divided over processes and forwards."""
+    """Raise UserError if the packed sequences of a step cannot be divided over processes and forwards."""
     rows = config.training.sequences_per_step
     if rows % num_processes:
         raise UserError(

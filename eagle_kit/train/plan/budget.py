@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 ROW_TOKENS = 1024
-"""Tokens of a packed row."""
+"""Tokens of a packed sequence."""
 RESERVED = 0.2
 """Share of the budget for tuning and evaluation, and for loading the target in every stage."""
 REPLIES = 0.35
@@ -27,7 +27,7 @@ RAW_SHARE = OWN_PHASE[0] + (RAW_PHASE[1] - OWN_PHASE[0]) / 2
 PASSES = 3
 """Passes over the raw chats if hidden states are stored."""
 WITH_PROMPTS = 1.3
-"""Tokens of packed rows for each token of a generated reply."""
+"""Tokens of packed sequences for each token of a generated reply."""
 WANTED_STEPS = 3000
 """Optimiser steps of a long training; with still more time, a step has more rows."""
 MOST_ROWS_PER_STEP = 16
@@ -60,8 +60,8 @@ class TokenRates:
 
     Attributes:
         replies: tokens of generated replies.
-        training: tokens of packed rows in training, with the target's forward.
-        kept: tokens of packed rows in training whose hidden states are stored.
+        training: tokens of packed sequences in training, with the target's forward.
+        kept: tokens of packed sequences in training whose hidden states are stored.
     """
 
     replies: float
@@ -73,7 +73,7 @@ class TokenRates:
 
         Args:
             seconds: time of the training.
-            own: distinct tokens of packed rows of replies.
+            own: distinct tokens of packed sequences of replies.
             keeps: hidden states are stored, so that a row runs the target once.
 
         Returns:
@@ -102,7 +102,7 @@ class Phase:
 
     Attributes:
         steps: optimiser steps.
-        rows_per_step: packed rows of ``ROW_TOKENS`` tokens in each.
+        rows_per_step: packed sequences of ``ROW_TOKENS`` tokens in each.
     """
 
     steps: int
@@ -129,7 +129,7 @@ class Pilot:
     Attributes:
         replies: replies to generate.
         steps: optimiser steps of a training.
-        rows: packed rows in each of these steps.
+        rows: packed sequences in each of these steps.
         row_tokens: tokens of such a row.
     """
 

@@ -56,7 +56,7 @@ class Workload:
 
 
 def data_workload(config: TrainConfig, data: PreparedData, num_rows: int) -> Workload:
-    """Workload of a forward over ``num_rows`` average packed rows of ``data``."""
+    """Workload of a forward over ``num_rows`` average packed sequences of ``data``."""
     tokens = num_rows * data.num_tokens / len(data)
     conversations = num_rows * data.num_conversations / len(data)
     mean_length = data.num_tokens / max(1, data.num_conversations)
@@ -71,9 +71,9 @@ def make_workload(
     """Workload of a forward, with the rows that ``config`` samples for training.
 
     Args:
-        tokens: tokens of the packed rows.
+        tokens: tokens of the packed sequences.
         supervised: supervised tokens among them.
-        conversations: conversations in the packed rows.
+        conversations: conversations in the packed sequences.
         mean_context: mean number of keys that a token attends to.
     """
     steps = config.training.ttt_length
@@ -232,7 +232,7 @@ class RunCosts:
         """Share of a process in an optimiser step.
 
         Returns:
-            Number of its forwards, and packed rows of each; None if the rows cannot be divided equally.
+            Number of its forwards, and packed sequences of each; None if the rows cannot be divided equally.
         """
         training = self.config.training
         rows, rest = divmod(training.sequences_per_step, num_processes)
@@ -343,7 +343,7 @@ class RunCosts:
         return float(bytes_per_token(form, precision, num_aux_layers, self.target.hidden_size))
 
     def disk(self, num_rows: int) -> dict[str, float]:
-        """Bytes on disk by name: the run folder, and the cache for ``num_rows`` packed rows."""
+        """Bytes on disk by name: the run folder, and the cache for ``num_rows`` packed sequences."""
         training = self.config.training
         weights = 4.0 * self.head.total
 

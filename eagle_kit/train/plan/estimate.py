@@ -23,9 +23,9 @@ class Session:
     Attributes:
         work: one forward of one process.
         micro_batches_per_step: forwards of one process in an optimiser step.
-        rows_per_micro_batch: packed rows of one forward.
-        num_rows: packed rows of the data, for the cache of captured hidden states.
-        num_captures: packed rows that this session visits and the cache lacks; 0 without a cache.
+        rows_per_micro_batch: packed sequences of one forward.
+        num_rows: packed sequences of the data, for the cache of captured hidden states.
+        num_captures: packed sequences that this session visits and the cache lacks; 0 without a cache.
         num_steps: optimiser steps of the session.
         flops_per_s: see :func:`measure_matmul_rate`.
         free_disk: free bytes on the disk of the run folder.
@@ -140,7 +140,7 @@ def make_estimate(
         step_layout = layout
     seconds_per_step = costs.step_seconds(work, forwards, step_layout, rates)
 
-    # Captures of packed rows, which the processes share.
+    # Captures of packed sequences, which the processes share.
     seconds_per_row = costs.capture_seconds(work, layout, rates) / session.rows_per_micro_batch
     return RunEstimate(
         session=session,

@@ -81,8 +81,8 @@ class GpuPlanner:
         """Choose a layout.
 
         Returns:
-            The first layout that fits, else the last that was tried; None if the packed rows of a step cannot
-            be divided over the GPUs.
+            The first layout that fits, else the last that was tried; None if the packed sequences of a step
+            cannot be divided over the GPUs.
         """
         shares = self.costs.shares(num_gpus)
         if shares is None:
@@ -109,7 +109,7 @@ class GpuPlanner:
         return None
 
     def capture_tokens_per_day(self, num_gpus: int) -> float:
-        """Tokens that ``num_gpus`` capture in a day, with one packed row on each GPU at a time."""
+        """Tokens that ``num_gpus`` capture in a day, with one packed sequence on each GPU at a time."""
         work = self._work(1, 1.0)
         seconds = self.costs.capture_seconds(work, _capture_layout(num_gpus), self._rates)
         return num_gpus * work.tokens / seconds * DAY
@@ -133,14 +133,14 @@ class GpuPlanner:
         return Rates(flops, self.gpu.bandwidth, self.gpu.link)
 
     def _work(self, rows: int, supervised_share: float) -> Workload:
-        """Workload of a forward over full packed rows, each of them one document."""
+        """Workload of a forward over full packed sequences, each of them one document."""
         config = self.costs.config
         length = config.data.max_length
         tokens = rows * length
         return make_workload(config, tokens, tokens * supervised_share, rows, length / 2)
 
     def _placement(self, name: str, layout: ProcessLayout, forwards: int, rows: int) -> Placement:
-        """Memory and speed of a layout, with ``forwards`` of ``rows`` packed rows in each process."""
+        """Memory and speed of a layout, with ``forwards`` of ``rows`` packed sequences in each process."""
         work = self._work(rows, SUPERVISED_SHARE)
         memory = self.costs.memory(layout, work.tokens, work.tokens)
         peak = self.costs.peak(memory)

@@ -33,7 +33,7 @@ class TrainState:
 
     Attributes:
         step: finished optimiser steps.
-        tokens: tokens of the packed rows, over all processes.
+        tokens: tokens of the packed sequences, over all processes.
         supervised_tokens: supervised positions at TTT step 0, over all processes.
         seconds: time of the optimiser steps, over all sessions of the run.
         best_accept_length: longest decoded accept length so far, of the first shape of ``judge.shapes``.

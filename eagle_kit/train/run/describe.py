@@ -140,7 +140,8 @@ def estimate_run(
 
 
 def num_captures(stepper: Stepper, steps: Iterable[int]) -> int:
-    """Number of packed rows that ``steps`` visit and the store lacks; 0 without a store that may grow."""
+    """Number of packed sequences that ``steps`` visit and the store lacks; 0 without a store that may
+    grow."""
     if stepper.store is None or not stepper.store.can_grow:
         return 0
     missing = set(range(stepper.order.num_rows)) - stepper.store.rows()

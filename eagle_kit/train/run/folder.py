@@ -47,7 +47,7 @@ FREE_TO_CHANGE = (
     "tracking",
 )
 """Settings, or whole sections, that a resumed run may change. After the first validation, three settings of
-``judge`` are fixed, see :func:`measure`. Other packed rows are refused whatever the settings are."""
+``judge`` are fixed, see :func:`measure`. Other packed sequences are refused whatever the settings are."""
 LOCK = ".lock"
 HALF_BEGUN = ".run.yaml.*.partial"
 """Pattern of a ``run.yaml`` whose writing was interrupted."""

@@ -1,6 +1,6 @@
-"""Data order of training: the packed rows of an optimiser step, a pure function of seed and step number.
+"""Data order of training: the packed sequences of an optimiser step, a pure function of seed and step number.
 
-A slot is one place of a step for a packed row. Step ``s`` has the slots from ``s * sequences_per_step``.
+A slot is one place of a step for a packed sequence. Step ``s`` has the slots from ``s * sequences_per_step``.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ NOBODY = -1
 
 @dataclass(frozen=True)
 class DataPart:
-    """Packed rows that are drawn together: one source of a mixture, or all rows without a mixture.
+    """Packed sequences that are drawn together: one source of a mixture, or all rows without a mixture.
 
     Attributes:
         first: number of the first row.
@@ -47,7 +47,7 @@ def parts_of(settings: DataConfig, data: PreparedData) -> list[DataPart]:
     The weights of ``data.mix`` are shares of tokens, so a part with shorter rows is drawn more often.
 
     Raises:
-        UserError: ``data.mix`` has another number of sources than the packed rows.
+        UserError: ``data.mix`` has another number of sources than the packed sequences.
     """
     if not settings.mix:
         return [DataPart(0, len(data))]
@@ -75,7 +75,7 @@ def parts_of(settings: DataConfig, data: PreparedData) -> list[DataPart]:
 
 
 class DataOrder:
-    """Seeded order of the packed rows.
+    """Seeded order of the packed sequences.
 
     A part is drawn for every slot of the run, and the slot takes the next row of that part. The rows of a
     part come in a new permutation on each pass over it. The order does not depend on the number of processes,

@@ -40,7 +40,7 @@ def match_table(
     if rows.shape[0] == 0:
         return table
     dtype = head.dtype
-    features = head.features(out.hidden[:-1].to(dtype), out.aux[:-1].to(dtype))
+    features = head.features(out.hidden[:-1].to(dtype), out.aux_hidden_states[:-1].to(dtype))
 
     # Tokens that rows embed, and their embeddings.
     def tokens(rows: torch.Tensor, step: int) -> torch.Tensor:

@@ -11,10 +11,10 @@ from eagle_kit.objective.target_features import TargetFeatures, capture_features
 
 
 class StateSource(Protocol):
-    """Source of the target features of packed rows."""
+    """Source of the target features of packed sequences."""
 
     def states(self, micro_batch: MicroBatch, layer_ids: tuple[int, ...]) -> TargetFeatures:
-        """Target features of the packed rows of ``micro_batch``, on its device.
+        """Target features of the packed sequences of ``micro_batch``, on its device.
 
         Args:
             layer_ids: layers whose inputs are captured.

@@ -404,8 +404,8 @@ class Stepper:
             return features
         num_layers = len(self.head.capture)
         if num_layers:
-            aux = add_noise(features.aux, micro_batch, noise, num_layers, self.seed, step)
-            return features._replace(aux=aux)
+            aux = add_noise(features.aux_hidden_states, micro_batch, noise, num_layers, self.seed, step)
+            return features._replace(aux_hidden_states=aux)
         hidden = add_noise(features.hidden, micro_batch, noise, 1, self.seed, step)
         return features._replace(hidden=hidden)
 

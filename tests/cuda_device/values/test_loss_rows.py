@@ -14,7 +14,8 @@ STEPS = 2
 
 
 def loss_of_a_row(device: str, loss: str, rule: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Loss and figures of a packed row over states that are made up, and gradients of states and weights."""
+    """Loss and figures of a packed sequence over states that are made up, and gradients of states and
+    weights."""
     target = tiny_target()
     head = tiny_head(target, 101)
     generator = torch.Generator().manual_seed(2)

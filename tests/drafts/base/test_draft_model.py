@@ -81,8 +81,8 @@ def run_target(target, text, capture=()):
 def rows_of(draft, target, text):
     """Every entry that a text of tokens can have."""
     features = draft.features(draft.target_hidden_states(run_target(target, text, draft.capture)))
-    slots = torch.arange(draft.first_slot, len(text))
-    return StepRows(features[slots - draft.first_slot], text[slots], slots - draft.first_slot)
+    slots = torch.arange(draft.first_position, len(text))
+    return StepRows(features[slots - draft.first_position], text[slots], slots - draft.first_position)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -90,7 +90,7 @@ def test_the_sizes_it_names_are_those_of_its_tensors(target, text, kind):
     draft = make(kind, target)
     store = Store()
     rows = rows_of(draft, target, text)
-    features, slots = rows.features, rows.rope_positions + draft.first_slot
+    features, slots = rows.features, rows.rope_positions + draft.first_position
     assert features.shape == (len(slots), draft.feature_size) and features.dtype == draft.dtype
     states, read = draft.step(rows, store)
     assert sorted(store.k) == list(range(draft.cache.num_layers))
@@ -133,19 +133,19 @@ def test_eagle1_joins_the_normed_state_of_a_row_with_the_token_after_it(target, 
     """And goes to the target's output layer without another norm."""
     draft = make("eagle1", target)
     hf_states = run_target(target, text, (target.config.num_layers,))
-    normed = target.norm(hf_states.aux)
+    normed = target.norm(hf_states.aux_hidden_states)
     embeds = target.embed_tokens.weight[text[1:]]
     states = draft.head(normed[:-1], embeds, torch.arange(LENGTH - 1), Store())
     ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states), "to the bit, or the positions are shifted"
     torch.testing.assert_close(draft.logits(read), states @ target.head_weight.T, rtol=1e-4, atol=1e-4)
-    raw = draft.head(hf_states.aux[:-1], embeds, torch.arange(LENGTH - 1), Store())
+    raw = draft.head(hf_states.aux_hidden_states[:-1], embeds, torch.arange(LENGTH - 1), Store())
     assert (raw - states).abs().max() > 0.1, "the state before the norm must not pass for the one after it"
 
 
 def test_eagle3_joins_the_fused_states_of_a_row_with_the_token_after_it(target, text):
     draft = make("eagle3", target)
-    aux = run_target(target, text, draft.head.config.aux_layer_ids).aux
+    aux = run_target(target, text, draft.head.config.aux_layer_ids).aux_hidden_states
     states = draft.head(draft.head.fuse(aux[:-1]), target.embed(text[1:]), torch.arange(LENGTH - 1), Store())
     ours, read = draft.step(rows_of(draft, target, text), Store())
     assert torch.equal(ours, states)
@@ -157,7 +157,7 @@ def test_eagle3_joins_the_fused_states_of_a_row_with_the_token_after_it(target, 
 def test_a_small_model_reads_tokens_only(target, text):
     draft = make("small model", target)
     rows = rows_of(draft, target, text)
-    assert (draft.capture, draft.first_slot, rows.features.shape) == ((), 0, (LENGTH, 0))
+    assert (draft.capture, draft.first_position, rows.features.shape) == ((), 0, (LENGTH, 0))
     ours, read = draft.step(rows, Store())
     out = draft.model(text, torch.arange(LENGTH), Store())
     assert torch.equal(ours, out.hidden)
@@ -191,7 +191,7 @@ def test_an_entry_depends_on_tokens_up_to_its_slot_only(target, text, kind):
     for store, tokens in zip(stores, (text, other), strict=True):
         draft.step(rows_of(draft, target, tokens), store)
     k, changed = (store.k[0] for store in stores)
-    shared = 9 - draft.first_slot
+    shared = 9 - draft.first_position
     torch.testing.assert_close(k[:shared], changed[:shared], rtol=1e-5, atol=1e-6)
     assert (k[shared] - changed[shared]).abs().max() > 1e-2
 

@@ -98,7 +98,7 @@ def rounds(pair, folder, shape: SpecShape):
     request = Request(0, list(PROMPTS[2]), SamplingParams(max_tokens=30))
     serve(engine, [request])
     text = torch.tensor(request.prompt_ids + request.token_ids)
-    aux = target(text, torch.arange(len(text)), target.causal(), head.capture).aux
+    aux = target(text, torch.arange(len(text)), target.causal(), head.capture).aux_hidden_states
     assert len(proposals) > 5
     weights = folder, target.embed_tokens.weight, target.head_weight
     return (

@@ -74,7 +74,7 @@ def rows_of(length: int, supervised: int) -> tuple[torch.Tensor, torch.Tensor]:
 def one_step(
     head: Eagle3Head, reply: torch.Tensor, doc_start: torch.Tensor, *, recompute: bool, steps: int = 2
 ) -> dict[str, torch.Tensor]:
-    """Forward and backward over one packed row; the gradients."""
+    """Forward and backward over one packed sequence; the gradients."""
     generator = torch.Generator().manual_seed(1)
     length, size = len(reply), head.config.hidden_size
     embed, target_head = (
@@ -151,7 +151,7 @@ def test_checkpointed_steps_keep_less() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_attention_keeps_no_scores_in_any_form(backend: Literal["cpu", "reference"]) -> None:
     """Twice the row, twice the bytes: with scores or masks it would be four times."""
-    from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+    from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 
     def kept(length: int) -> int:
         seen: dict[int, int] = {}
@@ -163,7 +163,7 @@ def test_attention_keeps_no_scores_in_any_form(backend: Literal["cpu", "referenc
             seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        plan = plan_rows(torch.arange(length), doc_start)
+        plan = plan_queries(torch.arange(length), doc_start)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             ttt_attention(q, k, v, own, own, plan, 0.3, backend=backend).sum().backward()
         return sum(seen.values())

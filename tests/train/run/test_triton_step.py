@@ -104,7 +104,9 @@ def test_a_step_in_triton_is_the_step_in_torch(triton_device, calls):
     features = step.capture("triton")
     result, grads = step.train("triton", features)
     assert calls == CALLS
-    torch.testing.assert_close(features.aux, wanted_features.aux, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        features.aux_hidden_states, wanted_features.aux_hidden_states, rtol=1e-4, atol=1e-5
+    )
     assert torch.equal(features.argmax, wanted_features.argmax)
     assert float(result.loss) == pytest.approx(float(wanted.loss), rel=1e-6)
     torch.testing.assert_close(result.losses, wanted.losses, rtol=1e-5, atol=1e-5)

@@ -189,7 +189,7 @@ class BatchMLAPagedAttention:
                 page_table=indices[entry.clamp(min=0)][request],
                 page_size=page_size,
                 prefix_lens=prefix,
-                first_slot=0,
+                first_position=0,
                 scratch_start=0,
                 scratch_stride=0,
                 num_keys=width,

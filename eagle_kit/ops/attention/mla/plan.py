@@ -33,7 +33,7 @@ class PagedWindowPlan(WindowPlan):
         # Nodes see the prefix from its first key on, and their ancestors.
         key = column - self.prefix_lens[:, None]
         bits = (self.ancestors[:, :, None] >> key.clamp(0, 63)[:, None]) & 1
-        in_prefix = (key < 0) & (column >= self.first_slot)
+        in_prefix = (key < 0) & (column >= self.first_position)
         seen = in_prefix[:, None] | (((key >= 0) & present)[:, None] & (bits == 1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask

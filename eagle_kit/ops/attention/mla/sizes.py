@@ -57,5 +57,9 @@ def choose_splits(programs: int, columns: int, processors: int) -> int:
     of a program: its tiles, and about three tiles' time of startup and output.
     """
     tiles = triton.cdiv(columns, 64)
-    splits = range(1, max(1, min(tiles, MAX_SPLITS)) + 1)
-    return min(splits, key=lambda s: (triton.cdiv(programs * s, processors) * (triton.cdiv(tiles, s) + 3), s))
+
+    def cost(splits: int) -> int:
+        waves = triton.cdiv(programs * splits, processors)
+        return waves * (triton.cdiv(tiles, splits) + 3)
+
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=cost)

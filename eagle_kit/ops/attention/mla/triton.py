@@ -8,9 +8,9 @@ by the program of a block of query rows that arrives last by a counter, which it
 at most 128 KB (64 pairs of a query row and a run), and otherwise by a second launch with a program for each
 row.
 
-Keys are counted in columns: the prefix from ``first_slot`` on, and the window's keys right behind it, which
-lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits. A row
-without any key gets zeros.
+Keys are counted in columns: the prefix from ``first_position`` on, and the window's keys right behind it,
+which lie in a scratch or IN_PAGES too. Only tiles that reach beyond the prefix are masked by ancestor bits.
+A row without any key gets zeros.
 
 There are two variants of the same products. Plain: ``S = Q K^T`` and ``O = P V``. Swapped: ``S^T = K Q^T``
 and ``O^T = V^T P^T``, so that the 64 keys, then the latent, are the M side of the dots, and 16 query rows
@@ -42,13 +42,13 @@ rows."""
 
 
 @triton.jit
-def _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES: tl.constexpr):
+def _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES: tl.constexpr):
     """Number of prefix columns, first column, columns per run, and the column behind the last."""
     prefix = tl.load(prefix_lens + request).to(tl.int32)
     end = prefix + num_keys
     if IN_PAGES:
         end = tl.load(kv_lens + request).to(tl.int32)
-    first = tl.minimum(prefix, first_slot)
+    first = tl.minimum(prefix, first_position)
     return prefix, first, tl.cdiv(tl.cdiv(end - first, splits), 64) * 64, end
 
 
@@ -111,8 +111,8 @@ def _store_latents(target, accs, factor, mask, PIECE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_rows", "num_nodes", "num_keys", "splits"])
 def _attend(
     q, rows, page_table, prefix_lens, kv_lens, ancestors, out, partial, lse, arrivals, scale, out_scale,
-    num_rows, heads, num_nodes, num_keys, first_slot, scratch_start, scratch_stride, row_stride, table_stride,
-    splits,
+    num_rows, heads, num_nodes, num_keys, first_position, scratch_start, scratch_stride, row_stride,
+    table_stride, splits,
     PAGE: tl.constexpr, LATENT: tl.constexpr, ROPE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, IN_PAGES: tl.constexpr, PRECISION: tl.constexpr,
     MERGED: tl.constexpr, MAX_SPLITS: tl.constexpr, PDL: tl.constexpr,
@@ -137,7 +137,9 @@ def _attend(
     block = tl.program_id(0)
     split = tl.program_id(1)
     request = tl.program_id(2).to(tl.int64)
-    prefix, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    prefix, first, columns, end = _run(
+        prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES
+    )
     begin = first + split * columns
     if begin >= end:
         return
@@ -226,7 +228,7 @@ def _attend(
             latents = new_latents
 
     # Number of runs that have keys: some programs had none.
-    _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    _, first, columns, last = _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES)
     num_runs = tl.cdiv(last - first, columns)
     factor = tl.expand_dims(out_scale / tl.where(row_sum > 0.0, row_sum, 1.0), AXIS)
     mask = tl.expand_dims(is_row, AXIS)
@@ -255,14 +257,14 @@ def _attend(
 
 @triton.jit(do_not_specialize=["num_rows", "num_keys", "splits"])
 def _merge(
-    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_slot, splits,
+    partial, lse, prefix_lens, kv_lens, out, num_rows, num_keys, first_position, splits,
     LATENT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK: tl.constexpr, IN_PAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge the runs of one query row. Grid ``(N * H, B)``."""
     wait_for_launch(PDL)
     request = tl.program_id(1).to(tl.int64)
-    _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_slot, splits, IN_PAGES)
+    _, first, columns, end = _run(prefix_lens, kv_lens, request, num_keys, first_position, splits, IN_PAGES)
     num_runs = tl.cdiv(end - first, columns)
     row = request * num_rows + tl.program_id(0)
     acc = _sum_of_runs(partial, lse, row * splits, num_runs, LATENT, MAX_SPLITS, BLOCK)
@@ -278,7 +280,7 @@ def mla_window_attention(
     kv_lens: torch.Tensor | None,
     ancestors: torch.Tensor,
     page_size: int,
-    first_slot: int,
+    first_position: int,
     scratch_start: int,
     scratch_stride: int,
     num_keys: int,
@@ -330,7 +332,7 @@ def mla_window_attention(
         h,
         n,
         num_keys,
-        first_slot,
+        first_position,
         scratch_start,
         scratch_stride,
         rows.stride(0),
@@ -359,7 +361,7 @@ def mla_window_attention(
             out,
             n * h,
             num_keys,
-            first_slot,
+            first_position,
             splits,
             LATENT=latent_dim,
             MAX_SPLITS=MAX_SPLITS,
@@ -390,7 +392,7 @@ def attend(
         plan.kv_lens.contiguous() if isinstance(plan, PagedWindowPlan) else None,
         plan.ancestors.contiguous(),
         plan.page_size,
-        plan.first_slot,
+        plan.first_position,
         plan.scratch_start,
         plan.scratch_stride,
         plan.num_keys,

@@ -51,7 +51,7 @@ def paged_prefill_attention(
         from eagle_kit.ops.attention.prefill import triton
 
         return triton.paged_prefill_attention(q, k_rows, v_rows, plan, variant, k_scale, v_scale)
-    assert not (variant.limits.chunk and plan.first_slot), "chunks are of RoPE positions"
+    assert not (variant.limits.chunk and plan.first_position), "chunks are of RoPE positions"
     has_scales = (k_scale, v_scale) != (1.0, 1.0)
     if not has_scales and uses_cpp(q, k_rows, v_rows, backend=backend):
         return compiled.paged_prefill_attention(q, k_rows, v_rows, plan, variant)

@@ -20,7 +20,7 @@ def paged_prefill_attention(
         plan.page_tables.contiguous(),
         plan.cu_rows.contiguous(),
         plan.starts.contiguous(),
-        [plan.page_size, plan.first_slot, *variant.limits],
+        [plan.page_size, plan.first_position, *variant.limits],
         scale,
         soft_cap,
         sinks,
@@ -37,7 +37,7 @@ def chunk_attention(
         page_size=k.shape[1],
         cu_rows=torch.tensor([0, len(q)], device=q.device),
         starts=torch.tensor([start], device=q.device),
-        first_slot=0,
+        first_position=0,
         max_rows=len(q),
     )
     return paged_prefill_attention(q, k, v, plan, variant)

@@ -147,14 +147,14 @@ def paged_prefill_attention(
 
         # Keys and values of the request up to the chunk's last position.
         stop = start + end - begin
-        positions = torch.arange(min(plan.first_slot, start), stop, device=q.device)
+        positions = torch.arange(min(plan.first_position, start), stop, device=q.device)
         rows = table[positions // plan.page_size] * plan.page_size + positions % plan.page_size
         k = take_rows(k_rows, rows, q.dtype).transpose(0, 1)
         v = take_rows(v_rows, rows, q.dtype).transpose(0, 1)
 
         # Positions without a key attend to themselves only, the others to all but those.
-        if start < plan.first_slot:
-            num_unused = min(plan.first_slot, stop) - start
+        if start < plan.first_position:
+            num_unused = min(plan.first_position, stop) - start
             out[begin : begin + num_unused] = v[:num_unused].repeat_interleave(q.shape[1] // v.shape[1], 1)
             begin += num_unused
             k = k[num_unused:]

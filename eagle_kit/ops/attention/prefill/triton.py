@@ -1,7 +1,7 @@
 """Flash attention of prompt chunks over pages: one launch for the chunks of all requests.
 
 Row j of a chunk is position ``p = start + j``. With ``c = scale k_scale log2(e)``, running values over blocks
-of keys k and values v at positions ``first_slot .. p`` are
+of keys k and values v at positions ``first_position .. p`` are
 
     S = c q k^T,    m' = max(m, max S),    P = exp2(S - m'),    l' = l exp2(m - m') + sum P,
     o' = o exp2(m - m') + P v;    out = v_scale o / l.
@@ -142,7 +142,7 @@ def paged_prefill_attention_op(
     page_size: int,
     cu_rows: torch.Tensor,
     starts: torch.Tensor,
-    first_slot: int,
+    first_position: int,
     max_rows: int,
     scale: float,
     v_scale: float,
@@ -179,7 +179,7 @@ def paged_prefill_attention_op(
         D=d,
         PAIR=pair,
         PAGE=page_size,
-        FIRST=first_slot,
+        FIRST=first_position,
         BLOCK_M=blocks.m,
         BLOCK_N=blocks.n,
         BLOCK_D=block_d(d),
@@ -217,7 +217,7 @@ def paged_prefill_attention(
         plan.page_size,
         plan.cu_rows.contiguous(),
         plan.starts.contiguous(),
-        plan.first_slot,
+        plan.first_position,
         plan.max_rows,
         variant.scale * k_scale,
         v_scale,

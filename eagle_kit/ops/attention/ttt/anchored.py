@@ -54,7 +54,7 @@ def anchored_attention(
             num_own = j + 1 if is_causal else size
             own_keys = own_k[:, :, :num_own]
             own_values = own_v[:, :, :num_own]
-            row_plan = plan.within(window, j + 1)
+            row_plan = plan.with_window(window, j + 1)
             rows.append(ttt_attention(q[:, j], k, v, own_keys, own_values, row_plan, scale, backend=backend))
         return torch.stack(rows, 1)
 

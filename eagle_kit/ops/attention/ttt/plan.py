@@ -1,4 +1,4 @@
-"""Visible keys of each training row: computed once per packed row, used by every step.
+"""Visible keys of each training row: computed once per packed sequence, used by every step.
 
 Legend: R query rows, T packed tokens.
 """
@@ -46,7 +46,7 @@ class QueryPlan:
     block_rows: int
     reach: int | None = None
 
-    def within(self, window: int | None, step: int) -> "QueryPlan":
+    def with_window(self, window: int | None, step: int) -> "QueryPlan":
         """Plan of the same rows in ``step``, for a head whose layer has a sliding ``window``."""
         if window is None:
             return self
@@ -119,6 +119,6 @@ def _extents(plan: QueryPlan) -> Iterator[tuple[int, int, int, int]]:
         start += count
 
 
-def plan_rows(rows: torch.Tensor, doc_start: torch.Tensor, block_rows: int = BLOCK_ROWS) -> QueryPlan:
+def plan_queries(rows: torch.Tensor, doc_start: torch.Tensor, block_rows: int = BLOCK_ROWS) -> QueryPlan:
     """Plan of ``rows`` (ascending, int64 ``[R]``) with ``doc_start`` int64 ``[T]``."""
     return QueryPlan(rows, doc_start, block_rows)

@@ -25,7 +25,7 @@ def ttt_attention(
         q: ``[R, Hq, D]``.
         k, v: ``[T, Hkv, D]``, step 0.
         own_k, own_v: ``[R, Hkv, J, D]``, steps 1..J of the same row; J = 0 at step 0.
-        blocks: the query rows, from :func:`plan_rows`.
+        blocks: the query rows, from :func:`plan_queries`.
 
     Returns:
         ``[R, Hq, D]``; differentiable through autograd.

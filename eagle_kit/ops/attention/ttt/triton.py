@@ -1,9 +1,9 @@
 """Attention of training-time test by flash attention, forward and backward.
 
-Row i of a packed row attends to the step-0 keys ``starts[i] .. stops[i] - 1`` and its own keys of steps 1..J,
-in one softmax. The forward takes the own keys first, one row-wise dot each, then the prefix in blocks; both
-feed the same running maximum and sum. With scores S = q k^T and s_j = q . own_k_j, before the scale, and L
-the log-sum-exp of all scaled scores over the scale,
+Row i of a packed sequence attends to the step-0 keys ``starts[i] .. stops[i] - 1`` and its own keys of steps
+1..J, in one softmax. The forward takes the own keys first, one row-wise dot each, then the prefix in blocks;
+both feed the same running maximum and sum. With scores S = q k^T and s_j = q . own_k_j, before the scale, and
+L the log-sum-exp of all scaled scores over the scale,
 
     P = exp(scale (S - L)),     p_j = exp(scale (s_j - L)),     out = P v + sum_j p_j own_v_j.
 

@@ -23,7 +23,7 @@ def window_attention(
     """See :func:`eagle_kit.ops.attention.window.window_attention`; all fp32 on a CPU."""
     sizes = [
         plan.page_size,
-        plan.first_slot,
+        plan.first_position,
         plan.scratch_start,
         plan.scratch_stride,
         plan.num_keys,

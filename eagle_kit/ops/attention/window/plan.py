@@ -34,7 +34,7 @@ class WindowPlan:
             from ``page * page_size``.
         page_size: rows per page.
         prefix_lens: int64 ``[B]``, positions before the window.
-        first_slot: first position with a key; the ones before it are not attended to.
+        first_position: first position with a key; the ones before it are not attended to.
         scratch_start, scratch_stride: window key j of request b is row ``scratch_start + b * scratch_stride +
             j``.
         num_keys: M; the queries are the last N of the window's keys.
@@ -51,7 +51,7 @@ class WindowPlan:
     page_table: torch.Tensor
     page_size: int
     prefix_lens: torch.Tensor
-    first_slot: int
+    first_position: int
     scratch_start: int
     scratch_stride: int
     num_keys: int
@@ -85,7 +85,7 @@ class WindowPlan:
 
         # Nodes see the prefix from its first key on, and their ancestors.
         bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
-        seen = (in_prefix & (column >= self.first_slot))[:, None] | (in_window[:, None] & (bits == 1))
+        seen = (in_prefix & (column >= self.first_position))[:, None] | (in_window[:, None] & (bits == 1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask
 
@@ -98,7 +98,7 @@ class WindowPlan:
     def _columns_key(self) -> torch.Tensor:
         sizes = [
             self.page_size,
-            self.first_slot,
+            self.first_position,
             self.scratch_start,
             self.scratch_stride,
             self.num_keys,

@@ -58,12 +58,12 @@ def columns_of(columns_key: torch.Tensor) -> list[Columns]:
 def _window_columns(
     page_table: torch.Tensor, prefix_lens: torch.Tensor, ancestors: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
-    page_size, first_slot, scratch_start, scratch_stride, num_keys, dummy_row, kind = sizes
+    page_size, first_position, scratch_start, scratch_stride, num_keys, dummy_row, kind = sizes
     plan = WindowPlan(
         page_table=page_table,
         page_size=page_size,
         prefix_lens=prefix_lens,
-        first_slot=first_slot,
+        first_position=first_position,
         scratch_start=scratch_start,
         scratch_stride=scratch_stride,
         num_keys=num_keys,

@@ -171,7 +171,7 @@ static int64_t first_seen(int64_t position, int64_t window, int64_t chunk) {
 
 // Sight of node `own` of a window of keys (variant.seen_within).
 static Sight sight_of(
-    uint64_t ancestors, int64_t own, int64_t prefix, int64_t first_slot, int64_t window, int64_t chunk) {
+    uint64_t ancestors, int64_t own, int64_t prefix, int64_t first_position, int64_t window, int64_t chunk) {
   const uint64_t before = own >= 63 ? ancestors : ancestors & ((uint64_t{2} << own) - 1);
   const int64_t position = prefix + __builtin_popcountll(before) - 1,
                 first = first_seen(position, window, chunk);
@@ -181,7 +181,7 @@ static Sight sight_of(
       const int64_t behind = j < 63 ? __builtin_popcountll(before >> (j + 1)) : 0;
       if (position - behind < first) bits &= ~(uint64_t{1} << j);
     }
-  return {std::min(std::max(first, first_slot), prefix), prefix, prefix, bits};
+  return {std::min(std::max(first, first_position), prefix), prefix, prefix, bits};
 }
 
 // The queries of one head of keys, packed and scaled, with what they see; a thread's own.
@@ -262,13 +262,13 @@ struct Call {
 };
 
 // q [B * N, Hq, D], k_rows [Hkv, R, D], v_rows [Hkv, R, E], page_table [B, P], prefix_lens [B], ancestors [B,
-// N] -> [B * N, Hq, E]; sizes: page_size, first_slot, scratch_start, scratch_stride, num_keys, window, chunk
-// (WindowPlan and Limits).
+// N] -> [B * N, Hq, E]; sizes: page_size, first_position, scratch_start, scratch_stride, num_keys, window,
+// chunk (WindowPlan and Limits).
 static Tensor window_attention(
     const Tensor& q, const Tensor& k_rows, const Tensor& v_rows, const Tensor& page_table,
     const Tensor& prefix_lens, const Tensor& ancestors, const std::vector<int64_t>& sizes, double scale,
     double soft_cap, const std::optional<Tensor>& sinks) {
-  const int64_t page_size = sizes[0], first_slot = sizes[1], scratch = sizes[2], stride = sizes[3],
+  const int64_t page_size = sizes[0], first_position = sizes[1], scratch = sizes[2], stride = sizes[3],
                 keys = sizes[4];
   STD_TORCH_CHECK(q.dim() == 3 && ancestors.dim() == 2, "queries are not [T, Hq, D]");
   const int64_t batch = ancestors.size(0), nodes = ancestors.size(1), pages = page_table.size(1);
@@ -293,7 +293,8 @@ static Tensor window_attention(
       for (int64_t m = first; m < last; ++m) {
         const int64_t node = m / call.group;
         const uint64_t seen = bits[b * nodes + node];
-        task.sights.push_back(sight_of(seen, keys - nodes + node, prefix, first_slot, sizes[5], sizes[6]));
+        task.sights.push_back(
+            sight_of(seen, keys - nodes + node, prefix, first_position, sizes[5], sizes[6]));
       }
       const Place place{tables + b * pages, page_size, prefix, scratch + b * stride};
       call.run(task, b * nodes, head, first, last, place, prefix + keys);
@@ -303,12 +304,12 @@ static Tensor window_attention(
 }
 
 // q [T, Hq, D], the rows of all requests, page_tables [B, P], cu_rows [B + 1], starts [B] -> [T, Hq, E];
-// sizes: page_size, first_slot, window, chunk (PrefillPlan and Limits).
+// sizes: page_size, first_position, window, chunk (PrefillPlan and Limits).
 static Tensor prompt_attention(
     const Tensor& q, const Tensor& k_rows, const Tensor& v_rows, const Tensor& page_tables,
     const Tensor& cu_rows, const Tensor& starts, const std::vector<int64_t>& sizes, double scale,
     double soft_cap, const std::optional<Tensor>& sinks) {
-  const int64_t page_size = sizes[0], first_slot = sizes[1], batch = starts.size(0),
+  const int64_t page_size = sizes[0], first_position = sizes[1], batch = starts.size(0),
                 pages = page_tables.size(1);
   STD_TORCH_CHECK(q.dim() == 3, "queries are not [T, Hq, D]");
   const int64_t *tables = numbers(page_tables), *borders = numbers(cu_rows), *from = numbers(starts);
@@ -333,8 +334,8 @@ static Tensor prompt_attention(
       task.sights.clear();
       for (int64_t m = 0; m < (last - first) * call.group; ++m) {
         const int64_t mine = position + m / call.group;
-        const int64_t seen = std::max(first_seen(mine, sizes[2], sizes[3]), first_slot);
-        task.sights.push_back({std::min(seen, mine), mine + 1, stop, 0, mine < first_slot});
+        const int64_t seen = std::max(first_seen(mine, sizes[2], sizes[3]), first_position);
+        task.sights.push_back({std::min(seen, mine), mine + 1, stop, 0, mine < first_position});
       }
       const Place place{tables + b * pages, page_size, stop, 0};
       call.run(task, first, t % call.key_heads, 0, (last - first) * call.group, place, stop);

@@ -22,8 +22,8 @@ def dense(q, k, v, visible):
 @pytest.mark.parametrize(
     ("batch", "nodes", "page_size"), [(1, 1, 16), (3, 7, 1), (3, 16, 16), (2, 64, 64), (1, 5, 3)]
 )
-@pytest.mark.parametrize("first_slot", [0, 1])
-def test_equals_dense_attention(batch, nodes, page_size, first_slot):
+@pytest.mark.parametrize("first_position", [0, 1])
+def test_equals_dense_attention(batch, nodes, page_size, first_position):
     generator = torch.Generator().manual_seed(batch * 100 + nodes)
     prefix = torch.tensor([5, 41, 130][:batch])
     pages_each = -(-200 // page_size)
@@ -32,7 +32,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
         2,
         8,
         PoolLayout(pages_each * batch, page_size, 3),
-        first_slot=first_slot,
+        first_position=first_position,
     )
     kv.k.normal_(generator=generator)
     kv.v.normal_(generator=generator)
@@ -56,7 +56,7 @@ def test_equals_dense_attention(batch, nodes, page_size, first_slot):
                 if walk == 0:
                     break
                 walk = int(parents[b, walk])
-        rows = pool_rows[b, first_slot : prefix[b]]
+        rows = pool_rows[b, first_position : prefix[b]]
         mine = slice(b * nodes, (b + 1) * nodes)
         expected = dense(
             q[mine],
@@ -120,7 +120,7 @@ def test_requests_of_like_length_go_together_and_company_changes_no_bit():
             page_table=table[requests],
             page_size=16,
             prefix_lens=lens[requests],
-            first_slot=0,
+            first_position=0,
             scratch_start=kv.scratch_start,
             scratch_stride=0,
             num_keys=5,

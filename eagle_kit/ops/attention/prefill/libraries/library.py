@@ -25,7 +25,7 @@ class StoreFacts(NamedTuple):
     dtype: torch.dtype
     store_dtype: torch.dtype
     page_size: int
-    first_slot: int
+    first_position: int
     num_values: int
 
 
@@ -44,7 +44,7 @@ class PrefillLibrary(ABC):
             return f"takes float16 and bfloat16, not {_name(store.dtype)}"
         if store.store_dtype != store.dtype:
             return f"reads pages of the queries' dtype, not {_name(store.store_dtype)} without scales"
-        if store.first_slot:
+        if store.first_position:
             return "attends to every slot of a request, and the first ones are unused here"
         if variant.sinks is not None:
             return "has no attention sinks"
