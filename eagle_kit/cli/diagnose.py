@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     from eagle_kit.drafts.files.named_target import naming
     from eagle_kit.eval.diagnose.report import as_record, as_text
     from eagle_kit.eval.diagnose.run import diagnose
-    from eagle_kit.eval.diagnose.server import Server
+    from eagle_kit.eval.diagnose.server import ServerClient
 
     key = next((value for name in KEY_VARIABLES if (value := os.environ.get(name))), "")
-    server = None if options.base_url is None else Server(options.base_url, key)
+    server = None if options.base_url is None else ServerClient(options.base_url, key)
     model = chosen_model(options.draft, options.target)
     draft = model.to_serve
     if draft is None:
