@@ -188,7 +188,7 @@ def draft_stages(
     num_chats = max(missing, pilot.replies + 1)
     yield _regenerate("replies", job, job.source, replies, num_chats, MAX_PROMPT_TOKENS)
 
-    # One training on raw chats and both files; the states that it keeps are deleted behind it.
+    # One training on raw chats and both files; the states that it keeps are deleted after it.
     files = [_reply_file(log, "replies", replies), _reply_file(log, "answers", answers)]
     config = _write_config_once(job.out / "training.yaml", lambda: _training_config(job, plan, log, files))
     settings = [f"tracking.{setting}" for setting in tracking]

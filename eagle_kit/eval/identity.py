@@ -62,7 +62,7 @@ def compare_outputs(engine: Any, plain: RequestOutput, other: RequestOutput) -> 
 
 
 def _token_at(output: RequestOutput, position: int) -> int | None:
-    """Token of a reply; None behind its end."""
+    """Token of a reply; None after its end."""
     return output.token_ids[position] if position < len(output.token_ids) else None
 
 

@@ -126,8 +126,8 @@ def decode_side_by_side(
         for name, llm in llms.items():
             lanes[name] = _Lane(llm, prompts, params, counts_recording, while_whole)
         while running := [lane for lane in lanes.values() if lane.is_running]:
-            behind = min(running, key=lambda lane: lane.num_tokens)
-            behind.run(num_cycles)
+            slowest = min(running, key=lambda lane: lane.num_tokens)
+            slowest.run(num_cycles)
         return {name: lane.result for name, lane in lanes.items()}
     finally:
         for lane in lanes.values():

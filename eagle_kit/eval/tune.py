@@ -247,7 +247,7 @@ class _WorkFolder:
         if not path.is_file():
             return {}
         try:
-            timings_by_visit = {}
+            timings_by_visit: dict[Visit, list[Timing]] = {}
             for record in read_object(path)["visits"]:
                 visit = Visit(record["pass"], Point(*record["point"]))
                 timings_by_visit[visit] = [

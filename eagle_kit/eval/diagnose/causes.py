@@ -67,7 +67,7 @@ class Measured:
         trials: of hypotheses, the best first.
         findings: of the check of the files.
         context: on long texts.
-        formats: behind other prompts; empty where the template is known to be the trained one.
+        formats: after other prompts; empty where the template is known to be the trained one.
         skipped: why there is no context though one was asked for.
         is_other_template: the draft names another template than the target's as that of its
             training.
@@ -155,7 +155,7 @@ def describe_trial(trial: Trial) -> str:
 
 def _template(measured: Measured) -> Cause | None:
     """Another chat template, or tools. The cause is found where the head follows the target better
-    behind them; it is possible where the draft names another template and no format that was tried
+    after them; it is possible where the draft names another template and no format that was tried
     is better."""
     if len(measured.formats) < 2:
         return None

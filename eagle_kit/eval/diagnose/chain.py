@@ -2,7 +2,7 @@
 
 A cycle of decoding accepts a drafted token if it and all before it are those of the greedy reply.
 So a chain may read the tokens of the reply in place of its own drafts: where they differ, nothing
-behind is accepted anyway.
+after that is accepted anyway.
 
 Legend: T packed tokens, R roots, S steps, H hidden, Vd draft vocabulary.
 """
@@ -29,7 +29,7 @@ class InputVariant(NamedTuple):
 
     Attributes:
         layers: captured layers, in the order of ``fc``; None for the head's own.
-        feature_shift: tokens by which the features come from behind the head's position (before it,
+        feature_shift: tokens by which the features are later than the head's position (earlier,
             if negative).
         token_shift: the same of the embedded tokens.
         label_shift: the same of the tokens that drafts are compared with.
@@ -56,7 +56,7 @@ SERVED = InputVariant()
 
 
 class FirstDrafts(NamedTuple):
-    """The first draft behind every root. Its label is the token that it is compared with.
+    """The first draft after every root. Its label is the token that it is compared with.
 
     Attributes:
         draft_id: int64 ``[R]``, index in the draft vocabulary.
@@ -79,7 +79,7 @@ class FirstDrafts(NamedTuple):
 
 
 class ChainResult(NamedTuple):
-    """What a head drafts behind every root.
+    """What a head drafts after every root.
 
     Attributes:
         num_accepted: int64 ``[R]``, leading drafts that are the tokens of the reply, 0..S.
@@ -109,7 +109,7 @@ class Source(NamedTuple):
 def draft_chains(
     head: DraftHead, source: Source, steps: int = 1, inputs: InputVariant = SERVED
 ) -> ChainResult:
-    """Draft ``steps`` tokens behind every root, or as many as the head can.
+    """Draft ``steps`` tokens after every root, or as many as the head can.
 
     The first draft is compared with the target's most likely token, later drafts with the tokens of
     the reply. The two agree where the reply is the target's greedy one.
@@ -145,7 +145,7 @@ def draft_chains(
 
 
 def _tokens_behind(row: Row, rows: torch.Tensor, shift: int) -> torch.Tensor:
-    """Tokens ``1 + shift`` behind ``rows``; at the ends of the row, its last and first token."""
+    """Tokens ``1 + shift`` after ``rows``; at the ends of the row, its last and first token."""
     return row.ids[(rows + 1 + shift).clamp(0, len(row.ids) - 1)]
 
 
@@ -188,7 +188,7 @@ def _first_drafts(
 
 
 def _run_head(head: DraftHead, source: Source, steps: int, inputs: InputVariant) -> list[torch.Tensor]:
-    """The head's outputs behind the roots, S tensors ``[R, H]``."""
+    """The head's outputs after the roots, S tensors ``[R, H]``."""
     row = source.row
     target = source.target
     doc_start = row.doc_start if inputs.doc_start is None else inputs.doc_start

@@ -117,13 +117,13 @@ def measure_context(
 
     num_positions = int(positions.max()) + 1
     ranges = []
-    for first, behind in pairwise(BORDERS):
-        is_inside = (positions >= first) & (positions < behind)
+    for first, end in pairwise(BORDERS):
+        is_inside = (positions >= first) & (positions < end)
         if int(is_inside.sum()) >= FEWEST:
             ranges.append(
                 PositionRange(
                     first,
-                    last=min(behind, num_positions) - 1,
+                    last=min(end, num_positions) - 1,
                     served=share_accepted(served, is_inside),
                     near=share_accepted(near, is_inside),
                 )

@@ -1,8 +1,8 @@
 """Chat formats: the same replies behind prompts that are written as other templates write them.
 
-Nothing is decoded: the target computes its own most likely tokens over each reply behind the other
+Nothing is decoded: the target computes its own most likely tokens over each reply after the other
 prompt, and the head is compared with those. A head that was trained with another template follows
-the target better behind that template than behind the target's own.
+the target better after that template than after the target's own.
 """
 
 from collections.abc import Sequence
@@ -61,7 +61,7 @@ FORMATS = (
 
 
 class FormatResult(NamedTuple):
-    """A head on replies behind prompts of a format.
+    """A head on replies after prompts of a format.
 
     Attributes:
         accepted: share of first drafts that are the target's most likely token.
@@ -79,7 +79,7 @@ class FormatResult(NamedTuple):
 def measure_formats(
     head: DraftHead, target: Target, renderer: ChatRenderer, replies: Replies
 ) -> list[FormatResult]:
-    """Measure a head behind prompts of every format, the target's own first.
+    """Measure a head after prompts of every format, the target's own first.
 
     Raises:
         UserError: the tokenizer has no chat template.

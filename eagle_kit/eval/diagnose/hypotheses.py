@@ -107,7 +107,7 @@ def hypotheses(
 def mask_tokens(tokenizer: Any, vocab_size: int) -> list[int]:
     """Tokens that may be a head's mask, since no text has them; at most :data:`MOST_MASKS`.
 
-    They are the tokenizer's mask and padding, the first id behind its vocabulary, the target's last
+    They are the tokenizer's mask and padding, the first id after its vocabulary, the target's last
     id, and the tokenizer's added tokens.
     """
     candidates = [

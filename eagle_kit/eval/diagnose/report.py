@@ -90,7 +90,7 @@ def _context(context: ContextResult | None) -> Iterator[str]:
 
 
 def _formats(measured: Measured) -> Iterator[str]:
-    """Lines of the acceptance behind prompts in other formats."""
+    """Lines of the acceptance after prompts in other formats."""
     if not measured.formats:
         return
     yield "first drafts accepted behind prompts in other formats"

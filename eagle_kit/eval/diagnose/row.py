@@ -24,16 +24,16 @@ class PromptReply(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Prompts and replies, packed one behind the other.
+    """Prompts and replies, packed one after the other.
 
-    A *root* is a token of a reply with another token of it behind: a cycle of decoding may begin
-    there, and its drafts are compared with the tokens behind the root.
+    A *root* is a token of a reply that is not its last one: a cycle of decoding may begin
+    there, and its drafts are compared with the tokens after the root.
 
     Attributes:
         ids: int64 ``[T]``, tokens.
         doc_start: int64 ``[T]``, row of the first token of each token's document.
         roots: int64 ``[R]``, rows of the roots, ascending.
-        ends: int64 ``[R]``, row behind the last token of the root's reply.
+        ends: int64 ``[R]``, row after the last token of the root's reply.
         text_index: int64 ``[R]``, index of the prompt and reply that the root belongs to.
     """
 
@@ -95,9 +95,9 @@ class TargetStates(NamedTuple):
     Attributes:
         inputs: ``[T, H]``, the input of each captured layer, by its index. Index L is the output of
             the last layer, before the final norm.
-        hidden: ``[T, H]``, behind the final norm.
-        greedy: int64 ``[R]``, the most likely token behind each root.
-        logsumexp: fp32 ``[R]``, log-sum-exp of the logits behind each root.
+        hidden: ``[T, H]``, after the final norm.
+        greedy: int64 ``[R]``, the most likely token after each root.
+        logsumexp: fp32 ``[R]``, log-sum-exp of the logits after each root.
     """
 
     inputs: Mapping[int, torch.Tensor]
@@ -135,7 +135,7 @@ def log_probs(
     """Log-probabilities under the target, fp32 ``[R]``.
 
     Args:
-        tokens: int64 ``[R]``, one token behind each root.
+        tokens: int64 ``[R]``, one token after each root.
         vocabulary: int64 ``[Vd]``, tokens among which probabilities sum to one; None for all
             tokens.
     """
