@@ -73,6 +73,7 @@ def make_engines(
     from eagle_kit.engine.options import choose_device
     from eagle_kit.models.loading.source import resolve_target
 
+    # Refuse drafts that do not fit before the target is loaded.
     folder: Path = resolve_target(target)
     if config.tensor_parallel > 1 and len(drafts) > 1:
         raise UserError(
@@ -81,6 +82,8 @@ def make_engines(
         )
     for draft in drafts:
         raise_on_errors(validate_draft(draft, folder, config.chat_template))
+
+    # Load the target once.
     if not records and choose_device(config.device) == "cpu":
         config = config.replace(graph_mode="off")
     if config.tensor_parallel > 1:

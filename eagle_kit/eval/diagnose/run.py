@@ -103,6 +103,7 @@ def diagnose(
         UserError: a model that cannot be found, a draft that is no head, too short replies, a server that
             does not answer, or one beside a target without a chat template.
     """
+    # The files. An error in them ends the diagnosis.
     check_sizes(config)
     folder = resolve_target(target)
     opened = DraftFolder.open(draft, read_target_config(folder))
@@ -111,6 +112,8 @@ def diagnose(
     errors = causes_in_files(findings)
     if errors:
         return Diagnosis(tuple(errors), findings)
+
+    # The models.
     if server is not None:
         server.probe()
     models = load_models(opened, folder, config.engine)
