@@ -56,7 +56,7 @@ def print_plan(
     planned = _plan_ranks(planner, sizes, expert_parallel, data_parallel_attention)
     first = next(iter(planned.plans.values()))
 
-    # What is planned, which all ranks have in common.
+    # Print what all columns have in common.
     config = first.config
     draft_name = "none"
     if first.draft is not None:
@@ -68,7 +68,7 @@ def print_plan(
     if data_parallel_attention:
         print("        latents of a request on one of several ranks (--enable-dp-attention)")
 
-    # Tables with a column for each number of ranks.
+    # Print tables with a column for each number of ranks.
     lines = ["", *_memory(planned.plans, gpu), "", *_tokens(planned.plans)]
     if planner.config.mla is not None:
         lines += ["", *_latents(planner, planned.plans, gpu)]

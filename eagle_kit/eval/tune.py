@@ -52,7 +52,7 @@ KINDS: dict[str, type[Drafts]] = {kind.__name__: kind for kind in get_args(Draft
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """What to measure.
+    """Prompts to record, and cycles to time.
 
     Attributes:
         tasks: prompts whose replies are recorded.

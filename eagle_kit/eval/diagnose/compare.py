@@ -74,7 +74,7 @@ def compare_server(
         else:
             verdict = f"{seen.engine} accepts what our engine does."
 
-    # What is worth knowing besides.
+    # Add what differs besides.
     sentences = [verdict]
     if difference is not None and cause is None:
         sentences.append(f"But {difference.evidence}")
