@@ -68,7 +68,7 @@ class Measured:
         findings: of the check of the files.
         context: on long texts.
         formats: after other prompts; empty where the template is known to be the trained one.
-        skipped: why there is no context though one was asked for.
+        skipped: reason why there is no context although one was requested; else empty.
         is_other_template: the draft names another template than the target's as that of its
             training.
         other_copies: names of matrices of the target that the draft brings and that are not this target's.

@@ -77,7 +77,7 @@ def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | Non
     if not isinstance(kind, FusedStatesKind):
         return None
     ids = layer_ids_without_convention(files, kind)
-    layers = readings_of(ids or [], config.num_layers)
+    layers = layers_by_convention(ids or [], config.num_layers)
     if len(layers) < 2 or not _has_weights(folder):
         return None
 
@@ -90,15 +90,15 @@ def measure_numbering(draft: DraftFolder, target: str | Path) -> Numbering | Non
     return compare_numberings(head, llm.target, texts, layers)
 
 
-def readings_of(ids: Sequence[int], num_layers: int) -> dict[str, tuple[int, ...]]:
-    """Inputs of layers that ``ids`` name in each convention, without conventions that name layers
-    that the target has not."""
-    readings = {name: tuple(layer + shift for layer in ids) for name, shift in CONVENTION_OFFSETS.items()}
-    return {
-        name: layers
-        for name, layers in readings.items()
-        if layers and all(0 <= layer <= num_layers for layer in layers)
-    }
+def layers_by_convention(ids: Sequence[int], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Inputs of layers that ``ids`` name, by convention; without a convention in which the target
+    has not all of them."""
+    found = {}
+    for convention, offset in CONVENTION_OFFSETS.items():
+        layers = tuple(layer + offset for layer in ids)
+        if layers and all(0 <= layer <= num_layers for layer in layers):
+            found[convention] = layers
+    return found
 
 
 def compare_numberings(
