@@ -19,13 +19,13 @@ from eagle_kit.drafts.files.draft import load_draft
 from eagle_kit.drafts.files.findings import Finding
 from eagle_kit.engine.llm import LLM
 from eagle_kit.eval.diagnose.causes import name_causes
-from eagle_kit.eval.diagnose.chain import Source, read_chain
+from eagle_kit.eval.diagnose.chain import Source, draft_chains
 from eagle_kit.eval.diagnose.hypotheses import hypotheses
 from eagle_kit.eval.diagnose.models import Models
 from eagle_kit.eval.diagnose.replay import decode_replies
 from eagle_kit.eval.diagnose.row import compute_states, pack
 from eagle_kit.eval.diagnose.run import Basis, diagnose, make_basis, measure
-from eagle_kit.eval.diagnose.trials import STEPS, decoded
+from eagle_kit.eval.diagnose.trials import STEPS, simulate_decoding
 from eagle_kit.models.blocks.layers import RMSNorm, Rope
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.report.stages import Stages
@@ -56,9 +56,9 @@ class World:
         source = source or self.source
         models = replace(self.models, head=head)
         tried = hypotheses(head, source.target.config)
-        basis = Basis(tried, source, read_chain(head, source, STEPS))
+        basis = Basis(tried, source, draft_chains(head, source, STEPS))
         measured = measure(models, self.replies, basis, findings, config, QUIET)
-        length = decoded(basis.reading, source.row).accept_length
+        length = simulate_decoding(basis.served, source.row).accept_length
         found = name_causes(measured)
         print(f"{length:.2f} tokens per verify:", *(f"\n  {each.subject}: {each.evidence}" for each in found))
         return found
