@@ -12,9 +12,14 @@ from eagle_kit.ops.backend import Backend, uses_triton
 
 
 class Outcome(NamedTuple):
-    """``num_emitted`` int64 ``[B]``, accepted drafts and the bonus token, 0 for padding; ``is_finite`` bool
-    ``[B]``, whether each row of logits on the path has a distribution; ``roots`` and ``seq_lens`` int64
-    ``[B]``, the last emitted token and the tokens before it."""
+    """State of requests after a cycle.
+
+    Attributes:
+        num_emitted: int64 ``[B]``, accepted drafts and the bonus token, 0 for padding.
+        is_finite: bool ``[B]``, whether every row of logits on the path has a distribution.
+        roots: int64 ``[B]``, the last emitted token.
+        seq_lens: int64 ``[B]``, number of tokens before it.
+    """
 
     num_emitted: torch.Tensor
     is_finite: torch.Tensor
@@ -46,8 +51,15 @@ def outcome(
     if uses_triton(logits, backend):
         from eagle_kit.ops.accept import triton
 
-        parts = (path, tokens, num_accepted, active, seq_lens)
-        return Outcome(*triton.outcome(logits.amax(-1), *(part.contiguous() for part in parts)))
+        num_emitted, finite, roots, new_lens = triton.outcome(
+            logits.amax(-1),
+            path.contiguous(),
+            tokens.contiguous(),
+            num_accepted.contiguous(),
+            active.contiguous(),
+            seq_lens.contiguous(),
+        )
+        return Outcome(num_emitted, finite, roots, new_lens)
     num_emitted = (num_accepted + 1) * active
     finite = is_finite(logits).gather(1, path).all(1)
     roots = tokens.gather(1, num_accepted[:, None])[:, 0]
