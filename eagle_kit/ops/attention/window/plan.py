@@ -73,21 +73,25 @@ class WindowPlan:
         # The row of the store of each column.
         device = self.page_table.device
         column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
-        page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
-        slots = self.page_table.gather(1, page) * self.page_size + column % self.page_size
         key = column - self.prefix_lens[:, None]
         in_prefix = key < 0
         in_window = (key >= 0) & (key < self.num_keys)
         key = key.clamp(0, self.num_keys - 1)
         request = torch.arange(len(column), device=device)[:, None]
         scratch = self.scratch_start + request * self.scratch_stride + key
-        rows = torch.where(in_prefix, slots, torch.where(in_window, scratch, self.dummy_row))
+        rows = torch.where(in_prefix, self.page_rows(column), torch.where(in_window, scratch, self.dummy_row))
 
         # Nodes see the used slots of the prefix, and their ancestors.
         bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
         seen = (in_prefix & (column >= self.first_slot))[:, None] | (in_window[:, None] & (bits == 1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=device).masked_fill_(~seen, float("-inf"))
         return rows, mask
+
+    def page_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Rows of the store of ``slots`` int64 ``[B, n]``, by the page table. Slots behind its last page have
+        rows of that page."""
+        page = (slots // self.page_size).clamp(max=self.page_table.shape[1] - 1)
+        return self.page_table.gather(1, page) * self.page_size + slots % self.page_size
 
     @cached_property
     def number(self) -> torch.Tensor:
