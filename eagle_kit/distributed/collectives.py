@@ -147,10 +147,10 @@ class Ranks:
 
     def _one_shot(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over symmetric memory."""
-        mine = self._one_shot_buffers[x.dtype][: x.numel()]
-        mine.copy_(x.reshape(-1))
+        buffer = self._one_shot_buffers[x.dtype][: x.numel()]
+        buffer.copy_(x.reshape(-1))
         self.volume["sum"] += x.nbytes
-        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._data.group_name)
+        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(buffer, "sum", self._data.group_name)
         return total.view(x.shape)
 
     def _make_buffers(self) -> dict[torch.dtype, torch.Tensor]:

@@ -78,7 +78,14 @@ class DeviceFacts(NamedTuple):
         return min(self.shared_bytes, total // programs - RESERVED_BYTES)
 
     def fit(
-        self, block: int, stages: int, stage_bytes: int, *, each: int = 0, held: int = 0, programs: int = 1
+        self,
+        block: int,
+        stages: int,
+        stage_bytes: int,
+        *,
+        extra_bytes: int = 0,
+        fixed_bytes: int = 0,
+        programs: int = 1,
     ) -> tuple[int, int]:
         """Block size and number of pipeline stages whose buffers fit: stages are lowered to 2, then the block
         is halved down to 16.
@@ -89,12 +96,17 @@ class DeviceFacts(NamedTuple):
         Args:
             block, stages: the preferred ones.
             stage_bytes: shared memory of one row or column of the block in a buffer.
-            each: shared memory of one row or column of the block beside the buffers.
-            held: shared memory of a program beside both.
+            extra_bytes: shared memory of one row or column of the block beside the buffers.
+            fixed_bytes: shared memory of a program beside both.
             programs: number of programs that must fit on a multiprocessor.
         """
         num_in_registers = 0 if self.multiplies_in_groups else 1
-        while held + block * ((stages - num_in_registers) * stage_bytes + each) > self.room(programs):
+
+        def total_bytes() -> int:
+            buffers = (stages - num_in_registers) * stage_bytes
+            return fixed_bytes + block * (buffers + extra_bytes)
+
+        while total_bytes() > self.room(programs):
             if stages > 2:
                 stages -= 1
             elif block > 16:

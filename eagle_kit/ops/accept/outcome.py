@@ -52,8 +52,15 @@ def outcome(
     if uses_triton(largest_logits, backend):
         from eagle_kit.ops.accept import triton
 
-        parts = (largest_logits, path, tokens, num_accepted, active, seq_lens)
-        return Outcome(*triton.outcome(*(part.contiguous() for part in parts)))
+        num_emitted, finite, roots, new_lens = triton.outcome(
+            largest_logits.contiguous(),
+            path.contiguous(),
+            tokens.contiguous(),
+            num_accepted.contiguous(),
+            active.contiguous(),
+            seq_lens.contiguous(),
+        )
+        return Outcome(num_emitted, finite, roots, new_lens)
     num_emitted = (num_accepted + 1) * active
     finite = largest_logits.isfinite().gather(1, path).all(1)
     roots = tokens.gather(1, num_accepted[:, None])[:, 0]

@@ -129,7 +129,8 @@ def _load(compiler: list[str]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    if (reason := why_unsafe(folder)) is not None:
+    reason = why_unsafe(folder)
+    if reason is not None:
         raise UserError(
             f"The folder of compiled operations, {folder}, is not used, since {reason}.",
             "Take that access away, or set EAGLE_KIT_CPP to a folder that is yours alone.",

@@ -198,7 +198,12 @@ def choose_blocks(pairs_per_expert: float, itemsize: int, *, narrow: bool = Fals
     """Tiles for a number of rows of an expert. With few rows, reading the weights takes the time: ``narrow``
     weights, in fp8, then have twice as many inputs in a tile. With many rows they have half as many outputs,
     since widening takes registers."""
-    rows = 16 if pairs_per_expert <= 16 else 32 if pairs_per_expert <= 64 else 64
+    if pairs_per_expert <= 16:
+        rows = 16
+    elif pairs_per_expert <= 64:
+        rows = 32
+    else:
+        rows = 64
     if not narrow:
         return ExpertBlocks(rows, 64, 128 // itemsize, 4, 3)
     outputs, width = (64, 256) if rows < 64 else (32, 128)

@@ -42,8 +42,8 @@ def write_rows(
         triton.write_rows(list(tables), rows.contiguous(), [value.contiguous() for value in values])
         return
     if copies_in_cpp(*tables, rows, *values, backend=backend):
-        given = [value.contiguous() for value in values]
-        torch.ops.eagle_kit_cpp.write_rows(list(tables), rows.contiguous(), given)
+        contiguous = [value.contiguous() for value in values]
+        torch.ops.eagle_kit_cpp.write_rows(list(tables), rows.contiguous(), contiguous)
         return
     for table, value in zip(tables, values, strict=True):
         table[rows] = value
@@ -62,9 +62,9 @@ def append_rows(
     ``counts`` int64 ``[M]`` entries of a row, or over the last one where a row is full. ``added [B]`` is then
     added to the counts. A row may repeat only where its content does not matter."""
     if copies_in_cpp(*tables, counts, rows, *values, added, backend=backend):
-        given = [value.contiguous() for value in values]
+        contiguous = [value.contiguous() for value in values]
         torch.ops.eagle_kit_cpp.append_rows(
-            list(tables), counts, rows.contiguous(), given, added.contiguous()
+            list(tables), counts, rows.contiguous(), contiguous, added.contiguous()
         )
         return
     row_counts = counts.index_select(0, rows)

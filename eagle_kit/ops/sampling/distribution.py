@@ -22,10 +22,15 @@ infinity."""
 class SamplingBatch(NamedTuple):
     """Sampling parameters of a batch. A parameter that no request uses is None, so that it costs nothing.
 
-    ``temperature`` fp32 ``[B]``, 0 for greedy; ``seeds`` int64 ``[B]``; ``top_k`` int64 ``[B]`` (V keeps
-    all); ``top_p``, ``min_p`` fp32 ``[B]``; ``repetition``, ``frequency``, ``presence`` fp32 ``[B]``;
-    ``bias`` fp32 ``[B, V]``; ``prompt_mask`` bool ``[B, V]``, tokens of the prompt; ``counts`` int32 ``[B,
-    V]``, occurrences in the reply so far, the root included.
+    Attributes:
+        temperature: fp32 ``[B]``, 0 for greedy.
+        seeds: int64 ``[B]``.
+        top_k: int64 ``[B]``; V keeps all tokens.
+        top_p, min_p: fp32 ``[B]``.
+        repetition, frequency, presence: fp32 ``[B]``, penalties.
+        bias: fp32 ``[B, V]``.
+        prompt_mask: bool ``[B, V]``, tokens of the prompt.
+        counts: int32 ``[B, V]``, occurrences in the reply so far, the root included.
     """
 
     temperature: torch.Tensor
@@ -42,12 +47,16 @@ class SamplingBatch(NamedTuple):
 
 
 class FilteredLogits(NamedTuple):
-    """Distributions after every node for the Triton kernels: logits, and the bounds of their kept tokens.
+    """Distributions after every node for the Triton kernels: logits, and the bounds of the tokens that
+    filters keep.
 
-    ``logits [B, N, V]``, as they were filtered; ``stats`` fp32 ``[B, N, 3]``: the best logit, the
-    temperature, and the distance ``(best - logit) / temperature`` up to which tokens are kept; ``last`` int32
-    ``[B, N]``, the last token kept among those at exactly that distance; ``sums`` fp64 ``[B, N, C]``, sum of
-    ``exp(-distance)`` over the kept tokens of every chunk of the vocabulary.
+    Attributes:
+        logits: ``[B, N, V]``, unfiltered.
+        stats: fp32 ``[B, N, 3]``: the best logit, the temperature, and the distance ``(best - logit) /
+            temperature`` up to which tokens are kept.
+        last: int32 ``[B, N]``, the last token kept among those at exactly that distance.
+        sums: fp64 ``[B, N, C]``, sum of ``exp(-distance)`` over the kept tokens of every chunk of the
+            vocabulary.
     """
 
     logits: torch.Tensor

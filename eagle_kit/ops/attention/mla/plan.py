@@ -25,10 +25,8 @@ class PagedWindowPlan(WindowPlan):
         # The row of the store of each column.
         device = self.page_table.device
         column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
-        page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
-        pool_rows = self.page_table.gather(1, page) * self.page_size + column % self.page_size
         present = column < self.kv_lens[:, None]
-        rows = torch.where(present, pool_rows, self.dummy_row)
+        rows = torch.where(present, self.page_rows(column), self.dummy_row)
 
         # Nodes see the prefix from its first key on, and their ancestors.
         key = column - self.prefix_lens[:, None]

@@ -1,4 +1,4 @@
-"""Sizes of tiles and numbers of runs of absorbed latent attention, from what the host knows."""
+"""Sizes of tiles and numbers of runs of absorbed latent attention, from sizes known to the host."""
 
 from functools import cache
 from typing import NamedTuple
@@ -29,7 +29,7 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
     """Tiles for ``num_rows`` query rows a request and rows of the store of ``itemsize`` bytes a value.
 
     On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
-    latency asks for. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
+    latency needs. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
     at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
     through registers, and earlier GPUs have no instruction that the swapped form would fill: both take the
     plain one and 32 keys, in as many stages as fit. fp32, which no MLA model is served in, spills at their
@@ -45,7 +45,7 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
     if facts.multiplies_in_groups:
         return MLABlocks(queries, 64, True, num_warps, 2)
     stages = 2 if queries == 64 else 3
-    keys, stages = facts.fit(32, stages, 2 * 576, each=4 * queries, held=queries * 2 * 576)
+    keys, stages = facts.fit(32, stages, 2 * 576, extra_bytes=4 * queries, fixed_bytes=queries * 2 * 576)
     return MLABlocks(queries, keys, False, num_warps, stages)
 
 

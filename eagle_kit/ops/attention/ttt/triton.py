@@ -400,14 +400,18 @@ def _blocks(kernel: str, block_d: int, itemsize: int, facts: DeviceFacts) -> TTT
     # Bytes of a row. Rows are loaded in pairs: keys with values, queries with gradients.
     row_bytes = block_d * itemsize
     if kernel == "kv":
-        held = 2 * blocks.n * row_bytes
-        each = (blocks.n + 8) * itemsize
-        m, stages = facts.fit(blocks.m, blocks.num_stages, 2 * row_bytes, each=each, held=held)
+        fixed_bytes = 2 * blocks.n * row_bytes
+        extra_bytes = (blocks.n + 8) * itemsize
+        m, stages = facts.fit(
+            blocks.m, blocks.num_stages, 2 * row_bytes, extra_bytes=extra_bytes, fixed_bytes=fixed_bytes
+        )
         return blocks._replace(m=m, num_stages=stages)
     if kernel == "forward" and facts.is_small:
         blocks = blocks._replace(m=64 if block_d <= 128 else 32)
-    held = blocks.m * row_bytes * (2 if kernel == "q" else 1)
-    n, stages = facts.fit(blocks.n, blocks.num_stages, 2 * row_bytes, each=blocks.m * itemsize, held=held)
+    fixed_bytes = blocks.m * row_bytes * (2 if kernel == "q" else 1)
+    n, stages = facts.fit(
+        blocks.n, blocks.num_stages, 2 * row_bytes, extra_bytes=blocks.m * itemsize, fixed_bytes=fixed_bytes
+    )
     return blocks._replace(n=n, num_stages=stages)
 
 

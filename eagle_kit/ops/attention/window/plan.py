@@ -73,15 +73,13 @@ class WindowPlan:
         # The row of the store of each column.
         device = self.page_table.device
         column = torch.arange(self.num_columns, device=device).expand(len(self.page_table), -1)
-        page = (column // self.page_size).clamp(max=self.page_table.shape[1] - 1)
-        pool_rows = self.page_table.gather(1, page) * self.page_size + column % self.page_size
         key = column - self.prefix_lens[:, None]
         in_prefix = key < 0
         in_window = (key >= 0) & (key < self.num_keys)
         key = key.clamp(0, self.num_keys - 1)
         request = torch.arange(len(column), device=device)[:, None]
         scratch = self.scratch_start + request * self.scratch_stride + key
-        rows = torch.where(in_prefix, pool_rows, torch.where(in_window, scratch, self.dummy_row))
+        rows = torch.where(in_prefix, self.page_rows(column), torch.where(in_window, scratch, self.dummy_row))
 
         # Nodes see the prefix from its first key on, and their ancestors.
         bits = (self.ancestors[:, :, None] >> key[:, None]) & 1
@@ -93,6 +91,12 @@ class WindowPlan:
         """Make the columns of this plan in one recorded operation, once, and return their key, an int64
         scalar: the attention of every layer finds them by it (``recorded.py``)."""
         return self._columns_key
+
+    def page_rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """Rows of the store of ``positions`` int64 ``[B, n]``, by the page table. Positions after its last
+        page have rows of that page."""
+        page = (positions // self.page_size).clamp(max=self.page_table.shape[1] - 1)
+        return self.page_table.gather(1, page) * self.page_size + positions % self.page_size
 
     @cached_property
     def _columns_key(self) -> torch.Tensor:

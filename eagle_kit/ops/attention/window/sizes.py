@@ -1,4 +1,4 @@
-"""Sizes of tiles and numbers of parts of window attention, from what the host knows."""
+"""Sizes of tiles and numbers of parts of window attention, from sizes known to the host."""
 
 from typing import NamedTuple
 
@@ -48,8 +48,8 @@ def choose_blocks(
         blocks.n,
         blocks.num_stages,
         bytes_per_key,
-        each=weight_bytes,
-        held=blocks.m * bytes_per_query,
+        extra_bytes=weight_bytes,
+        fixed_bytes=blocks.m * bytes_per_query,
         programs=blocks.resident,
     )
     return blocks._replace(n=n, num_stages=stages)
@@ -90,7 +90,7 @@ def values_per_element(blocks: WindowBlocks, query_bytes: int, store_bytes: int)
 def num_splits(
     batch: int, kv_heads: int, columns: int, rows: int, blocks: WindowBlocks, sms: int = 132
 ) -> int:
-    """Number of parts to split the columns of a request into, from sizes that the host knows.
+    """Number of parts to split the columns of a request into, from sizes known to the host.
 
     One round of programs should fill the ``sms`` multiprocessors; a bound beyond 4,096 columns is always
     split, since lengths may differ; then up to four times as many parts, until the rounds are 80 % full. A

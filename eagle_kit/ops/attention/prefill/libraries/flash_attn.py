@@ -28,7 +28,7 @@ PAGE_STEP = 256
 
 
 class _FlashAttention(PrefillLibrary):
-    """What both versions share; ``call`` is the library's function."""
+    """Common base of both versions; ``call`` is the library's function."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
@@ -41,23 +41,24 @@ class _FlashAttention(PrefillLibrary):
 
     def attention(self, plan: PrefillPlan) -> PromptAttention:
         """See :class:`PrefillLibrary`."""
-        place = self.place(plan)
+        locations = self.locations(plan)
 
         def attend(
             q: torch.Tensor, k_rows: torch.Tensor, v_rows: torch.Tensor, variant: AttentionVariant
         ) -> torch.Tensor:
             k, v = (pages_nhd(rows, plan.page_size) for rows in (k_rows, v_rows))
-            out: torch.Tensor = self.call(q, k, v, **place, **_options(variant))
+            out: torch.Tensor = self.call(q, k, v, **locations, **_options(variant))
             return out
 
         return attend
 
     @abstractmethod
-    def place(self, plan: PrefillPlan) -> dict[str, Any]:
-        """Arguments of the call that say where prompts and their keys are."""
+    def locations(self, plan: PrefillPlan) -> dict[str, Any]:
+        """Arguments of the call for the locations of prompts and their keys."""
 
 
 def _options(variant: AttentionVariant) -> dict[str, Any]:
+    """Arguments of the call for a layer."""
     window = variant.limits.window
     return {
         "softmax_scale": variant.scale,
@@ -72,7 +73,7 @@ class FlashAttention3(_FlashAttention):
 
     title = "FlashAttention-3"
 
-    def place(self, plan: PrefillPlan) -> dict[str, Any]:
+    def locations(self, plan: PrefillPlan) -> dict[str, Any]:
         """See :class:`_FlashAttention`."""
         return {
             "cache_seqlens": (plan.starts + plan.cu_rows.diff()).int(),
@@ -93,7 +94,7 @@ class FlashAttention2(_FlashAttention):
             return f"takes pages of a multiple of {PAGE_STEP} slots (--page-size), not {store.page_size}"
         return super().reason_against(store, variant)
 
-    def place(self, plan: PrefillPlan) -> dict[str, Any]:
+    def locations(self, plan: PrefillPlan) -> dict[str, Any]:
         """See :class:`_FlashAttention`."""
         assert plan.bounds is not None
         stops = plan.starts + plan.cu_rows.diff()
