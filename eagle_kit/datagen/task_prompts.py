@@ -252,7 +252,7 @@ def _beginnings(code: str) -> list[str]:
         statements = node.body
         if ast.get_docstring(node) is not None:
             statements = node.body[1:]
-        body_lines = []
+        body_lines: list[int] = []
         for statement in statements:
             body_lines += range(_first_line(statement), (statement.end_lineno or 0) + 1)
 

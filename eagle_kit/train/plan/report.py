@@ -195,7 +195,7 @@ def table(planners: dict[str, GpuPlanner], gpu: str) -> str:
         active, total = costs.target_weights
         one, eight = (planner.place(count) for count in GPU_COUNTS)
         per_token = costs.state_bytes("fp8")
-        row = (
+        cells = (
             Path(path).name.removesuffix(".yaml"),
             f"{total / 1e9:.2f}",
             f"{active / 1e9:.2f}",
@@ -209,17 +209,17 @@ def table(planners: dict[str, GpuPlanner], gpu: str) -> str:
             f"{per_token / 1e3:.1f}",
             f"{planner.schedule_tokens * per_token / 1e12:.2f}",
         )
-        rows.append(row)
+        rows.append(cells)
 
     # Names on the left of their columns, numbers on the right.
     widths = [max(len(row[i]) for row in rows) for i in range(len(titles))]
     lines = [f"{gpu}, one and eight of them"]
     for row in rows:
-        cells = []
+        padded = []
         for title, cell, width in zip(titles, row, widths, strict=True):
             is_name = title in ("config", "1 GPU", "8 GPUs")
-            cells.append(cell.ljust(width) if is_name else cell.rjust(width))
-        lines.append("  ".join(cells))
+            padded.append(cell.ljust(width) if is_name else cell.rjust(width))
+        lines.append("  ".join(padded))
     return "\n".join([*lines, ASSUMPTIONS])
 
 
