@@ -13,21 +13,21 @@ from eagle_kit.core.files import cache_folder, read_object, write_text_atomicall
 from eagle_kit.models.loading.loader import target_fingerprint
 
 
-def remember_place(weights: str, folder: Path) -> None:
+def remember_folder(weights: str, folder: Path) -> None:
     """Note the folder of a target. If the cache cannot be written, its drafts need ``--target`` later.
 
     Args:
         weights: :func:`~eagle_kit.models.loading.loader.target_fingerprint` of ``folder``.
     """
-    path = note_of(weights)
+    path = note_path(weights)
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(path, json.dumps({"folder": str(folder.resolve())}) + "\n")
 
 
-def find_place(weights: str) -> Path | None:
+def find_folder(weights: str) -> Path | None:
     """Folder of the target with these weights; None if none is known, or if it has other weights by now."""
-    path = note_of(weights)
+    path = note_path(weights)
     if not path.is_file():
         return None
     with suppress(UserError, OSError):  # a damaged note or target counts as unknown
@@ -37,7 +37,7 @@ def find_place(weights: str) -> Path | None:
     return None
 
 
-def note_of(weights: str) -> Path:
+def note_path(weights: str) -> Path:
     """File in the cache with the folder of a target. ``weights`` comes from a draft's file and may be any
     text."""
     name = "unknown"
