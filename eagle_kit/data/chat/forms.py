@@ -104,7 +104,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class RawText:
-    """A text without turns, every token of which is learned behind the first one."""
+    """A text without turns, every token of which but the first one is learned."""
 
     id: str
     text: str

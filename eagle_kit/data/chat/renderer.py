@@ -300,8 +300,8 @@ class ChatRenderer:
         return tuple(dict.fromkeys(names))
 
     def _texts_after_reply(self) -> list[str]:
-        """Texts that the chat template writes after the last reply, and after a reply with a turn behind it.
-        Empty if there is no template, or it refuses a plain conversation."""
+        """Texts that the chat template writes after the last reply, and after one that a turn follows. Empty
+        if there is no template, or it refuses a plain conversation."""
         question: Message = {"role": "user", "content": "Hi"}
         conversation: list[Message] = [question, {"role": "assistant", "content": PROBE}]
         texts = []
@@ -505,7 +505,7 @@ class ChatRenderer:
         if is_last:
             begun = self._begun_thought(conversation, prompt.turn)
             if begun:
-                return _behind_opening(prompt, begun)
+                return _without_opening_tag(prompt, begun)
 
         # Any other one as the template renders it, up to the first end token, where a server stops.
         rendered = self._rendered_reply(prompt, remarks)
@@ -518,7 +518,7 @@ class ChatRenderer:
 
         # Generated text has white space that templates strip.
         if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
-            text = _behind_opening(prompt, message["content"])
+            text = _without_opening_tag(prompt, message["content"])
             if text.split() != reply.split():
                 return None
             reply = text
@@ -537,7 +537,7 @@ class ChatRenderer:
             messages = [*given.messages, message]
             return self.render(replace(given, messages=messages), generation_prompt=False)
 
-        # The template renders thought and answer behind the prompt.
+        # The template renders thought and answer after the prompt.
         message = conversation.messages[prompt.turn]
         thought, plain = _split_thought(message)
         whole = through(message)
@@ -557,7 +557,7 @@ class ChatRenderer:
         head = text[: opening.start()] if opening else text
         if not knows_thoughts or not bare.startswith(head):
             mark = text.removeprefix(self.render(given, generation_prompt=False))
-            return _behind_mark(whole, through(_changed(message)), mark, thought)
+            return _reply_after_mark(whole, through(_changed(message)), mark, thought)
 
         # The template drops the thought even of the last reply (DeepSeek-R1): write it as the model does.
         if "reasoning_content" in message or not thought:
@@ -738,7 +738,7 @@ def _generated(conversation: Conversation, turn: int) -> str | None:
     return conversation.messages[turn].get("generated")
 
 
-def _behind_opening(prompt: TurnPrompt, reply: str) -> str:
+def _without_opening_tag(prompt: TurnPrompt, reply: str) -> str:
     """A generated reply. If the prompt has opened its thought, the opening tag is left out."""
     if not opens_thought(prompt.window_text):
         return reply
@@ -773,7 +773,7 @@ def _without_tags(thought: str) -> str:
     return thought.strip().removeprefix(THINK).removesuffix(END_THINK).strip()
 
 
-def _behind_mark(text: str, changed: str, mark: str, thought: str) -> str:
+def _reply_after_mark(text: str, changed: str, mark: str, thought: str) -> str:
     """The reply in a rendering whose history differs from the prompt's. gpt-oss's template drops the thought
     before a call once an answer follows.
 

@@ -8,7 +8,7 @@ tokens in others. ``take`` reads the reply from a marker on: one call, or the ca
 | ``hermes`` | ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, or Qwen3-Coder's XML in the tags |
 | ``deepseek`` | between DeepSeek-V3's tokens, the arguments in a code block, or as V3.1 writes them |
 | ``mistral`` | ``[TOOL_CALLS]`` before a list of objects, or before a name and an object |
-| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}`` or a list, also behind ``<|python_tag|>`` |
+| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}`` or a list, also after ``<|python_tag|>`` |
 """
 
 import ast

@@ -19,7 +19,7 @@ CONSTRAIN = "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
 """Ends of a message; ``<|call|>`` and ``<|return|>`` end a reply."""
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, "<|end|>")
-BEHIND_ROLE = (CHANNEL, MESSAGE, CONSTRAIN, " to=")
+AFTER_ROLE = (CHANNEL, MESSAGE, CONSTRAIN, " to=")
 MOST_HEADER = 256
 """Most characters of a header; a longer one is text."""
 RECIPIENT = re.compile(r"\bto=([^\s<]++)")
@@ -145,9 +145,9 @@ class HarmonyReader:
         else:
             text = text.lstrip()
         role = f"{START}assistant"
-        behind = text.removeprefix(role)
-        known = BEHIND_ROLE if behind != text else (role, *BEHIND_ROLE)
-        return any(behind.startswith(mark) or mark.startswith(behind) for mark in known)
+        rest = text.removeprefix(role)
+        marks = AFTER_ROLE if rest != text else (role, *AFTER_ROLE)
+        return any(rest.startswith(mark) or mark.startswith(rest) for mark in marks)
 
     def _begin(self, header: str, text: str) -> None:
         """Begin a message.

@@ -20,7 +20,7 @@ VALUE = OPENERS | QUOTES | {"word"}
 ITEM = VALUE | ENDS
 KEY = QUOTES | ENDS
 COLON = frozenset({":"})
-BEHIND = ENDS | {","}
+AFTER_VALUE = ENDS | {","}
 BRACKET = re.compile(r'["{}\[\]]')
 JSON_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 KINDS: dict[type, str] = {
@@ -95,7 +95,7 @@ def read_value(tape: Tape) -> Reading[bool]:
         elif sign in IN_STRING and wanted is KEY:
             wanted = COLON
         else:
-            wanted = BEHIND
+            wanted = AFTER_VALUE
 
 
 def _read_string(tape: Tape, quote: str) -> Reading[bool]:
@@ -104,11 +104,11 @@ def _read_string(tape: Tape, quote: str) -> Reading[bool]:
         found = IN_STRING[quote].match(tape.text, tape.at)
         assert found is not None
         tape.at = found.end()
-        behind = tape.text[tape.at : tape.at + 1]
-        if behind == quote:
+        following = tape.text[tape.at : tape.at + 1]
+        if following == quote:
             tape.at += 1
             return True
-        if behind in ("\n", "\r"):
+        if following in ("\n", "\r"):
             raise NoValue
         # A backslash whose character has not come may be left.
         if not (yield from tape.more()):

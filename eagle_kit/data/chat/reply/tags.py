@@ -57,7 +57,7 @@ class TagReader:
         self._gap: list[str] = []  # white space that is part of the text only if more text follows
         self._has_content = False  # there is content
         self._is_fresh = False  # after a marker, where white space is left out
-        self._is_behind_call = False
+        self._follows_call = False
         self._num_reread = 0  # characters
         self._reading = self._read(has_thoughts, is_opened)
 
@@ -71,7 +71,7 @@ class TagReader:
         """Release text that is held back, after the last piece."""
         self._tape.is_end = True
         next(self._reading, None)
-        if not (self._is_fresh or self._is_behind_call):
+        if not (self._is_fresh or self._follows_call):
             self._found.add_content("".join(self._gap))
         self._gap = []
         return self._found.take()
@@ -137,7 +137,7 @@ class TagReader:
             return (yield from tape.more())
 
         # Texts that the form has between calls are left out.
-        while self._is_behind_call and form.after:
+        while self._follows_call and form.after:
             begin = tape.mark()
             yield from tape.skip_space()
             mark = yield from tape.next_is(*form.after)
@@ -198,12 +198,12 @@ class TagReader:
         # Calls.
         if taken.calls is not None:
             tape.release()
-            self._is_behind_call = True
+            self._follows_call = True
             self._is_fresh = self._is_fresh or not self._has_content
             self._found.calls += taken.calls
             return
 
-        # No call: read on behind its end, or behind all that was read if that is too often.
+        # No call: read on after its end, or after all that was read if that is too often.
         end = taken.end
         self._num_reread += tape.place - end
         if self._num_reread > MOST_REREAD * tape.place:
@@ -227,7 +227,7 @@ class TagReader:
             self._found.add_content(text)
             self._has_content = True
             self._is_fresh = False
-            self._is_behind_call = False
+            self._follows_call = False
 
 
 class ConstrainedReader(TagReader):

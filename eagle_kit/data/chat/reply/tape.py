@@ -31,7 +31,7 @@ class Tape:
         self.at = 0
         self.is_end = False
         self._base = 0  # place of ``text`` in the reply
-        self._unread: deque[str] = deque()  # blocks behind ``text``
+        self._unread: deque[str] = deque()  # blocks after ``text``
         self._marked: list[str] | None = None  # text from the mark to the end of ``text``
         self._mark = 0
 
