@@ -823,8 +823,8 @@ class ShapeChooser(ShapePolicy):
         self._is_confirming = False
         loss_of_plain = EXPLORED_CYCLES * forecast.plain_seconds * (1.0 - 1.0 / max(gain, 1.0))
 
-        # Drafting is in use: it goes on as long as it is not slower. An exploration of it that finds it faster
-        # is confirmed by plain cycles, because the machine may have been slower in the plain ones before.
+        # Drafting is in use: it goes on as long as it is not slower. An exploration that finds it faster is
+        # confirmed by plain cycles, because the machine may have been slower in the plain cycles before.
         # Exploring plain decoding loses what drafting would have gained, and the draft backfill after it.
         if self._is_drafting:
             if needs_confirmation and gain >= 1.0:

@@ -958,8 +958,8 @@ def test_a_forecast_of_the_likeliest_drafts_is_their_mean():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_machine_that_is_slow_for_moments_does_not_end_drafting(seed):
-    """Drafting is worth 1.13, and now and then about ten cycles take half as long again: plain decoding behind
-    them seems faster than it is, and drafting is tried once more before it ends."""
+    """Drafting is worth 1.13, and now and then about ten cycles take half as long again: plain decoding
+    after them seems faster than it is, and drafting is tried once more before it ends."""
     chooser = make_chooser()
     rng = random.Random(seed)
     seconds_of = {NO_SPECULATION: 0.04, SHAPES[1]: 0.048}

@@ -18,7 +18,7 @@ constexpr int64_t MAX_SCORES = 1 << 19;
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 // Columns that a query sees: `first` .. `stop` - 1, and those from `window` on whose bits are set. A query of
-// an position without a key sees itself alone.
+// a position without a key sees itself alone.
 struct Visibility {
   int64_t first;
   int64_t stop;
