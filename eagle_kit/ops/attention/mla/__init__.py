@@ -34,7 +34,7 @@ def mla_window_attention(
         rows: ``[R, D]``, the store of one layer, this window's keys included, in the dtype of ``q`` or fp8,
             whose values are multiplied by ``kv_scale``.
         plan: location and visibility of the keys.
-        scale: of the scores, that of the full heads: ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5``.
+        scale: factor of the scores, ``(qk_nope_head_dim + qk_rope_head_dim) ** -0.5`` of the full heads.
         latent_dim: L. For Triton, L and D - L are powers of two, L at least 64 and D - L at least 16.
 
     Returns:
@@ -64,6 +64,8 @@ def _recorded(
     kv_scale: float,
     latent_dim: int,
 ) -> torch.Tensor:
+    """:func:`mla_window_attention` as one recorded operation, with the columns of
+    :meth:`WindowPlan.record_columns`."""
     return reference.mla_window_attention(q, rows, columns_of(columns_key), scale, kv_scale, latent_dim)
 
 

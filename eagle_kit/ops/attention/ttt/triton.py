@@ -24,16 +24,17 @@ long programs would start late (at T = 4096, 8 key heads and 132 multiprocessors
 time of their work; this way in 1.02 times).
 
 Own keys are row-wise dots and take no matrix products. The prefix takes seven for each pair of blocks, two of
-them because the launches for dq and for dk and dv both compute S and dout v^T. What five would cost, at R = T
-= 4096, Hq = 32, D = 128, of 69 GFLOP a product and bf16 at 600 TFLOP/s (115 microseconds, 229 saved) and 3.35
-TB/s:
+them because the launches for dq and for dk and dv both compute S and dout v^T. Three ways to save these two
+were estimated at R = T = 4096, Hq = 32, D = 128, where a product is 69 GFLOP, with bf16 at 600 TFLOP/s (115
+microseconds a product, so 229 to save) and 3.35 TB/s:
 
-    dq of each block of 128 keys in fp32, added up in their order:  1.1 GB written and read, 661 microseconds;
-    dS in bf16, which the launch for dq reads: 0.5 GB written, under products, and read: 184 saved of 802, for
-        R T Hq entries of memory (1.1 GB; 4.3 at T = 8192);
-    programs of keys that add to dq in turns: a row's turns must begin at its last keys, else all wait for the
-        first, so that the programs with least work start first: 1.5 times the time of their work (1.26 at
-        8192, 1.13 at 16384), 5 x 1.5 > 7, before any waiting; and 2.2 GB to and from L2.
+    The launch for dk and dv writes dq of each block of 128 keys in fp32, and another adds the blocks up in
+        their order: 1.1 GB written and read, 661 microseconds.
+    It writes dS in bf16, and the launch for dq reads it: 0.5 GB written, behind the products, and read. This
+        saves 184 of 802 microseconds, but needs memory for R T Hq entries (1.1 GB; 4.3 GB at T = 8192).
+    Its programs add to dq one after another. A row must begin at its last keys, or all programs wait for the
+        first one; so the programs with least work start first, which takes 1.5 times the time of their work
+        (1.26 at 8192, 1.13 at 16384). 5 x 1.5 > 7, before any waiting, and 2.2 GB go to and from L2.
 
 So it stays seven, without memory that grows with R x T.
 

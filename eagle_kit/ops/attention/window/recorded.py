@@ -30,16 +30,17 @@ class PlannedColumns:
     def __init__(self, plan: WindowPlan) -> None:
         self._plan = plan
         self._lengths = plan.prefix_lens.tolist()
-        everything = plan.in_groups(column_counts(plan.num_keys, self._lengths))
-        self._made = {Limits(): everything}
+        self._all_columns = plan.in_groups(column_counts(plan.num_keys, self._lengths))
+        self._limited = {Limits(): self._all_columns}
 
     def within(self, limits: Limits) -> list[Columns]:
         """See :meth:`WindowPlan.within`."""
-        if limits not in self._made:
+        if limits not in self._limited:
             firsts = first_columns(limits, self._lengths)
-            everything = self._made[Limits()]
-            self._made[limits] = [self._plan.limit(each, limits, firsts) for each in everything]
-        return self._made[limits]
+            self._limited[limits] = [
+                self._plan.limit(columns, limits, firsts) for columns in self._all_columns
+            ]
+        return self._limited[limits]
 
 
 def _kept() -> OrderedDict[int, PlannedColumns]:
@@ -58,6 +59,7 @@ def columns_of(columns_key: torch.Tensor) -> list[Columns]:
 def _window_columns(
     page_table: torch.Tensor, prefix_lens: torch.Tensor, ancestors: torch.Tensor, sizes: list[int]
 ) -> torch.Tensor:
+    """Make and keep the columns of a plan -> their key, see :meth:`WindowPlan.record_columns`."""
     page_size, first_position, scratch_start, scratch_stride, num_keys, dummy_row, kind = sizes
     plan = WindowPlan(
         page_table=page_table,
@@ -91,6 +93,7 @@ def _window_attention(
     soft_cap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Window attention with the columns that are kept under ``columns_key``."""
     columns = _kept()[int(columns_key)]
     variant = AttentionVariant(scale, Limits(*limits), soft_cap, sinks)
     return window_attention(q, k_rows, v_rows, columns.within(variant.limits), variant, v_scale=v_scale)
