@@ -1,4 +1,4 @@
-"""Choice between the torch reference, the Triton kernel and the C++ form of an operation."""
+"""Choice between the torch reference, the Triton kernel and the C++ implementation of an operation."""
 
 import importlib.util
 import os
@@ -46,7 +46,7 @@ def uses_triton(tensor: torch.Tensor, backend: Backend | None = None) -> bool:
 
 
 def uses_cpp(*tensors: torch.Tensor | None, backend: Backend | None = None) -> bool:
-    """Return whether to run the C++ form of an operation over ``tensors``; None is ignored.
+    """Return whether to run the C++ implementation of an operation over ``tensors``; None is ignored.
 
     It runs for plain fp32 tensors on a CPU that need no gradients, if the operations in C++ are available,
     unless ``backend`` or the enclosing :func:`use` name another backend.

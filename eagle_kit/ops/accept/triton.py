@@ -454,7 +454,7 @@ def accept_most_likely(
         values, ids = best_of_chunks(logits)
         b, nodes = tokens.shape
         chunks = values.shape[1]
-        unused = values  # arguments of the other form: rows, stats, last, sums and uniforms
+        unused = values  # arguments of a sampled walk: rows, stats, last, sums and uniforms
         _follow[(b,)](
             unused, unused, unused, unused, values, ids, unused, tokens, parents, *out, nodes, 1, chunks,
             steps, GREEDY=True, DENSE=True, CHUNK=1, CPAD=triton.next_power_of_2(chunks),
@@ -480,7 +480,7 @@ def accept_target_only(
         vocab = parts[0].shape[-1]
         options = sizes(vocab)
         options["num_warps"] = _follow_warps(options["CHUNK"])
-        unused = parts[0]  # arguments of the greedy form: values and ids
+        unused = parts[0]  # arguments of a greedy walk: values and ids
         _follow[(b,)](
             *rows, unused, unused, uniforms, tokens, parents, *out, nodes, vocab, num_chunks(vocab),
             steps, GREEDY=False, DENSE=dense, NPAD=_padded(nodes), **options,

@@ -537,7 +537,7 @@ def chunk_sums(probs: torch.Tensor) -> torch.Tensor:
     chunks = num_chunks(vocab)
     sums = torch.empty(*probs.shape[:-1], chunks, dtype=torch.float64, device=probs.device)
     if sums.numel():
-        unused = probs  # arguments of the form for logits, from values to last
+        unused = probs  # arguments for logits, from values to last
         _sums[(sums.numel() // chunks, chunks)](
             probs, unused, unused, unused, unused, unused, unused, unused, unused, sums, 1, vocab, chunks,
             DENSE=True, HAS_LIMIT=False, HAS_FLOOR=False, **sizes(vocab),

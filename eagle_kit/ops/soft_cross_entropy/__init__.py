@@ -48,7 +48,7 @@ def linear_soft_cross_entropy(
         h: ``[M, H]``.
         weight: ``[Vd, H]``, or several whose columns together are H; one that is frozen costs no gradient.
         teacher: distributions, and the rows that learn from them.
-        row_loss: another loss of a row's logits; it has the torch form only, and so have ``factors`` of the
+        row_loss: another loss of a row's logits. It is computed by torch only, as are ``factors`` of the
             teacher and several weights.
         weight_grad: of the form of ``weight``. The gradient of ``weight`` is added to it in the forward, and
             the backward of ``loss`` gives ``weight`` none, see :func:`attach_gradient`.

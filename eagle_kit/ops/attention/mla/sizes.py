@@ -31,7 +31,7 @@ def choose_blocks(num_rows: int, itemsize: int, facts: DeviceFacts) -> MLABlocks
     On an H200 two buffers of 64 x 576 bf16 keys keep 72 KB in flight a multiprocessor, three times what its
     latency needs. A tile arrives in about 4,000 cycles; its dots, which read operands out of shared memory
     at 128 bytes a cycle, take about 1,400 with 16 query rows, 2,200 with 32 and 2,800 with 64. fp8 keys pass
-    through registers, and earlier GPUs have no instruction that the swapped form would fill: both take the
+    through registers, and earlier GPUs have no instruction that swapped operands would fill: both take the
     plain one and 32 keys, in as many stages as fit. fp32, which no MLA model is served in, spills at their
     sizes.
     """
