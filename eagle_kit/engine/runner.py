@@ -84,6 +84,7 @@ class Results(NamedTuple):
     shape: SpecShape = NO_SPECULATION
     is_steady_state: bool = True
 
+    @property
     def is_prefill(self) -> bool:
         """True for results of prompts, False for those of a cycle."""
         return self.num_draft_tokens is None
