@@ -1,5 +1,7 @@
-"""Flags of SGLang's server for parallelism, attention and experts: what is here an option of ours, or is so
-anyway, is taken; everything else is refused by name."""
+"""Flags of SGLang's server for parallelism, attention and experts.
+
+A flag is mapped to an option of ours, accepted where it changes nothing here, or refused by name.
+"""
 
 import argparse
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Commands of ours as stages of a longer one: printed, run as processes, remembered when done."""
+"""Commands of ours as stages of a longer one: printed, run as processes, and recorded when done."""
 
 import json
 import os

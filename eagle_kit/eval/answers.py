@@ -1,4 +1,4 @@
-"""Answers as records, and the folder that keeps them so that a run can be broken off and resumed."""
+"""Answers as records, and their folder, from which an interrupted run is resumed."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""``tune``: record what a draft proposes on tasks, time the engine's cycles, and keep both for the policy."""
+"""``tune``: record a draft's proposals on tasks, time the engine's cycles, and cache both for the policy."""
 
 import sys
 import warnings

@@ -1,5 +1,5 @@
-"""What was predicted against what happens: prompts that were not recorded, shapes, batch sizes and contexts
-that were not timed."""
+"""Predictions beside measurements: prompts that were not recorded, and shapes, batch sizes and contexts that
+were not timed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""From what was measured to causes, the likeliest first.
+"""Causes of low acceptance, named from measurements, the likeliest first.
 
 First come faults that were undone and whose undoing restored acceptance, by what it restored: they
 are proven. Then come causes that nothing can undo here (another target, too few steps, a vocabulary

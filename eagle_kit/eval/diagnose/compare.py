@@ -1,4 +1,4 @@
-"""A server beside our engine: same prompts, same shape; where it accepts fewer, and what that points to."""
+"""A server beside our engine with the same prompts and shape: whether it accepts fewer drafts, and why."""
 
 import re
 from collections.abc import Callable, Sequence

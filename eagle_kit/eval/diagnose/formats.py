@@ -1,4 +1,4 @@
-"""Chat formats: the same replies behind prompts that are written as other templates write them.
+"""Chat formats: the same replies after prompts that are written as other templates write them.
 
 Nothing is decoded: the target computes its own most likely tokens over each reply after the other
 prompt, and the head is compared with those. A head that was trained with another template follows

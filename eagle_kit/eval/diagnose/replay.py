@@ -1,4 +1,4 @@
-"""Prompts through our engine: greedy replies to measure on, and what a chain of the draft accepts in them."""
+"""Prompts through our engine: greedy replies to measure on, plainly and with a chain of the draft."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The same prompts sent to a running server, and what it counts meanwhile."""
+"""The same prompts sent to a running server, with its counters before and after."""
 
 import json
 from collections.abc import Callable, Sequence

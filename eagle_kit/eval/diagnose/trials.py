@@ -1,4 +1,4 @@
-"""Trials of hypotheses: chosen on one half of the replies and judged on the other, both ways.
+"""Trials of hypotheses: chosen on one half of the replies and measured on the other, both ways.
 
 The best of dozens of hypotheses on one half is a little better there by chance; the other half had
 no part in the choice. A hypothesis that both halves choose is measured on all replies. Differences

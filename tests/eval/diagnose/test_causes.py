@@ -88,7 +88,7 @@ def test_a_gain_that_chance_explains_or_that_is_worth_nothing_is_no_cause():
 def test_a_reading_that_makes_tokens_likelier_and_costs_none_is_a_cause_unless_doubt_explains_it():
     free = replace(trial("layer ids", -0.01, score=-0.5, before=0.4), log_prob_gain=Estimate(0.1, 0.02))
     assert subjects(Measured(FIT, [free], [])) == ["layer ids"]
-    assert subjects(Measured(FIT, [replace(free, confidence=(0.4, 0.3))], [])) == []
+    assert subjects(Measured(FIT, [replace(free, confidence=Change(0.4, 0.3))], [])) == []
     assert subjects(Measured(FIT, [replace(free, served=sure(0.1))], [])) == [], "of a head that works only"
     assert subjects(Measured(FIT, [replace(free, log_prob_gain=Estimate(0.1, 0.04))], [])) == []
 
