@@ -21,7 +21,7 @@ def test_a_first_config_is_one_that_the_trainer_reads(
     assert config.target == str(target) and config.output_dir == "runs/mine"
     assert config.head.draft_vocab_size is not None and config.head.draft_vocab_size <= 8192
     lines = path.read_text().split("\n")
-    assert lines[lines.index("  ttt_length: 7") - 1] == "  # Steps K of training-time test; 7 as published."
+    assert lines[lines.index("  ttt_length: 7") - 1] == "  # Steps K of training-time test."
     assert all(len(line) <= 120 for line in lines if str(tmp_path) not in line)
 
     # What is there is not lost.
