@@ -133,21 +133,21 @@ class StudyRun:
         return [self.arm, *value, f"s{self.seed}"]
 
     @property
-    def judged(self) -> float:
-        """Accept length of the best judgement, which is that of ``head``, in its first shape.
+    def validated(self) -> float:
+        """Accept length of the best validation, which is that of ``head``, in its first shape.
 
         Raises:
-            UserError: there is no judgement.
+            UserError: there is no validation.
         """
         from eagle_kit.train.run.folder import RunFolder
 
-        rows = RunFolder(self.folder).judgements.rows()
+        rows = RunFolder(self.folder).validations.rows()
         if not rows:
             raise UserError(
-                f"{self.folder} has no judgement by which {self.arm} could be chosen.",
+                f"{self.folder} has no validation by which {self.arm} could be chosen.",
                 f"Delete {self.head} as well, to train the run anew.",
             )
-        shape = self.resolved.judge.shapes[0]
+        shape = self.resolved.validation.shapes[0]
         return max(float(row["accept_length"][shape]) for row in rows)
 
     @property
@@ -298,20 +298,20 @@ def _prepare(files: Sequence[Preparation], out: Path, at_once: int) -> None:
 
 
 def choose(study: StudyConfig, runs: Sequence[StudyRun]) -> dict[str, dict[str, Any]]:
-    """Choose the setting of each arm that has ``choose``, once its ``runs`` are done, by their judgements.
+    """Choose the setting of each arm that has ``choose``, once its ``runs`` are done, by their validations.
 
     Returns:
         By arm: ``setting``, ``accept_lengths`` as pairs of value and length, and ``best``; of equal ones the
         first.
 
     Raises:
-        UserError: a run was never judged.
+        UserError: a run was never validated.
     """
     choices = {}
     for name, arm in study.arms.items():
         mine = [one for one in runs if one.arm == name]
         if arm.choose and all(one.is_done for one in mine):
-            lengths = [(one.value, one.judged) for one in mine]
+            lengths = [(one.value, one.validated) for one in mine]
             best = max(lengths, key=lambda pair: pair[1])[0]
             choices[name] = {"setting": next(iter(arm.choose)), "accept_lengths": lengths, "best": best}
     return choices
@@ -337,15 +337,15 @@ def check(study: StudyConfig, files: Sequence[Preparation], runs: Sequence[Study
                 f"The runs of the arms {other.arm} and {one.arm} would share {one.folder}.",
                 "Rename one of them.",
             )
-        if one.value is not None and not one.resolved.judge.every:
+        if one.value is not None and not one.resolved.validation.every:
             raise UserError(
-                f"The arm {one.arm} chooses {next(iter(study.arms[one.arm].choose))} by judgements, and "
-                "judge.every is 0.",
+                f"The arm {one.arm} chooses {next(iter(study.arms[one.arm].choose))} by validations, and "
+                "validation.every is 0.",
                 "Set it, for example to as many steps as there are.",
             )
         one.check()
         if one.value is not None and one.is_done:
-            _ = one.judged  # the choice needs it
+            _ = one.validated  # the choice needs it
 
 
 def _train(study: StudyConfig, folder: Path, runs: Sequence[StudyRun], at_once: int) -> None:
@@ -373,7 +373,7 @@ def _about(arm: Arm, choice: Mapping[str, Any] | None) -> str:
     if choice is None:
         return arm.about
     tried = ", ".join(f"{value} {length:.3f}" for value, length in choice["accept_lengths"])
-    chosen = f"{choice['setting'].rpartition('.')[2]} {choice['best']} (judged: {tried})"
+    chosen = f"{choice['setting'].rpartition('.')[2]} {choice['best']} (validated: {tried})"
     return "; ".join(filter(None, (arm.about, chosen)))
 
 

@@ -100,8 +100,8 @@ def _train(args: argparse.Namespace) -> None:
         "training.max_steps": steps,
         "training.warmup_steps": max(steps // 10, 1),
         "training.save_every": steps,
-        "judge.every": 0,
-        "judge.patience": "null",
+        "validation.every": 0,
+        "validation.patience": "null",
     }
     words = [f"{key}={value}" for key, value in overrides.items()]
     config = load_config(TrainConfig, CONFIG, words)

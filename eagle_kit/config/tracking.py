@@ -32,8 +32,8 @@ class TrackingConfig(Section):
     """Write event files into ``tensorboard/`` of the run folder."""
 
     report: bool | None = None
-    """Draw ``report.html`` in the run folder at every judgement and at the end; null does so where matplotlib
-    is installed.
+    """Draw ``report.html`` in the run folder at every validation and at the end; null does so where
+    matplotlib is installed.
     """
 
     def wandb_options(self, folder: str | Path) -> dict[str, Any]:

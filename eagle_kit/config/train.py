@@ -1,4 +1,4 @@
-"""Schema of a training run: target, data, head, optimisation, judging and tracking. Torch-free.
+"""Schema of a training run: target, data, head, optimisation, validation and tracking. Torch-free.
 
 A run is one YAML file read through `config.load_config`; every value can be overridden on the command
 line as ``section.key=value``. The keys of ``head`` and ``training`` depend on ``head.kind``
@@ -118,8 +118,8 @@ class DataConfig(Section):
     """Tokens of a packed sequence; longer conversations are cut there."""
 
     eval_conversations: int = Field(default=48, ge=0)
-    """Conversations kept out of training. The judge's prompts are theirs, of each the first one that no other
-    conversation begins with.
+    """Conversations kept out of training. Validation decodes their prompts, of each the first one that no
+    other conversation begins with.
     """
 
     decontaminate: tuple[str, ...] = ()
@@ -217,11 +217,11 @@ class DataConfig(Section):
         return self.model_dump(mode="json", include={"chat_template_kwargs", "chat_template_seed"})
 
 
-class JudgeConfig(Section):
+class ValidationConfig(Section):
     """Decoding while training: the engine decides which checkpoint is best."""
 
     every: int = Field(default=200, ge=0)
-    """Optimiser steps between judgements; 0 never judges."""
+    """Optimiser steps between validations; 0 never validates."""
 
     prompts: int = Field(default=16, ge=1)
     """Held-out prompts that are decoded."""
@@ -236,7 +236,7 @@ class JudgeConfig(Section):
     """Prompts decoded together."""
 
     patience: int | None = Field(default=None, ge=1)
-    """Stop after this many judgements without a better one; null never stops. Needs ``every``."""
+    """Stop after this many validations without a better one; null never stops. Needs ``every``."""
 
     @field_validator("shapes")
     @classmethod
@@ -244,15 +244,15 @@ class JudgeConfig(Section):
         if not shapes:
             raise ValueError("give at least one shape such as 4,1,5")
         if any(SpecShape.parse(shape).steps == 0 for shape in shapes):
-            raise ValueError("a shape of the judge needs at least one draft step")
+            raise ValueError("a validation shape needs at least one draft step")
         return tuple(str(SpecShape.parse(shape)) for shape in shapes)
 
     @model_validator(mode="after")
-    def _patience_has_judgements(self) -> "JudgeConfig":
+    def _patience_has_validations(self) -> "ValidationConfig":
         if not self.every and self.patience is not None:
             raise UserError(
-                f"patience is {self.patience}, but nothing is judged: every is 0.",
-                "Set judge.patience=null, or judge.every above 0.",
+                f"patience is {self.patience}, but nothing is validated: every is 0.",
+                "Set validation.patience=null, or validation.every above 0.",
             )
         return self
 
@@ -272,7 +272,7 @@ class TrainConfig(Section):
     data: DataConfig
     head: AnyHeadConfig = Eagle3HeadConfig()
     training: SerializeAsAny[TrainingConfig] = Field(default_factory=dict, validate_default=True)
-    judge: JudgeConfig = JudgeConfig()
+    validation: ValidationConfig = ValidationConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @field_validator("training", mode="wrap")

@@ -168,7 +168,7 @@ class TrainingConfig(Section):
     """Momentum of Muon."""
 
     ema_decay: float | None = Field(default=None, gt=0.0, lt=1.0)
-    """Keep an exponential moving average of the weights, which is what is judged, saved and served; null
+    """Keep an exponential moving average of the weights, which is what is validated, saved and served; null
     keeps none. Step t uses ``min(ema_decay, (1 + t) / (10 + t))``, so that the untrained weights are soon
     gone.
     """

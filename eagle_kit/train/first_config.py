@@ -80,7 +80,7 @@ def first_config(target: str, path: Path, architecture: TargetConfig, has_templa
             "sequences_per_step": sequences_per_step,
             "save_every": 200,
         },
-        "judge": {"every": 200, "prompts": 16, "max_tokens": 64, "shapes": ["4,1,5"]},
+        "validation": {"every": 200, "prompts": 16, "max_tokens": 64, "shapes": ["4,1,5"]},
     }
 
     # The next steps, above the keys.

@@ -291,15 +291,15 @@ def test_the_configs_are_of_the_recipe_the_replies_and_the_time(words, tmp_path,
 
     # The pilot.
     assert pilot["data"]["limit"] == 200 and pilot["data"]["source"] == words[words.index("--source") + 1]
-    assert pilot["judge"]["every"] == 0 and pilot["training"]["max_steps"] == 8
+    assert pilot["validation"]["every"] == 0 and pilot["training"]["max_steps"] == 8
     assert pilot["training"]["cache_hidden_states"] == "off"
 
     # The training.
     steps = training["training"]["max_steps"]
     assert steps > 8 and training["training"]["save_every"] == steps // 4
     assert training["training"]["cache_hidden_states"] in ("disk", "off")
-    judgements = max(min(steps // 250, 4), 1)
-    assert training["judge"]["every"] == -(-steps // judgements) <= steps
+    validations = max(min(steps // 250, 4), 1)
+    assert training["validation"]["every"] == -(-steps // validations) <= steps
 
     # Its mixture.
     raw, replies, answers = training["data"]["mix"]
@@ -333,7 +333,7 @@ def test_a_config_that_was_half_written_is_written_again(words, tmp_path, monkey
         assert main(words) == 2
     assert not [path for path in (tmp_path / "out").iterdir() if name in path.name]
     assert main(words) == 0
-    assert yaml.safe_load((tmp_path / "out" / name).read_text())["judge"]
+    assert yaml.safe_load((tmp_path / "out" / name).read_text())["validation"]
 
 
 def test_what_was_interrupted_is_done_once_more_and_no_more(words, tmp_path, monkeypatch, capsys):

@@ -52,7 +52,7 @@ def recipe(
         overrides: settings as on the command line.
         prompt: characters of a prompt; by default few, so that rows are full of replies.
         count: conversations, one for each row.
-        held_out: conversations of these whose prompts are judged.
+        held_out: conversations of these whose prompts are validated.
     """
     path = str(ROOT / "configs" / f"{name}.yaml")
     given = load_config(TrainConfig, path, [])

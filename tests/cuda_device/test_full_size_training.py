@@ -1,6 +1,6 @@
 """Plans of training recipes at full size beside the bytes that torch's allocator takes.
 
-Whole runs take a few steps, judge, capture states into a store, and learn from it.
+Whole runs take a few steps, validation, capture states into a store, and learn from it.
 """
 
 import json
@@ -64,7 +64,7 @@ def run(config: TrainConfig, memory: int) -> Measured:
 def test_steps_of_a_recipe_take_what_is_planned(name, tmp_path, record_property):
     """Rows are full of replies; of blocks, as many anchors are drawn as the recipe says."""
     memory = 141 * GB if "30b" in name else 80 * GB
-    run(recipe(name, tmp_path, "judge.every=0"), memory).check(record_property)
+    run(recipe(name, tmp_path, "validation.every=0"), memory).check(record_property)
 
 
 @pytest.mark.nightly

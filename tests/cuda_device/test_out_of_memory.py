@@ -159,7 +159,7 @@ def test_the_server_answers_503_and_goes_on(tmp_path):
 def test_a_training_without_memory_says_what_to_change(gigabytes, words, tmp_path):
     from eagle_kit.train.run.loop import RunOptions, train
 
-    config = recipe("llama-3.1-8b-eagle3", tmp_path, "judge.every=0")
+    config = recipe("llama-3.1-8b-eagle3", tmp_path, "validation.every=0")
     with unsaved(), memory_of(memory_in_use(int(gigabytes * GB))), pytest.raises(UserError) as raised:
         train(config, RunOptions(max_steps=1))
     assert words[0] in raised.value.cause and words[1] in raised.value.remedy, str(raised.value)

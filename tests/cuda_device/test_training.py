@@ -138,7 +138,7 @@ def test_states_of_every_kind_of_target_are_captured_without_a_wait(name):
 
 
 @pytest.mark.parametrize("is_in_use", [False, True], ids=["free", "partly in use"])
-def test_what_a_judgement_gives_back_is_reserved_again(is_in_use):
+def test_what_a_validation_gives_back_is_reserved_again(is_in_use):
     """A segment of which a part is in use stays, and no second one is taken beside it."""
     device = torch.device("cuda", 0)
     torch.cuda.empty_cache()

@@ -106,15 +106,15 @@ NEEDED = {
 """Settings without which another one is refused."""
 
 
-def train_config(kind="eagle3", *, data=None, judge=None, **values) -> TrainConfig:
+def train_config(kind="eagle3", *, data=None, validation=None, **values) -> TrainConfig:
     """A config with ``values`` by keys such as ``head.init``."""
     sections = {"head": {"kind": kind}, "training": {}}
     for key, value in values.items():
         section, _, field = key.partition(".")
         sections[section][field] = value
-    judge = {} if judge is None else {"judge": judge}
+    validation = {} if validation is None else {"validation": validation}
     return TrainConfig(
-        target="t", output_dir="o", data=data or {"source": "chats.jsonl"}, **sections, **judge
+        target="t", output_dir="o", data=data or {"source": "chats.jsonl"}, **sections, **validation
     )
 
 
@@ -258,7 +258,7 @@ def test_shapes_of_cards_are_those_that_a_head_drafts():
 )
 def test_a_targets_layers_are_run_where_something_needs_them(kind, store, every, needed):
     data = {"source": "chats.jsonl"} if store is None else {"store": store}
-    config = train_config(kind, data=data, judge={"every": every})
+    config = train_config(kind, data=data, validation={"every": every})
     assert registry.training_kind(config).runs_target(config) is needed
 
 

@@ -9,7 +9,7 @@ from tiny import tiny_head
 from tiny_trained import trained_models
 
 from eagle_kit.config.drafts.fused_states import Eagle3TrainingConfig
-from eagle_kit.config.train import JudgeConfig
+from eagle_kit.config.train import ValidationConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.engine.llm import LLM
 from eagle_kit.models.targets.llama import LlamaModel
@@ -18,7 +18,7 @@ from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.train.optim.optimizer import make_optimizer
-from eagle_kit.train.run.judge import Judge, share_weights
+from eagle_kit.train.run.validation import Validator, share_weights
 
 PROMPT, REPLY, TEXTS, STEPS, SHAPE = 4, 20, 24, 3, "3,1,4"
 VOCAB, DRAFT_VOCAB = 11, 9
@@ -40,8 +40,8 @@ class Language:
         self.doc_start = number * (PROMPT + REPLY)
         place = torch.arange(len(self.ids)) - self.doc_start
         self.reply = torch.where(place >= PROMPT, number, -1)
-        config = JudgeConfig(prompts=8, max_tokens=20, shapes=(SHAPE,))
-        self.judge = Judge(self.target, prompts[TEXTS:], config)
+        config = ValidationConfig(prompts=8, max_tokens=20, shapes=(SHAPE,))
+        self.validator = Validator(self.target, prompts[TEXTS:], config)
 
     @cached_property
     def before(self) -> float:
@@ -52,7 +52,7 @@ class Language:
         return tiny_head(self.target, DRAFT_VOCAB, seed=2, std=0.1)
 
     def accept_length(self, head: torch.nn.Module) -> float:
-        return self.judge.judge(head).decoded[SHAPE].accept_length
+        return self.validator.validate(head).decoded[SHAPE].accept_length
 
     def train(
         self,

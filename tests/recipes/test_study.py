@@ -43,7 +43,7 @@ def study(tmp_path, monkeypatch):
         "common": {
             "training.max_steps": 3,
             "training.save_every": 1,
-            "judge.every": 0,
+            "validation.every": 0,
             "data.preview": False,
         },
         "arms": {"first": {"about": "as it is"}, "other": {"set": {"training.learning_rate": 1.0e-5}}},
@@ -135,26 +135,26 @@ def test_seeds_go_round_before_arms_repeat(study):
 
 
 @pytest.mark.nightly
-def test_an_arm_chooses_its_rate_with_the_first_seed_by_judgements(study, tmp_path, capsys):
+def test_an_arm_chooses_its_rate_with_the_first_seed_by_validations(study, tmp_path, capsys):
     raw = yaml.safe_load(study.read_text())
     raw["arms"]["other"] = {"choose": {"training.learning_rate": [1.0e-9, 3.0e-3]}}
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study), "--dry-run"]) == 2
-    assert "other chooses training.learning_rate by judgements" in capsys.readouterr().err
-    judge = {"every": 3, "shapes": ["2,1,3"], "prompts": 2, "max_tokens": 12}
-    raw["common"] |= {f"judge.{name}": value for name, value in judge.items()}
+    assert "other chooses training.learning_rate by validations" in capsys.readouterr().err
+    validation = {"every": 3, "shapes": ["2,1,3"], "prompts": 2, "max_tokens": 12}
+    raw["common"] |= {f"validation.{name}": value for name, value in validation.items()}
     study.write_text(yaml.safe_dump(raw))
     config = load_config(StudyConfig, study)
     runs, out = study_command.plan(config, study.parent), tmp_path / "out"
     assert [one.name for one in runs] == ["first s0", "other 1e-09 s0", "other 0.003 s0", "first s3"]
     assert main(["study", str(study)]) == 0
-    judged = {one.value: one.judged for one in runs if one.arm == "other"}
-    best = max(judged, key=judged.__getitem__)
+    validated = {one.value: one.validated for one in runs if one.arm == "other"}
+    best = max(validated, key=validated.__getitem__)
     assert {path.name for path in (out / "heads").iterdir()} == {
         *("first-s0", "first-s3", "other-1e-09-s0", "other-0.003-s0", f"other-{best}-s3"),
     }
-    tried = ", ".join(f"{value} {length:.3f}" for value, length in judged.items())
-    assert f"learning_rate {best} (judged: {tried})" in capsys.readouterr().out
+    tried = ", ".join(f"{value} {length:.3f}" for value, length in validated.items())
+    assert f"learning_rate {best} (validated: {tried})" in capsys.readouterr().out
     (evaluation,) = out.glob("eval-*")
     drafts = {row["draft"] for row in json.loads((evaluation / "summary.json").read_text())["rows"]}
     assert {name for name in drafts if name and name.startswith("other")} == {
@@ -163,7 +163,7 @@ def test_an_arm_chooses_its_rate_with_the_first_seed_by_judgements(study, tmp_pa
 
     for (value, length), one in zip(((1.0e-9, 1.2), (3.0e-3, 1.3)), runs[1:3], strict=True):
         rows = [{"step": step, "accept_length": {"2,1,3": found}} for step, found in ((1, length), (3, 1.0))]
-        (one.folder / "judge.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+        (one.folder / "validation.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
         assert one.value == value
     assert study_command.choose(config, runs)["other"] == {
         "setting": "training.learning_rate",
@@ -172,7 +172,7 @@ def test_an_arm_chooses_its_rate_with_the_first_seed_by_judgements(study, tmp_pa
     }
     shutil.rmtree(runs[1].folder)
     assert main(["study", str(study)]) == 2
-    assert "has no judgement by which other could be chosen" in capsys.readouterr().err
+    assert "has no validation by which other could be chosen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_choice_is_of_one_setting_that_is_not_given_elsewhere(study, capsys, c
 
 def test_runs_that_would_share_a_folder_are_refused(study, capsys):
     raw = yaml.safe_load(study.read_text())
-    raw["common"]["judge.every"] = 3
+    raw["common"]["validation.every"] = 3
     raw["arms"] = {"a": {"choose": {"training.epochs": [1, 2]}}, "a-1": {}}
     study.write_text(yaml.safe_dump(raw))
     assert main(["study", str(study), "--dry-run"]) == 2
@@ -229,19 +229,19 @@ def test_heads_of_other_settings_are_not_measured(study, tmp_path, capsys):
     assert "other-s0 was trained with other settings: training.learning_rate" in capsys.readouterr().err
 
 
-def put_head(one: study_command.StudyRun, judged: float | None = None, steps: int = 3) -> None:
-    """Put a head where a run that has ended leaves it, with the judgements of its run."""
+def put_head(one: study_command.StudyRun, validated: float | None = None, steps: int = 3) -> None:
+    """Put a head where a run that has ended leaves it, with the validations of its run."""
     one.head.mkdir(parents=True)
     (one.head / "config.json").write_text("{}")
     about = {"tokens_seen": 100 + one.seed, "seconds": 60.0, "peak_memory_gb": 1.0, "config": {}}
     (one.head / "eagle_kit.json").write_text(json.dumps(about))
     tensors = {"weight": torch.zeros(3, 5), "d2t": torch.zeros(9, dtype=torch.int64)}
     save_file(tensors, one.head / "model.safetensors")
-    if judged is not None:
+    if validated is not None:
         one.folder.mkdir(parents=True)
-        found = [(1, judged), (steps, 1.0)]
+        found = [(1, validated), (steps, 1.0)]
         rows = [{"step": step, "accept_length": {"2,1,3": length, "2,2,4": 9.0}} for step, length in found]
-        (one.folder / "judge.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (one.folder / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.mark.parametrize(("identical", "code"), [(True, 0), (False, 1)])
@@ -252,7 +252,7 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
     pytest.importorskip("matplotlib")
     raw = yaml.safe_load(study.read_text())
     raw["arms"]["other"] = {"choose": {"training.learning_rate": [1.0e-3, 3.0e-3]}, "about": "tuned"}
-    raw["common"] |= {"judge.every": 3, "judge.shapes": ["2,1,3", "2,2,4"]}
+    raw["common"] |= {"validation.every": 3, "validation.shapes": ["2,1,3", "2,2,4"]}
     raw["measure"] |= {"batch_size": 4, "max_context": 96, "seed": 5}
     raw["common"] |= {"tracking.wandb": "offline", "tracking.group": "arms"}
     study.write_text(yaml.safe_dump(raw))
@@ -261,9 +261,9 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
         if one.value is None:
             put_head(one)
         else:
-            put_head(one, judged=1.0 + 100 * one.value)
+            put_head(one, validated=1.0 + 100 * one.value)
     choices = {"other": {"best": 3.0e-3}}
-    put_head(study_command.plan(config, study.parent, choices)[-1], judged=1.2)
+    put_head(study_command.plan(config, study.parent, choices)[-1], validated=1.2)
     # The evaluation.
     asked = []
 
@@ -302,7 +302,7 @@ def test_heads_that_are_there_are_chosen_among_measured_and_compared(
     assert [arm["tokens_seen"] for arm in arms] == [[100, 103]] * 2
     assert [arm["parameters"] for arm in arms] == [[15, 15]] * 2, "a vocabulary map is no parameter"
     assert arms[0]["about"] == "as it is"
-    assert arms[1]["about"] == "tuned; learning_rate 0.003 (judged: 0.001 1.100, 0.003 1.300)"
+    assert arms[1]["about"] == "tuned; learning_rate 0.003 (validated: 0.001 1.100, 0.003 1.300)"
     assert "| other: tuned; learning_rate 0.003" in capsys.readouterr().out
 
 

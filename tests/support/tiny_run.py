@@ -120,7 +120,7 @@ def make_config(folder: Path, **sections: dict[str, Any]) -> Path:
             "warmup_steps": 2,
             "save_every": 4,
         },
-        "judge": {"every": 0, "prompts": 4, "max_tokens": 12, "shapes": ["3,1,4"]},
+        "validation": {"every": 0, "prompts": 4, "max_tokens": 12, "shapes": ["3,1,4"]},
         "tracking": {"report": False},
     }
     for name, values in sections.items():

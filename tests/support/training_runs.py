@@ -49,7 +49,7 @@ class Run:
 
 @pytest.fixture
 def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Run]:
-    """``make_run(training={...}, judge={...})`` -> a :class:`Run` that has not started."""
+    """``make_run(training={...}, validation={...})`` -> a :class:`Run` that has not started."""
     monkeypatch.setenv("EAGLE_KIT_CACHE", str(tmp_path / "cache"))
 
     def make(**sections: Any) -> Run:
@@ -86,7 +86,7 @@ def signalled() -> Callable[..., AbstractContextManager[None]]:
 
 SESSION_RUNS: dict[str, dict[str, Any]] = {
     "two steps": {"training": {"save_every": 4}},
-    "judged": {"judge": {"every": 2, "max_tokens": 8}, "training": {"save_every": 2, "keep_last": 2}},
+    "judged": {"validation": {"every": 2, "max_tokens": 8}, "training": {"save_every": 2, "keep_last": 2}},
 }
 """Sections of the configs of runs that are made once a session; the second makes six steps."""
 

@@ -226,7 +226,7 @@ def curve_of(
         data = {"max_length": 200}
         if recipe.mix:
             data |= {"source": None, "mix": list(recipe.mix)}
-        config = make_config(folder, output_dir=str(tmp_path / "run"), data=data, judge={"every": 0})
+        config = make_config(folder, output_dir=str(tmp_path / "run"), data=data, validation={"every": 0})
         replaced = {"head": recipe.head, "training": {**COMMON, **recipe.training}}
         words = [str(config), *(f"{name}={json.dumps(section)}" for name, section in replaced.items())]
         stops = [NUM_STEPS] if recipe.resume_at is None else [recipe.resume_at, NUM_STEPS]

@@ -165,9 +165,11 @@ def _capture(config: TrainConfig, options: CaptureOptions, process: "PartialStat
         )
 
     # Target, data and head. Without validation, the target is not loaded a second time for it.
-    without_judge = config.model_copy(update={"judge": config.judge.model_copy(update={"every": 0})})
-    components = load_components(without_judge, process, with_layers=other is None)
-    place_target(components.target, without_judge, process)
+    without_validation = config.model_copy(
+        update={"validation": config.validation.model_copy(update={"every": 0})}
+    )
+    components = load_components(without_validation, process, with_layers=other is None)
+    place_target(components.target, without_validation, process)
     draft = head_architecture(config, components.target.config, components.tokenizer)
     if other is not None and other.max_missing:
         components = _without_missing(components, draft, other)

@@ -422,8 +422,8 @@ class HeadKind(DraftKind, Generic[Config, Head, Settings]):
 
     def runs_target(self, config: TrainConfig) -> bool:
         """True if training needs the target's layers. It does not if the hidden states come from a store and
-        the run has no validation (``judge.every`` is 0)."""
-        return config.data.store is None or config.judge.every > 0 or self.needs_layers
+        the run has no validation (``validation.every`` is 0)."""
+        return config.data.store is None or config.validation.every > 0 or self.needs_layers
 
     def draft_model(
         self, files: DraftFiles, target: Target, token_map: torch.Tensor | None = None

@@ -190,15 +190,15 @@ def _training(metadata: Mapping[str, Any]) -> Iterator[str]:
     yield from _curve(metadata.get("judged") or [])
 
 
-def _curve(judged: list[dict[str, Any]]) -> Iterator[str]:
-    """Accept length against tokens seen, as a table; nothing of fewer than two judgements."""
-    if len(judged) < 2:
+def _curve(validations: list[dict[str, Any]]) -> Iterator[str]:
+    """Accept length against tokens seen, as a table; nothing of fewer than two validations."""
+    if len(validations) < 2:
         return
-    shapes = list(judged[-1]["accept_length"])
+    shapes = list(validations[-1]["accept_length"])
     yield "\nAccept length against tokens seen, decoded while training on held-out prompts:\n"
     yield f"| tokens seen | {' | '.join(shapes)} |"
     yield f"|{'--:|' * (1 + len(shapes))}"
-    for row in judged:
+    for row in validations:
         lengths = (row["accept_length"].get(shape) for shape in shapes)
         figures = " | ".join("-" if value is None else f"{value:.3f}" for value in lengths)
         yield f"| {row['tokens_seen']:,} | {figures} |"

@@ -106,11 +106,11 @@ def place_target(target: Target, config: TrainConfig, accelerator: "Accelerator 
         shard_target(target, accelerator.device)
     elif placement == "auto":
         devices = visible_devices(accelerator)
-        if len(devices) > 1 and config.judge.every:
+        if len(devices) > 1 and config.validation.every:
             raise UserError(
                 f"training.target_placement=auto spreads the target over {len(devices)} devices, and the "
-                "judge decodes on one.",
-                "Set judge.every=0, or training.target_placement=same.",
+                "validation decodes on one.",
+                "Set validation.every=0, or training.target_placement=same.",
             )
         spread_layers(target, devices)
 

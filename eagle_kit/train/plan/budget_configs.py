@@ -30,9 +30,9 @@ HELD_OUT = 16
 """Conversations of a source that are held out for validation."""
 PILOT_CONVERSATIONS = 200
 """Conversations that a pilot reads."""
-JUDGE_EVERY = 250
+VALIDATE_EVERY = 250
 """Minimum number of steps between validations."""
-MOST_JUDGEMENTS = 4
+MAX_VALIDATIONS = 4
 """Maximum number of validations."""
 STATES_OF_DISK = 0.5
 """Share of the free disk that stored hidden states may take."""
@@ -91,7 +91,9 @@ def pilot_config(job: DraftJob, pilot: Pilot) -> dict[str, Any]:
     """Config of a training whose steps are timed: raw chats, no stored hidden states, no validation."""
     phase = Phase(pilot.steps, max(pilot.rows, job.processes))
     data = {"source": job.source, "limit": PILOT_CONVERSATIONS}
-    return _config(job, "pilot", phase, data, row_tokens=pilot.row_tokens, keeps_states=False, judge_every=0)
+    return _config(
+        job, "pilot", phase, data, row_tokens=pilot.row_tokens, keeps_states=False, validate_every=0
+    )
 
 
 def draft_config(
@@ -104,8 +106,8 @@ def draft_config(
     """
     # The last validation is that of the last step.
     steps = training.phase.steps
-    judgements = min(max(steps // JUDGE_EVERY, 1), MOST_JUDGEMENTS)
-    judge_every = math.ceil(steps / judgements)
+    validations = min(max(steps // VALIDATE_EVERY, 1), MAX_VALIDATIONS)
+    validate_every = math.ceil(steps / validations)
 
     data = {"mix": _mixture(job, training, replies, tokens_per_conversation)}
     return _config(
@@ -115,7 +117,7 @@ def draft_config(
         data,
         row_tokens=ROW_TOKENS,
         keeps_states=training.keeps,
-        judge_every=judge_every,
+        validate_every=validate_every,
     )
 
 
@@ -152,7 +154,7 @@ def _config(
     *,
     row_tokens: int,
     keeps_states: bool,
-    judge_every: int,
+    validate_every: int,
 ) -> dict[str, Any]:
     """Config of a training.
 
@@ -162,7 +164,7 @@ def _config(
         data: settings of the section ``data``.
         row_tokens: tokens of a packed sequence.
         keeps_states: store hidden states on disk.
-        judge_every: steps between validations; 0 is none.
+        validate_every: steps between validations; 0 is none.
     """
     from eagle_kit.models.loading.loader import read_target_config
     from eagle_kit.models.loading.source import load_tokenizer, resolve_target
@@ -191,7 +193,7 @@ def _config(
             "cache_hidden_states": "disk" if keeps_states else "off",
             "save_every": max(phase.steps // 4, 1),
         },
-        "judge": {"every": judge_every, "prompts": HELD_OUT, "max_tokens": 64},
+        "validation": {"every": validate_every, "prompts": HELD_OUT, "max_tokens": 64},
     }
 
 

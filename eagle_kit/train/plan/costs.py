@@ -245,7 +245,7 @@ class RunCosts:
         """Bytes of each process by name; for the peak see :meth:`peak`.
 
         Validation needs the whole target, or its shard by tensor parallelism. A target that FSDP2 shards is
-        loaded a second time for it. Without a shard for so many processes, there is no ``judge``.
+        loaded a second time for it. Without a shard for so many processes, there is no ``validation``.
 
         Args:
             tokens: T of each forward.
@@ -278,9 +278,9 @@ class RunCosts:
         # Validation.
         validated = self._validated_target(layout)
         if validated is not None:
-            memory["judge"] = self._judge_bytes(layout, validated)
+            memory["validation"] = self._validation_bytes(layout, validated)
             if layout.target == "sharded" and not self._is_cut:
-                memory["target, cut for the judge"] = width * self._cut_weights(validated, layout)
+                memory["target, cut for validation"] = width * self._cut_weights(validated, layout)
 
         memory["runtime"] = RUNTIME_BYTES if self.is_gpu else RUNTIME_BYTES_ON_CPU
         return memory
@@ -299,7 +299,7 @@ class RunCosts:
     def peak(memory: dict[str, float]) -> float:
         """Bytes at the worst moment. Training and validation take turns, so the larger of both counts."""
         training = memory["states and activations"] + memory["teacher and logits"]
-        return sum(memory.values()) - min(memory.get("judge", 0.0), training)
+        return sum(memory.values()) - min(memory.get("validation", 0.0), training)
 
     def target_bytes(self, layout: ProcessLayout) -> float:
         """Bytes of the target's weights in each process.
@@ -425,7 +425,7 @@ class RunCosts:
         Returns:
             The architecture; None if there is no validation.
         """
-        if not self.config.judge.every or layout.target == "stored":
+        if not self.config.validation.every or layout.target == "stored":
             return None
         if layout.target == "whole":
             return self.target
@@ -438,20 +438,20 @@ class RunCosts:
             output_rows = math.ceil(self.target.vocab_size / layout.num_processes)
         return num_weights(part)[1] - self._end_weights + output_rows * self.target.hidden_size
 
-    def _judge_bytes(self, layout: ProcessLayout, validated: TargetConfig) -> float:
+    def _validation_bytes(self, layout: ProcessLayout, validated: TargetConfig) -> float:
         """Bytes that validation needs besides the target's weights.
 
         Args:
             validated: architecture of the target, or of this process's shard.
         """
-        judge = self.config.judge
-        batch_size = judge.batch_size
+        validation = self.config.validation
+        batch_size = validation.batch_size
         width = self.numerics.operand
-        window = max(SpecShape.parse(shape).tokens for shape in judge.shapes)
+        window = max(SpecShape.parse(shape).tokens for shape in validation.shapes)
 
         # Keys and values: prompts of half a row, responses, a window of each request, and its scratch.
         prompt = self.config.data.max_length // 2
-        context = prompt + judge.max_tokens + 2 * MAX_WINDOW
+        context = prompt + validation.max_tokens + 2 * MAX_WINDOW
         per_token = validated.cache.values_per_token + self.draft.cache.values_per_token
         decoding = float(batch_size * context * per_token * width)
 

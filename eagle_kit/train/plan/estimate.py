@@ -99,9 +99,9 @@ class RunEstimate:
                 f"disk    {sum(self.disk.values()) / 1e9:.2f} GB ({disk}), "
                 f"{session.free_disk / 1e9:.1f} free",
                 f"time    {session.num_steps} steps of {self.seconds_per_step:.2f} s{captures} = "
-                f"{format_seconds(self.seconds)}, judging not counted ({self.flops_per_step / 1e9:.0f} GFLOP "
-                f"a step at {EXPECTED_EFFICIENCY:.0%} of {session.flops_per_s / 1e9:.0f} GFLOP/s, measured "
-                "now)",
+                f"{format_seconds(self.seconds)}, validation not counted "
+                f"({self.flops_per_step / 1e9:.0f} GFLOP a step at {EXPECTED_EFFICIENCY:.0%} of "
+                f"{session.flops_per_s / 1e9:.0f} GFLOP/s, measured now)",
             )
         )
 

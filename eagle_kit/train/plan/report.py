@@ -25,7 +25,7 @@ ASSUMPTIONS = (
     "Estimates: nothing here has run on a GPU. Memory is for rows full of replies (of blocks, "
     "with an anchor at every token), and may fill "
     f"{USABLE:.0%} of a GPU; speed assumes {UTILISATION:.0%} of the data sheet's FLOP/s and "
-    f"{SUPERVISED_SHARE:.0%} supervised tokens, judging not counted."
+    f"{SUPERVISED_SHARE:.0%} supervised tokens, validation not counted."
 )
 DESCRIPTIONS = {
     "fits": "the target on every GPU",
@@ -41,8 +41,8 @@ PARTS = (
     "head, gradient and optimiser",
     "states and activations",
     "teacher and logits",
-    "judge",
-    "target, cut for the judge",
+    "validation",
+    "target, cut for validation",
     "runtime",
 )
 """Names of :meth:`RunCosts.memory`, in the order of the report."""
@@ -139,8 +139,8 @@ def _describe(placement: Placement | None, count: int) -> str:
         return f"does not fit, not even with {description}"
     if count > 1 and placement.layout.sharding == "none":
         description += ", train/accelerate/multi-gpu.yaml"
-    if "judge" not in placement.memory:
-        description += ", no judge while training"
+    if "validation" not in placement.memory:
+        description += ", no validation while training"
     return (
         f"{description}; {placement.seconds_per_step:.2f} s a step, "
         f"{placement.tokens_per_day / 1e6:.0f} M tokens a day"

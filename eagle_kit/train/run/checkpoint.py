@@ -36,7 +36,7 @@ class TrainState:
         tokens: tokens of the packed sequences, over all processes.
         supervised_tokens: supervised positions at TTT step 0, over all processes.
         seconds: time of the optimiser steps, over all sessions of the run.
-        best_accept_length: longest decoded accept length so far, of the first shape of ``judge.shapes``.
+        best_accept_length: longest decoded accept length so far, of the first shape of ``validation.shapes``.
         best_step: optimiser step of that validation; -1 before the first one.
         num_worse: validations since the best one.
         num_skipped: optimiser steps whose loss or gradient was not finite; they changed no weight.

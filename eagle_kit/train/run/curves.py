@@ -1,4 +1,4 @@
-"""A run folder as curves: `metrics.jsonl` and `judge.jsonl` over steps, tokens and time, and their panels."""
+"""A run folder as curves: `metrics.jsonl` and `validation.jsonl` over steps, tokens and time, with panels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ class RunCurves:
     Attributes:
         path: run folder.
         metrics: rows of ``metrics.jsonl``.
-        judged: rows of ``judge.jsonl``.
+        validations: rows of ``validation.jsonl``.
     """
 
     path: Path
     metrics: list[dict[str, Any]]
-    judged: list[dict[str, Any]]
+    validations: list[dict[str, Any]]
 
     @classmethod
     def read(cls, path: str | Path) -> "RunCurves":
@@ -41,7 +41,7 @@ class RunCurves:
             raise UserError(
                 f"There are no curves in {path}: metrics.jsonl is missing or empty.", "Name a run folder."
             )
-        return cls(Path(path), metrics, folder.judgements.rows())
+        return cls(Path(path), metrics, folder.validations.rows())
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ class RunCurves:
     def shapes(self) -> list[str]:
         """Decoded shapes; the first one chooses ``best/``."""
         shapes: dict[str, None] = {}
-        for row in self.judged:
+        for row in self.validations:
             shapes |= dict.fromkeys(row["accept_length"])
         return list(shapes)
 
@@ -71,7 +71,7 @@ class RunCurves:
 
         Args:
             axis: key of :data:`AXES`.
-            rows: rows of ``metrics.jsonl`` or ``judge.jsonl``.
+            rows: rows of ``metrics.jsonl`` or ``validation.jsonl``.
         """
         if axis == "step":
             return [row["step"] for row in rows]
@@ -94,14 +94,14 @@ class RunCurves:
             prefix: "simulated_" for the simulated ones.
 
         Returns:
-            Rows of ``judge.jsonl`` that have the shape, and the accept length in each.
+            Rows of ``validation.jsonl`` that have the shape, and the accept length in each.
         """
         key = f"{prefix}accept_length"
-        rows = [row for row in self.judged if shape in row[key]]
+        rows = [row for row in self.validations if shape in row[key]]
         return rows, [row[key][shape] for row in rows]
 
     def best(self, shape: str) -> tuple[dict[str, Any], float]:
-        """The first row of ``judge.jsonl`` with the longest accept length of a shape, and that length.
+        """The first row of ``validation.jsonl`` with the longest accept length of a shape, and that length.
 
         Args:
             shape: one of :attr:`shapes`.
@@ -207,7 +207,7 @@ def _accept_length(run: RunCurves) -> list[Curves]:
         positions = range(1, len(shares) + 1)
         curves.append(Curve(positions, shares, "", hue(i), "o-"))
     across = "at least so many drafts accepted"
-    up = "% of verifies, at the best judgement"
+    up = "% of verifies, at the best validation"
     panels.append(Curves(across, up, curves, limits=(0, 100), whole=True))
     return panels
 

@@ -1,4 +1,4 @@
-"""Texts of a run: before its first step, after a judgement, at its end, and inside a checkpoint."""
+"""Texts of a run: before its first step, after a validation, at its end, and inside a checkpoint."""
 
 import os
 import shutil
@@ -79,7 +79,7 @@ def describe(config: TrainConfig, components: TrainingComponents, draft: HeadArc
     return "\n".join(lines)
 
 
-def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_context: int) -> str:
+def describe_validation(config: TrainConfig, num_heldout: int, num_fitting: int, max_context: int) -> str:
     """Line about the prompts of validation, and those that are left out.
 
     Args:
@@ -87,17 +87,19 @@ def describe_judge(config: TrainConfig, num_heldout: int, num_fitting: int, max_
         num_fitting: number of prompts that validation decodes.
         max_context: context length of the target, in tokens.
     """
-    judge = config.judge
-    if not judge.every:
-        return "judge   never: judge.every is 0, so there will be no best/"
-    num_available = min(judge.prompts, num_heldout)
-    text = f"judge   every {judge.every} steps: {num_fitting} prompts, {judge.max_tokens} tokens each"
-    if num_available < judge.prompts:
-        text += f"; judge.prompts asks for {judge.prompts}, {num_heldout} are held out"
+    validation = config.validation
+    if not validation.every:
+        return "eval    never: validation.every is 0, so there will be no best/"
+    num_available = min(validation.prompts, num_heldout)
+    text = (
+        f"eval    every {validation.every} steps: {num_fitting} prompts, {validation.max_tokens} tokens each"
+    )
+    if num_available < validation.prompts:
+        text += f"; validation.prompts asks for {validation.prompts}, {num_heldout} are held out"
     if num_fitting < num_available:
         text += (
             f"; {num_available - num_fitting} of {num_available} prompts are left out, too long for "
-            f"{judge.max_tokens} more tokens in the target's context of {max_context}"
+            f"{validation.max_tokens} more tokens in the target's context of {max_context}"
         )
     return text
 
@@ -203,12 +205,12 @@ def metadata(
     }
 
 
-def judgement_line(row: dict[str, Any], num_worse: int = 0, patience: int | None = None) -> str:
-    """A row of ``judge.jsonl`` as a sentence.
+def validation_line(row: dict[str, Any], num_worse: int = 0, patience: int | None = None) -> str:
+    """A row of ``validation.jsonl`` as a sentence.
 
     Args:
         num_worse: validations since the best one.
-        patience: value of ``judge.patience``.
+        patience: value of ``validation.patience``.
     """
     # Accept lengths.
     lengths = _list_lengths(row["accept_length"])
@@ -242,8 +244,8 @@ def _list_lengths(lengths: dict[str, float]) -> str:
     return ", ".join(f"{shape}: {value:.3f}" for shape, value in lengths.items())
 
 
-def judgement_scalars(row: dict[str, Any]) -> dict[str, float]:
-    """Turn a row of ``judge.jsonl`` into scalars for a tracker."""
+def validation_scalars(row: dict[str, Any]) -> dict[str, float]:
+    """Turn a row of ``validation.jsonl`` into scalars for a tracker."""
     scalars: dict[str, float] = {}
     for group, prefix in (("decoded", ""), ("simulated", "simulated_")):
         for shape, length in row[f"{prefix}accept_length"].items():
@@ -263,11 +265,13 @@ def summary(run: RunCurves) -> str:
     # Time.
     total = sum(run.seconds.values())
     shares = ", ".join(f"{name} {value / total:.0%}" for name, value in run.seconds.items())
-    judging = format_seconds(sum(row["seconds"] for row in run.judged))
-    lines = [f"time    {format_seconds(total)} in {len(run.metrics)} steps: {shares}; judging {judging}"]
+    validation = format_seconds(sum(row["seconds"] for row in run.validations))
+    lines = [
+        f"time    {format_seconds(total)} in {len(run.metrics)} steps: {shares}; validation {validation}"
+    ]
 
     # The best head, and the report.
-    if run.judged:
+    if run.validations:
         shape = run.shapes[0]
         row, length = run.best(shape)
         best = run.path / "best"

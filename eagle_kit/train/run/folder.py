@@ -2,7 +2,7 @@
 
 run.yaml        resolved config, versions, commands
 metrics.jsonl   one row per optimiser step
-judge.jsonl     one row per validation
+validation.jsonl  one row per validation
 step-N/         a checkpoint: a draft that can be served, and the state of training in trainer/
 best/           the draft with the longest decoded accept length; it can be served
 .lock           exists while a trainer writes here
@@ -43,11 +43,11 @@ FREE_TO_CHANGE = (
     "training.save_every",
     "training.keep_last",
     "training.log_every",
-    "judge",
+    "validation",
     "tracking",
 )
 """Settings, or whole sections, that a resumed run may change. After the first validation, three settings of
-``judge`` are fixed, see :func:`measure`. Other packed sequences are refused whatever the settings are."""
+``validation`` are fixed, see :func:`measure`. Other packed sequences are refused in any case."""
 LOCK = ".lock"
 HALF_BEGUN = ".run.yaml.*.partial"
 """Pattern of a ``run.yaml`` whose writing was interrupted."""
@@ -60,7 +60,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metrics = JsonLines(self.path / "metrics.jsonl")
-        self.judgements = JsonLines(self.path / "judge.jsonl")
+        self.validations = JsonLines(self.path / "validation.jsonl")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -108,7 +108,7 @@ class RunFolder:
                 changed[key] = pair
 
         # Accept lengths must stay comparable with those that are there.
-        if self.judgements.rows():
+        if self.validations.rows():
             old = measure(flatten(before))
             new = measure(flatten(now))
             for key in old:
@@ -146,7 +146,7 @@ class RunFolder:
             self._tidy()
             self._write(run)
             self.metrics.truncate(step)
-            self.judgements.truncate(step)
+            self.validations.truncate(step)
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Complete checkpoints as (step, folder), oldest first."""
@@ -248,13 +248,13 @@ def measure(flat: dict[str, Any]) -> dict[str, Any]:
     Args:
         flat: flattened config.
     """
-    first_shape = flat.get("judge.shapes")
+    first_shape = flat.get("validation.shapes")
     if isinstance(first_shape, list) and first_shape:
         first_shape = first_shape[0]
     return {
-        "the first of judge.shapes": first_shape,
-        "judge.prompts": flat.get("judge.prompts"),
-        "judge.max_tokens": flat.get("judge.max_tokens"),
+        "the first of validation.shapes": first_shape,
+        "validation.prompts": flat.get("validation.prompts"),
+        "validation.max_tokens": flat.get("validation.max_tokens"),
     }
 
 

@@ -38,23 +38,23 @@ from eagle_kit.train.run.checkpoint import Checkpoint, TrainState, load_checkpoi
 from eagle_kit.train.run.curves import RunCurves
 from eagle_kit.train.run.describe import (
     describe,
-    describe_judge,
     describe_machine,
+    describe_validation,
     estimate_run,
-    judgement_line,
-    judgement_scalars,
     metadata,
     summary,
+    validation_line,
+    validation_scalars,
 )
 from eagle_kit.train.run.folder import RunFolder, flatten
 from eagle_kit.train.run.interrupt import FINISH_STEP, Interrupt
-from eagle_kit.train.run.judge import Judge, Judgement, choose_prompts
 from eagle_kit.train.run.new_head import check_steps, head_architecture, new_head
 from eagle_kit.train.run.progress import ProgressLine
 from eagle_kit.train.run.report import write_report
 from eagle_kit.train.run.setup import load_components, state_store
 from eagle_kit.train.run.step import Stepper, StepResult
 from eagle_kit.train.run.trackers import check_trackers, draws_report, start_trackers
+from eagle_kit.train.run.validation import ValidationResult, Validator, choose_prompts
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -179,7 +179,7 @@ class Trainer:
         target = self.components.target
         data = self.components.data
         context = target.config.max_position_embeddings
-        self.prompts = choose_prompts(data.heldout_prompts, config.judge, context)
+        self.prompts = choose_prompts(data.heldout_prompts, config.validation, context)
 
         # Head and counters: from the last checkpoint, or new.
         checkpoint = self._load_last_checkpoint() if options.resume else None
@@ -212,7 +212,7 @@ class Trainer:
         self.stop_at = schedule.total_steps
         if options.max_steps:
             self.stop_at = min(schedule.total_steps, options.max_steps)
-        self.judge: Judge | None = None
+        self.validator: Validator | None = None
 
     def run(self) -> Ending:
         """Print the estimate, then make optimiser steps until the end or a stop.
@@ -233,7 +233,7 @@ class Trainer:
         self._open_folder()
 
         # Train.
-        self.judge = self._make_judge()
+        self.validator = self._make_validator()
         try:
             with Interrupt(announce=self.accelerator.is_main_process) as interrupt:
                 stop = self._step_until_stopped(interrupt)
@@ -257,7 +257,7 @@ class Trainer:
         context = self.components.target.config.max_position_embeddings
         self._print(describe_machine(self.config, self.accelerator))
         self._print(describe(self.config, self.components, self.head.config))
-        self._print(describe_judge(self.config, num_heldout, len(self.prompts), context))
+        self._print(describe_validation(self.config, num_heldout, len(self.prompts), context))
         if self.options.resume:
             note = "" if self.folder.checkpoints() else " has no checkpoint yet:"
             self._print(f"resume  {self.folder.path}{note} from step {self.state.step} of {self.stop_at}")
@@ -295,7 +295,7 @@ class Trainer:
         state = self.state
         first = state.step
         total = self.stepper.schedule.total_steps
-        judge_every = self.config.judge.every
+        validate_every = self.config.validation.every
         stop = Stop(Ending.DONE, f"All {total} steps are done.")
         if self.stop_at < total:
             stop = Stop(Ending.MAX_STEPS, f"Step {self.stop_at} of {total} is done, where --max-steps stops.")
@@ -316,7 +316,7 @@ class Trainer:
 
                 # Validate, which may take minutes: a signal before or during it is answered accordingly.
                 is_last = state.step == total
-                if judge_every and (is_last or state.step % judge_every == 0):
+                if validate_every and (is_last or state.step % validate_every == 0):
                     if interrupt.requested:
                         line.say(f"The validation that is due after step {state.step} runs first.")
                     interrupt.promise = FINISH_VALIDATION
@@ -324,8 +324,8 @@ class Trainer:
                         out_of_patience = self._validate(line)
                     interrupt.promise = FINISH_STEP
                     if out_of_patience:
-                        patience = self.config.judge.patience
-                        message = f"No better accept length in {patience} judgements; stopped."
+                        patience = self.config.validation.patience
+                        message = f"No better accept length in {patience} validations; stopped."
                         stop = Stop(Ending.DONE, message)
                         break
 
@@ -372,28 +372,30 @@ class Trainer:
         """Decode the held-out prompts, and save the head as ``best/`` if its accept length is the longest.
 
         Returns:
-            True if ``judge.patience`` validations in a row brought no longer accept length.
+            True if ``validation.patience`` validations in a row brought no longer accept length.
         """
-        assert self.judge is not None
+        assert self.validator is not None
         started = time.perf_counter()
 
         # Decode. The engine sizes its pool by the free memory: the segment of the steps is released.
         whole = self.stepper.strategy.whole_head()
         target = self.components.target
         with reserved_again(self.accelerator.device):
-            mine = self.judge.judge(on_device(whole, target.embed_tokens.weight.device, target.lm_head))
+            mine = self.validator.validate(
+                on_device(whole, target.embed_tokens.weight.device, target.lm_head)
+            )
 
         # Sum over the processes. Processes that share the target have all decoded the same prompts.
         if self.components.cut is not None:
-            judgements = [mine]
+            validations = [mine]
         else:
-            judgements = gather_objects(self.accelerator, mine)
-        figures = Judgement.total(judgements).row()
+            validations = gather_objects(self.accelerator, mine)
+        figures = ValidationResult.total(validations).row()
 
         # Compare with the best head so far.
         state = self.state
         accept_lengths = figures["accept_length"]
-        accept_length = accept_lengths[self.config.judge.shapes[0]]
+        accept_length = accept_lengths[self.config.validation.shapes[0]]
         is_better = accept_length > state.best_accept_length
         if is_better:
             state.best_accept_length = accept_length
@@ -403,7 +405,7 @@ class Trainer:
             state.num_worse += 1
 
         # Record, and save the best head.
-        patience = self.config.judge.patience
+        patience = self.config.validation.patience
         if self.accelerator.is_main_process:
             row = {
                 "step": state.step,
@@ -413,9 +415,9 @@ class Trainer:
                 "seconds": round(time.perf_counter() - started, 1),
                 "best": is_better,
             }
-            self.folder.judgements.append(row)
-            self.accelerator.log(judgement_scalars(row), step=state.step)
-            line.say(judgement_line(row, state.num_worse, patience))
+            self.folder.validations.append(row)
+            self.accelerator.log(validation_scalars(row), step=state.step)
+            line.say(validation_line(row, state.num_worse, patience))
             if is_better:
                 save_draft(whole, self.folder.path / "best", metadata=self._metadata(accept_lengths))
         self._report(line.say)
@@ -496,13 +498,13 @@ class Trainer:
                 "Restore them, or start a new run with output_dir=FOLDER.",
             )
 
-    def _make_judge(self) -> Judge | None:
-        """The validation of this process, or None without ``judge.every``.
+    def _make_validator(self) -> Validator | None:
+        """The validation of this process, or None without ``validation.every``.
 
         Each process decodes its share of the prompts. Processes that share the target decode all prompts
         together.
         """
-        settings = self.config.judge
+        settings = self.config.validation
         if not settings.every:
             return None
 
@@ -519,7 +521,7 @@ class Trainer:
         data = self.components.data
         prompts = [data.heldout_prompts[i] for i in mine]
         categories = [data.groups[data.heldout_groups[i]] for i in mine]
-        return Judge(target, prompts, settings, categories)
+        return Validator(target, prompts, settings, categories)
 
     def _metadata(self, accept_lengths: dict[str, float] | None = None) -> dict[str, Any]:
         """Contents of ``eagle_kit.json`` beside the weights. Updates the peak memory in the state.
@@ -537,7 +539,7 @@ class Trainer:
         # Validations so far; rows of old runs have no "tokens".
         about["judged"] = [
             {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]}
-            for row in self.folder.judgements.rows()
+            for row in self.folder.validations.rows()
             if "tokens" in row
         ]
         if self.tokens_before:

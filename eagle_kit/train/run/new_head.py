@@ -53,14 +53,14 @@ def check_steps(config: TrainConfig, draft: HeadArchitecture) -> None:
         )
 
     # Validation.
-    if not config.judge.every:
+    if not config.validation.every:
         return
-    for name in config.judge.shapes:
+    for name in config.validation.shapes:
         shape = SpecShape.parse(name)
         if shape.topk > 1 or shape.steps > most:
             raise UserError(
-                f"judge.shapes has {name}, which is more than a chain of {most} steps, but {reason}.",
-                f"Set judge.shapes to {SpecShape(most, 1, most + 1)}.",
+                f"validation.shapes has {name}, which is more than a chain of {most} steps, but {reason}.",
+                f"Set validation.shapes to {SpecShape(most, 1, most + 1)}.",
             )
 
 

@@ -13,7 +13,7 @@ from eagle_kit.report.tables import Table
 from eagle_kit.train.run.curves import RunCurves, draw_comparison, draw_run
 from eagle_kit.train.run.progress import format_seconds
 
-LAST_JUDGEMENTS = 10
+LAST_VALIDATIONS = 10
 """Validations in the table of the report."""
 
 
@@ -52,7 +52,7 @@ def write_report(run: str | Path, folder: str | Path | None = None) -> Path:
     require_matplotlib()
     curves = RunCurves.read(run)
     pictures = [Picture(f"curves/{name}.png", png) for name, png in draw_run(curves).items()]
-    parts: list[Table | Picture | str] = [_facts(curves), *_by_group(curves), _judgements(curves), *pictures]
+    parts: list[Table | Picture | str] = [_facts(curves), *_by_group(curves), _validations(curves), *pictures]
     target = curves.path if folder is None else Path(folder)
     return write_page(target, curves.name, parts)
 
@@ -79,13 +79,15 @@ def compare_runs(
     if shape is None:
         first = next(iter(runs_of.values()))[0]
         if not first.shapes:
-            raise UserError(f"The run {first.path} was not judged.", "Train it with judge.every above 0.")
+            raise UserError(
+                f"The run {first.path} was not validated.", "Train it with validation.every above 0."
+            )
         shape = first.shapes[0]
     for runs in runs_of.values():
         for run in runs:
             if shape not in run.shapes:
                 raise UserError(
-                    f"The run {run.path} was not judged in the shape {shape}.",
+                    f"The run {run.path} was not validated in the shape {shape}.",
                     f"Choose one that all have; it has {', '.join(run.shapes) or 'none'}.",
                 )
 
@@ -145,14 +147,14 @@ def _facts(run: RunCurves) -> Table:
         "tokens": f"{run.tokens:,}",
         "rows with loss at step 0": f"{sum(row['supervised_tokens'] for row in run.metrics):,}",
         "time in steps": format_seconds(sum(run.seconds.values())),
-        "time in judgements": format_seconds(sum(row["seconds"] for row in run.judged)),
+        "time in validations": format_seconds(sum(row["seconds"] for row in run.validations)),
         "loss": f"{losses[-1]:.4f}" if losses else "never finite",
     }
     for shape in run.shapes:
         row, length = run.best(shape)
         facts[f"best accept length, {shape}"] = f"{length:.3f} at step {row['step']}"
-    if run.judged and run.judged[-1]["vocab_coverage"] is not None:
-        facts["target's own tokens the draft can say"] = f"{run.judged[-1]['vocab_coverage']:.2%}"
+    if run.validations and run.validations[-1]["vocab_coverage"] is not None:
+        facts["target's own tokens the draft can say"] = f"{run.validations[-1]['vocab_coverage']:.2%}"
     return Table(["", ""], [list(fact) for fact in facts.items()])
 
 
@@ -166,7 +168,7 @@ def _by_group(run: RunCurves) -> list[Table]:
 
     # Decoded: of the best validation, and of the last one.
     decoded: dict[str, list[str]] = {}
-    rows = [row for row in run.judged if "accept_length_of" in row]
+    rows = [row for row in run.validations if "accept_length_of" in row]
     if rows:
         last = rows[-1]
         best = next((row for row in reversed(rows) if row["best"]), last)
@@ -190,8 +192,8 @@ def _by_group(run: RunCurves) -> list[Table]:
         "steps with them",
         "in training, first tenth",
         "last tenth",
-        "decoded, best judgement",
-        "last judgement",
+        "decoded, best validation",
+        "last validation",
     )
     return [Table(head, lines)]
 
@@ -201,14 +203,14 @@ def _mean(lengths: Sequence[float]) -> str:
     return f"{statistics.fmean(lengths):.3f}" if lengths else ""
 
 
-def _judgements(run: RunCurves) -> Table | str:
+def _validations(run: RunCurves) -> Table | str:
     """Table of the last validations, and of the best one before them."""
-    if not run.judged:
-        return "Nothing was judged."
+    if not run.validations:
+        return "Nothing was validated."
     shapes = run.shapes
-    best_before = [row for row in run.judged[:-LAST_JUDGEMENTS] if row.get("best")][-1:]
+    best_before = [row for row in run.validations[:-LAST_VALIDATIONS] if row.get("best")][-1:]
     lines = []
-    for row in best_before + run.judged[-LAST_JUDGEMENTS:]:
+    for row in best_before + run.validations[-LAST_VALIDATIONS:]:
         # Step, accept length of every shape, and acceptance of the first shape by position.
         step = f"{row['step']} *" if row.get("best") else str(row["step"])
         lengths = []

@@ -118,7 +118,9 @@ def load_components(
 
     # A tensor-parallel target: the shard, with whole embedding and output layer.
     if runs_target and placement == "tensor-parallel":
-        cut = load_cut(folder, accelerator, dtype, "Set training.target_placement=fsdp and judge.every=0.")
+        cut = load_cut(
+            folder, accelerator, dtype, "Set training.target_placement=fsdp and validation.every=0."
+        )
         target = between_whole_ends(cut, folder)
         return TrainingComponents(target, folder, weights, tokenizer, data, cut)
 
@@ -126,8 +128,8 @@ def load_components(
     device = loading_device(placement, accelerator)
     target = load_target(folder, dtype=dtype, device=str(device), with_layers=runs_target)
     validation_cut = None
-    if runs_target and placement == "fsdp" and config.judge.every > 0:
-        validation_cut = load_cut(folder, accelerator, dtype, "Set judge.every=0.")
+    if runs_target and placement == "fsdp" and config.validation.every > 0:
+        validation_cut = load_cut(folder, accelerator, dtype, "Set validation.every=0.")
     return TrainingComponents(target, folder, weights, tokenizer, data, validation_cut)
 
 

@@ -524,7 +524,7 @@ def test_a_target_is_spread_before_it_is_captured(
     monkeypatch.setattr(
         placement, "spread_layers", lambda target, devices: (asked.append(devices), spread(target, devices))
     )
-    assert Store(make_run(judge={"every": 5})).capture("training.target_placement=auto") == 0
+    assert Store(make_run(validation={"every": 5})).capture("training.target_placement=auto") == 0
     assert asked == [[HERE]]
 
 

@@ -136,7 +136,7 @@ def best_chain(head, probs, root: int, steps: int) -> list[int]:
 @torch.no_grad()
 @pytest.mark.parametrize("name", HEADS)
 def test_every_chain_is_that_of_the_published_forward(pairs, tmp_path, name):
-    """After every verify, and as training's judge and diagnosis read the text."""
+    """After every verify, and as training's validation and diagnosis read the text."""
     (target, head), steps = pairs[name], 4
     request, text, made = rounds(pairs[name], tmp_path / "head", SpecShape(steps, 1, steps + 1))
     for length, draft, probs in made:

@@ -200,7 +200,7 @@ def test_speculators_config_has_what_vllm_reads_of_it(tmp_path):
     """``SpeculatorsConfig.validate_speculators_config`` and ``update_eagle3`` of vLLM."""
     config, _ = exported(tmp_path, eagle3(norm_before_residual=True), "speculators")
     method = config["speculators_config"]["proposal_methods"][0]
-    assert method["speculative_tokens"] == 3  # the steps that the judge decoded with
+    assert method["speculative_tokens"] == 3  # the steps that validation decoded with
     assert "name_or_path" in config["speculators_config"]["verifier"]
     assert config["speculators_model_type"] == config["speculators_config"]["algorithm"] == "eagle3"
     assert config["transformer_layer_config"]["model_type"] == "llama"

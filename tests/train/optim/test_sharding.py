@@ -23,12 +23,12 @@ TRAINING = {"ttt_length": 3, "learning_rate": 1e-3, "epochs": 20, "sequences_per
 NAMED = {
     "fsdp2": (
         "sharded-target=training.target_placement=fsdp training.cache_hidden_states=disk "
-        "judge.every=2 judge.max_tokens=6",
+        "validation.every=2 validation.max_tokens=6",
     ),
     "multi-gpu": (
         "accumulated=training.gradient_accumulation=1",
         "cut-target=training.target_placement=tensor-parallel training.cache_hidden_states=disk "
-        "judge.every=2 judge.max_tokens=6",
+        "validation.every=2 validation.max_tokens=6",
     ),
 }
 
@@ -162,13 +162,18 @@ def test_two_processes_train_the_head_of_one_and_resume_to_the_bit(make_run: Cal
         assert float(mine["step"]) == float(other["step"]) == 6
         torch.testing.assert_close(other["exp_avg"], mine["exp_avg"], rtol=1e-3, atol=1e-6)
 
-    judged = run.folder / "judged"
-    assert run("--max-steps", "2", "judge.every=2", "judge.max_tokens=6", f"output_dir={judged}") == 0
+    validated = run.folder / "judged"
+    assert (
+        run("--max-steps", "2", "validation.every=2", "validation.max_tokens=6", f"output_dir={validated}")
+        == 0
+    )
     for text in NAMED.get(strategy, ()):  # a large forward, or a shared target: the same figures
         folder = out / text.partition("=")[0]
         check_close(rows(folder), run.metrics()[:2])
-        if "judge.every" in text:  # decoded by both together
-            mine, other = (json.loads((each / "judge.jsonl").read_text()) for each in (judged, folder))
+        if "validation.every" in text:  # decoded by both together
+            mine, other = (
+                json.loads((each / "validation.jsonl").read_text()) for each in (validated, folder)
+            )
             assert other["num_different_replies"] == 0 and mine["num_verifies"] == other["num_verifies"]
             assert mine["accept_length"] == other["accept_length"]
             assert mine["vocab_coverage"] == other["vocab_coverage"]

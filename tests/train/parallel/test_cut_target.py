@@ -13,13 +13,13 @@ from tiny_mixtures import randomised, v3
 from tiny_run import make_target
 from transformers import AutoModelForCausalLM
 
-from eagle_kit.config.train import JudgeConfig
+from eagle_kit.config.train import ValidationConfig
 from eagle_kit.models.loading.loader import load_target
 from eagle_kit.objective.target_features import TargetFeatures, capture_features
 from eagle_kit.ops.attention.packed import document_spans
 from eagle_kit.train.parallel.placement import between_whole_ends, load_cut
-from eagle_kit.train.run.judge import Judge
 from eagle_kit.train.run.state_source import state_source
+from eagle_kit.train.run.validation import Validator
 
 LAYERS = (1, 2, 3)
 LENGTHS = ((37, 1, 20), (11, 50), (64,), (5, 5, 5, 5))
@@ -61,7 +61,7 @@ def make_hybrid(folder: Path) -> None:
         ("llama", 2),
         pytest.param("llama", 4, marks=pytest.mark.nightly),
         ("deepseek", 2),
-        pytest.param("hybrid", 2, marks=pytest.mark.nightly),  # is judged below
+        pytest.param("hybrid", 2, marks=pytest.mark.nightly),  # is validated below
     ],
 )
 def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
@@ -90,23 +90,23 @@ def test_every_process_has_the_states_of_its_row_from_its_part_of_the_weights(
 
 
 PROMPTS = [[(5 * i + 3 * j) % 270 for j in range(9 + 4 * i)] for i in range(3)]
-JUDGE = JudgeConfig(shapes=("3,1,4", "3,3,8"), max_tokens=12, batch_size=2)
+VALIDATION = ValidationConfig(shapes=("3,1,4", "3,3,8"), max_tokens=12, batch_size=2)
 
 
-def judge_cut(ranks: Any, folder: Path, head: Any) -> dict[str, Any]:
+def validate_cut(ranks: Any, folder: Path, head: Any) -> dict[str, Any]:
     process: Any = SimpleNamespace(
         process_index=ranks.rank, num_processes=ranks.size, device=torch.device("cpu")
     )
     cut = load_cut(folder, process, torch.float32, "")
     between_whole_ends(cut, folder)
-    judge = Judge(cut, PROMPTS, JUDGE)
-    return [judge.judge(head).row() for _ in range(2)][1] | {"replies": judge.replies}
+    validator = Validator(cut, PROMPTS, VALIDATION)
+    return [validator.validate(head).row() for _ in range(2)][1] | {"replies": validator.replies}
 
 
-def test_processes_judge_a_hybrid_together_as_one_alone(tmp_path: Path) -> None:
+def test_processes_validate_a_hybrid_together_as_one_alone(tmp_path: Path) -> None:
     make_hybrid(tmp_path)
     whole = load_target(tmp_path)
     head = tiny_head(whole, 200)
-    judge = Judge(whole, PROMPTS, JUDGE)
-    expected = judge.judge(head).row() | {"replies": judge.replies}
-    assert run_ranks(2, judge_cut, tmp_path, head) == [expected] * 2
+    validator = Validator(whole, PROMPTS, VALIDATION)
+    expected = validator.validate(head).row() | {"replies": validator.replies}
+    assert run_ranks(2, validate_cut, tmp_path, head) == [expected] * 2

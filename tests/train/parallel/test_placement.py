@@ -75,7 +75,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         loading_device("cuda:99", accelerator)
 
 
-def test_judging_with_a_target_on_several_devices_is_refused(
+def test_validating_with_a_target_on_several_devices_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from eagle_kit.train.parallel import placement
@@ -83,7 +83,7 @@ def test_judging_with_a_target_on_several_devices_is_refused(
     monkeypatch.setattr(placement, "visible_devices", lambda _: [torch.device("cpu"), torch.device("meta")])
     accelerator: Any = SimpleNamespace(num_processes=1, device=torch.device("cpu"))
     config: Any = SimpleNamespace(
-        training=SimpleNamespace(target_placement="auto"), judge=SimpleNamespace(every=5)
+        training=SimpleNamespace(target_placement="auto"), validation=SimpleNamespace(every=5)
     )
     with pytest.raises(UserError, match="spreads the target over 2 devices"):
         place_target(load_target(make_target(tmp_path / "target")), config, accelerator)
@@ -101,8 +101,10 @@ def test_sharing_the_target_is_refused_where_it_cannot_be(
     assert not run.output.exists()
 
 
-def test_a_target_on_the_cpu_and_checkpointed_steps_train_and_judge_the_same_head(make_run: Callable) -> None:
-    run = make_run(judge={"every": 2, "max_tokens": 4})
+def test_a_target_on_the_cpu_and_checkpointed_steps_train_and_validate_the_same_head(
+    make_run: Callable,
+) -> None:
+    run = make_run(validation={"every": 2, "max_tokens": 4})
     assert run("--max-steps", "2") == 0
     elsewhere = ("training.target_placement=cpu", "training.gradient_checkpointing=steps")
     assert run("--max-steps", "2", f"output_dir={run.folder / 'other'}", *elsewhere) == 0

@@ -33,7 +33,7 @@ def test_a_run_goes_on_with_another_number_of_machines_or_says_why_not(
     make_run: Callable, launcher: Launcher
 ) -> None:
     """Four processes on two machines, then two on one, then one: the losses of one process all the way."""
-    run = make_run(training=TRAINING, judge={"every": 2, "max_tokens": 6})
+    run = make_run(training=TRAINING, validation={"every": 2, "max_tokens": 6})
     torch.set_num_threads(1)
     assert run("--max-steps", "6") == 0
     moved = f"output_dir={run.folder / 'moved'}"
@@ -47,14 +47,14 @@ def test_a_run_goes_on_with_another_number_of_machines_or_says_why_not(
     run_nodes(1, 2, *command, launcher=launcher)
     assert run("--resume", "--max-steps", "6", moved) == 0
     check_close(run.metrics("moved"), run.metrics())
-    judged = [
-        [json.loads(line) for line in (run.folder / name / "judge.jsonl").read_text().splitlines()]
+    validated = [
+        [json.loads(line) for line in (run.folder / name / "validation.jsonl").read_text().splitlines()]
         for name in ("run", "moved")
     ]
-    assert [row["num_verifies"].keys() for row in judged[0]] == [
-        row["num_verifies"].keys() for row in judged[1]
+    assert [row["num_verifies"].keys() for row in validated[0]] == [
+        row["num_verifies"].keys() for row in validated[1]
     ]
-    for mine, other in zip(*judged, strict=True):
+    for mine, other in zip(*validated, strict=True):
         assert mine["num_different_replies"] == other["num_different_replies"] == 0
         assert mine["accept_length"] == pytest.approx(other["accept_length"], rel=0.05)
 
@@ -127,7 +127,7 @@ def test_machines_write_a_store_together_and_learn_from_it(make_run: Callable, t
 
 @pytest.mark.nightly
 def test_machines_share_a_target_that_is_cut_over_all_their_processes(make_run: Callable) -> None:
-    run = make_run(training=TRAINING, judge={"every": 2, "max_tokens": 6})
+    run = make_run(training=TRAINING, validation={"every": 2, "max_tokens": 6})
     cut = (
         "training.target_placement=tensor-parallel",
         f"output_dir={run.folder / 'cut'}",
@@ -138,7 +138,8 @@ def test_machines_share_a_target_that_is_cut_over_all_their_processes(make_run: 
     assert run("--max-steps", "2") == 0
     check_close(run.metrics("cut"), run.metrics())
     counted = [
-        json.loads((run.folder / name / "judge.jsonl").read_text())["num_verifies"] for name in ("run", "cut")
+        json.loads((run.folder / name / "validation.jsonl").read_text())["num_verifies"]
+        for name in ("run", "cut")
     ]
     assert counted[0] == counted[1]
 

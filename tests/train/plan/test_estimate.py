@@ -43,13 +43,13 @@ TARGET = TargetConfig(
 WORK = Workload(tokens=128, rows=70, steps=4, mean_context=40)
 
 
-def estimate(num_captures: int = 0, store: str | None = None, judge: int = 200, **training: object):
+def estimate(num_captures: int = 0, store: str | None = None, validation: int = 200, **training: object):
     config = TrainConfig(
         target="t",
         output_dir="o",
         data=DataConfig(source="c.jsonl", store=store, max_length=128),
         training=training,
-        judge={"every": judge},
+        validation={"every": validation},
     )
     session = Session(
         work=WORK,
@@ -266,18 +266,18 @@ def test_a_target_counts_as_far_as_it_is_held():
     """From a store nothing is held but what the head reads; sharded, that is whole all the same."""
     ends, rows, whole = 4 * 331 * 48, 4 * 64 * 48, 4 * num_weights(TARGET)[1]
     assert estimate().memory["target"] == whole + rows
-    assert estimate(store="states", judge=0).memory["target"] == ends + rows
-    assert estimate(store="states").memory["target"] == whole + rows, "the judge runs it"
-    sharded = estimate(judge=0, target_placement="fsdp").memory["target"]
+    assert estimate(store="states", validation=0).memory["target"] == ends + rows
+    assert estimate(store="states").memory["target"] == whole + rows, "validation runs it"
+    sharded = estimate(validation=0, target_placement="fsdp").memory["target"]
     gathered = 2 * (whole - ends) / TARGET.num_layers
     assert sharded == pytest.approx(ends + rows + (whole - ends) / 2 + gathered)
-    cut = estimate(judge=0, target_placement="tensor-parallel").memory["target"]
+    cut = estimate(validation=0, target_placement="tensor-parallel").memory["target"]
     assert cut == pytest.approx(sharded - gathered)
 
 
-def test_judging_and_training_take_turns() -> None:
-    judged, plain = estimate(), estimate(judge=0)
-    assert "judge" in judged.memory and "judge" not in plain.memory
+def test_validating_and_training_take_turns() -> None:
+    validated, plain = estimate(), estimate(validation=0)
+    assert "validation" in validated.memory and "validation" not in plain.memory
     training = plain.memory["states and activations"] + plain.memory["teacher and logits"]
-    assert judged.peak == pytest.approx(plain.peak + max(0.0, judged.memory["judge"] - training))
+    assert validated.peak == pytest.approx(plain.peak + max(0.0, validated.memory["validation"] - training))
     assert plain.peak == pytest.approx(sum(plain.memory.values()))

@@ -127,7 +127,7 @@ def test_memory_of_an_8b_target_is_what_its_parts_add_up_to() -> None:
 
 def test_arithmetic_is_what_torch_counts() -> None:
     """Our targets on the meta device under torch's counter, attention aside, and the plan's speed from it."""
-    planner = planner_of("qwen3-0.6b-eagle3", "h100-80g", "judge.every=0")
+    planner = planner_of("qwen3-0.6b-eagle3", "h100-80g", "validation.every=0")
     with torch.device("meta"):
         model = LlamaModel(planner.costs.target)
         model.rope.inv_freq = torch.empty(planner.costs.target.rope_dim // 2, device="meta")
@@ -172,8 +172,8 @@ def test_a_report_has_the_figures_of_its_placements() -> None:
     runtime = next(line for line in memory if line[0] == "runtime")
     assert runtime[1:] == [f"{each.memory['runtime'] / 1e9:.1f}" for each in (one, eight)]
     assert memory[-1] == ["peak", f"{one.peak / 1e9:.1f}", f"{eight.peak / 1e9:.1f}"]
-    judge = next(line for line in memory if line[0] == "judge")
-    assert judge[1:] == [f"{each.memory['judge'] / 1e9:.1f}" for each in (one, eight)]
+    validation = next(line for line in memory if line[0] == "validation")
+    assert validation[1:] == [f"{each.memory['validation'] / 1e9:.1f}" for each in (one, eight)]
 
     # Time, disk and days.
     assert f"{one.seconds_per_step:.2f} s a step, {one.tokens_per_day / 1e6:.0f} M tokens a day" in text

@@ -55,7 +55,7 @@ RECIPES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_halves_equal_the_whole_to_the_bit(make_run: Callable, recipe: str) -> None:
-    run = make_run(training=RECIPES[recipe], judge={"every": 5, "max_tokens": 6})
+    run = make_run(training=RECIPES[recipe], validation={"every": 5, "max_tokens": 6})
     halves = run.folder / "halves"
     assert run("--max-steps", "14") == 0
     assert run("--max-steps", "7", f"output_dir={halves}") == 0
@@ -69,9 +69,10 @@ def test_two_halves_equal_the_whole_to_the_bit(make_run: Callable, recipe: str) 
         assert same(*raw)
 
 
-def test_what_is_saved_and_judged_is_the_average(make_run: Callable) -> None:
+def test_what_is_saved_and_validated_is_the_average(make_run: Callable) -> None:
     run = make_run(
-        training={"ema_decay": 0.5, "save_every": 1, "keep_last": 99}, judge={"every": 6, "max_tokens": 6}
+        training={"ema_decay": 0.5, "save_every": 1, "keep_last": 99},
+        validation={"every": 6, "max_tokens": 6},
     )
     assert run("--max-steps", "6") == 0
 
@@ -91,7 +92,7 @@ def test_what_is_saved_and_judged_is_the_average(make_run: Callable) -> None:
 
 
 def test_an_average_does_not_change_what_is_trained(make_run: Callable) -> None:
-    run = make_run(judge={"every": 2, "max_tokens": 6})
+    run = make_run(validation={"every": 2, "max_tokens": 6})
     assert run("--max-steps", "5") == 0
     averaged = run.folder / "averaged"
     assert run("--max-steps", "5", "training.ema_decay=0.9", f"output_dir={averaged}") == 0
@@ -181,7 +182,7 @@ def test_the_published_recipe_is_a_config() -> None:
         ("training.ema_decay=1.0", "ema_decay"),
         ("training={warmup_steps: 9, warmup_ratio: 0.1}", "warmup_ratio is 0.1, but warmup_steps is set too"),
         ("training={ttt_length: 2, step_weights: [1, 1], step_decay: 0.5}", "step_decay is 0.5"),
-        ("judge={every: 0, patience: 3}", "patience is 3, but nothing is judged"),
+        ("validation={every: 0, patience: 3}", "patience is 3, but nothing is validated"),
     ],
 )
 def test_settings_without_effect_are_refused(tmp_path: Path, override: str, named: str) -> None:
@@ -197,15 +198,16 @@ def test_settings_without_effect_are_refused(tmp_path: Path, override: str, name
         ["training.warmup_steps=null", "training.warmup_ratio=0.1"],
         ["training.schedule=constant"],
         ["training.epochs=3"],
-        ["judge.every=0"],
+        ["validation.every=0"],
         ["training.ttt_length=2", "training.step_weights=[1, 1]"],
     ],
 )
 def test_a_file_with_everything_set_can_be_overridden(tmp_path: Path, overrides: list[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
-        "target: t\noutput_dir: o\ndata: {source: chats.jsonl}\njudge: {every: 9, prompts: 5}\ntraining: "
-        "{warmup_steps: 9, min_learning_rate_ratio: 0.03, epochs: 2, max_steps: 99, step_decay: 0.8}\n"
+        "target: t\noutput_dir: o\ndata: {source: chats.jsonl}\nvalidation: {every: 9, prompts: 5}\n"
+        "training: {warmup_steps: 9, min_learning_rate_ratio: 0.03, epochs: 2, max_steps: 99, "
+        "step_decay: 0.8}\n"
     )
     config = load_config(TrainConfig, path, overrides).model_dump()
     for override in overrides:

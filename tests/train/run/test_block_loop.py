@@ -1,4 +1,4 @@
-"""Runs that train a DFlash and a DSpark head: learn, judge, export, serve; and what they refuse."""
+"""Runs that train a DFlash and a DSpark head: learn, validate, export, serve; and what they refuse."""
 
 import json
 
@@ -21,12 +21,19 @@ from eagle_kit.train.__main__ import main as train
 HEAD = "head={kind: dflash, num_layers: 2, block_size: 4}"
 DSPARK = "head={kind: dspark, num_layers: 2, block_size: 3, markov_rank: 8}"
 CHAIN = ["training.ttt_length=3", "training.num_anchors=6"]
-JUDGE = "judge={every: 4, prompts: 2, max_tokens: 8, shapes: ['3,1,4']}"
+VALIDATION = "validation={every: 4, prompts: 2, max_tokens: 8, shapes: ['3,1,4']}"
 
 
 @pytest.mark.parametrize(("head", "method"), [(HEAD, "dflash"), (DSPARK, "dspark")])
-def test_a_run_is_trained_judged_exported_and_served(tmp_path, head, method):
-    words = [str(make_config(tmp_path)), head, *CHAIN, JUDGE, "training.max_steps=8", "training.save_every=8"]
+def test_a_run_is_trained_validated_exported_and_served(tmp_path, head, method):
+    words = [
+        str(make_config(tmp_path)),
+        head,
+        *CHAIN,
+        VALIDATION,
+        "training.max_steps=8",
+        "training.save_every=8",
+    ]
     assert train([*words, "--dry-run"]) == 0
     assert train([*words, "training.learning_rate=0.01"]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -79,7 +86,7 @@ def test_confidence_is_learned_where_there_is_a_head_for_it(settings, weight, re
 def test_a_head_with_a_vocabulary_of_its_own_is_trained_on_the_text_and_gone_on_from(tmp_path):
     config = str(make_config(tmp_path))
     head = "head={kind: dflash, num_layers: 1, block_size: 4, draft_vocab_size: 60}"
-    words = [*CHAIN, JUDGE, "training.save_every=8", "training.max_steps=8"]
+    words = [*CHAIN, VALIDATION, "training.save_every=8", "training.max_steps=8"]
     first = [config, head, *words, "training.loss=hard-ce", "training.learning_rate=0.01"]
     assert train(first) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -104,7 +111,7 @@ def test_a_head_with_a_vocabulary_of_its_own_is_trained_on_the_text_and_gone_on_
     ("words", "message"),
     [
         (["training.ttt_length=4"], "a block drafts 3 tokens"),
-        ([*CHAIN, "judge={every: 4, shapes: ['3,2,6']}"], "judge.shapes has 3,2,6"),
+        ([*CHAIN, "validation={every: 4, shapes: ['3,2,6']}"], "validation.shapes has 3,2,6"),
         ([*CHAIN, "head.mask_token_id=100000"], "head.mask_token_id is 100000"),
         ([*CHAIN, "head.fc_norm=true"], "head.fc_norm has no meaning"),
         ([*CHAIN, "head.markov_rank=8"], "head.markov_rank has no meaning"),

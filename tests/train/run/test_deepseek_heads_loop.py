@@ -1,4 +1,4 @@
-"""Runs that train heads of a tiny DeepSeek: learn, judge, resume, export, serve; and what they refuse."""
+"""Runs that train heads of a tiny DeepSeek: learn, validate, resume, export, serve; and what they refuse."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ HEADS = {
     "mtp x 2": {"kind": "mtp", "num_modules": 2},
 }
 STEPS = {"ttt_length": 2, "sequences_per_step": 2, "save_every": 4}
-JUDGE = {"every": 4, "prompts": 2, "max_tokens": 8, "shapes": ["2,1,3"]}
+VALIDATION = {"every": 4, "prompts": 2, "max_tokens": 8, "shapes": ["2,1,3"]}
 
 
 def nightly(kind):
@@ -54,15 +54,15 @@ def deepseek_run(make_run, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [nightly("eagle3"), "eagle3-mla", nightly("mtp"), "mtp x 2"])
-def test_a_head_learns_is_judged_resumed_exported_and_served(deepseek_run, tmp_path, kind):
-    run = deepseek_run(head=HEADS[kind], training={**STEPS, "learning_rate": 0.01}, judge=JUDGE)
+def test_a_head_learns_is_validated_resumed_exported_and_served(deepseek_run, tmp_path, kind):
+    run = deepseek_run(head=HEADS[kind], training={**STEPS, "learning_rate": 0.01}, validation=VALIDATION)
     assert run("--max-steps", "8") == 0
     rows = run.metrics()
     assert rows[7]["loss"] < rows[0]["loss"], "it does not learn"
-    judged = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in judged] == [4, 8]
-    assert all(row["num_different_replies"] == 0 for row in judged)
-    assert all(row["accept_length"] == row["simulated_accept_length"] for row in judged)
+    validated = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in validated] == [4, 8]
+    assert all(row["num_different_replies"] == 0 for row in validated)
+    assert all(row["accept_length"] == row["simulated_accept_length"] for row in validated)
     whole = load_file(run.output / "step-8" / "model.safetensors")
 
     shutil.rmtree(run.output / "step-8")
@@ -127,8 +127,8 @@ def test_gate_biases_are_left_alone(deepseek_run, tmp_path):
     ("sections", "cause"),
     [
         ({"head": {"kind": "mtp"}, "training": {**STEPS, "ttt_length": 3}}, "each of the 2 modules"),
-        ({"judge": {**JUDGE, "shapes": ["3,1,4"]}}, "more than a chain of 2 steps"),
-        ({"judge": {**JUDGE, "shapes": ["2,2,4"]}}, "more than a chain of 2 steps"),
+        ({"validation": {**VALIDATION, "shapes": ["3,1,4"]}}, "more than a chain of 2 steps"),
+        ({"validation": {**VALIDATION, "shapes": ["2,2,4"]}}, "more than a chain of 2 steps"),
         (
             {
                 "head": {"kind": "mtp", "num_modules": 3, "init": "checkpoint"},
@@ -237,8 +237,8 @@ def test_modules_that_a_curriculum_has_not_come_to_have_gradients_of_zeros(deeps
     assert head.layers[0].eh_proj.weight.grad.any()
 
 
-def test_a_resumed_run_may_not_be_judged_by_longer_chains_than_it_has_modules(deepseek_run, capsys):
+def test_a_resumed_run_may_not_be_validated_by_longer_chains_than_it_has_modules(deepseek_run, capsys):
     run = deepseek_run(head={"kind": "mtp", "num_modules": 2})
     assert run("--max-steps", "1") == 0
-    assert run("--resume", "judge.every=2", "judge.shapes=['3,1,4']") == 2
+    assert run("--resume", "validation.every=2", "validation.shapes=['3,1,4']") == 2
     assert "a chain of 2 steps" in capsys.readouterr().err

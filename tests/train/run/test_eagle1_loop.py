@@ -1,4 +1,4 @@
-"""Runs that train EAGLE-1 heads: learn, judge, resume, export, serve; and what they refuse."""
+"""Runs that train EAGLE-1 heads: learn, validate, resume, export, serve; and what they refuse."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ HASS = {
     "detach_steps": True,
     "regression": {"topk_weight": 1.0, "topk": 10},
 }
-JUDGE = {"every": 4, "prompts": 2, "max_tokens": 8, "shapes": ["3,1,4", "3,2,6"]}
+VALIDATION = {"every": 4, "prompts": 2, "max_tokens": 8, "shapes": ["3,1,4", "3,2,6"]}
 
 
 @pytest.fixture
@@ -53,18 +53,18 @@ def eagle1_run(make_run):
     ("recipe", "bias"),
     [pytest.param(EAGLE, True, id="eagle", marks=pytest.mark.nightly), pytest.param(HASS, False, id="hass")],
 )
-def test_a_head_learns_is_judged_resumed_exported_and_served(eagle1_run, tmp_path, capsys, recipe, bias):
-    run = eagle1_run({"fc_bias": bias, "intermediate_size": 80}, training=recipe, judge=JUDGE)
+def test_a_head_learns_is_validated_resumed_exported_and_served(eagle1_run, tmp_path, capsys, recipe, bias):
+    run = eagle1_run({"fc_bias": bias, "intermediate_size": 80}, training=recipe, validation=VALIDATION)
     assert run("--max-steps", "8") == 0
     said = capsys.readouterr().out
     assert "its final states feed the head" in said and "300 of 300 cover 100.00%" in said
     rows = run.metrics()
     assert rows[7]["loss"] < rows[0]["loss"], "it does not learn"
     assert rows[7]["learned_per_step"] == [1.0] * recipe["ttt_length"]
-    judged = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in judged] == [4, 8]
-    assert all(row["num_different_replies"] == 0 for row in judged)
-    assert all(row["accept_length"]["3,1,4"] == row["simulated_accept_length"]["3,1,4"] for row in judged)
+    validated = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in validated] == [4, 8]
+    assert all(row["num_different_replies"] == 0 for row in validated)
+    assert all(row["accept_length"]["3,1,4"] == row["simulated_accept_length"]["3,1,4"] for row in validated)
     whole = load_file(run.output / "step-8" / "model.safetensors")
     names = {"fc.weight", "layers.0.post_attention_layernorm.weight", *({"fc.bias"} if bias else ())}
     names |= {f"layers.0.self_attn.{n}_proj.weight" for n in "qkvo"}

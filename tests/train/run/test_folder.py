@@ -103,12 +103,12 @@ FREE: dict[str, Any] = {
     "training.save_every": 7,
     "training.keep_last": 7,
     "training.log_every": 7,
-    "judge.every": 7,
-    "judge.prompts": 7,
-    "judge.max_tokens": 7,
-    "judge.shapes": ["2,1,3"],
-    "judge.batch_size": 7,
-    "judge.patience": 7,
+    "validation.every": 7,
+    "validation.prompts": 7,
+    "validation.max_tokens": 7,
+    "validation.shapes": ["2,1,3"],
+    "validation.batch_size": 7,
+    "validation.patience": 7,
     "tracking.wandb": "offline",
     "tracking.project": "mine",
     "tracking.entity": "us",
@@ -118,8 +118,8 @@ FREE: dict[str, Any] = {
     "tracking.tensorboard": True,
     "tracking.report": False,
 }
-"""The same for every setting that docs/training.md lets a resumed run change; the judge's before the first
-judgement."""
+"""The same for every setting that docs/training.md lets a resumed run change; validation's before the first
+validation."""
 NEEDED: dict[str, dict[str, Any]] = {
     "training.lk_eta": {"training.loss": "lk-hybrid"},
     "training.muon_momentum": {"training.optimizer": "muon"},
@@ -233,10 +233,10 @@ def test_run_yaml_notes_every_resume_and_has_the_newest_settings(tmp_path: Path)
     for step in (3, 5):
         for row in range(1, 8):
             run.metrics.append({"step": row})
-            run.judgements.append({"step": row})
+            run.validations.append({"step": row})
         run.resume(config_with({"training.save_every": step}), f"command {step}", step)
         rows = [row["step"] for row in run.metrics.rows()]
-        assert rows == [row["step"] for row in run.judgements.rows()] and max(rows) == step
+        assert rows == [row["step"] for row in run.validations.rows()] and max(rows) == step
     saved = yaml.safe_load((tmp_path / "run" / "run.yaml").read_text())
     assert saved["command"] == "eagle-kit train c.yaml" and saved["config"]["training"]["save_every"] == 5
     assert [(each["step"], each["command"]) for each in saved["resumed"]] == [

@@ -54,7 +54,7 @@ def test_a_killed_run_resumes_to_the_bit(
         assert run.metrics(name) == run.metrics(), name
         assert files(folder / "step-7") == whole, name
         left = {path.name for path in folder.iterdir()}
-        assert left == {"run.yaml", "metrics.jsonl", "judge.jsonl", "step-7"}, name
+        assert left == {"run.yaml", "metrics.jsonl", "validation.jsonl", "step-7"}, name
 
 
 def files(checkpoint: Path) -> dict[str, bytes]:

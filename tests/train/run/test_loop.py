@@ -11,18 +11,18 @@ import pytest
 import torch
 import yaml
 
-from eagle_kit.config.train import JudgeConfig
+from eagle_kit.config.train import ValidationConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.drafts.files.draft import load_draft
 from eagle_kit.engine.llm import LLM
-from eagle_kit.train.run.judge import choose_prompts
+from eagle_kit.train.run.validation import choose_prompts
 
 
-def test_bfloat16_learns_judges_and_resumes_as_fp32_does(make_run: Callable) -> None:
+def test_bfloat16_learns_validates_and_resumes_as_fp32_does(make_run: Callable) -> None:
     run = make_run()
     assert run("--max-steps", "10") == 0
-    half = make_run(training={"precision": "bfloat16"}, judge={"every": 10})
+    half = make_run(training={"precision": "bfloat16"}, validation={"every": 10})
     elsewhere = f"output_dir={run.folder / 'half'}"
     assert half("--max-steps", "5", elsewhere) == 0
     assert half("--resume", "--max-steps", "10", elsewhere) == 0
@@ -57,17 +57,17 @@ def test_loss_per_step_is_the_mean_over_the_rows_that_carry_loss(make_run: Calla
 def test_run_folder_holds_config_metrics_checkpoints_and_best(session_run: Callable) -> None:
     run = session_run("judged")
     names = {path.name for path in run.output.iterdir()}
-    assert {"run.yaml", "metrics.jsonl", "judge.jsonl", "best", "step-4", "step-6"} <= names
+    assert {"run.yaml", "metrics.jsonl", "validation.jsonl", "best", "step-4", "step-6"} <= names
     assert "step-2" not in names and not any("partial" in name for name in names)
     saved = yaml.safe_load((run.output / "run.yaml").read_text())
     assert saved["config"]["training"]["save_every"] == 2
     assert "--max-steps 6" in saved["command"] and "torch" in saved["versions"]
 
 
-def test_a_session_that_max_steps_ends_judges_when_the_run_in_one_go_would(make_run: Callable) -> None:
-    run = make_run(judge={"every": 4, "prompts": 1, "max_tokens": 4})
+def test_a_session_that_max_steps_ends_validates_when_the_run_in_one_go_would(make_run: Callable) -> None:
+    run = make_run(validation={"every": 4, "prompts": 1, "max_tokens": 4})
     assert run("--max-steps", "5") == 0
-    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [4]
 
 
@@ -84,42 +84,42 @@ def test_best_is_the_checkpoint_with_the_longest_decoded_accept_length(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from eagle_kit.core.stats import SpecStats
-    from eagle_kit.train.run import judge
+    from eagle_kit.train.run import validation
 
     scripted = iter((12, 19, 15, 17))
 
-    def judged(self: judge.Judge, head: object) -> judge.Judgement:
-        return judge.Judgement({"3,1,4": SpecStats(10, next(scripted))}, {}, 0)
+    def validated(self: validation.Validator, head: object) -> validation.ValidationResult:
+        return validation.ValidationResult({"3,1,4": SpecStats(10, next(scripted))}, {}, 0)
 
-    monkeypatch.setattr(judge.Judge, "judge", judged)
-    run = make_run(judge={"every": 2}, training={"save_every": 2, "keep_last": 9})
+    monkeypatch.setattr(validation.Validator, "validate", validated)
+    run = make_run(validation={"every": 2}, training={"save_every": 2, "keep_last": 9})
     assert run("--max-steps", "8") == 0
     best, fourth = load_draft(run.output / "best"), load_draft(run.output / "step-4")
     assert torch.equal(best.fc.weight, fourth.fc.weight)
-    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
     assert [row["best"] for row in rows] == [True, True, False, False]
     metadata = json.loads((run.output / "best" / "eagle_kit.json").read_text())
     assert metadata["step"] == 4 and metadata["accept_length"] == {"3,1,4": 1.9}
 
 
-def test_patience_ends_the_run_after_worse_judgements_in_a_row(
+def test_patience_ends_the_run_after_worse_validations_in_a_row(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A better one begins the count anew; an equal one is not better."""
     from eagle_kit.core.stats import SpecStats
-    from eagle_kit.train.run import judge
+    from eagle_kit.train.run import validation
 
     scripted = iter((11, 11, 13, 12, 13))
     monkeypatch.setattr(
-        judge.Judge,
-        "judge",
-        lambda self, head: judge.Judgement({"3,1,4": SpecStats(10, next(scripted))}, {}, 0),
+        validation.Validator,
+        "validate",
+        lambda self, head: validation.ValidationResult({"3,1,4": SpecStats(10, next(scripted))}, {}, 0),
     )
-    run = make_run(judge={"every": 1, "patience": 2})
+    run = make_run(validation={"every": 1, "patience": 2})
     assert run("--max-steps", "3") == 0
     assert run("--resume") == 0
     assert len(run.metrics()) == 5
-    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
     assert [row["best"] for row in rows] == [True, False, True, False, False]
     state = json.loads((run.output / "step-5" / "trainer" / "state.json").read_text())
     assert (state["best_step"], state["best_accept_length"], state["num_worse"]) == (3, 1.3, 2)
@@ -188,10 +188,10 @@ def test_a_dry_run_with_cached_states_counts_their_capture_and_makes_none(
     assert "for the states of 2 rows" in capsys.readouterr().out.rpartition("head")[2]
 
 
-def test_prompts_that_do_not_fit_the_judge_s_context_are_counted(
+def test_prompts_that_do_not_fit_the_validate_s_context_are_counted(
     make_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run(judge={"every": 1, "prompts": 9})
+    run = make_run(validation={"every": 1, "prompts": 9})
     target = json.loads((run.folder / "target" / "config.json").read_text())
     longest = "The " + "very " * 9 + "end."
     messages = [{"role": "user", "content": longest}, {"role": "assistant", "content": "Yes."}]
@@ -201,9 +201,9 @@ def test_prompts_that_do_not_fit_the_judge_s_context_are_counted(
     (run.folder / "target" / "config.json").write_text(json.dumps(target))
     assert run("--max-steps", "1") == 0
     out = capsys.readouterr().out
-    assert "judge   every 1 steps: 5 prompts, 12 tokens each" in out
-    assert "judge.prompts asks for 9, 6 are held out" in out and "1 of 6 prompts are left out" in out
-    assert run("--max-steps", "1", "judge.max_tokens=400", f"output_dir={run.folder / 'none'}") == 2
+    assert "eval    every 1 steps: 5 prompts, 12 tokens each" in out
+    assert "validation.prompts asks for 9, 6 are held out" in out and "1 of 6 prompts are left out" in out
+    assert run("--max-steps", "1", "validation.max_tokens=400", f"output_dir={run.folder / 'none'}") == 2
     assert "No held-out prompt has room for 400" in capsys.readouterr().err
 
 
@@ -227,10 +227,10 @@ def test_no_steps_at_all_are_refused(
 
 
 def test_prompts_are_the_first_that_have_room_for_a_reply() -> None:
-    config = JudgeConfig(every=1, prompts=3, max_tokens=8)
+    config = ValidationConfig(every=1, prompts=3, max_tokens=8)
     heldout = [[1] * length for length in (12, 13, 4, 5)]
     assert choose_prompts(heldout, config, 20) == [0, 2], "of the first three, up to 20 - 8 tokens"
-    assert choose_prompts(heldout, JudgeConfig(every=0), 20) == []
+    assert choose_prompts(heldout, ValidationConfig(every=0), 20) == []
     with pytest.raises(UserError, match="no prompts are held out"):
         choose_prompts([], config, 20)
     with pytest.raises(UserError, match="has room for 8 more tokens in a context of 11"):
@@ -371,7 +371,7 @@ def test_a_resumed_run_is_the_same_run_of_wandb(make_run: Callable, monkeypatch:
         (["training.sequences_per_step=6", "training.gradient_accumulation=4"], "gradient_accumulation"),
         (["head.aux_layer_ids=[1, 2, 9]"], "aux_layer_ids"),
         (["head.draft_vocab_size=5000"], "5000"),
-        (["data.eval_conversations=0", "judge.every=2"], "eval_conversations"),
+        (["data.eval_conversations=0", "validation.every=2"], "eval_conversations"),
         (["target=/nowhere/at/all"], "/nowhere/at/all"),
         (["data.source=missing.jsonl"], "missing.jsonl"),
     ],

@@ -1,4 +1,4 @@
-"""A run of two sources: drawn as its account says, resumed to the bit, judged by category."""
+"""A run of two sources: drawn as its account says, resumed to the bit, validated by category."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from eagle_kit.train.__main__ import main
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """A config whose second source, of two categories, begins half-way."""
-    path = make_config(tmp_path, judge={"every": 8})
+    path = make_config(tmp_path, validation={"every": 8})
     own = make_conversations(tmp_path / "own.jsonl", count=12, seed=1)
     lines = [json.loads(line) for line in own.read_text().splitlines()]
     found = [{**line, "category": ("long", "short")[i // 2 % 2]} for i, line in enumerate(lines)]
@@ -37,16 +37,16 @@ def test_a_run_draws_its_sources_in_their_phases_and_tells_them_apart(
 ) -> None:
     assert main([str(config)]) == 0
     shown = capfd.readouterr()
-    rows, (judged,) = rows_of(tmp_path / "run"), rows_of(tmp_path / "run", "judge.jsonl")
+    rows, (validated,) = rows_of(tmp_path / "run"), rows_of(tmp_path / "run", "validation.jsonl")
     assert all(set(row["simulated_accept_length_of"]) == {"chats"} for row in rows[:4])
     later = [row["simulated_accept_length_of"] for row in rows[4:]]
     assert {name for lengths in later for name in lengths} >= {"own: long", "own: short"}
     for lengths, row in zip(later, rows[4:], strict=True):
         assert min(lengths.values()) - 1e-9 <= row["simulated_accept_length"] <= max(lengths.values()) + 1e-9
-    assert set(judged["accept_length_of"]) == {"chats", "own: long", "own: short"}
-    lengths = judged["accept_length_of"].values()
-    assert min(lengths) <= judged["accept_length"]["3,1,4"] <= max(lengths)
-    assert all(f"{name} {value:.2f}" in shown.err for name, value in judged["accept_length_of"].items())
+    assert set(validated["accept_length_of"]) == {"chats", "own: long", "own: short"}
+    lengths = validated["accept_length_of"].values()
+    assert min(lengths) <= validated["accept_length"]["3,1,4"] <= max(lengths)
+    assert all(f"{name} {value:.2f}" in shown.err for name, value in validated["accept_length_of"].items())
 
     parts = ["training.max_steps=8", f"output_dir={tmp_path / 'parts'}"]
     assert main([str(config), *parts, "--max-steps", "5"]) == 0

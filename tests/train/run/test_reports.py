@@ -1,4 +1,4 @@
-"""What a run says of itself while it goes on: judgements, where the time goes, trackers, reports."""
+"""What a run says of itself while it goes on: validations, where the time goes, trackers, reports."""
 
 import base64
 import io
@@ -28,11 +28,11 @@ from eagle_kit.train.__main__ import main
 from eagle_kit.train.run import clock, progress
 from eagle_kit.train.run.clock import LAPS
 from eagle_kit.train.run.curves import RunCurves, smooth
-from eagle_kit.train.run.describe import judgement_line
-from eagle_kit.train.run.judge import Judge, Judgement
+from eagle_kit.train.run.describe import validation_line
 from eagle_kit.train.run.progress import format_seconds
 from eagle_kit.train.run.report import compare_runs, write_report
 from eagle_kit.train.run.trackers import check_trackers, draws_report, tracker_options
+from eagle_kit.train.run.validation import ValidationResult, Validator
 
 
 def lines(path: Path) -> list[dict]:
@@ -40,40 +40,40 @@ def lines(path: Path) -> list[dict]:
 
 
 def fake_run(folder: Path, lengths: list[float], shape: str = "3,1,4") -> Path:
-    """The files of a run of one step a judgement, 100 tokens and half a second each."""
+    """The files of a run of one step a validation, 100 tokens and half a second each."""
     folder.mkdir(parents=True)
-    metrics, judged = [], []
+    metrics, validated = [], []
     for step, length in enumerate(lengths, 1):
         split = {name: 0.5 / len(LAPS) for name in LAPS}
         metrics.append(
             {"step": step, "loss": 3.0 / step, "lr": 1e-3, "grad_norm": 1.0, "match_per_step": [0.3, 0.2]}
             | {"tokens": 100, "supervised_tokens": 70, "tokens_per_s": 200.0, "seconds": split}
         )
-        judged.append(
+        validated.append(
             {"step": step, "accept_length": {shape: length}, "simulated_accept_length": {shape: length}}
             | {"acceptance_per_position": {shape: [0.5, 0.2, 0.1]}, "vocab_coverage": 0.9, "seconds": 1.0}
         )
-    for name, rows in (("metrics", metrics), ("judge", judged)):
+    for name, rows in (("metrics", metrics), ("validation", validated)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 class Reported(NamedTuple):
-    """A run of two sessions that was judged after 10 and 20 steps, and followed by every tracker without a
+    """A run of two sessions that was validated after 10 and 20 steps, and followed by every tracker without a
     network.
 
     Attributes:
         folder: of the run.
         said: printed by the second session.
-        replies: of the target to the judge's prompts, in the second session.
+        replies: of the target to validation's prompts, in the second session.
     """
 
     folder: Path
     said: str
     replies: list[list[int]]
 
-    def judgements(self) -> list[dict[str, Any]]:
-        return lines(self.folder / "judge.jsonl")
+    def validations(self) -> list[dict[str, Any]]:
+        return lines(self.folder / "validation.jsonl")
 
     def steps(self) -> list[dict[str, Any]]:
         return lines(self.folder / "metrics.jsonl")
@@ -86,40 +86,40 @@ def reported(tmp_path_factory: pytest.TempPathFactory) -> Reported:
     folder = tmp_path_factory.mktemp("reported")
     config = make_config(
         folder,
-        judge={"every": 10, "shapes": ["3,1,4", "2,2,5"]},
+        validation={"every": 10, "shapes": ["3,1,4", "2,2,5"]},
         head={"draft_vocab_size": 60},
         training={"save_every": 10, "log_every": 2},
         tracking={"report": True, "tensorboard": True, "project": "heads"},
     )
-    judges: list[Judge] = []
-    judge = Judge.judge
+    validates: list[Validator] = []
+    validation = Validator.validation
 
-    def judge_and_note(self: Judge, head: Any) -> Judgement:
-        judges.append(self)
-        return judge(self, head)
+    def validate_and_note(self: Validator, head: Any) -> ValidationResult:
+        validates.append(self)
+        return validation(self, head)
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Judge, "judge", judge_and_note)
+        patch.setattr(Validator, "validate", validate_and_note)
         for words in (["--max-steps", "10"], ["--resume", "--max-steps", "20"]):
             said = io.StringIO()
             with redirect_stdout(said):
                 assert main([str(config), *words]) == 0
             AcceleratorState._reset_state(reset_partial_state=True)
-    assert judges[-1].replies is not None
-    return Reported(folder / "run", said.getvalue(), judges[-1].replies)
+    assert validates[-1].replies is not None
+    return Reported(folder / "run", said.getvalue(), validates[-1].replies)
 
 
-def test_judgements_agree_between_engine_and_trainer(reported: Reported) -> None:
-    rows = reported.judgements()
+def test_validations_agree_between_engine_and_trainer(reported: Reported) -> None:
+    rows = reported.validations()
     assert [row["step"] for row in rows] == [10, 20]
     for row in rows:
         assert row["simulated_accept_length"] == {"3,1,4": row["accept_length"]["3,1,4"]}
         assert row["num_different_replies"] == 0
 
 
-def test_a_judgement_says_how_far_drafts_got_and_what_the_draft_can_say(reported: Reported) -> None:
-    row = reported.judgements()[-1]
+def test_a_validation_says_how_far_drafts_got_and_what_the_draft_can_say(reported: Reported) -> None:
+    row = reported.validations()[-1]
     for shape, reached in row["acceptance_per_position"].items():
         assert reached == sorted(reached, reverse=True) and 0 < reached[0] < 1
         # A verify emits its accepted drafts and a bonus; a reply's last one may end before the bonus.
@@ -142,12 +142,12 @@ def test_a_checkpoint_and_the_last_lines_account_for_the_whole_run(reported: Rep
     # The checkpoint's figures are sums of the steps.
     about = json.loads((reported.folder / "step-20" / "eagle_kit.json").read_text())
     state = json.loads((reported.folder / "step-20" / "trainer" / "state.json").read_text())
-    judged = reported.judgements()
+    validated = reported.validations()
     steps = reported.steps()
     tokens, supervised = (sum(step[name] for step in steps) for name in ("tokens", "supervised_tokens"))
     assert (state["step"], state["tokens"], state["supervised_tokens"]) == (20, tokens, supervised)
     assert (about["step"], about["tokens_seen"]) == (20, tokens)
-    assert about["seconds"] == pytest.approx(judged[-1]["train_seconds"], abs=0.11)
+    assert about["seconds"] == pytest.approx(validated[-1]["train_seconds"], abs=0.11)
     assert about["peak_memory_gb"] == pytest.approx(state["peak_memory_gb"], abs=1e-3)
 
     # The lines that are printed at the start.
@@ -159,11 +159,11 @@ def test_a_checkpoint_and_the_last_lines_account_for_the_whole_run(reported: Rep
     assert f"vocab   60 of 300 cover {data['vocab_coverage']:.2%}" in reported.said
 
     # The lines that are printed at the end.
-    best = max(judged, key=lambda row: row["accept_length"]["3,1,4"])
+    best = max(validated, key=lambda row: row["accept_length"]["3,1,4"])
     assert (state["best_step"], state["best_accept_length"]) == (best["step"], best["accept_length"]["3,1,4"])
     line = f"best    accept length {state['best_accept_length']:.3f} (3,1,4) at step {best['step']}"
     assert line in reported.said
-    assert f"judging 0m0{sum(row['seconds'] for row in judged):.0f}s" in reported.said
+    assert f"validation 0m0{sum(row['seconds'] for row in validated):.0f}s" in reported.said
     assert f"curves  {reported.folder / 'report.html'}" in reported.said
 
 
@@ -236,7 +236,7 @@ def test_what_a_tracker_needs_is_asked_for_only_where_it_is_wanted(
 
 
 def test_a_page_is_drawn_again_by_its_command(reported: Reported, tmp_path: Path) -> None:
-    for name in ("metrics.jsonl", "judge.jsonl", "run.yaml"):
+    for name in ("metrics.jsonl", "validation.jsonl", "run.yaml"):
         shutil.copy(reported.folder / name, tmp_path)
     assert app.main(["report", str(tmp_path)]) == 0
     assert (tmp_path / "report.html").read_text().count("data:image/png") == 3
@@ -253,7 +253,7 @@ def test_a_report_that_cannot_be_drawn_costs_no_step(
     assert (run.output / "step-3").exists()
 
 
-def test_tensorboard_gets_judgements_and_steps_once(reported: Reported) -> None:
+def test_tensorboard_gets_validations_and_steps_once(reported: Reported) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(reported.folder / "tensorboard" / "heads"))
@@ -265,30 +265,32 @@ def test_tensorboard_gets_judgements_and_steps_once(reported: Reported) -> None:
     third = [event.value for event in events.Scalars("match_per_step/2")]
     assert third == pytest.approx([steps[step]["match_per_step"][2] for step in logged])
     assert [event.value for event in events.Scalars("decoded/3,1,4")] == pytest.approx(
-        [row["accept_length"]["3,1,4"] for row in reported.judgements()]
+        [row["accept_length"]["3,1,4"] for row in reported.validations()]
     )
     assert {"seconds/backward", "decoded/vocab_coverage", "simulated/3,1,4", "loss_per_step/0"} <= set(
         events.Tags()["scalars"]
     )
     reached = [event.value for event in events.Scalars("decoded/3,1,4/at least 1")]
-    by_position = [row["acceptance_per_position"]["3,1,4"] for row in reported.judgements()]
+    by_position = [row["acceptance_per_position"]["3,1,4"] for row in reported.validations()]
     assert reached == pytest.approx([shares[0] for shares in by_position if shares])
 
 
-def test_judgements_of_processes_add_up() -> None:
-    one = Judgement({"3,1,4": SpecStats(4, 7, [], [2, 1])}, {"3,1,4": SpecStats(4, 7, [], [2, 1])}, 1, 10, 8)
-    two = Judgement({"3,1,4": SpecStats(6, 8, [], [2])}, {"3,1,4": SpecStats(6, 8, [], [2])}, 0, 12, 9)
-    row = Judgement.total([one, two]).row()
+def test_validations_of_processes_add_up() -> None:
+    one = ValidationResult(
+        {"3,1,4": SpecStats(4, 7, [], [2, 1])}, {"3,1,4": SpecStats(4, 7, [], [2, 1])}, 1, 10, 8
+    )
+    two = ValidationResult({"3,1,4": SpecStats(6, 8, [], [2])}, {"3,1,4": SpecStats(6, 8, [], [2])}, 0, 12, 9)
+    row = ValidationResult.total([one, two]).row()
     assert row["accept_length"] == row["simulated_accept_length"] == {"3,1,4": 1.5}
     assert row["acceptance_per_position"] == {"3,1,4": [0.4, 0.1]}
     assert (row["vocab_coverage"], row["num_different_replies"]) == (17 / 22, 1)
 
 
 def test_patience_stops_a_run_that_no_longer_learns(make_run: Callable, capfd: pytest.CaptureFixture) -> None:
-    """With no learning rate to speak of, the second judgement is the first one again."""
-    run = make_run(judge={"every": 2, "patience": 2}, training={"learning_rate": 1e-12})
+    """With no learning rate to speak of, the second validation is the first one again."""
+    run = make_run(validation={"every": 2, "patience": 2}, training={"learning_rate": 1e-12})
     assert run() == 0
-    rows = lines(run.output / "judge.jsonl")
+    rows = lines(run.output / "validation.jsonl")
     assert [row["step"] for row in rows] == [2, 4, 6] and [row["best"] for row in rows] == [
         True,
         False,
@@ -297,7 +299,7 @@ def test_patience_stops_a_run_that_no_longer_learns(make_run: Callable, capfd: p
     assert len({row["accept_length"]["3,1,4"] for row in rows}) == 1
     assert (run.output / "step-6").exists() and (run.output / "best").exists()
     out = capfd.readouterr()
-    assert "No better accept length in 2 judgements; stopped." in out.out
+    assert "No better accept length in 2 validations; stopped." in out.out
     assert "1 of 2 without a better one" in out.err
 
 
@@ -310,23 +312,23 @@ def table_of(page: str, title: str) -> list[list[str]]:
     raise AssertionError(f"no table of {title}")
 
 
-def test_a_page_has_the_figures_of_the_run_its_sources_and_its_judgements(tmp_path: Path) -> None:
-    """Thirteen judgements, the second one the best; a source that joins behind the first three steps."""
+def test_a_page_has_the_figures_of_the_run_its_sources_and_its_validations(tmp_path: Path) -> None:
+    """Thirteen validations, the second one the best; a source that joins behind the first three steps."""
     pytest.importorskip("matplotlib")
     # A made-up run.
     lengths = [1.2, 1.9, *[1.3 + i / 100 for i in range(11)]]
     run = fake_run(tmp_path / "run", lengths)
     metrics = lines(run / "metrics.jsonl")
-    judged = lines(run / "judge.jsonl")
+    validated = lines(run / "validation.jsonl")
     for step, row in enumerate(metrics, 1):
         row["simulated_accept_length_of"] = {"all": step / 10}
         if step > 3:
             row["simulated_accept_length_of"]["late"] = 2.0
     metrics[-1]["loss"] = None
-    for row, length in zip(judged, lengths, strict=True):
+    for row, length in zip(validated, lengths, strict=True):
         row["best"] = length in (1.2, 1.9)
         row["accept_length_of"] = {"all": length, "late": length + 1}
-    for name, rows in (("metrics", metrics), ("judge", judged)):
+    for name, rows in (("metrics", metrics), ("validation", validated)):
         (run / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = write_report(run, tmp_path / "out").read_text()
 
@@ -337,7 +339,7 @@ def test_a_page_has_the_figures_of_the_run_its_sources_and_its_judgements(tmp_pa
         "tokens": "1,300",
         "rows with loss at step 0": "910",
         "time in steps": "0m06s",
-        "time in judgements": "0m13s",
+        "time in validations": "0m13s",
         "loss": f"{3.0 / 12:.4f}",
         "best accept length, 3,1,4": "1.900 at step 2",
         "target&#x27;s own tokens the draft can say": "90.00%",
@@ -377,7 +379,7 @@ def test_durations_are_shown(seconds: float, shown: str) -> None:
     assert format_seconds(seconds) == shown
 
 
-def test_a_judgement_is_one_sentence() -> None:
+def test_a_validation_is_one_sentence() -> None:
     # Not the best one, with everything that there can be.
     row = {
         "step": 40,
@@ -390,7 +392,7 @@ def test_a_judgement_is_one_sentence() -> None:
         "num_different_replies": 2,
         "seconds": 61.0,
     }
-    assert judgement_line(row, 1, 3) == (
+    assert validation_line(row, 1, 3) == (
         "step 40: decoded accept length 3,1,4: 1.250, 2,2,5: 1.500 (simulated 3,1,4: 1.200), 50 25 % by "
         "position (a 1.10, b 1.40), vocabulary covers 91.3%, 1 of 3 without a better one; 2 replies differ "
         "from plain decoding [1m01s]"
@@ -399,7 +401,7 @@ def test_a_judgement_is_one_sentence() -> None:
     # The best one, with as little as possible.
     plain = {**row, "simulated_accept_length": {}, "vocab_coverage": None, "best": True}
     plain |= {"num_different_replies": 0, "accept_length_of": None}
-    assert judgement_line(plain, 0, 3) == (
+    assert validation_line(plain, 0, 3) == (
         "step 40: decoded accept length 3,1,4: 1.250, 2,2,5: 1.500 (simulated for chains only), 50 25 % by "
         "position, the best so far [1m01s]"
     )
@@ -446,7 +448,7 @@ def test_runs_are_compared_by_label_over_seeds(tmp_path: Path, capsys: pytest.Ca
 def test_what_cannot_be_compared_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     pytest.importorskip("matplotlib")
     one, two = fake_run(tmp_path / "a", [1.2]), fake_run(tmp_path / "b", [1.2], shape="2,2,5")
-    with pytest.raises(UserError, match="was not judged in the shape 3,1,4"):
+    with pytest.raises(UserError, match="was not validated in the shape 3,1,4"):
         compare_runs({"a": [one], "b": [two]}, tmp_path / "out")
     assert app.main(["report", str(one), str(two)]) == 2
     assert app.main(["report", str(tmp_path)]) == 2

@@ -46,9 +46,10 @@ def test_resume_repeats_the_steps_after_the_last_checkpoint(make_run: Callable) 
 
 
 def test_steps_draw_from_no_global_state(make_run: Callable) -> None:
-    """So a checkpoint holds none: order, noise and judged prompts have generators of their own."""
+    """So a checkpoint holds none: order, noise and validated prompts have generators of their own."""
     run = make_run(
-        judge={"every": 2, "max_tokens": 6}, training={"feature_noise": {"kind": "uniform", "amount": 0.1}}
+        validation={"every": 2, "max_tokens": 6},
+        training={"feature_noise": {"kind": "uniform", "amount": 0.1}},
     )
     after = []
     for steps in ("2", "5"):
@@ -82,7 +83,7 @@ def test_a_signal_is_answered_with_the_validation_that_is_due(
     make_run: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arrives: str
 ) -> None:
     from eagle_kit.core.stats import SpecStats
-    from eagle_kit.train.run import judge
+    from eagle_kit.train.run import validation
     from eagle_kit.train.run.step import Stepper
 
     make_step = Stepper.step
@@ -92,14 +93,14 @@ def test_a_signal_is_answered_with_the_validation_that_is_due(
             os.kill(os.getpid(), signal.SIGINT)
         return make_step(self, state)
 
-    def judged(self: judge.Judge, head: object) -> judge.Judgement:
+    def validated(self: validation.Validator, head: object) -> validation.ValidationResult:
         if arrives == "during":
             os.kill(os.getpid(), signal.SIGINT)
-        return judge.Judgement({"3,1,4": SpecStats(10, 12)}, {}, 0)
+        return validation.ValidationResult({"3,1,4": SpecStats(10, 12)}, {}, 0)
 
     monkeypatch.setattr(Stepper, "step", step)
-    monkeypatch.setattr(judge.Judge, "judge", judged)
-    run = make_run(judge={"every": 2}, training={"max_steps": 9})
+    monkeypatch.setattr(validation.Validator, "validate", validated)
+    run = make_run(validation={"every": 2}, training={"max_steps": 9})
     assert run() == 130
     assert len(run.metrics()) == 2
     said = capsys.readouterr().err
@@ -132,7 +133,7 @@ def test_a_second_trainer_is_refused_until_the_first_is_dead(
 
 @pytest.mark.parametrize("launcher", ["forked", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_two_processes_as_on_two_machines_equal_one(make_run: Callable, launcher: str) -> None:
-    run = make_run(judge={"every": 2, "max_tokens": 6})
+    run = make_run(validation={"every": 2, "max_tokens": 6})
     assert run("--max-steps", "4") == 0
     both = run.folder / "both"
     arguments = [str(run.config), f"output_dir={both}", "--max-steps", "4"]
@@ -150,9 +151,9 @@ def test_two_processes_as_on_two_machines_equal_one(make_run: Callable, launcher
     assert metadata["machine"].startswith("2 x")
     command = yaml.safe_load((both / "run.yaml").read_text())["command"]
     assert command == f"eagle-kit train {run.config} output_dir={both} --max-steps 4"
-    judged = json.loads((both / "judge.jsonl").read_text().splitlines()[0])
-    alone = json.loads((run.output / "judge.jsonl").read_text().splitlines()[0])
-    assert judged["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
+    validated = json.loads((both / "validation.jsonl").read_text().splitlines()[0])
+    alone = json.loads((run.output / "validation.jsonl").read_text().splitlines()[0])
+    assert validated["accept_length"] == pytest.approx(alone["accept_length"], rel=0.05)
 
 
 @pytest.mark.nightly
@@ -163,11 +164,11 @@ def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Calla
         "import os, sys\n"
         "from eagle_kit.core.errors import UserError\n"
         "from eagle_kit.train.__main__ import main\n"
-        "from eagle_kit.train.run import judge\n"
+        "from eagle_kit.train.run import validation\n"
         "def refuse(self, head):\n"
-        "    raise UserError('No judge here.', 'Call one.')\n"
+        "    raise UserError('No validation here.', 'Call one.')\n"
         "if os.environ['RANK'] == '1':\n"
-        "    judge.Judge.judge = refuse\n"
+        "    validation.Validator.validation = refuse\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     (run.folder / "watched.py").write_text(script)
@@ -180,8 +181,8 @@ def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Calla
                 "--resume",
                 "--max-steps",
                 "3",
-                "judge.every=2",
-                "judge.max_tokens=4",
+                "validation.every=2",
+                "validation.max_tokens=4",
             ),
         ],
         cwd=REPOSITORY,
@@ -192,7 +193,7 @@ def test_what_stops_one_process_is_said_once_and_ends_the_others(make_run: Calla
     )
     assert launched.returncode != 0
     ours = launched.stderr.split("Traceback")[0]  # what follows is the launcher's own
-    assert "error in process 1 of 2: No judge here." in ours
+    assert "error in process 1 of 2: No validation here." in ours
     assert "gloo" not in launched.stderr and "RuntimeError" not in launched.stderr
 
 
@@ -209,16 +210,25 @@ def test_resume_with_another_setting_is_refused_by_name(
 ) -> None:
     run = copy_run("two steps")
     before = (run.output / "metrics.jsonl").read_bytes()
-    assert run("--resume", "training.learning_rate=1.0e-3", "data.max_length=128", "judge.every=5") == 2
+    assert run("--resume", "training.learning_rate=1.0e-3", "data.max_length=128", "validation.every=5") == 2
     message = capsys.readouterr().err
-    assert "training.learning_rate" in message and "data.max_length" in message and "judge" not in message
+    assert (
+        "training.learning_rate" in message and "data.max_length" in message and "validation" not in message
+    )
     assert (run.output / "metrics.jsonl").read_bytes() == before
 
 
-def test_judging_and_saving_may_change_on_resume(copy_run: Callable) -> None:
+def test_validating_and_saving_may_change_on_resume(copy_run: Callable) -> None:
     run = copy_run("two steps")
     assert (
-        run("--resume", "--max-steps", "4", "judge.every=2", "judge.max_tokens=4", "training.save_every=1")
+        run(
+            "--resume",
+            "--max-steps",
+            "4",
+            "validation.every=2",
+            "validation.max_tokens=4",
+            "training.save_every=1",
+        )
         == 0
     )
     assert len(run.metrics()) == 4 and (run.output / "best").exists()
@@ -260,21 +270,26 @@ def test_resume_in_a_folder_of_other_files_is_refused(
     assert [path.name for path in run.output.iterdir()] == ["notes.txt"]
 
 
-def test_a_judged_run_cannot_go_on_with_another_measure(
+def test_a_validated_run_cannot_go_on_with_another_measure(
     copy_run: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The kept best accept length is of the first shape, these prompts and this length."""
     run = copy_run("judged")
     for change, named in (
-        ("judge.shapes=['1,1,2', '3,1,4']", "the first of judge.shapes (3,1,4 -> 1,1,2)"),
-        ("judge.prompts=3", "judge.prompts (4 -> 3)"),
-        ("judge.max_tokens=5", "judge.max_tokens (8 -> 5)"),
+        ("validation.shapes=['1,1,2', '3,1,4']", "the first of validation.shapes (3,1,4 -> 1,1,2)"),
+        ("validation.prompts=3", "validation.prompts (4 -> 3)"),
+        ("validation.max_tokens=5", "validation.max_tokens (8 -> 5)"),
     ):
         assert run("--resume", "--max-steps", "7", change) == 2
         assert named in capsys.readouterr().err
-    free = ("judge.shapes=['3,1,4', '1,1,2']", "judge.patience=9", "judge.every=1", "judge.batch_size=1")
+    free = (
+        "validation.shapes=['3,1,4', '1,1,2']",
+        "validation.patience=9",
+        "validation.every=1",
+        "validation.batch_size=1",
+    )
     assert run("--resume", "--max-steps", "7", *free) == 0
-    rows = [json.loads(line) for line in (run.output / "judge.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run.output / "validation.jsonl").read_text().splitlines()]
     assert [(row["step"], len(row["accept_length"])) for row in rows] == [(2, 1), (4, 1), (6, 1), (7, 2)]
 
 

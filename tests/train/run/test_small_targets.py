@@ -118,7 +118,7 @@ def test_a_head_learns_what_a_target_says(targets, name, kind, tmp_path, monkeyp
             "cache_hidden_states": "disk" if name == "hybrid" else "off",
             "epochs": 99,
         },
-        "judge": {"every": 0},
+        "validation": {"every": 0},
         "tracking": {"wandb": "off"},
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))

@@ -39,7 +39,7 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
             "training.warmup_steps=1",
             "training.max_steps=4",
             "training.learning_rate=1.0e-4",
-            "judge.every=2",
+            "validation.every=2",
         ),
     ]
     config = trained / "config.yaml"
@@ -51,7 +51,7 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
     largest = max((p - q).abs().max().item() for p, q in zip(new.parameters(), old.parameters(), strict=True))
     assert 0 < largest < 1e-3, "four small steps away"
     new_head = [f"data.source={other}", f"output_dir={tmp_path / 'fresh'}", "training.max_steps=1"]
-    assert main([str(config), *new_head, "judge.every=0"]) == 0
+    assert main([str(config), *new_head, "validation.every=0"]) == 0
     first = rows(tmp_path / "run")[0]
     fresh = rows(tmp_path / "fresh")[0]
     assert first["loss"] < fresh["loss"] - 0.1
@@ -60,24 +60,24 @@ def test_it_goes_on_from_the_weights_with_their_vocabulary(trained, tmp_path):
     assert about["config"]["head"]["start_from"].endswith("head")
     before = json.loads((trained / "head" / "eagle_kit.json").read_text())
     assert about["tokens_before"] == before["tokens_seen"] > 0 and "tokens_before" not in before
-    judged = rows(tmp_path / "run", "judge.jsonl")
+    validated = rows(tmp_path / "run", "validation.jsonl")
     assert about["judged"] == [
-        {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]} for row in judged
+        {"tokens_seen": row["tokens"], "accept_length": row["accept_length"]} for row in validated
     ]
     assert about["judged"] and about["judged"][-1]["tokens_seen"] == about["tokens_seen"]
     third = [f"head={{start_from: {tmp_path / 'run' / 'step-4'}}}", f"output_dir={tmp_path / 'third'}"]
-    assert main([str(config), *settings, *third, "judge.every=0", "--max-steps", "1"]) == 0
+    assert main([str(config), *settings, *third, "validation.every=0", "--max-steps", "1"]) == 0
     last = json.loads((tmp_path / "third" / "step-1" / "eagle_kit.json").read_text())
     assert last["tokens_before"] == about["tokens_seen"] + about["tokens_before"]
 
 
-def test_judgements_of_old_runs_have_no_tokens_and_are_left_out(trained, tmp_path):
+def test_validations_of_old_runs_have_no_tokens_and_are_left_out(trained, tmp_path):
     run = tmp_path / "run"
-    words = [str(trained / "config.yaml"), f"output_dir={run}", "training.max_steps=4", "judge.every=2"]
+    words = [str(trained / "config.yaml"), f"output_dir={run}", "training.max_steps=4", "validation.every=2"]
     assert main([*words, "--max-steps", "2"]) == 0
-    (old,) = rows(run, "judge.jsonl")
+    (old,) = rows(run, "validation.jsonl")
     del old["tokens"]
-    (run / "judge.jsonl").write_text(json.dumps(old) + "\n")
+    (run / "validation.jsonl").write_text(json.dumps(old) + "\n")
     assert main([*words, "--resume"]) == 0
     about = json.loads((run / "step-4" / "eagle_kit.json").read_text())
     assert [row["tokens_seen"] for row in about["judged"]] == [about["tokens_seen"]]

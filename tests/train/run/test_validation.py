@@ -9,7 +9,7 @@ import torch
 from tiny import tiny_head, tiny_target
 from tiny_run import PackedRows, packed_row_of
 
-from eagle_kit.config.train import DataConfig, JudgeConfig, TrainConfig, TrainingConfig
+from eagle_kit.config.train import DataConfig, TrainConfig, TrainingConfig, ValidationConfig
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
 from eagle_kit.drafts.eagle3.head import Eagle3Head
@@ -18,10 +18,10 @@ from eagle_kit.models.targets.llama import LlamaModel
 from eagle_kit.train.optim.schedule import Schedule
 from eagle_kit.train.parallel.processes import make_accelerator
 from eagle_kit.train.run.checkpoint import TrainState
-from eagle_kit.train.run.judge import Judge, Judgement
 from eagle_kit.train.run.setup import TrainingComponents
 from eagle_kit.train.run.simulate import match_table, walk
 from eagle_kit.train.run.step import Stepper
+from eagle_kit.train.run.validation import ValidationResult, Validator
 
 SHAPES = ("1,1,2", "3,1,4", "5,1,6", "3,2,6")
 
@@ -65,23 +65,25 @@ def trained_head(target: LlamaModel) -> Eagle3Head:
 
 
 @pytest.fixture(scope="module")
-def judge(target: LlamaModel) -> Judge:
-    config = JudgeConfig(max_tokens=24, shapes=SHAPES, batch_size=3)
-    return Judge(target, prompts(7, seed=1) + prompts(4, seed=9), config)
+def validator(target: LlamaModel) -> Validator:
+    config = ValidationConfig(max_tokens=24, shapes=SHAPES, batch_size=3)
+    return Validator(target, prompts(7, seed=1) + prompts(4, seed=9), config)
 
 
-def test_simulated_equals_decoded_for_every_chain(judge: Judge, trained_head: Eagle3Head) -> None:
-    judgement = judge.judge(trained_head)
-    assert set(judgement.simulated) == {"1,1,2", "3,1,4", "5,1,6"}
-    for shape, simulated in judgement.simulated.items():
-        assert simulated == judgement.decoded[shape]
-    assert 1.2 < judgement.decoded["3,1,4"].accept_length < 3.9
-    assert judgement.num_different == 0
+def test_simulated_equals_decoded_for_every_chain(validator: Validator, trained_head: Eagle3Head) -> None:
+    validation = validator.validate(trained_head)
+    assert set(validation.simulated) == {"1,1,2", "3,1,4", "5,1,6"}
+    for shape, simulated in validation.simulated.items():
+        assert simulated == validation.decoded[shape]
+    assert 1.2 < validation.decoded["3,1,4"].accept_length < 3.9
+    assert validation.num_different == 0
 
 
-def test_judging_leaves_head_and_its_gradients_alone(judge: Judge, trained_head: Eagle3Head) -> None:
+def test_validating_leaves_head_and_its_gradients_alone(
+    validation: Validator, trained_head: Eagle3Head
+) -> None:
     before = {name: value.clone() for name, value in trained_head.state_dict().items()}
-    judge.judge(trained_head)
+    validator.validate(trained_head)
     for name, value in trained_head.state_dict().items():
         assert torch.equal(value, before[name])
     assert all(parameter.requires_grad for parameter in trained_head.parameters())
@@ -97,9 +99,11 @@ def test_plain_replies_are_decoded_once(
         return generate(self, *args, **options)
 
     monkeypatch.setattr(LLM, "generate", watched)
-    judge = Judge(target, prompts(2, seed=3), JudgeConfig(max_tokens=6, shapes=("3,1,4",)))
-    assert judge.judge(trained_head) == judge.judge(trained_head)
-    assert shapes == ["none", "3,1,4", "3,1,4"] and judge.replies is not None and len(judge.replies) == 2
+    validator = Validator(target, prompts(2, seed=3), ValidationConfig(max_tokens=6, shapes=("3,1,4",)))
+    assert validator.validate(trained_head) == validator.validate(trained_head)
+    assert (
+        shapes == ["none", "3,1,4", "3,1,4"] and validator.replies is not None and len(validator.replies) == 2
+    )
 
 
 def test_match_table_equals_a_first_verify_at_every_row(target: LlamaModel, trained_head: Eagle3Head) -> None:
@@ -133,24 +137,24 @@ def test_reply_of_one_token_has_no_verify(target: LlamaModel, trained_head: Eagl
 def test_replies_that_differ_from_plain_decoding_are_counted_once_each(
     target: LlamaModel, trained_head: Eagle3Head
 ) -> None:
-    config = JudgeConfig(max_tokens=8, shapes=("3,1,4", "1,1,2"), batch_size=2)
-    judge = Judge(target, prompts(4, seed=1), config)
-    first = judge.judge(trained_head)
-    assert first.num_different == 0 and first.num_tokens == sum(map(len, judge.replies or []))
-    assert judge.replies is not None
+    config = ValidationConfig(max_tokens=8, shapes=("3,1,4", "1,1,2"), batch_size=2)
+    validator = Validator(target, prompts(4, seed=1), config)
+    first = validator.validate(trained_head)
+    assert first.num_different == 0 and first.num_tokens == sum(map(len, validator.replies or []))
+    assert validator.replies is not None
     for number in (1, 3):
-        judge.replies[number] = [*judge.replies[number][:-1], 0]
-    assert judge.judge(trained_head).num_different == 2, "of two shapes"
+        validator.replies[number] = [*validator.replies[number][:-1], 0]
+    assert validator.validate(trained_head).num_different == 2, "of two shapes"
 
 
 def test_prompts_are_counted_by_category_too(target: LlamaModel, trained_head: Eagle3Head) -> None:
-    config, found = JudgeConfig(max_tokens=16, shapes=("3,1,4", "1,1,2")), prompts(6, seed=1)
+    config, found = ValidationConfig(max_tokens=16, shapes=("3,1,4", "1,1,2")), prompts(6, seed=1)
     names = ["a", "b", "b", "a", "b", "a"]
-    both = Judge(target, found, config, names).judge(trained_head)
+    both = Validator(target, found, config, names).validation(trained_head)
     assert set(both.by_category) == {"a", "b"}
     for name, counts in both.by_category.items():
         mine = [prompt for prompt, of in zip(found, names, strict=True) if of == name]
-        assert counts == Judge(target, mine, config).judge(trained_head).decoded["3,1,4"]
-    total = Judgement.total([both, both])
+        assert counts == Validator(target, mine, config).validation(trained_head).decoded["3,1,4"]
+    total = ValidationResult.total([both, both])
     assert total.row()["accept_length_of"] == {n: c.accept_length for n, c in both.by_category.items()}
-    assert "accept_length_of" not in Judge(target, found, config).judge(trained_head).row()
+    assert "accept_length_of" not in Validator(target, found, config).validation(trained_head).row()

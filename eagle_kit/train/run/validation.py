@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from eagle_kit.config.engine import EngineConfig
-from eagle_kit.config.train import JudgeConfig
+from eagle_kit.config.train import ValidationConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
 from eagle_kit.core.shape import SpecShape
@@ -22,7 +22,7 @@ from eagle_kit.train.run.simulate import match_table, walk
 
 
 @dataclass(frozen=True)
-class Judgement:
+class ValidationResult:
     """Result of one validation: acceptance counts of one head on this process's prompts.
 
     Attributes:
@@ -42,9 +42,9 @@ class Judgement:
     by_category: dict[str, SpecStats] = field(default_factory=dict)
 
     @staticmethod
-    def total(parts: Sequence["Judgement"]) -> "Judgement":
+    def total(parts: Sequence["ValidationResult"]) -> "ValidationResult":
         """Sum of the validations of all processes."""
-        return Judgement(
+        return ValidationResult(
             decoded=_sum_stats(part.decoded for part in parts),
             simulated=_sum_stats(part.simulated for part in parts),
             num_different=sum(part.num_different for part in parts),
@@ -54,7 +54,7 @@ class Judgement:
         )
 
     def row(self) -> dict[str, Any]:
-        """Figures of ``judge.jsonl``.
+        """Figures of ``validation.jsonl``.
 
         Acceptance per position is a share of the verifies, coverage a share of the tokens. Accept lengths by
         category are of the first shape, and left out if there is one category.
@@ -92,11 +92,11 @@ def _sum_stats(parts: Iterable[dict[str, SpecStats]]) -> dict[str, SpecStats]:
     return dict(sums)
 
 
-class Judge:
+class Validator:
     """Validates a draft head: decodes held-out prompts with the engine.
 
     Args:
-        target: the target. The engine packs weights, so the judge uses a second model object over the same
+        target: the target. The engine packs weights, so validation uses a second model object over the same
             weights; ``target`` is not changed.
         prompts: token ids of this process's prompts; see :func:`choose_prompts`.
         config: lengths and draft shapes.
@@ -110,7 +110,7 @@ class Judge:
         self,
         target: Target,
         prompts: Sequence[list[int]],
-        config: JudgeConfig,
+        config: ValidationConfig,
         categories: Sequence[str] | None = None,
     ) -> None:
         self.target = share_weights(target)
@@ -124,7 +124,7 @@ class Judge:
         context = min(target.config.max_position_embeddings, longest + config.max_tokens + 1)
         self._engine_config = EngineConfig(max_batch_size=config.batch_size, max_context=context)
 
-    def judge(self, head: DraftHead) -> Judgement:
+    def validate(self, head: DraftHead) -> ValidationResult:
         """Decode the prompts with ``head`` in every shape; the head is not changed."""
         shapes = {name: SpecShape.parse(name) for name in self.config.shapes}
         chains = {name: shape for name, shape in shapes.items() if shape.topk == 1}
@@ -132,7 +132,7 @@ class Judge:
         simulated = {name: SpecStats() for name in chains}
         by_category = {name: SpecStats() for name in self.categories}
         if not self.prompts:
-            return Judgement(decoded, simulated, 0)
+            return ValidationResult(decoded, simulated, 0)
 
         # Plain greedy responses, once for all validations.
         llm = LLM(self.target, head, self._engine_config)
@@ -167,7 +167,7 @@ class Judge:
         token_ids = [token for response in responses for token in response]
         tokens = torch.tensor(token_ids, device=head.t2d.device)
         num_sayable = int(head.t2d[tokens].sum()) if len(tokens) else 0
-        return Judgement(decoded, simulated, len(different), len(tokens), num_sayable, by_category)
+        return ValidationResult(decoded, simulated, len(different), len(tokens), num_sayable, by_category)
 
     def _decode_plainly(self, llm: LLM) -> list[list[int]]:
         """Greedy responses of the target without speculation."""
@@ -176,7 +176,7 @@ class Judge:
         return [output.token_ids for output in outputs]
 
 
-def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_context: int) -> list[int]:
+def choose_prompts(heldout: Sequence[list[int]], config: ValidationConfig, max_context: int) -> list[int]:
     """Choose the prompts that validation decodes.
 
     Args:
@@ -195,9 +195,9 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
         return []
     if not heldout:
         raise UserError(
-            f"judge.every is {config.every}, but no prompts are held out: data.eval_conversations is 0, or "
-            "every prompt fills more than half of data.max_length.",
-            "Set data.eval_conversations, raise data.max_length, or set judge.every=0.",
+            f"validation.every is {config.every}, but no prompts are held out: data.eval_conversations is 0, "
+            "or every prompt fills more than half of data.max_length.",
+            "Set data.eval_conversations, raise data.max_length, or set validation.every=0.",
         )
 
     longest = max_context - config.max_tokens
@@ -208,7 +208,7 @@ def choose_prompts(heldout: Sequence[list[int]], config: JudgeConfig, max_contex
     if not fitting:
         raise UserError(
             f"No held-out prompt has room for {config.max_tokens} more tokens in a context of {max_context}.",
-            "Lower judge.max_tokens, or set judge.every=0.",
+            "Lower validation.max_tokens, or set validation.every=0.",
         )
     return fitting
 
