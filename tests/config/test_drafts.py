@@ -74,6 +74,8 @@ def test_a_misspelled_key_is_refused_with_the_nearest_of_its_section(path: Path)
         ("num_train_epochs", "`training.epochs`?"),
         ("train_data_path", "`data.source`?"),
         ("target_model_path", "`target`?"),
+        ("judge", "`validation`?"),
+        ("judge.every", "`validation`?"),
     ],
 )
 def test_a_key_of_another_training_is_refused_with_ours(path: Path, key: str, meant: str) -> None:

@@ -119,7 +119,7 @@ def make_draft(name: str, folder: Path, target: Path, chats: Path) -> Path:
         },
         "head": head,
         "training": training,
-        "validation": {"every": 0},
+        "judge": {"every": 0},
         "tracking": {"report": False},
     }
     file = folder / f"{name}.yaml"

@@ -12,6 +12,7 @@ SYNONYMS = {
     "eval_interval": "every",
     "gradient_accumulation_steps": "gradient_accumulation",
     "gradient_clipping": "clip_norm",
+    "judge": "validation",
     "log_interval": "log_every",
     "logging_steps": "log_every",
     "lr": "learning_rate",
@@ -36,7 +37,8 @@ SYNONYMS = {
     "ttt_steps": "ttt_length",
     "verifier_name_or_path": "target",
 }
-"""Names of keys in the trainings of transformers, SpecForge and speculators -> our names."""
+"""Names of keys in the trainings of transformers, SpecForge and speculators, and of ours before version 0.2 ->
+our names."""
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
