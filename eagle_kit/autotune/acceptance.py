@@ -71,7 +71,7 @@ class DraftRecording:
         """Concatenate recordings of drafts of one size."""
         first = recordings[0]
         fields = zip(*(recording.candidates for recording in recordings), strict=True)
-        lengths = []
+        lengths: list[int] = []
         for recording in recordings:
             lengths += recording.lengths
         return cls(

@@ -84,7 +84,7 @@ class ShapePolicy:
         self.shapes = [NO_SPECULATION, *sorted(drafting)]
         self.origin = ""
         self._sizes = sorted(candidates)
-        self._by_size = {}
+        self._by_size: dict[int, list[SpecShape]] = {}
         for size in self._sizes:
             self._by_size[size] = [s for s in self.shapes if not s.steps or s in candidates[size]]
 

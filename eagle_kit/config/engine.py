@@ -289,7 +289,7 @@ class EngineConfig(Options):
             larger_sizes = range(
                 SMALL_BATCH_SIZES[-1] + BATCH_SIZE_STEP, self.max_batch_size, BATCH_SIZE_STEP
             )
-            default_sizes = (*SMALL_BATCH_SIZES, *larger_sizes)
+            default_sizes: tuple[int, ...] = (*SMALL_BATCH_SIZES, *larger_sizes)
         else:
             prefill_tokens = self.prefill_tokens or 512
             decode_prefill_tokens = self.decode_prefill_tokens or prefill_tokens

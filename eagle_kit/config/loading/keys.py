@@ -53,7 +53,7 @@ def sections_of(annotation: Any) -> list[type[BaseModel]]:
     """Schemas in an annotation, such as ``Section | None`` or ``tuple[Section, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    sections = []
+    sections: list[type[BaseModel]] = []
     for part in get_args(annotation):
         sections += sections_of(part)
     return sections

@@ -646,7 +646,7 @@ def _finish(
     names = _group_names(all_groups)
     group_names = list(dict.fromkeys(names.values()))
     group_numbers = {name: number for number, name in enumerate(group_names)}
-    of_documents = []
+    of_documents: list[int] = []
     for document in learned:
         of_documents += [group_numbers[names[document.group]]] * len(document.rows)
     np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))

@@ -180,7 +180,7 @@ def check_fields(
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of the packed sequences' files in ``folder``."""
-    described = {}
+    described: dict[str, dict[str, Any]] = {}
     for name in DATA_FILES:
         path = folder / name
         if path.exists():

@@ -80,7 +80,7 @@ class Task:
             rng.shuffle(indices)
 
         # Draw one prompt of every category, then a second of every category, and so on.
-        drawn = []
+        drawn: list[int] = []
         for i in range(len(self.prompts)):
             drawn += [indices[i] for indices in by_category.values() if i < len(indices)]
         return Task(self.name, tuple(self.prompts[index] for index in sorted(drawn[:limit])))

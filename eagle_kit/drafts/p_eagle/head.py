@@ -169,7 +169,7 @@ class PEagleHead(Eagle3Head):
             attended = layer.self_attn.attended(x, rotation, i, attend)
             if output_rows is not None and i + 1 == self.config.num_layers:
                 attended = attended.index_select(0, output_rows)
-            residual = residual.index_select(0, output_rows)
+                residual = residual.index_select(0, output_rows)
             x, residual = self.next_inputs(i, residual, attended)
         return StepOutput(residual, x)
 
