@@ -707,7 +707,7 @@ def test_what_drafting_loses_is_counted_by_cycles_and_requests(lag):
     requests = [chooser.new_request() for _ in range(8)]
     expected = 0.0
     chooser.choose(requests, 300)
-    chooser._use(1)
+    chooser._switch_to(1)
     for _ in range(10):
         chooser._held = 100
         shape = chooser.choose(requests, 300)
@@ -723,7 +723,7 @@ def test_what_drafting_loses_is_counted_by_cycles_and_requests(lag):
             chooser.observe(request, shape, 0)
     assert chooser._drafting_loss == pytest.approx(expected)
     chooser._budget._seconds = 0.0
-    chooser._use(0)
+    chooser._switch_to(0)
     assert chooser._budget._seconds == pytest.approx(-expected) and chooser._drafting_loss == 0.0
 
 
@@ -851,7 +851,7 @@ def test_a_request_that_has_just_come_does_not_stop_the_choice_for_others():
     requests = [chooser.new_request() for _ in range(2)]
     chooser.observe_confidence(requests[0], 0.9)
     chooser.choose(requests, 300)
-    chooser._use(1)
+    chooser._switch_to(1)
     chooser._held = 100
     used = set()
     for chance in (0.1, 0.9) * 20:
