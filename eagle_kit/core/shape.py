@@ -125,7 +125,7 @@ class ShapeTable:
         return cls(tuple(table))
 
     def __str__(self) -> str:
-        parts = []
+        parts: list[str] = []
         for size, shape in self.by_batch:
             parts.append(str(shape) if not parts else f"{size}:{shape}")
         return " ".join(parts)

@@ -161,8 +161,7 @@ def mbpp_turn(record: dict[str, Any]) -> str:
     2108.07732)."""
     text = record.get("text", record.get("prompt"))
     tests = record["test_list"]
-    is_text = isinstance(text, str) and isinstance(tests, list) and all(isinstance(t, str) for t in tests)
-    if not is_text:
+    if not isinstance(text, str) or not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
         raise Unusable("a text or tests that are not text")
     return f"{text.strip()} Your code should pass these tests:\n\n" + "\n".join(tests)
 
