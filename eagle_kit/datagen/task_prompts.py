@@ -1,4 +1,4 @@
-"""Prompts of the tasks that chats are short of, made out of the text of chats.
+"""Prompts for tasks that are rare in chats, made from the texts of chats.
 
 A head drafts badly what it was not trained on. Public chats have little translation, summarising, answering
 from passages and arithmetic, which are half of Spec-Bench (arXiv 2401.07851), and few functions to complete.

@@ -1,4 +1,4 @@
-"""``eagle-kit train CONFIG --init TARGET``: a config to begin with, whose comments come from the schema."""
+"""``eagle-kit train CONFIG --init TARGET``: a first config, whose comments come from the schema."""
 
 import json
 import textwrap

@@ -1,1 +1,1 @@
-"""The target's states of all packed rows, computed here or by another engine, into a store."""
+"""Hidden states of all packed sequences in a store, captured by the target or by another engine."""

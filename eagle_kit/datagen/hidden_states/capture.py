@@ -1,4 +1,4 @@
-"""Capture of the target's states over every packed row into a store, by its own forward or by another engine.
+"""Capture of the target's hidden states of all packed sequences, by the target or by another engine.
 
 Any number of processes share the rows: row r belongs to process r mod n, and stored rows are not computed
 again. A process that is killed loses the rows of its unfinished shard. Processes that share the target

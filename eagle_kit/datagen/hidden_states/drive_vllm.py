@@ -1,4 +1,4 @@
-"""vLLM, in an environment of its own, as the engine that computes states."""
+"""Hidden states by vLLM, which runs in an environment of its own."""
 
 import os
 import subprocess

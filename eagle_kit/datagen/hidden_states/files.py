@@ -1,9 +1,9 @@
-"""States that another engine has written, text by text.
+"""Hidden states in files of another engine, found by the token ids of each text.
 
 vLLM's hidden-state extraction writes a safetensors file for each request, with ``hidden_states [T, n, H]``
 and ``token_ids [T]``. SGLang returns ``hidden_states`` with a response, and a client writes them as lines of
 JSON, ``{"input_ids": [...], "hidden_states": [[...], ...]}``, with the states of all layers of a token end to
-end. Texts are found by their token ids.
+end.
 
 Legend: T tokens, n layers in the files, L captured layers, H hidden.
 """

@@ -1,1 +1,1 @@
-"""Replies to learn from: of the target in our engine, or of any server that speaks OpenAI's protocol."""
+"""Replies of the target as training data: by our engine, or by any server that speaks OpenAI's protocol."""

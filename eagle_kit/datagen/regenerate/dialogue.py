@@ -1,4 +1,4 @@
-"""One conversation whose assistant turns are said anew."""
+"""One conversation whose replies are generated again."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Files of a regeneration: replies, and beside them its settings, what was left out, and what was done."""
+"""Files of a regeneration: replies, settings, conversations that were left out, and counts."""
 
 import os
 from collections import Counter

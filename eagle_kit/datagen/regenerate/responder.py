@@ -1,4 +1,4 @@
-"""Who answers: our engine, or a server (:mod:`.server`)."""
+"""Sources of replies: our engine, or a server (:mod:`.server`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -49,7 +49,7 @@ def published_parts(
 
     Args:
         parameters: our parameters by name.
-        config: architecture that they belong to.
+        config: architecture that they belong to, or the config of a draft head's layer.
         names: names of all tensors of the checkpoint, which show how its experts are published.
 
     Returns:
@@ -78,8 +78,9 @@ def _stacked_rows(name: str, shape: tuple[int, ...], config: TargetConfig) -> li
     if len(names) == 3:  # queries, keys and values
         key_size = config.num_kv_heads * config.head_dim
         num_rows = [config.num_heads * config.head_dim, key_size, key_size]
-    if len(names) == 4 and config.delta is not None:  # projections of a recurrent layer; no head has any
+    if len(names) == 4:  # projections of a recurrent layer
         delta = config.delta
+        assert delta is not None
         value_size = delta.num_heads * delta.value_dim
         num_rows = [delta.channels, value_size, delta.num_heads, delta.num_heads]
     parts = zip(names, num_rows, strict=True)

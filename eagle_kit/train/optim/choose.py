@@ -1,4 +1,4 @@
-"""The strategy that a launcher asked for."""
+"""Choice of the strategy by the launcher's options."""
 
 import os
 from typing import TYPE_CHECKING

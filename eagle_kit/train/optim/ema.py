@@ -1,4 +1,4 @@
-"""Exponential moving average of a head's weights, validated, saved and served in their place."""
+"""Exponential moving average of a head's weights, which is validated, saved and served in their place."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Processes, devices and precision: everything that asks accelerate for something."""
+"""Processes, devices and precision of a run, by accelerate."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Bytes that the head's forward pass keeps for its backward pass, and what the loss needs beside them.
+"""Bytes that the head's forward pass saves for its backward pass, and bytes of the loss.
 
 The tensors of ``ttt.py`` and of the heads are counted one by one, and a test compares the sum with what
 autograd saves. On a GPU, attention, SwiGLU, norms and rotary embeddings are kernels.

@@ -1,4 +1,4 @@
-"""A training within a budget of time: what to generate, what to train on, what may come of it. Torch-free.
+"""Plan of a training within a budget of time: replies, training and expected accept length. Torch-free.
 
 The training reads raw chats first, with the target's distribution as teacher. Replies of the target itself
 are added early, and at the end it reads them alone. Replies must be generated. If the disk has room, the

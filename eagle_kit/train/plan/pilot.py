@@ -1,4 +1,4 @@
-"""Pilots of ``make-draft``: what is measured, by costs that are known before anything is measured.
+"""Pilots of ``make-draft``: the work that is measured first, chosen by costs that are known in advance.
 
 The arithmetic of target and head, divided by the rate of a matmul on this machine, gives the seconds of a
 reply and of a training step. A pilot is chosen by them, so that measuring takes at most a fixed share of the

@@ -1,4 +1,4 @@
-"""A run on GPUs that are not at hand: the layout on N GPUs that fits, and its speed.
+"""Plan of a run on GPUs that are not here: the layout on N GPUs that fits, and its speed.
 
 Nothing is loaded and nothing is measured: sizes come from the modules on the meta device, rates from data
 sheets.

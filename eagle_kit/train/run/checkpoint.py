@@ -1,4 +1,4 @@
-"""Checkpoints: a servable draft, and the state of training in ``trainer/``; written whole or not at all."""
+"""Checkpoints: a draft that can be served, and the state of training in ``trainer/``, written atomically."""
 
 import json
 from collections.abc import Mapping

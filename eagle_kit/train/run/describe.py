@@ -1,4 +1,4 @@
-"""Texts of a run: before its first step, after a validation, at its end, and inside a checkpoint."""
+"""Texts about a run: before its first step, after a validation, at its end, and inside a checkpoint."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a flag, so that the step is finished and saved first."""
+"""Ctrl-C and SIGTERM as a flag, so that the step is finished and saved before the process ends."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""`metrics.jsonl` and `validation.jsonl`: one JSON object a line, one line a step, no step twice."""
+"""`metrics.jsonl` and `validation.jsonl`: one JSON object a line, at most one line for each step."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Account of a mixture: what a training run draws from each of its sources, known before it starts."""
+"""Table of a mixture: rows and tokens that a training run draws from each source."""
 
 from eagle_kit.config.train import TrainConfig
 from eagle_kit.data.chat.dataset import PreparedData

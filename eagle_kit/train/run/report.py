@@ -1,4 +1,4 @@
-"""`report.html` of a run, with its curves as PNG; and several runs in one picture and one table."""
+"""`report.html` of a run with its curves, and comparison of several runs in one picture and one table."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""Where states come from: the target itself, or files of another engine (:mod:`.files`)."""
+"""Sources of target features: the target in one process, or a target that processes share."""
 
 from typing import Protocol
 

@@ -1,4 +1,4 @@
-"""Program that vLLM's Python runs to compute states of texts; it imports nothing of this package.
+"""Program that vLLM's Python runs to compute hidden states of texts; it imports nothing of this package.
 
 ``python eagle_kit_vllm.py SPEC``: SPEC is a JSON file with ``model``, ``texts`` (a JSONL file of
 ``{"input_ids": [...]}``), ``out`` (a folder), ``layers``, ``dtype``, ``max_length``, ``engine_args``. A text
