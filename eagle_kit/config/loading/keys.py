@@ -37,8 +37,8 @@ SYNONYMS = {
     "ttt_steps": "ttt_length",
     "verifier_name_or_path": "target",
 }
-"""Names of keys in the trainings of transformers, SpecForge and speculators, and of ours before version 0.2 ->
-our names."""
+"""Names of keys in the trainings of transformers, SpecForge and speculators, and in ours before version
+0.2 -> our names."""
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
