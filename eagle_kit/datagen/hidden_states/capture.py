@@ -106,7 +106,7 @@ class OtherEngine:
             ascending.
         convention: see :class:`~eagle_kit.datagen.hidden_states.files.FileLayout`.
         engine_args: further arguments of vLLM's ``LLM``.
-        checks: compare the states of one packed row with our own forward, which loads the whole target.
+        checks: compare the states of one packed sequence with our own forward, which loads the whole target.
         max_missing: maximum number of texts that are left out because ``folder`` has no usable states of
             them. Above 0, all files are read once more to find these texts.
     """
@@ -342,10 +342,10 @@ def _check_origin(out: Path, origin: dict[str, Any]) -> None:
 
 
 def write_texts(data: PreparedData, path: Path, rows: Sequence[int] | None = None) -> tuple[int, int]:
-    """Write every distinct text of some packed rows as a line ``{"input_ids": [...]}``.
+    """Write every distinct text of some packed sequences as a line ``{"input_ids": [...]}``.
 
     Args:
-        rows: numbers of the packed rows; None is all of them.
+        rows: numbers of the packed sequences; None is all of them.
 
     Returns:
         Number of texts, and tokens of the longest.
@@ -372,7 +372,7 @@ def write_texts(data: PreparedData, path: Path, rows: Sequence[int] | None = Non
 def check_against_target(
     source: FileSource, components: TrainingComponents, layer_ids: tuple[int, ...]
 ) -> None:
-    """Compare the states of one packed row with those of our own forward of the target.
+    """Compare the states of one packed sequence with those of our own forward of the target.
 
     Raises:
         UserError: they are states of other layers, or of another model.
@@ -523,7 +523,7 @@ def _estimate(
     training = config.training
     target = components.target
 
-    # Disk. A new store also has a copy of the packed rows.
+    # Disk. A new store also has a copy of the packed sequences.
     num_aux_layers = len(draft.aux_layer_ids)
     hidden_size = target.config.hidden_size
     per_token = bytes_per_token(training.state_format, training.precision, num_aux_layers, hidden_size)

@@ -191,7 +191,7 @@ class StateFiles:
 
 
 class FileSource:
-    """Source of the target features of packed rows: the states in another engine's files.
+    """Source of the target features of packed sequences: the states in another engine's files.
 
     Args:
         files: the files.

@@ -45,7 +45,7 @@ class TrainingComponents:
         folder: folder of the target's files.
         weights: hash of these files, :func:`target_fingerprint`.
         tokenizer: tokenizer of the target.
-        data: packed rows, vocabulary map and held-out prompts.
+        data: packed sequences, vocabulary map and held-out prompts.
         cut: this process's tensor-parallel shard of a target that processes share, for validation, and for
             hidden states with the placement "tensor-parallel"; None if the run does not need one.
     """

@@ -1,4 +1,5 @@
-"""One optimiser step of training: packed rows of the global batch, gradients, optimiser, average of weights.
+"""One optimiser step of training: packed sequences of the global batch, gradients, optimiser, average of
+weights.
 
 Legend: K steps of training-time test.
 """
@@ -62,7 +63,7 @@ class StepResult:
             the data has one group.
         learning_rate: learning rate of this step.
         grad_norm: gradient norm before clipping.
-        tokens: tokens of the packed rows.
+        tokens: tokens of the packed sequences.
         supervised_tokens: supervised positions at TTT step 0.
         seconds: wall time.
         clock: wall time by part of the step, in this process.
@@ -88,7 +89,7 @@ class StepResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens of the packed rows per second, over all processes."""
+        """Tokens of the packed sequences per second, over all processes."""
         return self.tokens / self.seconds
 
     def row(self, step: int) -> dict[str, Any]:
@@ -125,7 +126,7 @@ class GlobalCounts(NamedTuple):
     Attributes:
         supervised: supervised positions of each TTT step, K numbers.
         documents: documents with at least one loss position.
-        tokens: tokens of the packed rows.
+        tokens: tokens of the packed sequences.
         groups: supervised positions at TTT step 0 in each group of documents.
     """
 
@@ -212,7 +213,7 @@ class Stepper:
         self.strategy = make_strategy(sharding, module, training, accelerator)
         self.ema = None if training.ema_decay is None else Ema(head, training.ema_decay)
 
-        # Next step of the prefetch, and packed rows of the last step whose loss was not finite.
+        # Next step of the prefetch, and packed sequences of the last step whose loss was not finite.
         self._expected_step = -1
         self._bad_rows: list[int] = []
 
@@ -311,7 +312,7 @@ class Stepper:
         return micro_batches
 
     def _rows_of(self, step: int, order: DataOrder) -> list[list[int]]:
-        """Numbers of the packed rows in each micro-batch of this process."""
+        """Numbers of the packed sequences in each micro-batch of this process."""
         size = self.rows_per_micro_batch
         mine = order.share_of(step, self.accelerator.process_index, self.accelerator.num_processes)
         return [mine[i : i + size] for i in range(0, len(mine), size)]
@@ -438,7 +439,7 @@ class Stepper:
         if state.num_skipped_now < MOST_SKIPPED:
             return
 
-        # Name the packed rows with a bad loss, or all rows of the step if only the gradient was bad.
+        # Name the packed sequences with a bad loss, or all rows of the step if only the gradient was bad.
         mine = [row for rows in self._rows_of(state.step, self.order) for row in rows]
         gathered = gather_objects(self.accelerator, (self._bad_rows, mine))
         named = [row for bad, _ in gathered for row in bad]
@@ -446,7 +447,7 @@ class Stepper:
             named = [row for _, rows in gathered for row in rows]
         raise UserError(
             f"Loss or gradient was not finite in {MOST_SKIPPED} steps in a row; in step {state.step + 1} "
-            f"with the packed rows {', '.join(map(str, sorted(named)))}.",
+            f"with the packed sequences {', '.join(map(str, sorted(named)))}.",
             "Check the target's weights and the row's texts, or start a new run with a lower "
             "training.learning_rate or training.precision=float32.",
         )

@@ -204,5 +204,5 @@ def test_what_is_not_finite_in_one_process_is_skipped_by_all(
         assert first == second != third == fourth == fifth
     assert [row.get("skipped", False) for row in rows(out / "run")] == [False, True, False, True, True]
     # Four rows a step: a loss that is NaN gives its two away; a gradient could be any process's.
-    named = re.search(r"in 3 steps in a row; in step 6 with the packed rows ([\d, ]+)", said)
+    named = re.search(r"in 3 steps in a row; in step 6 with the packed sequences ([\d, ]+)", said)
     assert named is not None and len(named[1].split(", ")) == (2 if kind == "loss" else 4)

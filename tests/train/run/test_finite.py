@@ -58,7 +58,9 @@ def test_several_such_steps_in_a_row_end_the_run_with_the_row(
     assert run("--max-steps", "9") == 2
     assert len(run.metrics()) == 5
     told = capsys.readouterr().err
-    named = re.search(r"not finite in 3 steps in a row; in step 6 with the packed rows ([\d, ]+)\.", told)
+    named = re.search(
+        r"not finite in 3 steps in a row; in step 6 with the packed sequences ([\d, ]+)\.", told
+    )
     assert named is not None
     assert len(named[1].split(",")) == 2, "the rows of this step alone"
 
@@ -77,7 +79,7 @@ def test_a_loss_gives_its_row_away_and_a_gradient_could_be_any_row_s_of_the_step
     assert run() == 2
     assert [row.get("skipped", False) for row in run.metrics()] == [False, True, True]
     assert [row["loss"] is None for row in run.metrics()] == [False, *[kind == "loss"] * 2]
-    named = re.search(r"in step 4 with the packed rows ([\d, ]+)\.", capsys.readouterr().err)
+    named = re.search(r"in step 4 with the packed sequences ([\d, ]+)\.", capsys.readouterr().err)
     assert named is not None and len(named[1].split(", ")) == num_named
 
 
