@@ -1,4 +1,4 @@
-"""Probabilities of acceptance as log-odds, which offsets of requests shift.
+"""Probabilities of acceptance and their log-odds. The offset of a request is added to log-odds.
 
 Legend: M shapes, C confidence classes, S draft steps, G offsets.
 """
@@ -11,8 +11,9 @@ import numpy as np
 from eagle_kit.autotune.acceptance import AcceptanceTable
 from eagle_kit.core.shape import SpecShape
 
-LEAST, MOST = 0.02, 0.98
-"""Bounds of a chance: text that was never seen may be different."""
+LEAST = 0.02
+MOST = 0.98
+"""Bounds of a chance: text that was not measured may be different."""
 UNKNOWN = 0.05
 """Chance of a depth that was never reached."""
 
@@ -58,8 +59,14 @@ def chance_of(odds: float) -> float:
 
 
 def log_odds_of(survival: Sequence[float]) -> list[float]:
-    """Log-odds of each depth where all before it are accepted, from probabilities of all up to it; none where
-    one is not a number."""
+    """Log-odds that each depth is accepted once all before it are.
+
+    Args:
+        survival: probability of each depth to be accepted with all before it.
+
+    Returns:
+        A number for each depth, or an empty list if a probability is NaN or out of range.
+    """
     if not all(0.0 <= each <= 1.0 for each in survival):
         return []
     pairs = zip(survival, (1.0, *survival), strict=False)

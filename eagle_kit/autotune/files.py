@@ -1,5 +1,5 @@
-"""What was measured, on disk: costs of a machine in the cache, acceptance of a draft in the cache or beside
-its weights (``tuning.json``, which is read only)."""
+"""Files of measurements: costs of a machine's cycles and the acceptance of a draft, in the cache or beside
+the draft's weights (``tuning.json``)."""
 
 import hashlib
 import json
@@ -20,7 +20,7 @@ SHIPPED = "tuning.json"
 """File beside a draft's weights."""
 FORMAT = 1
 AVERAGE = Path(__file__).with_name("average_head.json")
-"""Acceptance of the head that this project ships, for heads of which nothing is known."""
+"""Acceptance of the head that this project ships, for heads that were not measured."""
 AGAIN = "Delete it, or run `eagle-kit tune` again."
 
 T = TypeVar("T")
@@ -32,11 +32,11 @@ class Costs:
 
     Attributes:
         key: of the engine: device, dtype, versions, models.
-        table: fitted.
-        timings: what it was fitted to.
+        table: fitted to the timings.
+        timings: the measured cycles.
         date: of the measurement.
-        tuned_to: largest batch size of a long measurement; larger ones, or with 0 all, are of the short one
-            of a start.
+        tuned_to: largest batch size that ``eagle-kit tune`` measured, 0 for none. Larger batch sizes were
+            measured when an engine started, which is shorter.
     """
 
     key: Mapping[str, Any]
@@ -47,15 +47,15 @@ class Costs:
 
     @property
     def is_quick(self) -> bool:
-        """True where all of it is the short measurement of a start."""
+        """True if all cycles were measured at the start of an engine."""
         return not self.tuned_to
 
     def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` takes."""
-        timings = [
-            [timing.batch_size, str(timing.shape), timing.context, float(f"{timing.seconds:.4g}")]
-            for timing in self.timings
-        ]
+        """Return the JSON object that :meth:`from_json` reads."""
+        timings = []
+        for timing in self.timings:
+            seconds = float(f"{timing.seconds:.4g}")
+            timings.append([timing.batch_size, str(timing.shape), timing.context, seconds])
         return {
             "key": dict(self.key),
             "date": self.date,
@@ -72,12 +72,17 @@ class Costs:
             Timing(int(batch), SpecShape.parse(shape), int(context), float(seconds))
             for batch, shape, context, seconds in data["timings"]
         )
-        if not all(math.isfinite(each.seconds) and each.seconds > 0 for each in timings):
+        if not all(math.isfinite(timing.seconds) and timing.seconds > 0 for timing in timings):
             raise ValueError("a measured time is no time")
-        if not all(each.batch_size > 0 and each.context >= 0 for each in timings):
+        if not all(timing.batch_size > 0 and timing.context >= 0 for timing in timings):
             raise ValueError("a cycle was measured without requests or with fewer tokens than none")
-        table = CostTable.from_json(data["costs"]).with_rest(timings)
-        return cls(dict(data["key"]), table, timings, str(data["date"]), int(data["tuned_to"]))
+        return cls(
+            key=dict(data["key"]),
+            table=CostTable.from_json(data["costs"]).with_residuals(timings),
+            timings=timings,
+            date=str(data["date"]),
+            tuned_to=int(data["tuned_to"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -85,9 +90,9 @@ class MeasuredAcceptance:
     """Acceptance of a draft.
 
     Attributes:
-        draft: of the weights that were measured, see :func:`~eagle_kit.engine.calibrate.policies.draft_key`.
-        table: by shape.
-        about: where it comes from: tasks, prompts, positions, date.
+        draft: :func:`~eagle_kit.engine.calibrate.policies.draft_key` of the weights that were measured.
+        table: acceptance by shape.
+        about: origin of the numbers: tasks, prompts, positions, date.
     """
 
     draft: str
@@ -95,7 +100,7 @@ class MeasuredAcceptance:
     about: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what :meth:`from_json` takes."""
+        """Return the JSON object that :meth:`from_json` reads."""
         return {"draft": self.draft, "about": dict(self.about), **self.table.to_json()}
 
     @classmethod
@@ -110,7 +115,7 @@ def digest(value: Any) -> str:
 
 
 def folder() -> Path:
-    """Folder of what was measured on this machine."""
+    """Folder of the measurements of this machine."""
     return cache_folder() / "tuning"
 
 
@@ -135,23 +140,28 @@ def save_acceptance(acceptance: MeasuredAcceptance) -> Path:
 
 
 def find_costs(key: Mapping[str, Any], draft_folder: Path | None) -> Costs | None:
-    """Find the costs of an engine: measured here, or shipped for the same device, dtype and models, which the
-    short measurement of a start does not outweigh."""
-    found = _load(costs_path(key), Costs.from_json)
-    if found is not None and not found.is_quick:
-        return found
+    """Find the costs of an engine: those that ``eagle-kit tune`` measured here, else shipped ones of the same
+    device, dtype and models, else those that the start of an engine measured here."""
+    measured = _load(costs_path(key), Costs.from_json)
+    if measured is not None and not measured.is_quick:
+        return measured
+
+    # Shipped costs may be of other versions.
+    same = {name: value for name, value in key.items() if name != "versions"}
     for given in _list(_shipped(draft_folder).get("costs"), draft_folder):
         shipped = _parse(given, Costs.from_json, _where(draft_folder))
-        if shipped is not None and all(shipped.key.get(k) == v for k, v in key.items() if k != "versions"):
+        if shipped is not None and all(shipped.key.get(name) == value for name, value in same.items()):
             return shipped
-    return found
+    return measured
 
 
 def find_acceptance(draft: str, draft_folder: Path | None) -> MeasuredAcceptance | None:
     """Find the acceptance of a draft: measured here, or shipped beside the same weights."""
-    if (found := _load(acceptance_path(draft), MeasuredAcceptance.from_json)) is not None:
-        return found
-    if (given := _shipped(draft_folder).get("acceptance")) is None:
+    measured = _load(acceptance_path(draft), MeasuredAcceptance.from_json)
+    if measured is not None:
+        return measured
+    given = _shipped(draft_folder).get("acceptance")
+    if given is None:
         return None
     shipped = _parse(given, MeasuredAcceptance.from_json, _where(draft_folder))
     if shipped is not None and shipped.draft != draft:
@@ -166,18 +176,23 @@ def average_acceptance() -> MeasuredAcceptance:
 
 
 def ship(draft_folder: Path, acceptance: MeasuredAcceptance | None, costs: Costs) -> Path:
-    """Write ``tuning.json`` beside a draft's weights; costs of other machines in it are kept, but for those
-    of cycles of another form, which are of no use."""
+    """Write ``tuning.json`` beside a draft's weights.
+
+    Costs of other machines stay in it, unless they are of another version of the cycle. If ``acceptance`` is
+    None, the acceptance in the file stays.
+    """
     before = _shipped(draft_folder)
-    known = _list(before.get("costs"), draft_folder)
-    keys = [each.get("key") if isinstance(each, dict) else None for each in known]
-    others = [
-        each
-        for each, key in zip(known, keys, strict=True)
-        if isinstance(key, dict) and key != dict(costs.key) and key.get("cycles") == costs.key.get("cycles")
-    ]
-    mine = before.get("acceptance") if acceptance is None else acceptance.to_json()
-    data = {"format": FORMAT, "acceptance": mine, "costs": [*others, costs.to_json()]}
+    all_costs = []
+    for known in _list(before.get("costs"), draft_folder):
+        key = known.get("key") if isinstance(known, dict) else None
+        if not isinstance(key, dict) or key == dict(costs.key):
+            continue
+        if key.get("cycles") == costs.key.get("cycles"):
+            all_costs.append(known)
+    all_costs.append(costs.to_json())
+
+    shipped = before.get("acceptance") if acceptance is None else acceptance.to_json()
+    data = {"format": FORMAT, "acceptance": shipped, "costs": all_costs}
     return _save(draft_folder / SHIPPED, data)
 
 
@@ -188,11 +203,13 @@ def _save(path: Path, data: Mapping[str, Any]) -> Path:
 
 
 def _where(draft_folder: Path | None) -> Path:
+    """Path of the shipped file of a draft that has one."""
     assert draft_folder is not None
     return draft_folder / SHIPPED
 
 
 def _shipped(draft_folder: Path | None) -> Mapping[str, Any]:
+    """The shipped file of a draft; empty if there is none or it is unreadable."""
     if draft_folder is None or not (draft_folder / SHIPPED).is_file():
         return {}
     found: Mapping[str, Any] | None = _load(draft_folder / SHIPPED, dict)
@@ -200,7 +217,7 @@ def _shipped(draft_folder: Path | None) -> Mapping[str, Any]:
 
 
 def _list(given: Any, draft_folder: Path | None) -> list[Any]:
-    """The list that a shipped file has of costs; empty where it has none."""
+    """The costs of a shipped file; empty, with a warning for anything but a list."""
     if given is not None and not isinstance(given, list):
         warnings.warn(f"{_where(draft_folder)} has no list of costs. {AGAIN}", stacklevel=3)
         return []
@@ -208,6 +225,7 @@ def _list(given: Any, draft_folder: Path | None) -> list[Any]:
 
 
 def _load(path: Path, make: Callable[[Mapping[str, Any]], T]) -> T | None:
+    """Read a file; None if there is none, and with a warning if it is unreadable."""
     if not path.is_file():
         return None
     try:
@@ -219,6 +237,7 @@ def _load(path: Path, make: Callable[[Mapping[str, Any]], T]) -> T | None:
 
 
 def _parse(data: Any, make: Callable[[Mapping[str, Any]], T], where: Path) -> T | None:
+    """The result of ``make``; None, with a warning, for data of another format or form."""
     try:
         if data.get("format", FORMAT) != FORMAT:
             raise ValueError(f"its format is {data['format']}, not {FORMAT}")

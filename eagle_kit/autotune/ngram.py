@@ -1,20 +1,20 @@
-"""Plain decoding or n-grams, chosen by what the engine's own cycles took and gave.
+"""Plain decoding or n-grams, chosen by times and tokens of the engine's own cycles.
 
-N-grams have no draft whose acceptance could be recorded before: whether they pay depends on how much the text
-repeats. So both kinds of cycles are timed while they serve, and the other kind is tried now and then.
+The acceptance of n-grams cannot be recorded before: it depends on how much the text repeats itself. So both
+kinds of cycles are timed while they serve, and the kind that is not in use is tried now and then.
 """
 
 import statistics
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
-from eagle_kit.autotune.policy import Choice, RequestAcceptance, ShapePolicy
+from eagle_kit.autotune.policy import RequestAcceptance, ShapeChoice, ShapePolicy
 from eagle_kit.core.shape import NO_SPECULATION, SpecShape
 
 GAIN = 1.03
 """Speed of drafting over plain decoding with which drafting begins."""
 FIRST_CYCLES = 4
-"""Cycles of each kind that a batch size begins with, and cycles of a trial."""
+"""Cycles of each kind before the first decision for a batch size, and cycles of a trial."""
 HOLD = 8
 """Cycles between two decisions."""
 PLAIN_BEFORE_TRIAL = 96
@@ -29,10 +29,10 @@ LEAST_TIMES = 2
 FIRST_LENGTH = 1.5
 """Tokens of a drafted cycle that are expected before one was observed."""
 LENGTH_RATE = 1 / 32
-"""Rate at which the average number of tokens of a drafted cycle follows."""
+"""Weight of a drafted cycle in the average number of its tokens."""
 TRIAL_RATE = 1 / 8
-"""Rate at which the average follows in a trial of drafting. The average is from an earlier text by then, and
-the four cycles of a trial count for 41 % of the new one; at ``LENGTH_RATE`` they would count for 12 %."""
+"""Weight of a cycle of a trial. The average is from an earlier text by then. The four cycles of a trial count
+for 41 % of the new average; at ``LENGTH_RATE`` they would count for 12 %."""
 
 
 class NgramPolicy(ShapePolicy):
@@ -43,7 +43,7 @@ class NgramPolicy(ShapePolicy):
         batch_sizes: sizes of batches.
 
     Attributes:
-        length: tokens of a drafted cycle for one request, on average of the last ones.
+        length: average tokens of a drafted cycle of one request.
     """
 
     def __init__(self, shape: SpecShape, batch_sizes: Sequence[int]) -> None:
@@ -84,15 +84,17 @@ class NgramPolicy(ShapePolicy):
         # The other kind is tried after a while, since the text may have changed.
         most = DRAFTING_BEFORE_TRIAL if self._is_drafting else PLAIN_BEFORE_TRIAL
         if self._num_since_trial >= most:
+            other = NO_SPECULATION if self._is_drafting else self._ngram_shape
             self._is_trial = True
-            self._begin(NO_SPECULATION if self._is_drafting else self._ngram_shape, FIRST_CYCLES)
+            self._begin(other, FIRST_CYCLES)
             self._num_since_trial = 0
             return
 
-        # Drafting that is in use goes on while it pays; it begins where it clearly does.
+        # Drafting begins if it is faster by a margin, and goes on while it is faster at all.
         least = 1.0 if self._is_drafting else GAIN
         self._is_drafting = self.gain(size) > least
-        self._begin(self._ngram_shape if self._is_drafting else NO_SPECULATION, HOLD)
+        chosen = self._ngram_shape if self._is_drafting else NO_SPECULATION
+        self._begin(chosen, HOLD)
 
     def _begin(self, shape: SpecShape, num_cycles: int) -> None:
         """Decode in ``shape`` for some cycles."""
@@ -108,9 +110,9 @@ class NgramPolicy(ShapePolicy):
         return self.length * plain / drafted
 
     def observe(
-        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_drafts: int | None = None
+        self, request: RequestAcceptance, shape: SpecShape, num_accepted: int, num_depths: int | None = None
     ) -> None:
-        """Take in a cycle of one request."""
+        """See :meth:`ShapePolicy.observe`."""
         if shape != self._ngram_shape:
             return
         self._num_observed += 1
@@ -121,20 +123,22 @@ class NgramPolicy(ShapePolicy):
     def observe_time(
         self, batch_size: int, shape: SpecShape, context: int, seconds: float, num_rows: int | None = None
     ) -> None:
-        """Take in what a cycle of a batch took."""
+        """See :meth:`ShapePolicy.observe_time`."""
         self._seconds_of[batch_size, shape].append(seconds)
 
-    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[Choice]:
-        """What is chosen for the batch sizes that have been timed."""
+    def plan(self, batch_sizes: Sequence[int], context: int = 256) -> list[ShapeChoice]:
+        """Return the choices for the batch sizes that have been timed."""
         choices = []
         for size in batch_sizes:
-            timed = [self._seconds_of[size, shape] for shape in (NO_SPECULATION, self._ngram_shape)]
-            if min(map(len, timed)) < LEAST_TIMES:
+            plain = self._seconds_of[size, NO_SPECULATION]
+            drafted = self._seconds_of[size, self._ngram_shape]
+            if min(len(plain), len(drafted)) < LEAST_TIMES:
                 continue
             gain = self.gain(size)
-            plain, drafted = (1e3 * statistics.median(times) for times in timed)
             if gain > GAIN:
-                choices.append(Choice(size, self._ngram_shape, self.length, drafted, gain))
+                milliseconds = 1e3 * statistics.median(drafted)
+                choices.append(ShapeChoice(size, self._ngram_shape, self.length, milliseconds, gain))
             else:
-                choices.append(Choice(size, NO_SPECULATION, 1.0, plain, 1.0))
+                milliseconds = 1e3 * statistics.median(plain)
+                choices.append(ShapeChoice(size, NO_SPECULATION, 1.0, milliseconds, 1.0))
         return choices

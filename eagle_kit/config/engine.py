@@ -1,5 +1,5 @@
-"""Options of the decoding engine: one schema for ``LLM(...)``, the server, the command line, evaluation and
-the judge of a training run. Torch-free.
+"""Options of the decoding engine, for ``LLM(...)``, the server, the command line, evaluation, and validation
+during training. Torch-free.
 
 An option is documented here and nowhere else: flags take their help from the fields (``cli/arguments.py``),
 and ``LLM`` takes the fields as keywords.
@@ -21,9 +21,11 @@ GraphMode = Literal["cycle", "off"]
 PrefillBackend = Literal["auto", "triton", "flash-attn", "flashinfer"]
 DEFAULT_MAX_CONTEXT = 8192
 SNAPSHOTS_PER_REQUEST = 4
-BUCKETS, BUCKET = (1, 2, 4, 8, 16), 8
-"""Sizes that batches are padded to on a GPU, and the steps above: of a batch of 33 a fifth is padding, where
-powers of two would nearly double it."""
+SMALL_BATCH_SIZES = (1, 2, 4, 8, 16)
+"""Sizes that small batches are padded to on a GPU."""
+BATCH_SIZE_STEP = 8
+"""Step between the sizes above them. A batch of 33 is padded by a fifth; to the next power of two it would
+nearly double."""
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -38,7 +40,10 @@ def parse_size(text: Any) -> Any:
 
 
 def _shape_table(given: Any) -> ShapeTable | None:
-    return None if given is None or given == "auto" else ShapeTable.parse(given)
+    """Read the option ``shape``; None stands for the text ``auto`` from here on."""
+    if given is None or given == "auto":
+        return None
+    return ShapeTable.parse(given)
 
 
 class NgramConfig(Options):
@@ -257,6 +262,11 @@ class EngineConfig(Options):
         return self
 
     @property
+    def has_auto_shape(self) -> bool:
+        """True if shapes are to be chosen by measurements: ``shape`` is ``"auto"``, or was left out."""
+        return self.shape is None
+
+    @property
     def is_relaxed(self) -> bool:
         """True if a threshold makes acceptance lossy."""
         return (self.accept_threshold_single, self.accept_threshold_acc) != (1.0, 1.0)
@@ -264,41 +274,53 @@ class EngineConfig(Options):
     def resolve(
         self, *, on_gpu: bool, max_positions: int = DEFAULT_MAX_CONTEXT, can_record: bool = True
     ) -> "ResolvedConfig":
-        """Fill in what depends on the device and the target.
+        """Fill in options that depend on the device and the target.
 
         Args:
+            on_gpu: whether the device is a GPU.
             max_positions: longest context of the target.
-            can_record: whether cycles can be recorded where there is no GPU.
+            can_record: whether cycles can be recorded on a CPU.
         """
-        sizes = self.batch_sizes
-        if sizes is None:
-            sizes = BUCKETS if on_gpu else tuple(range(1, self.max_batch_size + 1))
-            if on_gpu:
-                sizes += tuple(range(BUCKETS[-1] + BUCKET, self.max_batch_size, BUCKET))
-        prefill_tokens = self.prefill_tokens or (8192 if on_gpu else 512)
+        # Defaults of the device.
+        if on_gpu:
+            prefill_tokens = self.prefill_tokens or 8192
+            decode_prefill_tokens = self.decode_prefill_tokens or 1024
+            mixed_prefill_tokens = self.mixed_prefill_tokens or 1024
+            larger_sizes = range(
+                SMALL_BATCH_SIZES[-1] + BATCH_SIZE_STEP, self.max_batch_size, BATCH_SIZE_STEP
+            )
+            default_sizes: tuple[int, ...] = (*SMALL_BATCH_SIZES, *larger_sizes)
+        else:
+            prefill_tokens = self.prefill_tokens or 512
+            decode_prefill_tokens = self.decode_prefill_tokens or prefill_tokens
+            mixed_prefill_tokens = self.mixed_prefill_tokens or 12
+            default_sizes = tuple(range(1, self.max_batch_size + 1))
+        default_graph_mode = "cycle" if on_gpu or can_record else "off"
+
+        # The largest batch is the last of the sizes.
+        sizes = default_sizes if self.batch_sizes is None else self.batch_sizes
         smaller = {size for size in sizes if size < self.max_batch_size}
-        chosen = {
+        resolved = {
             "max_context": min(self.max_context or DEFAULT_MAX_CONTEXT, max_positions),
             "prefill_tokens": prefill_tokens,
-            "decode_prefill_tokens": min(
-                prefill_tokens, self.decode_prefill_tokens or (1024 if on_gpu else prefill_tokens)
-            ),
-            "mixed_prefill_tokens": min(
-                prefill_tokens, self.mixed_prefill_tokens or (1024 if on_gpu else 12)
-            ),
+            "decode_prefill_tokens": min(prefill_tokens, decode_prefill_tokens),
+            "mixed_prefill_tokens": min(prefill_tokens, mixed_prefill_tokens),
             "lag": int(on_gpu) if self.lag is None else self.lag,
             "batch_sizes": tuple(sorted(smaller | {self.max_batch_size})),
-            "graph_mode": self.graph_mode or ("cycle" if on_gpu or can_record else "off"),
+            "graph_mode": self.graph_mode or default_graph_mode,
             "shape": self.shape or ShapeTable.parse(NO_SPECULATION),
         }
-        return ResolvedConfig(**{**dict(self), **chosen})
+        return ResolvedConfig(**{**dict(self), **resolved})
 
 
 class ResolvedConfig(EngineConfig):
-    """Options of an engine on one device, with nothing left to choose but the pool's size, which the memory
-    plan fills in."""
+    """Options of an engine on one device. Only the pool's size may be missing; a memory plan fills it in."""
 
     shape: Annotated[ShapeTable, BeforeValidator(_shape_table)]
+    """Shapes where none are chosen by measurements: the given ones, or the draft's default. With auto an
+    engine runs a policy instead (``autotune/policy.py``).
+    """
+
     max_context: int
     prefill_tokens: int
     decode_prefill_tokens: int
@@ -307,9 +329,13 @@ class ResolvedConfig(EngineConfig):
     batch_sizes: tuple[int, ...]
     graph_mode: GraphMode
 
-    def room(self, steps: int) -> int:
-        """Tokens behind its known ones that a request may need pages for: those of cycles on their way and of
-        the next one, and a draft's entry of the root. ``steps`` is the depth of the draft."""
+    def num_lookahead_tokens(self, steps: int) -> int:
+        """Tokens beyond its known ones that a request may need pages for: those of the cycles in flight and
+        of the next cycle, and a draft's entry of the root.
+
+        Args:
+            steps: depth of the draft.
+        """
         return (self.lag + 1) * (steps + 1) + 2
 
     def num_pages_of(self, num_tokens: int) -> int:
@@ -345,21 +371,22 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots of states, where the target has any."""
-        given = self.state_snapshots
-        if given is None:
-            given = SNAPSHOTS_PER_REQUEST * self.max_batch_size
-        return given if self.prefix_cache else 0
+        """Number of snapshots of states, for targets with recurrent layers."""
+        if not self.prefix_cache:
+            return 0
+        if self.state_snapshots is None:
+            return SNAPSHOTS_PER_REQUEST * self.max_batch_size
+        return self.state_snapshots
 
     @property
     def snapshots(self) -> range:
-        """Their numbers: behind the states of the requests and that of padding."""
+        """Indices of the snapshots: after the states of the requests and that of padding."""
         first = self.max_batch_size + 1
         return range(first, first + self.num_snapshots)
 
     @property
     def most_rows(self) -> int:
-        """Nodes of the windows of a batch that memory is planned for: the largest window of one request, or
+        """Most nodes of a batch's windows that memory is planned for: the largest window of one request, or
         the given shape in the largest batch."""
         return max(MAX_WINDOW, self.max_batch_size * self.shape.tokens)
 
@@ -371,6 +398,6 @@ class ResolvedConfig(EngineConfig):
 
     @property
     def max_pages(self) -> int:
-        """Most pages of one request. The deepest shape decides, so that page tables outlast a change of
-        it."""
-        return self.num_pages_of(self.max_context + self.room(MAX_WINDOW - 1))
+        """Most pages of one request. It is that of the deepest shape, so that a change of the shape does not
+        change page tables."""
+        return self.num_pages_of(self.max_context + self.num_lookahead_tokens(MAX_WINDOW - 1))

@@ -1,4 +1,4 @@
-"""Bases of schemas: of sections of a YAML file, and of options that are filled by keyword."""
+"""Base classes of schemas: of sections of a YAML file, and of options that are given as keywords."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
@@ -33,7 +33,7 @@ class OptionError(UserError):
 
     Args:
         name: of the option; the cause begins with it.
-        value: the one given.
+        value: the value that was given.
         remedy: the allowed values, one sentence.
     """
 
@@ -46,10 +46,10 @@ class Options(BaseModel):
     """Set of options. The text under a field is its documentation and the help of its flag.
 
     Attributes:
-        remedies: what to give in place of a name that is not known here and known elsewhere.
+        remedies: remedy by the name of an option that other engines have and this class has not.
 
     Raises:
-        UserError: an unknown name or a wrong value, whether the schema or a validator refuses it.
+        UserError: an unknown name or a wrong value.
     """
 
     model_config = ConfigDict(
@@ -74,25 +74,37 @@ class Options(BaseModel):
 
 
 def _for_user(error: ValidationError, schema: type[Options]) -> UserError:
-    problem = error.errors()[0]
-    cause = problem.get("ctx", {}).get("error")
+    """The error for a validation that failed: that of a validator, or one for all unknown names, or one for
+    the first wrong value."""
+    # A validator has raised it.
+    problems = error.errors()
+    first = problems[0]
+    cause = first.get("ctx", {}).get("error")
     if isinstance(cause, UserError):
         return cause
-    name = ".".join(map(str, problem["loc"][:1]))
-    extra = [each for each in error.errors() if each["type"] == "extra_forbidden"]
-    unknown = [".".join(map(str, each["loc"])) for each in extra]
+
+    # There are unknown names.
+    unknown = []
+    for problem in problems:
+        if problem["type"] == "extra_forbidden":
+            unknown.append(".".join(map(str, problem["loc"])))
     if len(unknown) > 1:
-        remedies = [f"{each}: {_remedy_of_unknown(each, schema)}" for each in unknown]
+        remedies = [f"{name}: {_remedy_of_unknown(name, schema)}" for name in unknown]
         return UserError(f"There are no options {', '.join(unknown)}.", " ".join(remedies))
     if unknown:
         return UserError(f"There is no option {unknown[0]}.", _remedy_of_unknown(unknown[0], schema))
-    return OptionError(name, problem["input"], f"{problem['msg']}.")
+
+    # A value is wrong.
+    name = ".".join(map(str, first["loc"][:1]))
+    return OptionError(name, first["input"], f"{first['msg']}.")
 
 
 def _remedy_of_unknown(name: str, schema: type[Options]) -> str:
-    """What to give in place of a name that ``schema`` lacks."""
+    """Remedy for a name that ``schema`` does not have."""
     if name in schema.remedies:
         return schema.remedies[name]
     known = list(schema.model_fields)
     near = nearest_key(name, known)
-    return f"Use {', '.join(known)}." if near is None else f"Did you mean {near}?"
+    if near is None:
+        return f"Use {', '.join(known)}."
+    return f"Did you mean {near}?"

@@ -1,4 +1,5 @@
-"""Options of vLLM and SGLang by their names there, and what to give in their place. Torch-free."""
+"""Options of vLLM and SGLang by their names there, each with a remedy: the option of ours to give instead.
+Torch-free."""
 
 from collections.abc import Mapping
 
@@ -119,8 +120,8 @@ OPTIONS = {
     "ssl_keyfile": PROXY,
     "allowed_origins": PROXY,
 }
-"""What to give in place of an option. Names in braces are options of ours, which have other names in Python
-than on the command line."""
+"""Remedy by the name of an option. Names in braces are options of ours, which have other names in Python than
+on the command line."""
 
 PYTHON_NAMES = {
     "call": "LLM(TARGET, draft=DRAFT)",
@@ -143,9 +144,9 @@ PYTHON_NAMES = {
 
 
 def remedies_with(names: Mapping[str, str]) -> dict[str, str]:
-    """What to give in place of an option of vLLM or SGLang, by its name there.
+    """Remedies by the names of options of vLLM and SGLang.
 
     Args:
-        names: what stands for each of :data:`PYTHON_NAMES`.
+        names: replacements of the names in braces, with the keys of :data:`PYTHON_NAMES`.
     """
     return {option: text.format_map(names) for option, text in OPTIONS.items()}

@@ -89,7 +89,9 @@ class ServerConfig(Options):
     @field_validator("allowed_host")
     @classmethod
     def _names_are_hosts(cls, text: str | None) -> str | None:
-        for name in () if text is None else text.split(","):
+        if text is None:
+            return None
+        for name in text.split(","):
             if not (HOST_NAME.fullmatch(name.strip()) or _is_address(name.strip().strip("[]"))):
                 raise UserError(
                     f"The allowed host {shown(name)} is no name of a host.",
@@ -100,7 +102,9 @@ class ServerConfig(Options):
     @field_validator("forwarded_allow_ips")
     @classmethod
     def _proxies_are_addresses(cls, text: str | None) -> str | None:
-        for name in () if text is None else text.split(","):
+        if text is None:
+            return None
+        for name in text.split(","):
             try:
                 ipaddress.ip_network(name.strip())
             except ValueError:
@@ -113,8 +117,8 @@ class ServerConfig(Options):
     @property
     def host_names(self) -> frozenset[str]:
         """Names of :attr:`allowed_host`, in lower case."""
-        given = (self.allowed_host or "").split(",")
-        return frozenset(name.strip().strip("[]").rstrip(".").lower() for name in given if name.strip())
+        names = (self.allowed_host or "").split(",")
+        return frozenset(name.strip().strip("[]").rstrip(".").lower() for name in names if name.strip())
 
     @field_validator("api_key")
     @classmethod
@@ -129,6 +133,7 @@ class ServerConfig(Options):
 
 
 def _is_address(text: str) -> bool:
+    """True for an IPv4 or IPv6 address."""
     try:
         ipaddress.ip_address(text)
     except ValueError:

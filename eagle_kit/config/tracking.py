@@ -37,10 +37,10 @@ class TrackingConfig(Section):
     """
 
     def wandb_options(self, folder: str | Path) -> dict[str, Any]:
-        """Arguments of ``wandb.init`` besides the project; a setting that is null is left to wandb.
+        """Arguments of ``wandb.init`` besides the project. Settings that are null are left out.
 
         Args:
-            folder: that wandb writes into.
+            folder: the run folder, in which wandb writes its files.
         """
         name = self.name or os.path.basename(os.path.abspath(folder))
         options: dict[str, Any] = {"dir": str(folder), "mode": self.wandb, "name": name}

@@ -2,7 +2,7 @@
 
 A run is one YAML file read through `config.load_config`; every value can be overridden on the command
 line as ``section.key=value``. The keys of ``head`` and ``training`` depend on ``head.kind``
-(:mod:`eagle_kit.config.drafts`). Sizes are in tokens or packed rows, times in seconds.
+(:mod:`eagle_kit.config.drafts`). Sizes are in tokens or packed sequences, times in seconds.
 """
 
 import json
@@ -34,7 +34,7 @@ ChatTemplateKwargs = dict[str, Any] | tuple[TemplateVariant, ...] | None
 
 
 def template_variants(kwargs: ChatTemplateKwargs) -> tuple[TemplateVariant, ...]:
-    """Variants of ``kwargs``, one where it is the same for all."""
+    """Variants of ``kwargs``: one if all conversations have the same, none for None."""
     if isinstance(kwargs, dict):
         return (TemplateVariant(kwargs=kwargs),)
     return kwargs or ()
@@ -80,14 +80,17 @@ class SourceConfig(Section):
     @property
     def files(self) -> tuple[str, ...]:
         """The sources, one or several."""
-        return (self.source,) if isinstance(self.source, str) else self.source
+        if isinstance(self.source, str):
+            return (self.source,)
+        return self.source
 
     @property
     def rows_depend_on(self) -> dict[str, Any]:
-        """Settings that decide the packed rows."""
+        """Settings that decide the packed sequences."""
         names = {"source", "limit", "min_tokens", "max_tokens"}
-        kwargs = {"chat_template_kwargs"} if self.chat_template_kwargs is not None else set()
-        return self.model_dump(mode="json", include=names | kwargs)
+        if self.chat_template_kwargs is not None:
+            names.add("chat_template_kwargs")
+        return self.model_dump(mode="json", include=names)
 
 
 class DataConfig(Section):
@@ -103,16 +106,16 @@ class DataConfig(Section):
     """Sources with weights and phases in place of ``source``."""
 
     store: str | None = None
-    """Folder of ``eagle-kit data capture``; its packed rows and the target's states of them are learned from.
-    What is set of source, limit, max_length, eval_conversations and decontaminate besides must be what it was
-    captured with.
+    """Folder of ``eagle-kit data capture``; its packed sequences and the target's states of them are learned
+    from. What is set of source, limit, max_length, eval_conversations and decontaminate besides must be what
+    it was captured with.
     """
 
     limit: int | None = Field(default=None, ge=1)
     """Most conversations read of each source; null reads all."""
 
     max_length: int = Field(default=1024, ge=8)
-    """Tokens of a packed row; longer conversations are cut there."""
+    """Tokens of a packed sequence; longer conversations are cut there."""
 
     eval_conversations: int = Field(default=48, ge=0)
     """Conversations kept out of training. The judge's prompts are theirs, of each the first one that no other
@@ -180,21 +183,31 @@ class DataConfig(Section):
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:
-        """The sources of the mixture, or the one that :attr:`source` is."""
-        return self.mix or ((SourceConfig(source=self.source),) if self.source else ())
+        """The sources of the mixture, or :attr:`source` as the only one."""
+        if self.mix:
+            return self.mix
+        if self.source:
+            return (SourceConfig(source=self.source),)
+        return ()
 
     @property
     def origin(self) -> Any:
-        """Sources as a manifest names them: :attr:`source`, or what decides the rows of each of ``mix``."""
+        """Sources as a manifest has them: :attr:`source`, or for each of ``mix`` the settings that decide its
+        rows."""
         return [part.rows_depend_on for part in self.mix] or self.source
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """Settings that decide the packed rows, as far as they were set."""
+        """Settings that decide the packed sequences, without those that were not set."""
         names = self.model_fields_set & {"limit", "max_length", "eval_conversations", *self.template_settings}
-        set_ones = self.model_dump(mode="json", include=names)
-        found = {name: set_ones[name] for name in sorted(names) if set_ones[name] is not None}
-        return {"source": self.origin, **found} if self.sources else found
+        values = self.model_dump(mode="json", include=names)
+        explicit = {}
+        if self.sources:
+            explicit["source"] = self.origin
+        for name in sorted(names):
+            if values[name] is not None:
+                explicit[name] = values[name]
+        return explicit
 
     @property
     def template_settings(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Keys of ``training:`` that all kinds of heads have; :mod:`eagle_kit.config.drafts` adds those of each kind.
 
-Sizes are in tokens or packed rows, times in seconds.
+Sizes are in tokens or packed sequences, times in seconds.
 """
 
 from dataclasses import dataclass, field, fields
@@ -13,15 +13,20 @@ from eagle_kit.core.errors import UserError
 
 
 class RowSampling(NamedTuple):
-    """Rows that are trained: at most ``most`` of every document (None for all), and of those a share of
-    ``ratio ** depth`` at each depth, at least ``floor``."""
+    """Rows that an optimiser step trains.
+
+    Attributes:
+        ratio: at depth d a share ``max(ratio ** d, floor)`` of the rows is trained.
+        floor: least share.
+        most: most rows of a document; None for all.
+    """
 
     ratio: float = 1.0
     floor: float = 1.0
     most: int | None = None
 
     def shares(self, num_depths: int) -> tuple[float, ...]:
-        """Share of the rows of each depth that is kept."""
+        """Share of the rows of each depth that is trained."""
         return tuple(max(self.ratio**depth, self.floor) for depth in range(num_depths))
 
 
@@ -86,9 +91,9 @@ class FeatureNoise(Section):
 
 @dataclass(frozen=True)
 class LearningSettings:
-    """Settings of ``training:`` that only some kinds of head have, for the trainer, which asks for no kind.
+    """Settings of ``training:`` that only some kinds of head have, for code that is the same for all kinds.
 
-    A setting that a kind does not have keeps its default here, which changes nothing.
+    A setting that a kind does not have has its default here, which has no effect.
     """
 
     losses: dict[str, float] = field(default_factory=dict)
@@ -114,21 +119,21 @@ class TrainingConfig(Section):
     """Training-time test, loss, optimiser and schedule."""
 
     ttt_length: int = Field(default=7, ge=1, le=32)
-    """Steps K of training-time test."""
+    """Steps K of training-time test; 7 as published."""
 
     ttt_curriculum: Curriculum | None = None
     """Begin with fewer steps; null trains all from the start."""
 
     step_decay: float = Field(default=0.8, gt=0.0, le=1.0)
-    """Weight of step k is ``step_decay ** k``; exclusive with ``step_weights``."""
+    """Weight of step k is ``step_decay ** k``, 0.8 as published; exclusive with ``step_weights``."""
 
     step_weights: tuple[float, ...] | None = None
     """Weight of each step, ``ttt_length`` numbers."""
 
     loss_rows: Literal["serving", "published"] = "serving"
-    """``serving``: row i carries loss at step k where a draft round can be when serving, that is x[i + 1] and
-    x[i + 2 + k] are of one reply; ``published``: where x[i + 1 + k] and x[i + 2 + k] are, which is what the
-    code of EAGLE-3 does: rounds that begin in the prompt count from their first token of the reply on.
+    """Rows that are supervised at step k. ``serving``: row i if x[i + 1] and x[i + 2 + k] are of one reply,
+    where a draft round can be when serving. ``published``: row i if x[i + 1 + k] and x[i + 2 + k] are of one
+    reply, as in the code of EAGLE-3.
     """
 
     loss_normalisation: Literal["tokens", "sequence", "published"] = "tokens"
@@ -136,7 +141,7 @@ class TrainingConfig(Section):
     ``sequence``: the mean over conversations of each one's own mean. Both divide by the sum of the step
     weights, so that the learning rate does not depend on ``ttt_length``. ``published``: as in the code of
     EAGLE-3, each conversation's sum over its rows and steps divided by the number of its tokens, prompts
-    included, and the mean of that over conversations.
+    included, and the mean of that over conversations; not divided by the sum of the step weights.
     """
 
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -145,7 +150,7 @@ class TrainingConfig(Section):
     """
 
     learning_rate: float = Field(default=5.0e-4, gt=0.0)
-    """Learning rate of AdamW after the warm-up."""
+    """Learning rate of AdamW after the warm-up. The code of EAGLE-3 has 5e-5."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of AdamW's averages of the gradient and of its square."""
@@ -199,10 +204,10 @@ class TrainingConfig(Section):
     """
 
     sequences_per_step: int = Field(default=4, ge=1)
-    """Packed rows of one optimiser step, over all processes."""
+    """Packed sequences of one optimiser step, over all processes."""
 
     gradient_accumulation: int | None = Field(default=None, ge=1)
-    """Forwards per optimiser step in each process; null is one packed row per forward."""
+    """Forwards per optimiser step in each process; null is one packed sequence per forward."""
 
     gradient_checkpointing: Literal["off", "steps"] = "off"
     """``steps`` keeps only what goes into every step of training-time test and runs the step again in the
@@ -256,7 +261,7 @@ class TrainingConfig(Section):
 
     @property
     def shares_target(self) -> bool:
-        """True where all processes run the target together, or none of them does."""
+        """True if all processes must run the target together."""
         return self.target_placement in ("fsdp", "tensor-parallel")
 
     @field_validator("betas")
@@ -281,11 +286,11 @@ class TrainingConfig(Section):
         return self
 
     def is_changed(self, name: str) -> bool:
-        """True where a setting has another value than its default."""
+        """True if a setting has another value than its default."""
         return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     def refuse_both(self, name: str, other: str) -> None:
-        """Raise UserError where ``name`` is set beside ``other``, which would be what counts."""
+        """Raise UserError if ``name`` and ``other`` are both set; ``other`` would take effect."""
         if getattr(self, other) is None or not self.is_changed(name):
             return
         default = type(self).model_fields[name].default
@@ -324,8 +329,8 @@ class TrainingConfig(Section):
 
     @property
     def learning(self) -> LearningSettings:
-        """Settings that only some kinds of head have; those of this kind's are its own."""
-        names = (each.name for each in fields(LearningSettings))
+        """Settings that only some kinds of head have, with the values of this kind's settings."""
+        names = [each.name for each in fields(LearningSettings)]
         return LearningSettings(**{name: getattr(self, name) for name in names if hasattr(self, name)})
 
     @property

@@ -1,4 +1,4 @@
-"""Exceptions whose message is for people: mistakes that the user can repair, and processes that are lost."""
+"""Exceptions whose messages are for users: mistakes that they can repair, and lost processes."""
 
 
 class UserError(ValueError):
@@ -17,7 +17,7 @@ class UserError(ValueError):
         self.remedy = remedy
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
-        """Pickle as the two sentences, whatever else a subclass knows."""
+        """Pickle the two sentences alone. A subclass is read back as UserError."""
         return UserError, (self.cause, self.remedy)
 
 
@@ -31,21 +31,26 @@ class RankLost(RuntimeError):
 
 def in_seconds(count: float) -> str:
     """``"1 second"``, ``"2.5 seconds"``."""
-    return f"{count:g} second{'' if count == 1 else 's'}"
+    unit = "second" if count == 1 else "seconds"
+    return f"{count:g} {unit}"
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's text; the name of its type where the text is empty."""
+    """First line of an error's message; the name of its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def cut(text: str, most: int = 200) -> str:
     """``text``, or its first ``most`` characters and an ellipsis."""
-    return text if len(text) <= most else f"{text[:most]}..."
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}..."
 
 
 def shown(value: object) -> str:
     """``repr`` of a value that a user gave, cut to 60 characters."""
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    if len(text) <= 60:
+        return text
+    return f"{text[:57]}..."

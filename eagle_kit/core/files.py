@@ -23,7 +23,8 @@ COPY_AGAIN = "Copy it again from its source."
 MAX_TEXT = 1 << 28
 """Bytes of the largest text file that is read whole."""
 OS_ERROR = re.compile(r"os error (\d+)")
-"""Number of a system's error in the text of one from Rust, as safetensors raises it."""
+"""A system error's number in the message of a Rust library such as safetensors, whose errors have no
+``errno``."""
 NO_SPACE = {str(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)}
 NOT_WRITABLE = {str(number) for number in (errno.EROFS, errno.EACCES, errno.EPERM)}
 
@@ -37,7 +38,7 @@ def cache_folder() -> Path:
 
 
 def expand(path: str | Path) -> Path:
-    """``path`` with the home folder in place of ``~``. Raises UserError where no such folder is known."""
+    """``path`` with the home folder in place of ``~``. Raises UserError if no home folder is known."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -48,10 +49,10 @@ def expand(path: str | Path) -> Path:
 
 
 def writing_remedy(error: Exception, otherwise: str) -> str:
-    """What to do where ``error`` kept a file from being written.
+    """Remedy for an ``error`` in writing a file, one sentence.
 
     Args:
-        otherwise: the other way out, such as "choose another folder".
+        otherwise: what to do if nothing else helps, such as "choose another folder".
     """
     numbers = {str(getattr(error, "errno", None)), *OS_ERROR.findall(str(error))}
     if numbers & NO_SPACE:
@@ -63,7 +64,8 @@ def writing_remedy(error: Exception, otherwise: str) -> str:
 
 def read_text(path: Path, remedy: str = COPY_AGAIN, max_bytes: int = MAX_TEXT) -> str:
     """Read UTF-8 text of at most ``max_bytes``. Raises UserError."""
-    if path.is_fifo() and os.path.exists(os.path.realpath(path)):  # not that of a shell's <(command)
+    # A named pipe has no end. That of a shell's <(command) has, and no name in the file system.
+    if path.is_fifo() and os.path.exists(os.path.realpath(path)):
         raise UserError(f"{path} is a pipe, which may never end.", remedy)
     try:
         with path.open("rb") as file:
@@ -90,8 +92,10 @@ def parse_json(text: str | bytes, where: object, remedy: str = COPY_AGAIN) -> An
 
 
 def json_problem(error: Exception) -> str:
-    """Say why a decoder raised ``error``."""
-    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error).partition(";")[0]
+    """Reason for which a JSON decoder raised ``error``, as a clause."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error).partition(";")[0]
 
 
 def read_json(path: Path, remedy: str = COPY_AGAIN) -> Any:
@@ -103,7 +107,7 @@ def read_json(path: Path, remedy: str = COPY_AGAIN) -> Any:
 
 
 def check_name(name: str, where: Path) -> None:
-    """Raise UserError unless ``name``, which the file ``where`` gives, is that of a file beside it."""
+    """Raise UserError unless ``name``, read from the file ``where``, is a plain file name without folders."""
     if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
         raise UserError(
             f"{where} names the file {shown(name)}, which is not a name of a file in its folder.", COPY_AGAIN
@@ -130,31 +134,31 @@ def read_object(path: Path, remedy: str = COPY_AGAIN) -> dict[str, Any]:
 def nearest_folder(path: Path) -> Path:
     """``path`` or the nearest of its parents that exists."""
     path = path.absolute()
-    return next(place for place in (path, *path.parents) if place.exists())
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def check_writable(folder: Path, remedy: str) -> None:
-    """Raise UserError when ``folder`` could not be made or written to; nothing is made."""
-    place = nearest_folder(folder)
-    if not place.is_dir():
-        raise UserError(f"{place} is a file, so there can be no folder {folder}.", remedy)
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise UserError(f"The folder {place} cannot be written to.", remedy)
+    """Raise UserError if ``folder`` could not be made or written to. Nothing is made."""
+    existing = nearest_folder(folder)
+    if not existing.is_dir():
+        raise UserError(f"{existing} is a file, so there can be no folder {folder}.", remedy)
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise UserError(f"The folder {existing} cannot be written to.", remedy)
 
 
 def check_file_writable(path: Path, remedy: str) -> None:
-    """Raise UserError when the file ``path`` could not be made or replaced; nothing is made."""
+    """Raise UserError if the file ``path`` could not be made or replaced. Nothing is made."""
     if path.is_dir():
         raise UserError(f"{path} is a folder.", remedy)
     check_writable(path.parent, remedy)
 
 
 def why_unsafe(path: Path) -> str | None:
-    """Why code in ``path`` may be that of another user, as a clause; None where it cannot be.
+    """Reason for which another user may have written ``path``, as a clause; None if none could.
 
-    Others can write to it, own it, or can rename a folder above it.
+    Others could if one of them owns it, can write to it, or can rename a folder above it.
     """
-    if not hasattr(os, "geteuid"):
+    if not hasattr(os, "geteuid"):  # not a POSIX system
         return None
     path = path.resolve()
     found = path.stat()
@@ -170,7 +174,7 @@ def why_unsafe(path: Path) -> str | None:
 
 
 def check_disk_space(folder: Path, num_bytes: int, remedy: str = ANOTHER_FOLDER) -> None:
-    """Raise UserError when the disk of ``folder`` has less than ``num_bytes`` free."""
+    """Raise UserError if the disk of ``folder`` has less than ``num_bytes`` free."""
     free = shutil.disk_usage(nearest_folder(folder)).free
     if free < num_bytes:
         raise UserError(
@@ -181,17 +185,21 @@ def check_disk_space(folder: Path, num_bytes: int, remedy: str = ANOTHER_FOLDER)
 
 @contextmanager
 def sole_writer(of: Path, lock: Path) -> Iterator[None]:
-    """Hold the file ``lock`` while inside: no other process that asks for it writes to ``of`` meanwhile.
+    """Hold the file ``lock`` in the body, so that no other process that locks it writes to ``of``.
 
-    The system lets go of it when this process ends, however it does. Afterwards the file is taken away, and
-    so are folders that were made for it and are still empty.
+    The system releases the lock when this process ends in any way. After the body the file is deleted, and so
+    are folders that were made for it and are still empty.
+
+    Args:
+        of: the folder or file that is written, for the message.
 
     Raises:
-        UserError: another process has it, or it cannot be written.
+        UserError: another process holds the lock, or the file cannot be written.
     """
     made = [folder for folder in lock.parents if not folder.exists()]
     holder = FileLock(lock, timeout=0)
     try:
+        # Take the lock, or refuse at once.
         try:
             lock.parent.mkdir(parents=True, exist_ok=True)
             holder.acquire()
@@ -202,10 +210,12 @@ def sole_writer(of: Path, lock: Path) -> Iterator[None]:
                 f"{lock} cannot be written: {error.strerror or error}.",
                 writing_remedy(error, CHOOSE_ANOTHER),
             ) from error
+
+        # Run the body, and delete the file.
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows keeps open files
+            with suppress(OSError):  # Windows does not delete open files
                 lock.unlink()
             holder.release()
     finally:
@@ -216,35 +226,40 @@ def sole_writer(of: Path, lock: Path) -> Iterator[None]:
 
 @contextmanager
 def taking_turns(path: Path) -> Iterator[None]:
-    """Be the only process inside for ``path``, which several may find missing at once: others wait, and are
-    to look again whether it is there, since :func:`replacing` it would take it from those who read it.
+    """Run the body in one process at a time for each ``path``; other processes wait.
 
-    Raises OSError where the folder cannot be written.
+    It is for files that several processes may find missing at once. The body must test again whether ``path``
+    is there: replacing it (:func:`replacing`) would take the folder from processes that read it.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
     lock = path.with_name(f".{path.name}.lock")
     with FileLock(lock):
         try:
             yield
         finally:
-            with suppress(OSError):  # Windows keeps open files
+            with suppress(OSError):  # Windows does not delete open files
                 lock.unlink()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` to write a file or a folder to, and put it in its place at the end.
+    """Yield a path beside ``path`` for a new file or folder, and rename it to ``path`` after the body.
 
-    A reader sees what was there before or all of the new, whose bytes are on the disk first. When the body
-    raises, what was there stays and the new is deleted; a killed process leaves ``.NAME.HOST.PID.partial``,
-    and between two renames of a folder what was there before as ``.NAME.HOST.PID.old``, which the next call
-    puts back. A link stays, and its target is replaced. Modes and owners of what was there are kept.
+    A reader sees the old file or all of the new one, whose bytes are on the disk before the rename. If the
+    body raises, the old file stays and the new one is deleted. A killed process leaves
+    ``.NAME.HOST.PID.partial``; killed between the two renames of a folder, it leaves the old folder as
+    ``.NAME.HOST.PID.old``, which the next call restores. A symbolic link stays, and its target is replaced.
+    Mode and owner of the old file are kept.
 
     Raises:
         UserError: ``path`` is a device, a pipe or a socket.
     """
     path = _link_target(path)
     tidy(path)
-    work, old = _beside(path, "partial"), _beside(path, "old")
+    work = _beside(path, "partial")
+    old = _beside(path, "old")
     try:
         yield work
         _sync(work)
@@ -252,19 +267,22 @@ def replacing(path: Path) -> Iterator[Path]:
         if work.is_dir() and path.is_dir():  # a file never takes the place of a folder
             path.rename(old)
         work.replace(path)
-    finally:  # an interrupt between the two renames must not cost the older folder either
+    finally:
+        # An interrupt between the two renames must not lose the old folder.
         if old.exists() and not path.exists():
             old.rename(path)
         remove(work)
-        if old.exists():  # killed meanwhile, it is half of what was there, and is not put back
+
+        # Delete the old folder under the other name: if that is interrupted, a part of it is not restored.
+        if old.exists():
             old.rename(work)
             remove(work)
 
 
 @contextmanager
 def making(folder: Path) -> Iterator[Path]:
-    """Yield a path beside ``folder`` to make a folder at, and put it in its place at the end, unless another
-    process was first: its folder stays, whole at any moment."""
+    """Yield a path beside ``folder`` for a new folder, and rename it to ``folder`` after the body. If another
+    process was first, its folder stays. A reader sees no folder or all of it."""
     folder = _link_target(folder)
     tidy(folder)
     work = _beside(folder, "partial")
@@ -272,7 +290,7 @@ def making(folder: Path) -> Iterator[Path]:
         yield work
         _sync(work)
         try:
-            work.rename(folder)  # which never takes the place of a folder with something in it
+            work.rename(folder)  # raises if there is a folder that is not empty
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
@@ -281,47 +299,50 @@ def making(folder: Path) -> Iterator[Path]:
 
 
 def tidy(path: Path) -> None:
-    """Put right what processes of this machine left that ended while they replaced ``path``.
+    """Clean up after processes of this machine that ended while they replaced ``path``.
 
-    What was there before them is put back where nothing is now; anything else of them is deleted.
+    An old folder is restored if ``path`` does not exist. Everything else that they left is deleted.
     """
     try:
         names = os.listdir(path.parent)
     except FileNotFoundError:
         return
     start = f".{path.name}.{socket.gethostname()}."
-    for name in sorted(names):  # of a process, .old comes before .partial
+    for name in sorted(names):  # of each process, .old comes before .partial
+        # Files of processes that have ended.
         process, _, kind = name.removeprefix(start).partition(".")
         if not (name.startswith(start) and process.isdecimal() and kind in ("old", "partial")):
             continue
         if int(process) != os.getpid() and is_alive(int(process)):
             continue
+
+        # Restore or delete them. A folder to delete is renamed first, as in :func:`replacing`.
         left = path.with_name(name)
-        if kind == "old" and not path.exists():
-            left.rename(path)
-        elif kind == "old":
-            going = _beside(path, "partial")
-            remove(going)
-            left.rename(going)
-            remove(going)
-        else:
+        if kind == "partial":
             remove(left)
+        elif not path.exists():
+            left.rename(path)
+        else:
+            deleted = _beside(path, "partial")
+            remove(deleted)
+            left.rename(deleted)
+            remove(deleted)
 
 
 def give_usual_mode(path: Path) -> None:
-    """Give a file the mode that the umask gives to new ones; some libraries make files for their owner
-    alone."""
-    usual = path.with_name(f"{path.name}.mode")
-    usual.touch(mode=0o666)
+    """Give a file the mode that the umask gives to new files. Some libraries make files that only their owner
+    can read."""
+    new = path.with_name(f"{path.name}.mode")
+    new.touch(mode=0o666)
     try:
-        mode = stat.S_IMODE(usual.stat().st_mode)
+        mode = stat.S_IMODE(new.stat().st_mode)
     finally:
-        usual.unlink()
+        new.unlink()
     path.chmod(mode)
 
 
 def _link_target(path: Path) -> Path:
-    """``path``, or what it is a link to. Raises UserError for what is neither a file nor a folder."""
+    """``path`` with symbolic links resolved. Raises UserError for a device, a pipe or a socket."""
     path = Path(os.path.realpath(path))
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{path} is neither a file nor a folder.", "Give the path of a file or a folder.")
@@ -329,33 +350,41 @@ def _link_target(path: Path) -> Path:
 
 
 def _keep_modes(path: Path, work: Path) -> None:
-    """Give ``work``, and files in it, mode and owner of what is at their places in ``path``."""
-    for new in (work, *work.rglob("*")) if work.is_dir() else (work,):
-        before = path / new.relative_to(work)
-        if before.is_file() != new.is_file() or before.is_dir() != new.is_dir():
+    """Give ``work``, and files in it, the mode and owner of the files of the same name in ``path``."""
+    for new in _with_contents(work):
+        old = path / new.relative_to(work)
+        if old.is_file() != new.is_file() or old.is_dir() != new.is_dir():
             continue
-        found = before.stat()
-        made = new.stat()
-        if (found.st_uid, found.st_gid) != (made.st_uid, made.st_gid):
+        before = old.stat()
+        now = new.stat()
+        if (before.st_uid, before.st_gid) != (now.st_uid, now.st_gid):
             with suppress(OSError):  # only root can give a file to another user
-                os.chown(new, found.st_uid, found.st_gid)
-        new.chmod(stat.S_IMODE(found.st_mode))
+                os.chown(new, before.st_uid, before.st_gid)
+        new.chmod(stat.S_IMODE(before.st_mode))
+
+
+def _with_contents(path: Path) -> list[Path]:
+    """A file, or a folder and everything in it."""
+    if path.is_dir():
+        return [path, *path.rglob("*")]
+    return [path]
 
 
 def _beside(path: Path, kind: str) -> Path:
+    """Name beside ``path`` that no other process uses."""
     return path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}.{kind}")
 
 
 def _sync(written: Path) -> None:
-    """Put the bytes of a file, or of all files of a folder, on the disk."""
-    for path in written.rglob("*") if written.is_dir() else (written,):
+    """Write the bytes of a file, or of all files of a folder, to the disk."""
+    for path in _with_contents(written):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with all in it; one that is not there is no error."""
+    """Delete a file, or a folder with everything in it, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists() or path.is_symlink():
@@ -365,7 +394,7 @@ def remove(path: Path) -> None:
 def write_bytes_atomically(path: Path, data: bytes) -> None:
     """Write ``data`` so that a reader sees the old file or the new one, never a part."""
     with replacing(path) as work:
-        if path.is_file():  # what is private is private from the first byte on
+        if path.is_file():  # it may be private, so the new file is, too, until it has the mode of the old one
             work.touch(0o600)
         work.write_bytes(data)
 

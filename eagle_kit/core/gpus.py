@@ -14,7 +14,8 @@ class Gpu:
 
     Attributes:
         memory: bytes; the advertised gigabytes, of 10^9.
-        bf16, fp32: dense FLOP/s in bfloat16 with sums in fp32, and in fp32 without tensor cores.
+        bf16: dense FLOP/s in bfloat16 with sums in fp32.
+        fp32: FLOP/s in fp32 without tensor cores.
         bandwidth: of its memory, bytes/s.
         link: to the other GPUs of its machine, bytes/s in one direction.
     """
@@ -27,11 +28,12 @@ class Gpu:
 
     def flops(self, precision: str) -> float:
         """FLOP/s of matmuls in a run's ``training.precision``."""
-        return {"bfloat16": self.bf16, "tf32": self.bf16 / 2, "float32": self.fp32}[precision]
+        by_precision = {"bfloat16": self.bf16, "tf32": self.bf16 / 2, "float32": self.fp32}
+        return by_precision[precision]
 
 
 PLANNED_GPU = "h100-80g"
-"""Kind of GPU of a plan for which none is named."""
+"""Kind of GPU of a plan that names none."""
 GPUS = {
     "rtx4090": Gpu(24e9, 165e12, 82.6e12, 1.008e12, 32e9),
     "l40s": Gpu(48e9, 362e12, 91.6e12, 0.864e12, 32e9),

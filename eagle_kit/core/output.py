@@ -15,16 +15,22 @@ NOT_FINITE = "The target's logits are not finite (NaN or infinity). Check its we
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probability of one emitted token under the target, and its most likely alternatives ``top`` as
-    (token id, log-probability), best first."""
+    """Log-probabilities of one emitted token under the target.
+
+    Attributes:
+        logprob: of the token.
+        top: the most likely alternatives as (token id, log-probability), best first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class ReplyLogprobs:
-    """Log-probabilities of the tokens of a reply, a sequence of :class:`TokenLogprobs` that are made when
-    they are read. All tokens have the same number k of alternatives; a token takes 4 + 8 k bytes.
+    """Log-probabilities of the tokens of a reply: a sequence of :class:`TokenLogprobs`.
+
+    They are kept in arrays, and an entry is made when it is read. All tokens have the same number k of
+    alternatives; a token takes 4 + 8 k bytes.
     """
 
     def __init__(self) -> None:

@@ -15,11 +15,11 @@ STOPPED = (INTERRUPTED, -signal.SIGTERM, 128 + signal.SIGTERM)
 """Return codes of a command of ours that a signal stopped, as its parent sees them."""
 SPIN_VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME")
 SPIN_COUNT = "1000"
-"""Turns that a thread of OpenMP waits for others before it sleeps, some microseconds. By default it spins for
-milliseconds, and beside any other program two threads are slower than one; asleep at once, they lose a third
-of their speed on a quiet machine. Figures are in docs/training.md."""
+"""Iterations that a waiting OpenMP thread spins before it sleeps, some microseconds. By default it spins for
+milliseconds; while another program runs, two threads are then slower than one. Threads that sleep at once
+lose a third of their speed on a quiet machine. Figures are in docs/training.md."""
 IS_OURS = "EAGLE_KIT_SPINCOUNT"
-"""Set where this package has set how long threads wait, for processes that are started from here."""
+"""Environment variable that marks ``GOMP_SPINCOUNT`` as set by this package, for processes that it starts."""
 PR_SET_PDEATHSIG = 1
 """Option of Linux's ``prctl``: the signal that a process gets when its parent has ended."""
 _is_late = False
@@ -27,23 +27,29 @@ _is_late = False
 
 def num_cores() -> int:
     """Number of CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def limit_spinning() -> None:
-    """Have threads of OpenMP sleep soon where nothing else was asked for; without effect behind the import of
-    torch."""
+    """Let waiting OpenMP threads sleep soon, unless the user has set one of ``SPIN_VARIABLES``. It has no
+    effect on this process after the import of torch."""
     global _is_late
     if any(name in os.environ for name in SPIN_VARIABLES):
         return
     _is_late = "torch" in sys.modules
-    os.environ["GOMP_SPINCOUNT"] = os.environ[IS_OURS] = SPIN_COUNT  # also for processes started from here
+    os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
+    os.environ[IS_OURS] = SPIN_COUNT
 
 
 def environment_of_others() -> dict[str, str]:
-    """Environment for programs that are not ours, without what :func:`limit_spinning` has set."""
-    ours = {IS_OURS, "GOMP_SPINCOUNT"} if IS_OURS in os.environ else set()
-    return {name: value for name, value in os.environ.items() if name not in ours}
+    """Environment for programs of others, without the variables that :func:`limit_spinning` has set."""
+    environment = dict(os.environ)
+    if IS_OURS in environment:
+        environment.pop(IS_OURS)
+        environment.pop("GOMP_SPINCOUNT", None)
+    return environment
 
 
 def warn_of_spinning(num_threads: int) -> None:
@@ -79,27 +85,27 @@ def is_alive(process: int) -> bool:
 
 
 def end_with_parent() -> Callable[[], None] | None:
-    """Make a ``preexec_fn`` by which a child gets SIGTERM when the thread that starts it has ended, however
-    that ends; None where the system is not Linux.
+    """Make a ``preexec_fn`` with which a child gets SIGTERM when the thread that started it ends in any way.
+    None if the system is not Linux.
 
-    A child in a session of its own would live on after ``kill -9`` of its parent and hold its files.
+    Without it, a child in a session of its own lives on after ``kill -9`` of its parent and holds its files.
     """
     if not sys.platform.startswith("linux"):
         return None
     set_option = ctypes.CDLL(None).prctl  # found here: a child that was forked may not load libraries
     parent = os.getpid()
 
-    def end_it() -> None:
+    def set_death_signal() -> None:
         set_option(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # it has ended meanwhile
             os._exit(1)
 
-    return end_it
+    return set_death_signal
 
 
 def end_at_once(code: int) -> NoReturn:
-    """End this process, once its output is written, without Python's own end, which may wait for a GPU that
-    waits for another process that is lost."""
+    """Flush the output and end this process without Python's finalisation, which may wait for ever for a GPU
+    if another process of the group is lost."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads it, or it is closed
             stream.flush()
@@ -108,13 +114,14 @@ def end_at_once(code: int) -> NoReturn:
 
 @contextmanager
 def interruptible(seconds: float | None = None) -> Iterator[None]:
-    """Turn SIGTERM, a closed terminal and the end of ``seconds`` into KeyboardInterrupt, as Ctrl-C is."""
-    numbers = [signal.SIGTERM, signal.SIGHUP, signal.SIGALRM]
-    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    """Raise KeyboardInterrupt in the body at SIGTERM, at a closed terminal and after ``seconds``, as at
+    Ctrl-C."""
+    handled = [signal.SIGTERM, signal.SIGHUP, signal.SIGALRM]
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in handled}
     signal.setitimer(signal.ITIMER_REAL, seconds or 0)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -73,20 +73,20 @@ class SamplingParams:
         presence_penalty: subtracted from the logit of every token that is in the reply.
         logit_bias: token id, also as a text of digits -> number added to its logit.
         allowed_token_ids: tokens that the reply may have, at least one; None allows all. The reply ends by
-            itself only where one of the model's end tokens is among them. Not together with a constraint.
+            itself only if one of the model's end tokens is among them. Not together with a constraint.
         bad_words: up to 128 words of up to 256 characters that the reply must not have. Each word's tokens,
             with and without a leading blank, are forbidden directly after one another within the reply.
         logprobs: number of most likely alternatives to report besides the sampled token, 0 to 20; None
-            reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before all of the
-            above.
+            reports nothing. Log-probabilities are a log-softmax of the target's raw logits, before
+            temperature, filters, penalties and biases.
         stop: text, or list of texts, that ends the reply and is cut from its text.
         stop_token_ids: tokens that end the reply besides the model's own end tokens; the stop token is kept.
         ignore_eos: continue after the model's own end tokens.
         grammar: constraint that the reply must match, as the engine follows it; ``structured_outputs`` is the
             form for callers.
-        cache_salt: text of 1 to 256 characters. Requests use cached pages, n-grams of others and compiled
-            grammars only of requests with the same salt; those without a salt share theirs. It does not
-            change the reply's distribution.
+        cache_salt: text of 1 to 256 characters. Requests share cached pages, n-grams and compiled grammars
+            only with requests of the same salt; requests without a salt share theirs. It does not change
+            the reply's distribution.
         n: number of replies to the prompt, at least 1.
         prompt_logprobs: number of most likely alternatives to report for every token of the prompt, 0 to 20;
             None reports nothing. It costs a second forward over the prompt.
@@ -98,7 +98,7 @@ class SamplingParams:
     """
 
     def __new__(cls, *_values: Any, **named: Any) -> Self:
-        """Refuse names that are no parameters, which the dataclass would with a TypeError."""
+        """Raise UserError for names that are no parameters; the dataclass would raise TypeError."""
         known = [each.name for each in fields(cls)]
         for name in named:
             if name not in known:
@@ -130,6 +130,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._normalise()
+
+        # Ranges of numbers.
         for name, low, high in (
             ("max_tokens", 1, math.inf),
             ("temperature", 0.0, math.inf),
@@ -152,12 +154,16 @@ class SamplingParams:
                 raise UserError(f"{name} is 0.", "Give a number above 0; 1 leaves the distribution as it is.")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}.", "Give a 64-bit whole number.")
+
+        # Biases and constraints on tokens.
         if not all(math.isfinite(bias) for bias in self.logit_bias.values()):
             raise UserError("logit_bias has a number that is not finite.", "Give finite numbers.")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise UserError("allowed_token_ids is empty.", "Leave it out, or name a token.")
         if self.allowed_token_ids is not None and self.constraint is not None:
             raise UserError("allowed_token_ids and a grammar exclude each other.", "Leave out one of them.")
+
+        # Texts.
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise UserError(
                 f"bad_words has {len(self.bad_words)} words, {MAX_BAD_WORDS} are allowed.", "Give fewer."
@@ -174,7 +180,7 @@ class SamplingParams:
             self._check_salt(self.cache_salt)
 
     def _normalise(self) -> None:
-        """Keep sequences as tuples, a single text as a tuple of one, and the constraint as an object."""
+        """Replace sequences by tuples, a single text by a tuple of one, and a mapping by the constraint."""
         for name in ("stop", "bad_words"):
             object.__setattr__(self, name, _texts(getattr(self, name), name))
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -186,7 +192,7 @@ class SamplingParams:
         if self.grammar is not None and not isinstance(self.grammar, Grammar):
             raise UserError(
                 f"grammar is {shown(self.grammar)}, which is no Grammar.",
-                "Give structured_outputs=StructuredOutputs(json=...), or with regex, choice or grammar.",
+                CONSTRAINT,
             )
         if self.structured_outputs is None:
             return
@@ -195,7 +201,7 @@ class SamplingParams:
             raise UserError("grammar and structured_outputs exclude each other.", "Leave out one of them.")
 
     def _check_types(self) -> None:
-        """Raise UserError for a number or a switch of another type; whole numbers are kept as int."""
+        """Raise UserError for a number or a switch of another type. Whole numbers become ``int``."""
         for name in WHOLE_NUMBERS:
             value = getattr(self, name)
             if value is None and name in OPTIONAL:
@@ -212,14 +218,14 @@ class SamplingParams:
 
     @property
     def constraint(self) -> Grammar | None:
-        """Grammar that the reply must match; None where it is free."""
+        """Grammar that the reply must match; None if there is no constraint."""
         if self.structured_outputs is not None:
             return self.structured_outputs.as_grammar()
         return self.grammar
 
-    def of_reply(self, number: int) -> "SamplingParams":
-        """Parameters of reply ``number`` of ``n``."""
-        seed = None if self.seed is None else successor(self.seed, number)
+    def of_reply(self, index: int) -> "SamplingParams":
+        """Parameters of reply ``index`` of the ``n``."""
+        seed = None if self.seed is None else successor(self.seed, index)
         return replace(self, n=1, seed=seed)
 
     @staticmethod
@@ -246,26 +252,26 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
-def successor(seed: int, number: int) -> int:
-    """Seed of reply ``number``, wrapped into 64 bits, so that the largest seed has successors."""
-    return (seed + number + 2**63) % 2**64 - 2**63
+def successor(seed: int, index: int) -> int:
+    """Seed of reply ``index``, wrapped into 64 bits, so that the largest seed has successors."""
+    return (seed + index + 2**63) % 2**64 - 2**63
 
 
 def _texts(given: Any, name: str) -> tuple[str, ...]:
-    """A text or a list of texts as a tuple, None as an empty one. Raises UserError."""
+    """A text or a list of texts as a tuple; None as an empty tuple. Raises UserError."""
     if given is None:
         return ()
     if isinstance(given, str):
         return (given,)
-    found = tuple(given) if isinstance(given, Iterable) else (given,)
-    wrong = [text for text in found if not isinstance(text, str)]
-    if wrong:
-        raise UserError(f"{name} has {shown(wrong[0])}, which is no text.", "Give a text or a list of texts.")
-    return found
+    texts = tuple(given) if isinstance(given, Iterable) else (given,)
+    for text in texts:
+        if not isinstance(text, str):
+            raise UserError(f"{name} has {shown(text)}, which is no text.", "Give a text or a list of texts.")
+    return texts
 
 
 def _biases(given: Any) -> dict[int, float]:
-    """Token ids with the numbers added to their logits; None has none. Raises UserError."""
+    """Token ids with the numbers added to their logits; None as an empty mapping. Raises UserError."""
     if given is None:
         return {}
     remedy = "Give a mapping of token ids to numbers."
@@ -283,7 +289,8 @@ def _biases(given: Any) -> dict[int, float]:
 
 
 def _token_ids(given: Any, name: str) -> tuple[int, ...] | None:
-    """Whole numbers as a tuple; None stays. Raises UserError."""
+    """Token ids as a tuple. None stays as ``allowed_token_ids``, and is an empty tuple otherwise. Raises
+    UserError."""
     if given is None:
         return None if name == "allowed_token_ids" else ()
     remedy = "Give a list of token ids."

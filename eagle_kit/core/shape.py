@@ -14,8 +14,12 @@ class SpecShape(NamedTuple):
 
     Attributes:
         steps: depth of the draft, S. 0 is ordinary decoding.
-        topk: candidates kept per depth, K. 1 is a chain.
+        topk: candidates per depth, K. 1 is a chain.
         tokens: nodes verified in one target forward, N, *root included*.
+
+    The published code of EAGLE counts forwards: its ``depth`` d is d + 1 steps here. Its ``total_token`` is
+    ``tokens``. The nodes that the draft runs, K (S - 1), must fit a window of 64. So the published tree of 60
+    nodes with K = 10 has up to 7 steps here (``7,10,60``).
     """
 
     steps: int
@@ -23,12 +27,15 @@ class SpecShape(NamedTuple):
     tokens: int
 
     def __str__(self) -> str:
-        return f"{self.steps},{self.topk},{self.tokens}" if self.steps else "none"
+        if self.steps == 0:
+            return "none"
+        return f"{self.steps},{self.topk},{self.tokens}"
 
     @property
     def label(self) -> str:
         """The shape with its kind, such as ``4,1,5 (chain)``."""
-        return f"{self} ({'chain' if self.topk == 1 else 'tree'})"
+        kind = "chain" if self.topk == 1 else "tree"
+        return f"{self} ({kind})"
 
     @classmethod
     def parse(cls, text: "str | SpecShape | None") -> "SpecShape":
@@ -50,9 +57,11 @@ class SpecShape(NamedTuple):
         return shape
 
     def _check(self) -> None:
-        steps, topk, tokens = self
+        """Raise UserError for a shape that no draft can have or no window can hold."""
         if self == NO_SPECULATION:
             return
+        steps, topk, tokens = self
+        num_drafted = topk + (steps - 1) * topk**2
         if steps < 1 or topk < 1 or not 2 <= tokens <= MAX_WINDOW:
             raise UserError(
                 f"The speculation shape {self} has a number out of range.",
@@ -63,10 +72,10 @@ class SpecShape(NamedTuple):
                 f"The chain {self} cannot verify {tokens} tokens, only a root and {steps} drafts.",
                 f"Write {steps},1,{steps + 1}.",
             )
-        if tokens - 1 > topk + (steps - 1) * topk * topk:
+        if tokens - 1 > num_drafted:
             raise UserError(
                 f"The shape {self} asks for {tokens} tokens, more than the draft grows "
-                f"({1 + topk + (steps - 1) * topk * topk} with the root).",
+                f"({1 + num_drafted} with the root).",
                 "Lower tokens, or raise steps or topk.",
             )
         if tokens <= steps:
@@ -116,15 +125,17 @@ class ShapeTable:
         return cls(tuple(table))
 
     def __str__(self) -> str:
-        first, *others = self.by_batch
-        return " ".join([str(first[1]), *(f"{size}:{shape}" for size, shape in others)])
+        parts: list[str] = []
+        for size, shape in self.by_batch:
+            parts.append(str(shape) if not parts else f"{size}:{shape}")
+        return " ".join(parts)
 
     def at(self, batch_size: int) -> SpecShape:
         """Shape for a batch of ``batch_size`` requests."""
         return next(shape for size, shape in reversed(self.by_batch) if size <= batch_size)
 
-    def menu(self, batch_size: int) -> list[SpecShape]:
-        """List the shapes that such a batch may have: the one."""
+    def shapes_at(self, batch_size: int) -> list[SpecShape]:
+        """Shapes that a batch of ``batch_size`` requests may have, as a policy lists them: here one."""
         return [self.at(batch_size)]
 
     @property
@@ -151,8 +162,8 @@ class ShapeTable:
 def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecShape:
     """Default speculation shape.
 
-    A short chain where every drafted or verified token is expensive: whole models as drafts, and
-    mixture-of-experts targets, whose windows activate more experts with every token. A tree otherwise.
+    It is a short chain if every drafted or verified token is expensive: with whole models as drafts, and with
+    mixture-of-experts targets, whose windows activate more experts with every token. Otherwise it is a tree.
 
     Args:
         model_type: from the target's ``config.json``.
@@ -160,4 +171,6 @@ def auto_shape(model_type: str, *, drafts_are_expensive: bool = False) -> SpecSh
     """
     is_mixture = model_type.startswith(("deepseek", "llama4", "minimax")) or "moe" in model_type
     is_mixture |= model_type in ("mixtral", "gpt_oss", "qwen3_next", "kimi_linear")
-    return SpecShape(3, 1, 4) if drafts_are_expensive or is_mixture else SpecShape(5, 4, 8)
+    if drafts_are_expensive or is_mixture:
+        return SpecShape(3, 1, 4)
+    return SpecShape(5, 4, 8)

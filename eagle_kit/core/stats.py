@@ -9,8 +9,8 @@ class SpecStats:
 
     A *verify* is one target forward over a window. It emits the accepted draft tokens and one bonus token, so
     ``accept_length`` is tokens emitted per verify, bonus included. The first token of a reply comes from
-    prefill and belongs to no verify, nor do those of plain cycles: a forward without drafts is no verify, in
-    a plain run as in one that drafts now and then. Tokens beyond a stop or ``max_tokens`` are never counted.
+    prefill and belongs to no verify. A forward without drafts is no verify either, in a plain run as in a run
+    that drafts now and then. Tokens after a stop or ``max_tokens`` are never counted.
 
     Attributes:
         num_verifies: target forwards over windows.
@@ -27,38 +27,50 @@ class SpecStats:
     @property
     def accept_length(self) -> float:
         """Tokens per verify, bonus included; 0.0 before the first verify."""
-        return self.num_emitted_tokens / self.num_verifies if self.num_verifies else 0.0
+        if self.num_verifies == 0:
+            return 0.0
+        return self.num_emitted_tokens / self.num_verifies
 
     @property
     def acceptance_per_position(self) -> list[float]:
         """Share of verifies whose output reached draft depth 1, 2, ... ."""
-        return [n / self.num_verifies for n in self.num_accepted_at] if self.num_verifies else []
+        if self.num_verifies == 0:
+            return []
+        return [count / self.num_verifies for count in self.num_accepted_at]
 
-    def observe(self, num_emitted: int, num_drafts_kept: int, times: int = 1) -> None:
-        """Count verifies, each of which put ``num_emitted`` tokens into the output, ``num_drafts_kept`` of
-        them drafts."""
+    def observe(self, num_emitted: int, num_accepted: int, times: int = 1) -> None:
+        """Count equal verifies.
+
+        Args:
+            num_emitted: tokens that each put into the output.
+            num_accepted: accepted drafts among them.
+            times: number of verifies.
+        """
         self.num_verifies += times
         self.num_emitted_tokens += num_emitted * times
         if len(self.histogram) <= num_emitted:
             _grow(self.histogram, num_emitted + 1)
         self.histogram[num_emitted] += times
-        if len(self.num_accepted_at) < num_drafts_kept:
-            _grow(self.num_accepted_at, num_drafts_kept)
-        for depth in range(num_drafts_kept):
+        if len(self.num_accepted_at) < num_accepted:
+            _grow(self.num_accepted_at, num_accepted)
+        for depth in range(num_accepted):
             self.num_accepted_at[depth] += times
 
     def add(self, other: "SpecStats") -> None:
         """Add the counts of ``other`` to these."""
         self.num_verifies += other.num_verifies
         self.num_emitted_tokens += other.num_emitted_tokens
-        for mine, theirs in (
-            (self.histogram, other.histogram),
-            (self.num_accepted_at, other.num_accepted_at),
-        ):
-            _grow(mine, len(theirs))
-            for i, n in enumerate(theirs):
-                mine[i] += n
+        _add_counts(self.histogram, other.histogram)
+        _add_counts(self.num_accepted_at, other.num_accepted_at)
+
+
+def _add_counts(counts: list[int], others: list[int]) -> None:
+    """Add ``others`` to ``counts``, which grow to their length."""
+    _grow(counts, len(others))
+    for i, count in enumerate(others):
+        counts[i] += count
 
 
 def _grow(counts: list[int], length: int) -> None:
+    """Append zeros up to a length."""
     counts.extend([0] * (length - len(counts)))

@@ -1,4 +1,4 @@
-"""Constraints on the text of a reply: what a caller writes, and the grammar that the engine follows."""
+"""Constraints on the text of a reply: the form for callers, and the grammar that the engine follows."""
 
 import json
 import re
@@ -17,8 +17,8 @@ class Thought(NamedTuple):
 
     Attributes:
         end: tokens that end it, one directly after the other.
-        opener: first token of a reply that has reasoning; None where the reasoning has begun already.
-        others: tokens besides the second of ``end`` that may follow its first one, as the reasoning goes on.
+        opener: first token of a reply that has reasoning; None if the prompt has begun the reasoning.
+        others: tokens that may follow the first one of ``end`` without ending the reasoning.
     """
 
     end: tuple[int, ...]
@@ -27,9 +27,13 @@ class Thought(NamedTuple):
 
 
 class Grammar(NamedTuple):
-    """Constraint as the engine follows it: any JSON object, a JSON schema (``text`` is its JSON), a regular
-    expression, or a grammar in llguidance's Lark syntax; with ``thought`` on what is behind the reply's
-    reasoning."""
+    """Constraint as the engine follows it.
+
+    Attributes:
+        kind: any JSON object, a JSON schema, a regular expression, or a grammar in llguidance's Lark syntax.
+        text: the schema as JSON, the expression or the grammar.
+        thought: bounds of the reply's reasoning; the constraint holds for the text after it.
+    """
 
     kind: Literal["json_object", "json_schema", "regex", "lark"]
     text: str = ""
@@ -58,14 +62,16 @@ class StructuredOutputs:
     json_object: bool = False
 
     def __post_init__(self) -> None:
-        # Exactly one constraint.
+        # Exactly one constraint is given.
         given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
         if len(given) != 1:
             names = ", ".join(each.name for each in fields(self))
-            found = f"has {', '.join(given)}" if given else "is empty"
-            raise UserError(f"The constraint of structured_outputs {found}.", f"Give exactly one of {names}.")
+            problem = f"has {', '.join(given)}" if given else "is empty"
+            raise UserError(
+                f"The constraint of structured_outputs {problem}.", f"Give exactly one of {names}."
+            )
 
-        # Of its type.
+        # It is of its type.
         if self.json is not None:
             object.__setattr__(self, "json", _read_schema(self.json))
         if self.choice is not None:

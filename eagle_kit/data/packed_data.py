@@ -1,4 +1,4 @@
-"""The packed rows of a run, from conversations or from a store of captured states that carries them."""
+"""The packed sequences of a run, from conversations or from a store of captured states that holds them."""
 
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,13 @@ from eagle_kit.data.tasks.excluded import ExcludedSets
 
 
 def check_sources(settings: DataConfig) -> None:
-    """Raise UserError where a file, package or preset of the sources is missing; a store needs none."""
-    if settings.store is None:
-        for source in settings.sources:
-            for file in source.files:
-                check_source(file)
+    """Raise UserError if a file, package or preset of the sources is missing. With a store they are not
+    needed."""
+    if settings.store is not None:
+        return
+    for source in settings.sources:
+        for file in source.files:
+            check_source(file)
 
 
 def load_packed_data(
@@ -30,38 +32,43 @@ def load_packed_data(
     *,
     progress: bool = True,
 ) -> PreparedData:
-    """The packed rows of ``settings.store``, or of ``settings.source`` without one.
+    """The packed sequences of ``settings.store``, or, without a store, of ``settings.source``.
 
     Raises:
-        UserError: a store that is none, is of another tokenizer, chat template or data than is set, or has
-            damaged rows; or what :func:`eagle_kit.data.chat.dataset.prepare_dataset` raises.
+        UserError: the store does not exist, is of another tokenizer, chat template or data than the settings,
+            or has damaged rows; or :func:`eagle_kit.data.chat.dataset.prepare_dataset` raises.
     """
     if settings.store is None:
         return prepare_dataset(settings, tokenizer, draft_vocab_size, vocab_map, progress=progress)
+
+    # The target and the settings must be those of the store.
     folder = expand(settings.store)
     manifest = need_manifest(folder)
-    remedy = "Restore the setting, or capture anew with eagle-kit data capture."
-    check_fields(
-        folder,
-        manifest,
-        {"tokenizer": tokenizer_hash(tokenizer), "template": template_hash(tokenizer)},
-        "Name the target that the store was captured from.",
-        "of this target",
-    )
-    wanted = {f"data.{name}": value for name, value in settings.explicit.items()}
-    check_fields(folder, manifest, wanted, remedy, "in this config")
+    of_target = {"tokenizer": tokenizer_hash(tokenizer), "template": template_hash(tokenizer)}
+    another_target = "Name the target that the store was captured from."
+    check_fields(folder, manifest, of_target, another_target, "of this target")
+    of_config = {f"data.{name}": value for name, value in settings.explicit.items()}
+    another_setting = "Restore the setting, or capture anew with eagle-kit data capture."
+    check_fields(folder, manifest, of_config, another_setting, "in this config")
+
+    # The files must be whole.
     check_data_files(folder, manifest, whole=True)
     if not (folder / DATA / "summary.json").is_file():
-        raise UserError(f"The store {folder} lacks its packed rows.", "Copy it again.")
+        raise UserError(f"The store {folder} lacks its packed sequences.", "Copy it again.")
     fingerprint = str(field(manifest, "data.fingerprint"))
     data = load_prepared(folder / DATA, fingerprint, tokenizer, draft_vocab_size, vocab_map)
-    if "decontaminate" in settings.model_fields_set:
-        sets = ExcludedSets.load(settings.decontaminate)
-        if set(sets.about.values()) != set(data.excluded.values()):
-            now, before = (", ".join(each) or "none" for each in (sets.about, data.excluded))
-            raise UserError(
-                f"data.decontaminate is {now}, but the store {folder} was captured without the prompts of "
-                f"{before}{', which were others then' if now == before else ''}.",
-                remedy,
-            )
+
+    # Evaluation sets are compared by their fingerprints.
+    if "decontaminate" not in settings.model_fields_set:
+        return data
+    sets = ExcludedSets.load(settings.decontaminate)
+    if set(sets.about.values()) != set(data.excluded.values()):
+        now = ", ".join(sets.about) or "none"
+        before = ", ".join(data.excluded) or "none"
+        changed = ", which were others then" if now == before else ""
+        raise UserError(
+            f"data.decontaminate is {now}, but the store {folder} was captured without the prompts of "
+            f"{before}{changed}.",
+            another_setting,
+        )
     return data

@@ -2,7 +2,7 @@
 
 A cached page is a node of a radix tree, whose edges are the tokens of one page; requests with a common prefix
 hold the same nodes. The pool is bookkeeping on the host, the tensors belong to the stores. Target and draft
-share page numbers: a draft's entry lies at the slot of the token that it embeds, so it depends on the same
+share page numbers: a draft's entry has the position of the token that it embeds, so it depends on the same
 tokens as the target's entry.
 
 Recurrent layers cannot continue from keys and values alone: they need the recurrent state at that position.
@@ -75,7 +75,7 @@ class PageAllocation:
 
     Attributes:
         snapshots: snapshots after private pages, by the number of pages up to there.
-        transient: node and index of the transient snapshot that was published last.
+        transient: node and index of the transient snapshot that was cached last.
         pinned: node whose snapshot the request continues from, until it has read it; None otherwise.
         started_from: the same node, also after it was read.
         shard: number of the shard that all pages belong to.
@@ -345,7 +345,7 @@ class PagePool:
         allocation.pages += [self._free[shard].pop() for _ in range(num_pages)]
         return True
 
-    def publish(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
+    def cache_pages(self, allocation: PageAllocation, tokens: Sequence[int]) -> bool:
         """Cache the whole pages of ``tokens``, which the request has computed and still holds.
 
         Where a page of the same tokens is cached already, the request holds that page and frees its own.

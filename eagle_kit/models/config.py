@@ -325,7 +325,7 @@ class HeadArchitecture:
 
     @property
     def layer(self) -> DecoderConfig:
-        """Sizes of the head's decoder layer."""
+        """Sizes of the head's decoder layer: this object, unless the layer has a config of its own (MTP)."""
         assert isinstance(self, DecoderConfig)
         return self
 

@@ -1,8 +1,8 @@
-"""Drafts of a head behind many positions of a known text, in a few batched forwards and without decoding.
+"""Evaluation of a head along a known text (teacher forcing): its drafts after many roots, in a few forwards.
 
-The draft behind a position reads the text's own tokens, as if a decoder had accepted all tokens before. It
-attends to the keys that serving has: of the target's hidden states up to the position, and of the draft's
-own steps.
+Nothing is decoded. Every step reads the text's own token, as if all drafts before it had been accepted. It
+attends to the keys that serving has: of the target's hidden states up to the root, and of the draft's own
+steps.
 
 Legend: T packed tokens, R drafts, H hidden, Hq / Hkv heads, D head size.
 """
@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 
 from eagle_kit.ops.attention.packed import document_spans, packed_attention
-from eagle_kit.ops.attention.ttt import plan_rows, ttt_attention
+from eagle_kit.ops.attention.ttt import plan_queries, ttt_attention
 from eagle_kit.ops.attention.ttt.anchored import anchored_attention
 from eagle_kit.ops.attention.variant import AttentionVariant
 
@@ -27,8 +27,8 @@ class ChainRows(NamedTuple):
         tokens: function from rows int64 ``[n]`` and a step to the tokens int64 ``[n]`` that the rows embed
             in it.
         embeds: function from rows and a step to the embeddings ``[n, H]`` of those tokens.
-        mask: function from a step to the embedding ``[1, H]`` of a masked token.
-        rows: int64 ``[R]``, ascending. The draft of row i begins behind token i + 1.
+        mask: function from the id of a mask token to its embedding ``[1, H]``.
+        rows: int64 ``[R]``, ascending. The draft of row i begins after token i + 1.
         doc_start: int64 ``[T]``, first token of each token's text.
     """
 
@@ -61,7 +61,7 @@ class RowAttention:
     def __init__(self, variant: AttentionVariant, given: ChainRows) -> None:
         self.variant = variant
         self.spans = document_spans(given.doc_start)
-        self.rows = plan_rows(given.rows, given.doc_start)
+        self.rows = plan_queries(given.rows, given.doc_start)
 
         # Keys and values ``[R, Hkv, D]`` of the later steps.
         self._step_keys: list[torch.Tensor] = []
@@ -88,7 +88,7 @@ class RowAttention:
             text_v = pad(text_v, (0, missing))
             own_v = pad(own_v, (0, missing))
 
-        rows = self.rows.within(self.variant.limits.window or None, len(self._step_keys))
+        rows = self.rows.with_window(self.variant.limits.window or None, len(self._step_keys))
         out = ttt_attention(q, self._text_keys, text_v, own_k, own_v, rows, self.variant.scale)
         return out[..., :value_size]
 

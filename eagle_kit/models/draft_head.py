@@ -1,7 +1,8 @@
 """Base classes of draft heads over a target's hidden states, for training, evaluation and serving.
 
-At row i a head reads a feature of position i (the target's, or its own output of the step before) and the
-embedding of the token *after* it, and predicts the token after that one. Its decoder layer is a
+A step reads features and tokens, row by row. The feature stands for some position p: it is the target's
+feature of p, or the output of the step before. The token is x[p + 1], and the head predicts x[p + 2]. In
+training row i of step k has p = i + k (:mod:`eagle_kit.objective.align`). The decoder layer is a
 :class:`Block`; a head of several blocks uses one per step.
 
 Legend: T packed tokens, R rows, H hidden, Hq heads, D head size, Vd / V draft / target vocabulary, S steps
@@ -47,11 +48,11 @@ class StepOutput(NamedTuple):
 
     Attributes:
         fed_back: features that the next step reads, ``[T, H]``: a of the EAGLE-3 paper.
-        read: input of the output layer, ``[T, H]``.
+        lm_head_input: input of the output layer, ``[T, H]``.
     """
 
     fed_back: torch.Tensor
-    read: torch.Tensor
+    lm_head_input: torch.Tensor
 
 
 class Block(nn.Module, ABC):
@@ -65,18 +66,18 @@ class Block(nn.Module, ABC):
     self_attn: Attention | LatentAttention
 
     @abstractmethod
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the part before attention.
 
         Args:
-            hidden: features ``[T, H]``.
+            feature: ``[T, H]``.
             embeds: embeddings of the next tokens ``[T, H]``.
 
         Returns:
             Input of attention, ``[T, 2 H]`` or ``[T, H]``, and the residual ``[T, H]``.
         """
 
-    def inputs_of(
+    def gather_inputs(
         self,
         features: torch.Tensor,
         feature_rows: torch.Tensor | None,
@@ -120,8 +121,9 @@ class DraftHead(nn.Module, ABC):
         config: architecture of the head.
         rope: rotary position embedding.
         t2d: bool ``[V]``, tokens that the head can propose.
-        first_slot: slot of the token that the first entry of the head's cache belongs to: 1 if an entry is
-            computed from a feature and the token after it, 0 if it is computed from features alone.
+        first_position: position of the first token of a request that has an entry in the head's cache. 1 if
+            an entry is computed from its token and the feature of the position before; 0 if it is computed
+            from a feature alone. See :mod:`eagle_kit.drafts.base.cycle_state`.
         bound: output layer of the target, of heads without their own; None until :meth:`bind`.
         embed_tokens: the head's own embedding ``[V, H]``; None for heads that read the target's.
     """
@@ -129,7 +131,7 @@ class DraftHead(nn.Module, ABC):
     config: Any
     rope: Rope
     t2d: torch.Tensor
-    first_slot: int = 1
+    first_position: int = 1
     bound: Linear | None = None
 
     def __init__(self, config: HeadArchitecture) -> None:
@@ -176,7 +178,7 @@ class DraftHead(nn.Module, ABC):
         return StepForm.FED_BACK
 
     def training_steps(self, batch: Any, *, recompute: bool) -> list[torch.Tensor]:
-        """Run all K steps of training-time test on one packed row.
+        """Run all K steps of training-time test on one packed sequence.
 
         A head whose :attr:`step_form` is ``MASKED`` or ``BLOCK`` defines it. The other two forms have shared
         forwards (:mod:`eagle_kit.objective.ttt`).
@@ -186,7 +188,7 @@ class DraftHead(nn.Module, ABC):
             recompute: keep only the inputs of every layer, and run it again in the backward pass.
 
         Returns:
-            Outputs at the loss positions of each step, K tensors ``[R_k, H]``.
+            Outputs at the supervised rows of each step, K tensors ``[R_k, H]``.
         """
         raise NotImplementedError
 
@@ -197,7 +199,7 @@ class DraftHead(nn.Module, ABC):
         return steps
 
     @property
-    def plain(self) -> Sequence[nn.Module]:
+    def extra_layers(self) -> Sequence[nn.Module]:
         """Decoder layers after a block, which read hidden states only."""
         return ()
 
@@ -220,7 +222,7 @@ class DraftHead(nn.Module, ABC):
     def output_weights(self) -> tuple[torch.Tensor, ...]:
         """Weights ``[Vd, H_j]`` of the output layer and of :attr:`markov`.
 
-        The output of :meth:`norm_for_head` has the columns ``[T, H_j]`` of each, side by side. Logits are
+        The output of :meth:`norm_for_lm_head` has the columns ``[T, H_j]`` of each, side by side. Logits are
         the sum of the products.
         """
         if self.markov is None:
@@ -269,25 +271,25 @@ class DraftHead(nn.Module, ABC):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        feature: torch.Tensor,
         embeds: torch.Tensor,
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
     ) -> torch.Tensor:
-        """Run one step at every row.
+        """Run one step at every row. Evaluation calls it (:meth:`chain`); serving calls :meth:`step`.
 
         Args:
-            hidden: ``[T, H]``, :meth:`features` of the target, or this method's output of the step before.
-            embeds: ``[T, H]``, embedding of the token after the row.
-            positions: int64 ``[T]``, position of the row plus the step.
+            feature: ``[T, H]``, :meth:`features` of the target, or this method's output of the step before.
+            embeds: ``[T, H]``, embeddings of the tokens x[p + 1], if the features stand for positions p.
+            positions: int64 ``[T]``, p, for RoPE.
             attend: attention, called with layer 0.
             block: index of the block to run.
 
         Returns:
             ``[T, H]``, the input of :meth:`logits` and of the next step.
         """
-        inputs = self.blocks[block].inputs(hidden, embeds)
+        inputs = self.blocks[block].inputs(feature, embeds)
         return self.step(inputs, positions, attend, block).fed_back
 
     def step(
@@ -296,33 +298,33 @@ class DraftHead(nn.Module, ABC):
         positions: torch.Tensor,
         attend: Attend,
         block: int = 0,
-        wanted: torch.Tensor | None = None,
+        output_rows: torch.Tensor | None = None,
     ) -> StepOutput:
         """Run one step from the inputs of a block.
 
         Args:
             inputs: result of :meth:`Block.inputs`.
-            positions: int64 ``[T]``, position of the row plus the step.
+            positions: int64 ``[T]``, for RoPE: the position that each row's feature stands for.
             attend: attention, called with layer 0.
             block: index of the block to run.
-            wanted: int64 ``[n]``, rows to return; only keys and values are computed for others. None for
-                all rows.
+            output_rows: int64 ``[n]``, rows to return; only keys and values are computed for others. None
+                returns all rows.
         """
         layer = self.blocks[block]
         x, residual = inputs
         attended = layer.self_attn.attended(x, self.rope.at(positions), 0, attend)
-        if wanted is not None:
-            attended = attended.index_select(0, wanted)
-            residual = residual.index_select(0, wanted)
+        if output_rows is not None:
+            attended = attended.index_select(0, output_rows)
+            residual = residual.index_select(0, output_rows)
         return self.finish_step(layer, residual, attended)
 
     def finish_step(self, layer: Block, residual: torch.Tensor, attended: torch.Tensor) -> StepOutput:
         """Run the part of a step after attention; arguments as in :meth:`Block.finish`."""
         fed_back = self.feed_back(layer.finish(residual, attended))
-        return StepOutput(fed_back, self.norm_for_head(fed_back))
+        return StepOutput(fed_back, self.norm_for_lm_head(fed_back))
 
     def chain(self, given: ChainRows, steps: int) -> list[torch.Tensor]:
-        """Draft at rows of a known text.
+        """Draft at rows of a known text, for evaluation (:mod:`eagle_kit.models.draft_chain`).
 
         Args:
             given: rows and what they read.
@@ -358,20 +360,20 @@ class DraftHead(nn.Module, ABC):
         """Features of the next step from the output of a block, both ``[T, H]``."""
         return out
 
-    def norm_for_head(self, fed_back: torch.Tensor) -> torch.Tensor:
+    def norm_for_lm_head(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Input of :attr:`output` from the output of :meth:`forward`, both ``[T, H]``."""
         return fed_back
 
     def logits(self, fed_back: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary ``[T, Vd]`` from the output ``[T, H]`` of :meth:`forward`."""
-        return self.output(self.norm_for_head(fed_back))
+        return self.output(self.norm_for_lm_head(fed_back))
 
-    def confidence_logits(self, read: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+    def confidence_logits(self, lm_head_input: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
         """Logits ``[T]`` of the probability that a row's token is accepted if all tokens before it are;
         None for heads that do not predict it.
 
         Args:
-            read: ``[T, H]``, result of :meth:`norm_for_head`.
+            lm_head_input: ``[T, H]``, result of :meth:`norm_for_lm_head`.
             before: int64 ``[T]``, token before the one that the row drafts.
         """
         return None

@@ -91,7 +91,8 @@ def test_more_work_never_costs_less(table):
 def test_a_table_comes_back_from_json(table):
     again = CostTable.from_json(table.to_json())
     assert (again.knots, again.coefficients, again.error) == (table.knots, table.coefficients, table.error)
-    assert again.with_rest([Timing(2, SHAPES[1], 64, 1.0)]).seconds(2, SHAPES[1], 64) == pytest.approx(1.0)
+    corrected = again.with_residuals([Timing(2, SHAPES[1], 64, 1.0)])
+    assert corrected.seconds(2, SHAPES[1], 64) == pytest.approx(1.0)
     data = table.to_json()
     with pytest.raises(ValueError, match="number of coefficients"):
         CostTable.from_json({**data, "coefficients": [1.0]})

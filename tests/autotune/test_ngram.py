@@ -31,7 +31,7 @@ def share(shapes):
 
 def test_both_kinds_of_cycles_are_timed_first():
     policy = NgramPolicy(NGRAM_SHAPE, [1, 2])
-    assert policy.menu(2) == [NO_SPECULATION, NGRAM_SHAPE] and policy.plan([1, 2]) == []
+    assert policy.shapes_at(2) == [NO_SPECULATION, NGRAM_SHAPE] and policy.plan([1, 2]) == []
     assert set(run(policy, 8, 0)) == {NO_SPECULATION, NGRAM_SHAPE}
     assert [choice.batch_size for choice in policy.plan([1, 2])] == [2]
 

@@ -65,7 +65,7 @@ def test_a_table_is_as_large_as_its_largest_shapes():
     """Which may be those of different batch sizes, the first or a later one."""
     table = ShapeTable.parse("3,2,5 2:4,1,5 4:2,3,12 8:none")
     assert (table.steps, table.topk, table.tokens) == (4, 3, 12)
-    assert table.menu(3) == [SpecShape(4, 1, 5)] and len(table.shapes) == 4
+    assert table.shapes_at(3) == [SpecShape(4, 1, 5)] and len(table.shapes) == 4
 
 
 @pytest.mark.parametrize("text", ["", "5,4,16 4,1,5", "5,4,16 8:", "5,4,16 1:4,1,5", "4,1,5 8:none 4:none"])

@@ -27,7 +27,7 @@ gradient."""
 
 
 class Step:
-    """A step over one packed row in bf16 autocast, in parts.
+    """A step over one packed sequence in bf16 autocast, in parts.
 
     Args:
         loss, checkpointing, normalisation: of the settings of a run.

@@ -7,7 +7,7 @@ from tiny import tiny_dflash, tiny_dspark, tiny_p_eagle, tiny_target
 from tiny_engine import PROMPTS, resolved, serve
 from tiny_mtp import save_target
 
-from eagle_kit.autotune.shapes import candidate_shapes
+from eagle_kit.autotune.shapes import all_shapes
 from eagle_kit.config.engine import EngineConfig
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.sampling_params import SamplingParams
@@ -91,7 +91,7 @@ def test_they_choose_among_all_shapes_that_they_can_fill(pairs, recorded):
     target, draft = pairs[name]
     engine = Engine(target, draft, resolved(3, 256, kv_tokens=1500))
     assert can_tune(engine)
-    shapes = runnable(engine, candidate_shapes())
+    shapes = runnable(engine, all_shapes())
     assert {shape.steps for shape in shapes} == set(range(1, STEPS[name] + 1 + (name == "p-eagle")))
     table = recording.table([shape for shape in shapes if shape.steps <= recording.steps])
     for shape in table.shapes:

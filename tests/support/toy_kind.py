@@ -59,9 +59,9 @@ class ToyHead(TiedHead, Block):
         """The head itself."""
         return [self]
 
-    def inputs(self, hidden: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def inputs(self, feature: torch.Tensor, embeds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~eagle_kit.models.draft_head.Block`."""
-        x = self.fc(torch.cat((embeds, hidden), -1))
+        x = self.fc(torch.cat((embeds, feature), -1))
         return self.norm(x), x
 
     def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:

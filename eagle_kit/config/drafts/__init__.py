@@ -19,10 +19,12 @@ DEFAULT_KIND = "eagle3"
 
 
 def kind_of_head(head: Any) -> str:
-    """The kind that a section ``head`` names, which is EAGLE-3 without one. Raises UserError for another."""
+    """The kind of a section ``head``; EAGLE-3 if it names none. Raises UserError for an unknown kind."""
     if isinstance(head, HeadConfig):
         return head.kind
-    kind = head.get("kind", DEFAULT_KIND) if isinstance(head, dict) else DEFAULT_KIND
+    kind = DEFAULT_KIND
+    if isinstance(head, dict):
+        kind = head.get("kind", DEFAULT_KIND)
     if kind not in list(HEADS):
         raise UserError(f"head.kind is {kind!r}.", f"Use one of {', '.join(HEADS)}.")
     return str(kind)

@@ -1,7 +1,7 @@
-"""Keys of ``head:`` that several kinds of heads have, and how a key of another kind is refused.
+"""Keys of ``head:`` that several kinds of heads have, and the error for a key of another kind.
 
-A config of a kind is two models: of its section ``head`` (:class:`HeadConfig`), which names the kind, and
-of the section ``training`` beside it (:class:`~eagle_kit.config.training.TrainingConfig`).
+The config of a kind is two models: one of the section ``head`` (:class:`HeadConfig`), which names the kind,
+and one of the section ``training`` (:class:`~eagle_kit.config.training.TrainingConfig`).
 """
 
 import difflib
@@ -16,15 +16,24 @@ from eagle_kit.config.training import TrainingConfig
 from eagle_kit.core.errors import UserError
 
 DRAFT_VOCAB_SIZE = 8192
-"""Tokens that a head with an output layer of its own can propose, where a config does not say it."""
+"""Default number of tokens that a head with an output layer of its own can propose."""
 
 
 def refuse_unknown_keys(given: Iterable[str], schema: type[BaseModel], section: str, kind: str) -> None:
-    """Raise UserError for the first ``given`` key that ``schema``, a ``section`` of ``kind``, lacks."""
+    """Raise UserError for the first key that a schema does not have.
+
+    Args:
+        given: keys of a section.
+        schema: model of the section.
+        section: name of the section, ``head`` or ``training``.
+        kind: kind of the head.
+    """
     known = list(schema.model_fields)
     for key in given:
         if key in known:
             continue
+
+        # The keys of the kind, unless another key is near.
         own = ", ".join(name for name in known if name not in TrainingConfig.model_fields)
         if section == "head":
             # A file for another kind of head may have the key, and no override takes a key away.
@@ -42,12 +51,12 @@ def refuse_unknown_keys(given: Iterable[str], schema: type[BaseModel], section: 
 
 
 class HeadConfig(Section):
-    """The draft head that a run makes. A kind's keys are those of its own class.
+    """The draft head that a run makes. Each kind has a class with its own keys.
 
-    The properties are read by code that asks for no kind.
+    Code that is the same for all kinds reads the properties.
 
     Attributes:
-        training_schema: of the section ``training`` beside it.
+        training_schema: model of the section ``training`` for this kind.
     """
 
     # Unknown keys are kept until all others are read, and then refused by a sentence that names the kind.
@@ -63,7 +72,7 @@ class HeadConfig(Section):
         return self
 
     def check_training(self, training: TrainingConfig) -> None:
-        """Raise UserError where the section ``training`` asks for something that this head does not have."""
+        """Raise UserError for settings of the section ``training`` that this head does not have."""
 
     @property
     def first_draft(self) -> str | None:
@@ -72,12 +81,12 @@ class HeadConfig(Section):
 
     @property
     def vocab_map_file(self) -> str | None:
-        """File of the draft vocabulary; None where it is counted, or where there is none."""
+        """File of the draft vocabulary; None if it is counted, or if there is none."""
         return None
 
     @property
     def num_counted_tokens(self) -> int | None:
-        """Size of the draft vocabulary that is chosen from the data; None where none is chosen."""
+        """Size of the draft vocabulary that is counted in the data; None if none is counted."""
         return None
 
 
@@ -85,7 +94,9 @@ class CapturedStatesHeadConfig(HeadConfig):
     """Heads that read captured hidden states of the target and may have an output layer of their own."""
 
     draft_vocab_size: int | None = Field(default=None, ge=2)
-    """Size of the draft vocabulary: the most frequent tokens under the loss mask. Null is 8192."""
+    """Size of the draft vocabulary: the most frequent tokens under the loss mask. Null is 8192; the published
+    EAGLE-3 heads have 32,000.
+    """
 
     vocab_map: str | None = None
     """Draft vocabulary to use instead: a file of ``eagle-kit data vocab``, made for the same tokenizer."""
@@ -95,7 +106,8 @@ class CapturedStatesHeadConfig(HeadConfig):
 
     lm_head_init: Literal["target", "random"] = "target"
     """First weights of the output layer: ``target`` copies the target's rows of the draft vocabulary,
-    ``random`` does not.
+    ``random``, as in the code of EAGLE-3, does not. With ``target`` the final norm of EAGLE-3 and P-EAGLE
+    heads begins as the target's, scaled down.
     """
 
     intermediate_size: int | None = Field(default=None, ge=1)
@@ -128,9 +140,13 @@ class CapturedStatesHeadConfig(HeadConfig):
     @property
     def effective_draft_vocab_size(self) -> int:
         """:attr:`draft_vocab_size`, or 8192 if it is null."""
-        return DRAFT_VOCAB_SIZE if self.draft_vocab_size is None else self.draft_vocab_size
+        if self.draft_vocab_size is None:
+            return DRAFT_VOCAB_SIZE
+        return self.draft_vocab_size
 
     @property
     def num_counted_tokens(self) -> int | None:
         """See :class:`HeadConfig`."""
-        return self.effective_draft_vocab_size if self.start_from is None else None
+        if self.start_from is not None:
+            return None
+        return self.effective_draft_vocab_size

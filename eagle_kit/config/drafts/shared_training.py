@@ -29,17 +29,20 @@ class LossTrainingConfig(TrainingConfig):
     @field_validator("loss", mode="before")
     @classmethod
     def _losses_are_known(cls, loss: Any) -> Any:
+        weights: dict[Any, Any] = {}
         if isinstance(loss, str):
-            mix: dict[Any, Any] = {loss: 1.0}
-        else:
-            mix = loss if isinstance(loss, dict) else {}
-        are_numbers = all(type(weight) in (int, float) for weight in mix.values())
-        if not mix or set(mix) - set(LOSSES) or not are_numbers or min(mix.values()) <= 0:
+            weights = {loss: 1.0}
+        elif isinstance(loss, dict):
+            weights = loss
+        are_numbers = all(type(weight) in (int, float) for weight in weights.values())
+        if not weights or set(weights) - set(LOSSES) or not are_numbers or min(weights.values()) <= 0:
             raise ValueError(
                 f"use one of {', '.join(LOSSES)}, or several with weights above 0 such as "
                 "{ce: 0.1, tv: 0.9}"
             )
-        return loss if isinstance(loss, str) else {name: float(weight) for name, weight in mix.items()}
+        if isinstance(loss, str):
+            return loss
+        return {name: float(weight) for name, weight in weights.items()}
 
     @model_validator(mode="after")
     def _eta_is_used(self) -> "LossTrainingConfig":
@@ -50,7 +53,9 @@ class LossTrainingConfig(TrainingConfig):
     @property
     def losses(self) -> dict[str, float]:
         """Weight of every loss of :attr:`loss`."""
-        return {self.loss: 1.0} if isinstance(self.loss, str) else self.loss
+        if isinstance(self.loss, str):
+            return {self.loss: 1.0}
+        return self.loss
 
 
 class DPaceTrainingConfig(TrainingConfig):
@@ -59,7 +64,7 @@ class DPaceTrainingConfig(TrainingConfig):
     dpace_alpha: float | None = Field(default=None, gt=0.0, le=1.0)
     """Weigh the steps of each row by the draft's confidence as D-PACE does (arXiv 2605.18810, there 0.5), in
     place of ``step_decay`` and ``step_weights``: the nearer to 1, the less a weak step takes from those
-    behind it. Null does not. See ``eagle_kit/objective/dpace.py``.
+    after it. Null does not. See ``eagle_kit/objective/dpace.py``.
     """
 
     @model_validator(mode="after")
@@ -103,7 +108,7 @@ class DownSampleTrainingConfig(TrainingConfig):
 
     @property
     def effective_down_sample_ratio(self) -> float:
-        """:attr:`down_sample_ratio`, or what null is."""
+        """:attr:`down_sample_ratio`, or the kind's own default if it is null."""
         return 1.0 if self.down_sample_ratio is None else self.down_sample_ratio
 
     @model_validator(mode="after")
@@ -133,4 +138,6 @@ class DownSampleTrainingConfig(TrainingConfig):
     def row_sampling(self) -> RowSampling | None:
         """See :class:`TrainingConfig`."""
         ratio = self.effective_down_sample_ratio
-        return None if ratio == 1.0 else RowSampling(ratio, self.down_sample_ratio_min)
+        if ratio == 1.0:
+            return None
+        return RowSampling(ratio, self.down_sample_ratio_min)

@@ -1,7 +1,7 @@
 """Flags of the command line, made from the fields of pydantic models.
 
-A field is a flag: its name, type, limits, default and the text under it are those of the flag, and nothing of
-them is written a second time. Annotations (:class:`Flag`, :class:`FlagsOf`) say what only a command line has.
+The name, type, limits, default and documentation of a flag are those of its field. Annotations
+(:class:`Flag`, :class:`FlagsOf`) add what only a command line has.
 """
 
 import argparse
@@ -28,16 +28,16 @@ SchemaT = TypeVar("SchemaT", bound=Options)
 
 @dataclass(frozen=True)
 class Flag:
-    """What a command line has of a field beyond the field itself.
+    """Annotation of a field: properties of its flag that the field does not have.
 
     Attributes:
         name: name of the flag; default the field's, with dashes.
-        metavar: stands for the value in the help; default by the field's type.
+        metavar: name of the value in the help; default by the field's type.
         group: heading in the help.
         is_positional: the value is given without a flag.
         is_repeated: the flag takes one value and may be given several times.
-        alone: value of a flag that is given without one; None where it needs one.
-        example: JSON object for messages about a value that is none.
+        alone: value of a flag that is given without one; None if it needs one.
+        example: JSON object for messages about a value that is not JSON.
     """
 
     name: str = ""
@@ -74,18 +74,18 @@ class ConfigFlags(Options):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are those of a user: a cause and a remedy.
+    """A parser whose errors are :class:`UserError`.
 
     Attributes:
-        remedies: what to give in place of a flag that is not known, by its name with underscores.
-        hint: what to do about other arguments that are not known; empty for the help alone.
+        remedies: remedies for unknown flags, by the flag's name with underscores.
+        hint: remedy for other unknown arguments; empty to name the help alone.
     """
 
     remedies: Mapping[str, str] = {}
     hint: str = ""
 
     _words: Sequence[str] | None = None
-    """The command line that is being parsed; of a sub-command, the words behind its name; None before."""
+    """The command line that is being parsed; of a sub-command, the words after its name; None before."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does; keep the words for :meth:`error`."""
@@ -103,12 +103,13 @@ class Parser(argparse.ArgumentParser):
         cause = f"{message[:1].upper()}{message[1:]}."
 
         # Flags that other engines have.
-        words = message.removeprefix(UNRECOGNIZED).split() if message.startswith(UNRECOGNIZED) else []
-        foreign = parser._remedy(words)
-        if foreign:
-            raise UserError(cause, foreign)
+        if message.startswith(UNRECOGNIZED):
+            words = message.removeprefix(UNRECOGNIZED).split()
+            remedy_of_flags = parser._remedy(words)
+            if remedy_of_flags:
+                raise UserError(cause, remedy_of_flags)
 
-        # Flags that nobody has.
+        # Flags that no engine has.
         unknown = parser._unknown_flag()
         if unknown is None:
             raise UserError(cause, remedy)
@@ -119,7 +120,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{parser.prog} has no flag {unknown}.", remedy)
 
     def _remedy(self, words: Sequence[str]) -> str:
-        """What to give in place of the flags among ``words``; empty where none of them is known elsewhere."""
+        """Remedy for the flags among ``words``; empty if there is none for any of them."""
         found = {}
         for word in words:
             if not word.startswith("-"):
@@ -150,8 +151,8 @@ class Parser(argparse.ArgumentParser):
         return self
 
     def _unknown_flag(self) -> str | None:
-        """The first word with two dashes that is neither a flag here nor the beginning of one; None where
-        ``--`` comes before it."""
+        """The first word with two dashes that is neither a flag here nor the beginning of one. None if there
+        is none before ``--``."""
         for word in self._words or ():
             flag = word.partition("=")[0]
             if flag == "--":
@@ -185,9 +186,9 @@ def add_options(parser: argparse.ArgumentParser, schema: type[Options]) -> dict[
 def add_flags(parser: Any, schema: type[Options], flags: Mapping[str, str], **defaults: Any) -> None:
     """Declare a flag for each of the named fields of ``schema``, with the field's documentation as its help.
 
-    A flag that is not given leaves the command's own default of ``defaults``, or None, for which
-    :func:`options_of` takes the default of the schema. A flag that begins with ``--no-`` switches its field
-    off.
+    The value of a flag that is not given is the command's own default in ``defaults``, or None, which
+    :func:`options_of` replaces by the default of the schema. A flag that begins with ``--no-`` switches its
+    field off.
     """
     for name, flag in flags.items():
         info = schema.model_fields[name]
@@ -229,7 +230,7 @@ def options_of(
 
 
 def json_object(text: str, flag: str, example: str) -> dict[str, Any]:
-    """The object of a flag's JSON. Raise UserError that names the flag and shows the example."""
+    """The object of a flag's JSON. Raises UserError with the flag and the example."""
     value = parse_json(text, flag, f"Give a JSON object such as {example}.")
     if not isinstance(value, dict):
         raise UserError(f"{flag} is no JSON object.", f"Give one such as {example}.")
@@ -239,7 +240,7 @@ def json_object(text: str, flag: str, example: str) -> dict[str, Any]:
 def _flags_of(
     args: argparse.Namespace, schema: type[Options], more: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Flags of the fields of ``schema`` by name, and ``more`` with its sections."""
+    """Flags of the fields of ``schema`` by name, and ``more`` with the sections of the schema."""
     flags = {}
     sections = {}
     for name, info in schema.model_fields.items():
@@ -256,7 +257,7 @@ def _flags_of(
 def _add_field(
     parser: Any, name: str, info: FieldInfo, about: Flag, default: Any, *, is_required: bool = False
 ) -> None:
-    """Declare the flag of a field, whose value is None where it is not given."""
+    """Declare the flag of a field. Its value is None if it is not given."""
     flag = _flag(name, about)
     kind = _kind(info)
     text = _help_text(info) + _default_text(default)
@@ -270,7 +271,7 @@ def _add_field(
         parser.add_argument(flag, dest=name, action="store_const", const=not is_off, **options)
         return
 
-    # The words of a value.
+    # How the value is written: by the type of the field.
     options["metavar"] = about.metavar or METAVARS.get(kind, flag.split("-")[-1].upper())
     if kind in METAVARS:
         options["type"] = kind
@@ -293,22 +294,25 @@ def _add_field(
 
     if about.is_positional:
         parser.add_argument(name, **options)
-    else:
-        action = {"action": "extend"} if options.get("nargs") == "+" else {}
-        parser.add_argument(flag, dest=name, required=is_required, **action, **options)
+        return
+    if options.get("nargs") == "+":
+        options["action"] = "extend"
+    parser.add_argument(flag, dest=name, required=is_required, **options)
 
 
 def _flag(name: str, about: Flag) -> str:
+    """The flag of a field."""
     return about.name or f"--{name.replace('_', '-')}"
 
 
 def _kind(info: FieldInfo) -> Any:
-    """Type of a value that was given; text where a validator reads the value."""
+    """Type of the value on the command line: text if a validator reads it, else the type of the field."""
     reads_text = any(isinstance(each, BeforeValidator) for each in info.metadata)
     return str if reads_text else _without_none(info)
 
 
 def _without_none(info: FieldInfo) -> Any:
+    """Type of a field; of ``T | None`` it is ``T``."""
     annotation = info.annotation
     if get_origin(annotation) in (Union, types.UnionType):
         return next(part for part in get_args(annotation) if part is not type(None))
@@ -319,19 +323,22 @@ def _help_text(info: FieldInfo) -> str:
     """Documentation of a field as the help of a flag, which begins with a small letter."""
     text = " ".join((info.description or "").split()).replace("%", "%%").rstrip(".")
     begins_with_word = text[1:2].islower()
-    return text[:1].lower() + text[1:] if begins_with_word else text
+    if not begins_with_word:
+        return text
+    return text[:1].lower() + text[1:]
 
 
 def _default_text(default: Any) -> str:
-    """The default of a flag behind its help; switches, and values that the text explains, have none."""
-    is_text = isinstance(default, tuple) and all(isinstance(each, str) for each in default)
-    words = " ".join(default) if is_text else default
-    if isinstance(words, bool) or not isinstance(words, str | int | float | Path) or words == "":
+    """The default of a flag, for the end of its help; empty for switches and for values of other types."""
+    if isinstance(default, tuple) and all(isinstance(each, str) for each in default):
+        default = " ".join(default)
+    if isinstance(default, bool) or not isinstance(default, str | int | float | Path) or default == "":
         return ""
-    return f" (default {words})"
+    return f" (default {default})"
 
 
 def _annotation(info: FieldInfo, kind: type[Any]) -> Any:
+    """The annotation of a field that is a ``kind``; None if there is none."""
     return next((each for each in info.metadata if isinstance(each, kind)), None)
 
 

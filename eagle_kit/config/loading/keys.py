@@ -36,7 +36,7 @@ SYNONYMS = {
     "ttt_steps": "ttt_length",
     "verifier_name_or_path": "target",
 }
-"""Names of keys in the trainings of transformers, SpecForge and speculators, and ours."""
+"""Names of keys in the trainings of transformers, SpecForge and speculators -> our names."""
 
 
 def known_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
@@ -50,26 +50,32 @@ def known_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def sections_of(annotation: Any) -> list[type[BaseModel]]:
-    """Schemas that a value of ``annotation`` may have or hold, as of ``Section | None`` or
-    ``tuple[Section, ...]``."""
+    """Schemas in an annotation, such as ``Section | None`` or ``tuple[Section, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [section for part in get_args(annotation) for section in sections_of(part)]
+    sections: list[type[BaseModel]] = []
+    for part in get_args(annotation):
+        sections += sections_of(part)
+    return sections
 
 
 def nearest_key(key: str, known: list[str]) -> str | None:
-    """The known key most likely meant: another training's name for it, the same name in another section, or
-    the closest spelling.
+    """The known key that is probably meant; None if no key is near.
 
-    Spelling is compared within the key's own section first, then over the last parts of all keys.
+    It is the key of which ``key`` is another training's name, the key of the same name in another section, or
+    the key of the closest spelling, in its own section first.
     """
     section, _, leaf = key.rpartition(".")
-    leaves: dict[str, str] = {}
+    leaves: dict[str, str] = {}  # first key by its last part
     for candidate in known:
         leaves.setdefault(candidate.rpartition(".")[2], candidate)
+
+    # Another training's name, or another section.
     for same in (SYNONYMS.get(leaf), leaf):
         if same in leaves:
             return leaves[same]
+
+    # Another spelling.
     siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == section}
     for choices in (siblings, leaves):
         close = difflib.get_close_matches(leaf, choices, n=1, cutoff=0.6)

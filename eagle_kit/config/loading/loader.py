@@ -13,13 +13,13 @@ from eagle_kit.config.loading.yaml_file import MAX_BYTES, NotYAML, parse_value, 
 from eagle_kit.core.errors import UserError, first_line, shown
 
 MAX_JSON = 8 * MAX_BYTES
-"""Most characters of a config as JSON, in which every alias is written out. A file without aliases has fewer
-in any case."""
+"""Most characters of a config as JSON, in which every alias is written out. A file without aliases always has
+fewer."""
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def load_config(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) -> Schema:
-    """Read ``path``, lay ``overrides`` over it and validate the result against ``schema``.
+    """Read ``path``, apply ``overrides`` and validate the result against ``schema``.
 
     Values are validated strictly: text is never taken for a number, nor a fraction for a whole number.
 
@@ -35,15 +35,16 @@ def load_config(schema: type[Schema], path: str | Path, overrides: Sequence[str]
 
 
 def load_settings(schema: type[Schema], settings: Sequence[str], where: str) -> Schema:
-    """Validate ``key=value`` settings alone, as :func:`load_config` does those of a file.
+    """Validate ``key=value`` settings without a file. Raises UserError as :func:`load_config`.
 
     Args:
-        where: what they were given with, for messages.
+        where: name of the place where they were given, for messages.
     """
     return _validated(schema, {}, settings, where)
 
 
 def _validated(schema: type[Schema], raw: dict[str, Any], overrides: Sequence[str], where: str) -> Schema:
+    """Apply ``overrides`` to ``raw``, which is changed, and validate it. Raises UserError."""
     for override in overrides:
         _apply(raw, override)
     try:
@@ -62,7 +63,7 @@ def _validated(schema: type[Schema], raw: dict[str, Any], overrides: Sequence[st
 
 
 def _as_json(raw: dict[str, Any], where: str) -> str:
-    """Write the values of a config as JSON. Raises UserError where its aliases stand for too much."""
+    """Write the values of a config as JSON. Raises UserError if its aliases, written out, are too long."""
     parts = []
     num_chars = 0
     for part in json.JSONEncoder().iterencode(raw):
@@ -77,6 +78,7 @@ def _as_json(raw: dict[str, Any], where: str) -> str:
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
+    """Set the value of one override in ``raw``. Raises UserError."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -84,14 +86,18 @@ def _apply(raw: dict[str, Any], override: str) -> None:
             f"The override {override!r} is not of the form key=value.",
             "Write for example training.learning_rate=5e-4.",
         )
+
+    # Find its section, which is made where the file has none.
     section = raw
     for depth, part in enumerate(parts[:-1]):
         section = section.setdefault(part, {})
         if not isinstance(section, dict):
+            path = ".".join(parts[: depth + 1])
             raise UserError(
-                f"The override {override!r} goes into `{'.'.join(parts[: depth + 1])}`, which is a value.",
+                f"The override {override!r} goes into `{path}`, which is a value.",
                 "Override that key itself.",
             )
+
     try:
         section[parts[-1]] = parse_value(text)
     except NotYAML as error:
@@ -102,39 +108,53 @@ def _apply(raw: dict[str, Any], override: str) -> None:
 
 
 def _key(problem: Any, raw: Any) -> str:
-    """Dotted key of a problem, without what pydantic puts between for the forms that a value may have."""
+    """Dotted key of a pydantic problem in ``raw``. Parts of its location that are no keys are left out:
+    pydantic inserts names of the types that a value may have."""
     *parts, last = problem["loc"] or ("",)
-    found = []
+    keys = []
     for part in parts:
-        is_key = part in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(part, int)
-        if is_key:
-            found.append(str(part))
+        if _has(raw, part):
+            keys.append(str(part))
             raw = raw[part]
-    is_form = problem["type"] != "missing" and not (
-        last in raw if isinstance(raw, dict) else isinstance(raw, list) and isinstance(last, int)
-    )
-    return ".".join(found if is_form else [*found, str(last)])
+    if problem["type"] == "missing" or _has(raw, last):
+        keys.append(str(last))
+    return ".".join(keys)
+
+
+def _has(raw: Any, part: Any) -> bool:
+    """True if ``part`` is a key of the mapping ``raw``, or an index and ``raw`` a list."""
+    if isinstance(raw, dict):
+        return part in raw
+    return isinstance(raw, list) and isinstance(part, int)
 
 
 def _explain(error: ValidationError, schema: type[BaseModel], where: str, raw: dict[str, Any]) -> UserError:
-    """The first problem of a validation as one cause and one remedy; unknown keys come first, and of the
-    forms that a value may have the one that it fits furthest."""
+    """The error for the first problem of a validation; unknown keys come first."""
+    # A value of several types has a problem for each of them. The one that reaches deepest is explained: it
+    # is of the type that the value fits best.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     key = _key(problems[0], raw)
-    same = [problem for problem in problems if f"{_key(problem, raw)}.".startswith(f"{key}.")] or problems[:1]
-    first = max(same, key=lambda problem: len(problem["loc"]))
+    of_key = [problem for problem in problems if f"{_key(problem, raw)}.".startswith(f"{key}.")]
+    of_key = of_key or problems[:1]
+    first = max(of_key, key=lambda problem: len(problem["loc"]))
     key = _key(first, raw) or "the config"
-    others = len(problems) - len(same)
-    more = f" ({others} more after this one)" if others else ""
-    value, inner = first.get("input"), first.get("ctx", {}).get("error")
+    num_others = len(problems) - len(of_key)
+    more = f" ({num_others} more after this one)" if num_others else ""
+
+    # A key too many, or too few.
     if first["type"] == "extra_forbidden":
         known = known_keys(schema)
-        nearest, section = nearest_key(key, known), key.rpartition(".")[0]
+        nearest = nearest_key(key, known)
+        section = key.rpartition(".")[0]
         siblings = [name for name in known if name.rpartition(".")[0] == section]
         remedy = f"Did you mean `{nearest}`?" if nearest else f"Use one of: {', '.join(siblings)}."
         return UserError(f"{where} has the unknown key `{key}`.", remedy)
     if first["type"] == "missing":
         return UserError(f"{where} lacks the key `{key}`{more}.", f"Add `{key}` to it.")
+
+    # A wrong value.
+    value = first.get("input")
+    inner = first.get("ctx", {}).get("error")
     if isinstance(inner, UserError):
         return UserError(f"In `{key}` of {where}: {inner.cause}", inner.remedy)
     message = str(inner) if inner is not None else first["msg"]

@@ -18,7 +18,7 @@ def shipped_configs() -> dict[str, Path]:
 
 
 def find_config(path: Path) -> Path:
-    """The file at ``path``; where there is none, the config that ships under this name.
+    """The file at ``path``, or, if there is none, the config that ships under this name.
 
     ``configs/NAME.yaml``, ``NAME.yaml`` and ``NAME`` are such names. Other paths are returned as they are.
     """
@@ -31,8 +31,8 @@ def find_config(path: Path) -> Path:
 
 
 def config_files(word: str) -> list[str]:
-    """Files that a word of the command line stands for: a pattern that the shell left as it is, since no file
-    matched it, stands for the configs that ship."""
+    """Files that a word of the command line names. A pattern that the shell did not replace, because no file
+    matches it, names configs that ship."""
     path = Path(word)
     if not any(mark in path.name for mark in "*?[") or path.parent != Path(FOLDER) or path.exists():
         return [word]

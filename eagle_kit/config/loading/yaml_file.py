@@ -20,8 +20,8 @@ class NotYAML(ValueError):
     """Text that is not YAML.
 
     Args:
-        problem: what is wrong, a clause.
-        line: where, counted from 1; None where that is not known.
+        problem: a clause.
+        line: line of the problem, counted from 1; None if it is not known.
     """
 
     def __init__(self, problem: str, line: int | None = None) -> None:
@@ -31,14 +31,16 @@ class NotYAML(ValueError):
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML file whose top level is a mapping. Raises UserError, with the line where there is one."""
+    """Read a YAML file whose top level is a mapping. Raises UserError, with the line if it is known."""
     text = read_text(path, "Give the path of a YAML file.", MAX_BYTES)
     try:
         found = parse_value(text)
     except NotYAML as error:
-        where = "" if error.line is None else f", line {error.line},"
-        remedy = "Correct the file." if error.line is None else "Correct that line."
-        raise UserError(f"{path}{where} is not YAML: {error.problem}.", remedy) from None
+        if error.line is None:
+            raise UserError(f"{path} is not YAML: {error.problem}.", "Correct the file.") from None
+        raise UserError(
+            f"{path}, line {error.line}, is not YAML: {error.problem}.", "Correct that line."
+        ) from None
     if not isinstance(found, dict):
         kind = "empty" if found is None else f"a {type(found).__name__}"
         raise UserError(f"{path} is {kind}, not a mapping of keys to values.", "Write lines of `key: value`.")

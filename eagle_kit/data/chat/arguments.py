@@ -1,7 +1,7 @@
-"""What a chat template may be given: ``chat_template_kwargs`` of a request, a record or a configuration.
+"""Checks of the arguments of a chat template: ``chat_template_kwargs`` of a request, a record or a config.
 
-The sizes of arguments are bounded, and one product of a text and a number. What else a template computes
-has no bound: the template comes with the model, and jinja's sandbox bounds ``range`` alone.
+Numbers are bounded, and so is the product of the texts' size and the largest number. Other computations of a
+template have no bound: the template comes with the model, and jinja's sandbox bounds ``range`` alone.
 """
 
 import functools
@@ -20,7 +20,7 @@ GLOBALS = ("raise_exception", "strftime_now")
 MOST_NUMBER = 2**20
 """Largest magnitude of a number: no thinking budget is above a million tokens."""
 MOST_PRODUCT = 2**26
-"""Most characters of text times the largest number, since a template may repeat a text (``a * b``)."""
+"""Most characters of text times the largest number: a template may repeat a text (``a * b``)."""
 
 
 class WrongArgument(Unusable):
@@ -31,7 +31,7 @@ def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) ->
     """Check that a template reads every argument, and that their sizes are within the module's bounds.
 
     Args:
-        tokenizer: its ``apply_chat_template`` has parameters of its own, which are no arguments.
+        tokenizer: the tokenizer. Parameters of its ``apply_chat_template`` are no arguments of a template.
         template: source of the template.
         kwargs: the arguments.
 
@@ -41,7 +41,7 @@ def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) ->
     if not kwargs:
         return
 
-    # Names.
+    # Names must be read by the template, and not be reserved.
     reserved = {"messages", *GLOBALS, *tokenizer.special_tokens_map}
     reserved.update(inspect.signature(tokenizer.apply_chat_template).parameters)
     read = names_read(template)
@@ -51,7 +51,7 @@ def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) ->
         if name not in read:
             raise WrongArgument(f"the chat template does not read {cut(name)}")
 
-    # Sizes: before the template can multiply them.
+    # Sizes are checked before the template can multiply them.
     leaves = list(_leaves(kwargs))
     magnitudes = [abs(leaf) for leaf in leaves if not isinstance(leaf, str)]
     if not all(magnitude <= MOST_NUMBER for magnitude in magnitudes):
@@ -67,8 +67,8 @@ def check_arguments(tokenizer: Any, template: str, kwargs: Mapping[str, Any]) ->
 
 @functools.lru_cache
 def names_read(template: str) -> frozenset[str]:
-    """Names that a template reads and does not set itself, or sets in one branch only. Raises Unusable where
-    it cannot be parsed."""
+    """Names that a template reads without setting them in every branch. Raises Unusable if it cannot be
+    parsed."""
     from jinja2 import TemplateSyntaxError, meta
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -1,4 +1,4 @@
-"""Packed rows of a source, tokenised once and kept on disk.
+"""Packed sequences of a source, tokenised once and kept on disk.
 
 Legend: n tokens of all conversations, T tokens of a row.
 """
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, Field, ValidationError
@@ -51,17 +51,33 @@ from eagle_kit.data.tasks.excluded import ExcludedSets
 FORMAT = 6
 """Raise when the arrays or the mask change, so that old caches are made anew."""
 MOST_CATEGORIES = 16
-"""Categories of a source's records that are counted apart; where there are more, none is."""
+"""Most categories of a source's records that are counted separately. If there are more, none is."""
 LONGEST_MODE = 20
 """Most characters of an argument of a chat template that is a mode, such as thinking on or off."""
-Group = tuple[str, str, str]
-"""What a document is counted as: its source's name, its record's category, and its mode (:func:`_mode`)."""
 Count = Annotated[int, Field(ge=0)]
+
+
+class Group(NamedTuple):
+    """Group in which a document is counted.
+
+    Attributes:
+        source: name of its source.
+        category: of its record, or empty.
+        mode: short arguments of its chat template (:func:`_mode`), or empty.
+    """
+
+    source: str
+    category: str
+    mode: str
 
 
 @dataclass(frozen=True)
 class PartRows:
-    """Packed rows of a source of a mixture: ``num_rows`` from ``first``; a row is of one part."""
+    """Packed sequences of one source of a mixture. They follow each other, and a row is of one source.
+
+    Attributes:
+        first: index of the first row.
+    """
 
     name: str
     first: int
@@ -97,18 +113,18 @@ class _Summary(BaseModel):
 
 @dataclass
 class PreparedData:
-    """Packed rows on disk.
+    """Packed sequences on disk.
 
     Attributes:
-        folder: the cache; ``skipped.txt`` in it lists what was left out.
+        folder: the cache; ``skipped.txt`` in it lists the records that were left out.
         vocab_map: the draft vocabulary of these replies.
-        heldout_prompts: token ids of the prompts of conversations that are in no row; of a mixture, the
-            sources take turns.
-        heldout_groups: the group of each, as an index into ``groups``.
-        groups: names of the groups that documents are counted in: their source, the ``category`` of their
-            record where it has one, and the arguments of the chat template where a source has several.
-        parts: rows of the sources of a mixture, or of the only one.
-        excluded: evaluation sets that no conversation holds a prompt of, with their fingerprints.
+        heldout_prompts: token ids of the prompts of conversations that are in no row. Those of a mixture come
+            from its sources in turn.
+        heldout_groups: the group of each prompt, as an index into ``groups``.
+        groups: names of the groups in which documents are counted: their source, the ``category`` of their
+            record if it has one, and the arguments of the chat template if a source has several.
+        parts: rows of each source of a mixture, or of the only source.
+        excluded: evaluation sets whose prompts are in no conversation, with their fingerprints.
         fingerprint: hash of data, tokenizer, template and settings.
     """
 
@@ -127,21 +143,25 @@ class PreparedData:
     excluded: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Open the files. Raises OSError and ValueError where they cannot be read or do not fit together."""
+        """Open the files. Raises OSError or ValueError if they cannot be read or do not fit together."""
         self._ids = read_integers(self.folder / "ids.npy")
         self._reply = read_integers(self.folder / "reply.npy")
         self._starts = np.concatenate(([0], read_integers(self.folder / "ends.npy")))
-        num_documents = len(self._starts) - 1
         self._rows = read_json(self.folder / "rows.json")
-        groups = self.folder / "groups.npy"  # stores that were captured before there were groups have none
-        self._groups = read_integers(groups) if groups.exists() else np.zeros(num_documents, np.int16)
+
+        # Stores that were captured before there were groups and parts have one of each.
+        groups = self.folder / "groups.npy"
+        if groups.exists():
+            self._groups = read_integers(groups)
+        else:
+            self._groups = np.zeros(len(self._starts) - 1, np.int16)
         self.heldout_groups = self.heldout_groups or [0] * len(self.heldout_prompts)
         self.parts = self.parts or [PartRows("all", 0, len(self), self.num_tokens, self.num_conversations)]
         self._check()
 
     def _check(self) -> None:
-        """Raise ValueError unless every number names something that is there."""
-        # Documents lie behind one another in the tokens.
+        """Raise ValueError unless rows, parts and groups name documents, rows and groups that exist."""
+        # Documents follow one another in the tokens.
         num_documents = len(self._starts) - 1
         if len(self._ids) != len(self._reply) or self._starts[-1] > len(self._ids):
             raise ValueError("the files of tokens are of different lengths")
@@ -158,7 +178,7 @@ class PreparedData:
         if any(part.first + part.num_rows > len(self) for part in self.parts):
             raise ValueError("summary.json has a part of rows that are not there")
 
-        # Groups.
+        # Every document and prompt has a group, and every group a name.
         if len(self._groups) != num_documents or len(self.heldout_groups) != len(self.heldout_prompts):
             raise ValueError("a document or a prompt has no group")
         numbers = [*self.heldout_groups, int(self._groups.min(initial=0)), int(self._groups.max(initial=0))]
@@ -170,12 +190,14 @@ class PreparedData:
 
     @property
     def documents(self) -> list[list[int]]:
-        """Numbers of the documents of every packed row."""
+        """Numbers of the documents of every packed sequence."""
         return [list(row) for row in self._rows]
 
     def check_rows(self, num_rows: int) -> None:
-        """Raise UserError for a token that the target's embedding of ``num_rows`` rows has no row for."""
-        highest = max([int(self._ids.max(initial=-1)), *(max(ids) for ids in self.heldout_prompts)])
+        """Raise UserError for a token id outside the ``num_rows`` rows of the target's embedding."""
+        highest = int(self._ids.max(initial=-1))
+        for ids in self.heldout_prompts:
+            highest = max(highest, *ids)
         if self._ids.min(initial=0) < 0:
             raise UserError(
                 f"The prepared data in {self.folder} have a token below 0.",
@@ -188,15 +210,16 @@ class PreparedData:
             )
 
     def row(self, number: int) -> PackedRow:
-        """Packed row ``number``."""
+        """Packed sequence ``number``."""
         documents = self._rows[number]
         return join([self.chat(document) for document in documents], self._groups[documents].tolist())
 
     def row_length(self, number: int) -> int:
-        """Tokens of packed row ``number``."""
-        return sum(
-            int(self._starts[document + 1] - self._starts[document]) for document in self._rows[number]
-        )
+        """Tokens of packed sequence ``number``."""
+        length = 0
+        for document in self._rows[number]:
+            length += int(self._starts[document + 1] - self._starts[document])
+        return length
 
     def chat(self, document: int) -> TokenizedChat:
         """One tokenised conversation."""
@@ -204,7 +227,7 @@ class PreparedData:
         return TokenizedChat(np.asarray(self._ids[span]), np.asarray(self._reply[span]))
 
     def use_vocabulary(self, tokens: np.ndarray) -> None:
-        """Take the target ids ``tokens``, int64 ascending, for the draft vocabulary."""
+        """Use the target ids ``tokens``, int64 ascending, as the draft vocabulary."""
         counts = np.load(self.folder / "counts.npy")
         replaced = self.vocab_map
         self.vocab_map = vocab_map_of(tokens, counts, replaced.fingerprint, replaced.tokenizer)
@@ -221,24 +244,26 @@ class PreparedData:
         return reasons_of(Counter(line.partition("\t")[2] for line in lines if not line.startswith("# ")))
 
     def equals(self, fingerprint: str) -> bool:
-        """True when ``fingerprint`` names the same rows and prompts: by hash, or because the cache still has
-        them under it and they are the same to the bit (a copied source file, a newer format)."""
+        """True if ``fingerprint`` names the same rows and prompts.
+
+        Another fingerprint does so if the cache has data under it whose files are the same to the bit, as
+        after a source file was copied or the format was raised.
+        """
         if fingerprint == self.fingerprint:
             return True
         other = self.folder.with_name(fingerprint)
         try:
-            same = all(
-                (other / name).read_bytes() == (self.folder / name).read_bytes()
-                for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", "reply.npy")
-            )
             prompts = read_json(other / "summary.json")["heldout_prompts"]
+            for name in ("rows.json", "ends.npy", "counts.npy", "ids.npy", "reply.npy"):
+                if (other / name).read_bytes() != (self.folder / name).read_bytes():
+                    return False
         except (OSError, ValueError, KeyError, TypeError):
             return False
-        return same and prompts == self.heldout_prompts
+        return bool(prompts == self.heldout_prompts)
 
 
 def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> PreparedData:
-    """The packed rows without some documents, in a folder of their own beside those of ``data``.
+    """The packed sequences without some documents, in a folder of their own beside those of ``data``.
 
     Raises:
         UserError: nothing is left, or the folder cannot be written.
@@ -254,7 +279,7 @@ def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> Pr
                     _write_without(data, frozenset(documents), reason, work)
     except OSError as error:
         raise UserError(
-            f"The packed rows could not be written to {folder} ({error}).",
+            f"The packed sequences could not be written to {folder} ({error}).",
             writing_remedy(error, "set data.cache_dir to another folder"),
         ) from error
     summary = read_object(folder / "summary.json")
@@ -263,28 +288,29 @@ def leave_out(data: PreparedData, documents: Collection[int], reason: str) -> Pr
 
 
 def _write_without(data: PreparedData, documents: frozenset[int], reason: str, folder: Path) -> None:
-    """Write rows, parts, counts and summary without ``documents``; their tokens stay, unused."""
-    # Rows of each part.
+    """Write rows, parts, counts and summary without ``documents``. Their tokens stay in the files, unused."""
+    # Rows of each part, and counts of the tokens of replies.
     rows: list[list[int]] = []
     parts: list[PartRows] = []
+    counts = np.zeros_like(np.load(data.folder / "counts.npy"))
     for part in data.parts:
         first = len(rows)
+        num_tokens = 0
+        num_documents = 0
         for row in data.documents[part.first : part.first + part.num_rows]:
             left = [document for document in row if document not in documents]
             if left:
                 rows.append(left)
-        lengths = [len(data.chat(document).ids) for row in rows[first:] for document in row]
-        parts.append(PartRows(part.name, first, len(rows) - first, sum(lengths), len(lengths)))
+            for document in left:
+                chat = data.chat(document)
+                counts += np.bincount(chat.ids[chat.reply >= 0], minlength=len(counts))
+                num_tokens += len(chat.ids)
+                num_documents += 1
+        parts.append(PartRows(part.name, first, len(rows) - first, num_tokens, num_documents))
     if not rows:
         raise UserError(f"No text is left to learn: {reason}.", "Allow none to be missing, and see why.")
 
-    # Tokens of replies.
-    counts = np.zeros_like(np.load(data.folder / "counts.npy"))
-    for document in (document for row in rows for document in row):
-        chat = data.chat(document)
-        counts += np.bincount(chat.ids[chat.reply >= 0], minlength=len(counts))
-
-    # The summary keeps its number of conversations: documents are parts of them.
+    # The number of conversations stays: documents are parts of them.
     summary = read_object(data.folder / "summary.json") | {
         "parts": [asdict(part) for part in parts],
         "num_tokens": sum(part.num_tokens for part in parts),
@@ -297,8 +323,10 @@ def _write_without(data: PreparedData, documents: frozenset[int], reason: str, f
 
 
 def cache_root(settings: DataConfig) -> Path:
-    """Folder of tokenised data and captured states: ``data.cache_dir``, else the cache of targets."""
-    return expand(settings.cache_dir) if settings.cache_dir else cache_folder()
+    """Folder of tokenised data and captured states: ``data.cache_dir``, or the package's cache folder."""
+    if settings.cache_dir:
+        return expand(settings.cache_dir)
+    return cache_folder()
 
 
 def prepare_dataset(
@@ -309,17 +337,20 @@ def prepare_dataset(
     *,
     progress: bool = True,
 ) -> PreparedData:
-    """Tokenise, mask and pack the sources of ``settings``; called again, read the cache. Every source of a
-    mixture is packed by itself.
+    """Tokenise, mask and pack the sources of ``settings``, or read the cache of an earlier call.
 
-    The cache is ``data/`` below :func:`cache_root`. The draft vocabulary is the tokens that replies use most,
-    or the one of the file ``vocab_map``; all tokens for a ``draft_vocab_size`` of None.
+    The cache is ``data/`` below :func:`cache_root`. Every source of a mixture is packed by itself.
 
-    ``settings.limit`` bounds the records of each source. ``eval_conversations`` of those that begin with
-    their first turn are held out, of each source of a mixture an equal part, by the rule of
-    :func:`eagle_kit.data.chat.held_out.choose_held_out`. Others that begin with the prompt of one of them are
-    skipped, so that no held-out prompt is trained on, as are those that hold a prompt of the evaluation sets
-    ``settings.decontaminate``.
+    Conversations that hold a prompt of the evaluation sets ``settings.decontaminate`` are skipped. Of those
+    that begin with their first turn, ``settings.eval_conversations`` are held out, an equal number of each
+    source (:func:`eagle_kit.data.chat.held_out.choose_held_out`). Other conversations that begin with the
+    prompt of one that is held out are skipped, so that no held-out prompt is trained on.
+
+    Args:
+        settings: the section ``data`` of a config; its ``limit`` bounds the records of each source.
+        draft_vocab_size: tokens of the draft vocabulary, those that replies use most; None for all tokens.
+        vocab_map: file of another draft vocabulary.
+        progress: show a progress bar.
 
     Raises:
         UserError: a source that cannot be read or has no usable conversation, a mask that covers everything,
@@ -343,11 +374,15 @@ def load_prepared(
     draft_vocab_size: int | None,
     vocab_map: str | Path | None = None,
 ) -> PreparedData:
-    """The packed rows in ``folder``, which is whole; the rest as for :func:`prepare_dataset`."""
+    """Load the packed sequences in ``folder``. Other arguments and errors are those of
+    :func:`prepare_dataset`."""
     try:
+        # The summary.
         found = _Summary.model_validate(read_object(folder / "summary.json"), strict=True)
         summary = found.model_dump()
         summary["parts"] = [PartRows(**part) for part in summary["parts"]]
+
+        # The draft vocabulary.
         counts = read_integers(folder / "counts.npy")
         tokenizer_id = tokenizer_hash(tokenizer)
         size = len(counts) if draft_vocab_size is None else draft_vocab_size
@@ -372,7 +407,7 @@ def load_prepared(
 def _fill_cache(
     settings: DataConfig, renderer: ChatRenderer, excluded: ExcludedSets, folder: Path, progress: bool
 ) -> None:
-    """Make ``folder``: beside it first, then renamed; in one process of several that need it."""
+    """Make ``folder`` in one of the processes that need it; the others wait. Raises UserError."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with taking_turns(folder):
@@ -394,10 +429,10 @@ class _Document(Candidate):
 
     Attributes:
         where: names file and record for people.
-        group: what it is counted as.
+        group: group in which it is counted.
         rows: numbers of its rows.
-        num_learnable: pairs of neighbouring tokens of a reply, see :func:`_num_learnable`.
-        covers_all: its prompt is learned, too.
+        num_learnable: tokens that a head can learn to draft (:func:`_num_learnable`).
+        covers_all: the loss mask covers its prompt too.
     """
 
     where: str
@@ -408,7 +443,12 @@ class _Document(Candidate):
 
 
 class _Documents:
-    """Documents of all sources, in order; ``remarks`` counts what of them was left out."""
+    """Documents of all sources, in order.
+
+    Attributes:
+        found: the documents.
+        remarks: counts of remarks about parts of records that were left out.
+    """
 
     def __init__(self, rows: RowFiles, skipped: SkipLog) -> None:
         self.found: list[_Document] = []
@@ -417,42 +457,51 @@ class _Documents:
         self._skipped = skipped
         self._groups: dict[Group, Group] = {}
 
-    def add(self, one: Tokenized, source: SourceConfig, part: int) -> None:
-        """Write the rows of a record of ``source``, or note why it is left out."""
-        record = one.record
-        self.remarks.update(one.remarks.keys())
-        reason = one.reason or _length_reason(source, max(len(row.ids) for row in one.rows))
+    def add(self, tokenized: Tokenized, source: SourceConfig, part: int) -> None:
+        """Write the rows of a record of ``source``, or log why it is skipped."""
+        record = tokenized.record
+        self.remarks.update(tokenized.remarks.keys())
+        reason = tokenized.reason or _length_reason(source, max(len(row.ids) for row in tokenized.rows))
         if reason:
             self._skipped.add(record.where, reason)
             return
-        is_chat = isinstance(record, Conversation)
-        mode = _mode(record.chat_template_kwargs) if isinstance(record, Conversation) else ""
-        group = one.label, record.category, mode
-        numbers = [self._rows.add(row) for row in one.rows]
-        may_be_held_out = not isinstance(record, Conversation) or record.from_start
+
+        # Texts and rows of tokens have no chat template, and begin at their beginning.
+        mode = ""
+        may_be_held_out = True
+        covers_all = False
+        if isinstance(record, Conversation):
+            mode = _mode(record.chat_template_kwargs)
+            may_be_held_out = record.from_start
+            covers_all = all((row.reply >= 0).all() for row in tokenized.rows)
+
+        # Documents of a group share one object.
+        group = Group(tokenized.label, record.category, mode)
+        group = self._groups.setdefault(group, group)
+        numbers = [self._rows.add(row) for row in tokenized.rows]
         self.found.append(
             _Document(
                 part=part,
-                keys=array("Q", one.keys),
-                prompts=tuple(one.prompts) if may_be_held_out else (),
+                keys=array("Q", tokenized.keys),
+                prompts=tuple(tokenized.prompts) if may_be_held_out else (),
                 where=record.where,
-                group=self._groups.setdefault(group, group),
+                group=group,
                 rows=range(numbers[0], numbers[-1] + 1),
-                num_learnable=sum(map(_num_learnable, one.rows)),
-                covers_all=is_chat and all((row.reply >= 0).all() for row in one.rows),
+                num_learnable=sum(map(_num_learnable, tokenized.rows)),
+                covers_all=covers_all,
             )
         )
 
 
 def _num_learnable(row: TokenizedChat) -> int:
-    """Tokens that a head can learn to draft: those behind a token of the same reply, which was sampled."""
+    """Number of tokens that a head can learn to draft: those whose predecessor is of the same reply."""
     reply = row.reply[1:]
     return int(((reply[:-1] >= 0) & (reply[:-1] == reply[1:])).sum())
 
 
 def _labelled(settings: DataConfig, source: SourceConfig, skipped: SkipLog) -> Iterator[tuple[str, Record]]:
-    """Records of a source's files in turn, at most its limit of each, with the arguments of the chat template
-    that the config gives conversations and the name of what they are counted as."""
+    """Records of a source's files in turn, at most its limit of each, with the name under which they are
+    counted. Conversations get the arguments of the chat template that the config has for them."""
     kwargs = source.chat_template_kwargs
     if kwargs is None:
         kwargs = settings.chat_template_kwargs
@@ -477,20 +526,23 @@ def name_of(source: str) -> str:
 
 
 def _same_names(sources: Sequence[SourceConfig]) -> list[str]:
-    """Remarks about sources that have one name."""
+    """Remarks about names that several sources have."""
     counts: Counter[str] = Counter()
     for source in sources:
         names = [source.name] if source.name else map(name_of, source.files)
         counts.update(dict.fromkeys(names).keys())
-    return [
-        f"{count} sources are named {name}, so that their accept lengths are one; data.mix can name them"
-        for name, count in counts.items()
-        if count > 1
-    ]
+    remarks = []
+    for name, count in counts.items():
+        if count > 1:
+            remarks.append(
+                f"{count} sources are named {name}, so that their accept lengths are one; data.mix can name "
+                "them"
+            )
+    return remarks
 
 
 def _length_reason(source: SourceConfig, length: int) -> str:
-    """Why a document of ``length`` tokens is left out, if it is."""
+    """Reason to skip a document of ``length`` tokens; empty if there is none."""
     if source.min_tokens is not None and length < source.min_tokens:
         return f"fewer tokens than the source's min_tokens, {source.min_tokens}"
     if source.max_tokens is not None and length > source.max_tokens:
@@ -501,6 +553,7 @@ def _length_reason(source: SourceConfig, length: int) -> str:
 def _build(
     settings: DataConfig, renderer: ChatRenderer, excluded: ExcludedSets, folder: Path, progress: bool
 ) -> None:
+    """Write the prepared data of ``settings`` into ``folder``."""
     skipped = SkipLog(max_broken_lines=settings.max_broken_lines)
     rows = RowFiles(folder)
     try:
@@ -518,23 +571,24 @@ def _read_all(
     skipped: SkipLog,
     progress: bool,
 ) -> _Documents:
-    """Documents of all sources; their tokens are written as they come."""
+    """Tokenise the records of all sources and write their tokens."""
     from tqdm import tqdm
 
     documents = _Documents(rows, skipped)
     with Tokenizing(renderer, excluded, settings.max_length, settings.num_workers) as tokenizing:
         for part, source in enumerate(settings.sources):
             limit = source.limit or settings.limit
+            most_records = limit * len(source.files) if limit else None
             bar = tqdm(
                 _labelled(settings, source, skipped),
-                total=limit * len(source.files) if limit else None,
+                total=most_records,
                 desc="tokenising",
                 unit="conv",
                 disable=not progress,
                 dynamic_ncols=True,
             )
-            for one in tokenizing.run(bar):
-                documents.add(one, source, part)
+            for tokenized in tokenizing.run(bar):
+                documents.add(tokenized, source, part)
     return documents
 
 
@@ -551,11 +605,9 @@ def _finish(
     sources = settings.sources
     found = documents.found
 
-    # Hold documents out, an equal number of each source.
-    shares = [
-        settings.eval_conversations // len(sources) + (i < settings.eval_conversations % len(sources))
-        for i in range(len(sources))
-    ]
+    # Hold documents out, an equal number of each source. The first sources have the remainder.
+    share, remainder = divmod(settings.eval_conversations, len(sources))
+    shares = [share + (i < remainder) for i in range(len(sources))]
     held = choose_held_out(found, shares)
     heldout_keys = {prompt.key for part in held for prompt in part.values()}
     heldout: list[tuple[Group, list[int]]] = []
@@ -564,7 +616,7 @@ def _finish(
             ids = row_files.ids(found[number].rows[prompt.row])[: prompt.length]
             heldout.append((found[number].group, ids.tolist()))
 
-    # Leave out what begins like them.
+    # Skip documents that begin like one that is held out.
     learned_parts: list[list[_Document]] = [[] for _ in sources]
     for number, document in enumerate(found):
         if number in held[document.part]:
@@ -578,7 +630,7 @@ def _finish(
     for source, part, held_part in zip(sources, learned_parts, held, strict=True):
         _check_documents(part, ", ".join(source.files), skipped, len(held_part), settings.eval_conversations)
 
-    # Tokens of the others.
+    # Keep the tokens of the others, and count those of replies.
     learned = [document for part in learned_parts for document in part]
     lengths = row_files.keep([number for document in learned for number in document.rows])
     row_files.close()
@@ -588,31 +640,41 @@ def _finish(
         counts += np.bincount(ids[reply >= 0], minlength=vocab_size)
         num_supervised += int((reply >= 0).sum())
 
-    # Groups that the documents are counted in.
-    groups = _groups([*(document.group for document in learned), *(group for group, _ in heldout)])
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(groups.values()))}
-    of_rows = [numbers[groups[document.group]] for document in learned for _ in document.rows]
+    # Number the groups of all documents by their names.
+    all_groups = [document.group for document in learned]
+    all_groups += [group for group, _ in heldout]
+    names = _group_names(all_groups)
+    group_names = list(dict.fromkeys(names.values()))
+    group_numbers = {name: number for number, name in enumerate(group_names)}
+    of_documents: list[int] = []
+    for document in learned:
+        of_documents += [group_numbers[names[document.group]]] * len(document.rows)
     np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
     np.save(folder / "counts.npy", counts)
-    np.save(folder / "groups.npy", np.array(of_rows, dtype=np.int16))
+    np.save(folder / "groups.npy", np.array(of_documents, dtype=np.int16))
 
-    # Packed rows of each source.
+    # Pack the documents of each source.
     rows: list[list[int]] = []
     parts: list[PartRows] = []
+    first = 0
     for source, part in zip(sources, learned_parts, strict=True):
-        first = sum(before.num_documents for before in parts)
         num_documents = sum(len(document.rows) for document in part)
         part_lengths = lengths[first : first + num_documents]
-        packed = [[first + number for number in row] for row in pack(part_lengths, settings.max_length)]
+        first_row = len(rows)
+        for packed in pack(part_lengths, settings.max_length):
+            rows.append([first + number for number in packed])
         name = source.name or ", ".join(dict.fromkeys(map(name_of, source.files)))
-        parts.append(PartRows(name, len(rows), len(packed), sum(part_lengths), num_documents))
-        rows += packed
+        num_rows = len(rows) - first_row
+        parts.append(PartRows(name, first_row, num_rows, sum(part_lengths), num_documents))
+        first += num_documents
+
+    # Write everything else.
     (folder / "rows.json").write_text(json.dumps(rows))
     skipped.write(folder / "skipped.txt")
     summary = {
         "heldout_prompts": [prompt for _, prompt in heldout],
-        "heldout_groups": [numbers[groups[group]] for group, _ in heldout],
-        "groups": list(numbers),
+        "heldout_groups": [group_numbers[names[group]] for group, _ in heldout],
+        "groups": group_names,
         "parts": [asdict(part) for part in parts],
         "num_conversations": len(learned),
         "num_skipped": len(skipped.rows),
@@ -625,29 +687,30 @@ def _finish(
 
 
 def _mode(kwargs: Mapping[str, Any]) -> str:
-    """The short ones of a chat template's arguments, such as ``enable_thinking=false``."""
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in kwargs.items()}
-    return ", ".join(f"{name}={text}" for name, text in sorted(texts.items()) if len(text) <= LONGEST_MODE)
+    """The short arguments of a chat template as text, such as ``enable_thinking=false``."""
+    shown_kwargs = []
+    for name, value in sorted(kwargs.items()):
+        text = value if isinstance(value, str) else json.dumps(value)
+        if len(text) <= LONGEST_MODE:
+            shown_kwargs.append(f"{name}={text}")
+    return ", ".join(shown_kwargs)
 
 
-def _groups(found: list[Group]) -> dict[Group, str]:
-    """Name of every group: its source, its category, and its mode where the source has several; the source
-    and the mode, or the source alone, where that would be too many."""
+def _group_names(groups: list[Group]) -> dict[Group, str]:
+    """Name of every group: its source, its category, and its mode if the source has several. If that makes
+    too many names, the category is left out, and then the mode too."""
     names: dict[Group, str] = {}
-    for label in dict.fromkeys(label for label, _, _ in found):
-        # Category and mode of each group of the source.
-        shown_parts = {group: group[1:] for group in found if group[0] == label}
-
-        # Leave out what all groups share, or has too many values.
-        if len({mode for _, mode in shown_parts.values()}) == 1:
-            shown_parts = {group: (category, "") for group, (category, _) in shown_parts.items()}
-        if len(set(shown_parts.values())) > MOST_CATEGORIES:
-            shown_parts = {group: ("", mode) for group, (_, mode) in shown_parts.items()}
-        if len(set(shown_parts.values())) > MOST_CATEGORIES:
-            shown_parts = dict.fromkeys(shown_parts, ("", ""))
-        for group, pair in shown_parts.items():
-            details = ", ".join(filter(None, pair))
-            names[group] = f"{label}: {details}" if details else label
+    for source in dict.fromkeys(group.source for group in groups):
+        details = {group: group for group in groups if group.source == source}
+        if len({group.mode for group in details}) == 1:
+            details = {group: detail._replace(mode="") for group, detail in details.items()}
+        if len(set(details.values())) > MOST_CATEGORIES:
+            details = {group: detail._replace(category="") for group, detail in details.items()}
+        if len(set(details.values())) > MOST_CATEGORIES:
+            details = {group: detail._replace(mode="") for group, detail in details.items()}
+        for group, detail in details.items():
+            text = ", ".join(filter(None, (detail.category, detail.mode)))
+            names[group] = f"{source}: {text}" if text else source
     return names
 
 
@@ -661,17 +724,19 @@ def records_of(settings: DataConfig, skipped: SkipLog) -> Iterator[Record]:
 def _check_documents(
     documents: list[_Document], source: str, skipped: SkipLog, num_held: int, num_asked: int
 ) -> None:
-    """Raise UserError where nothing can be learned from a source, or its prompts would be."""
+    """Raise UserError if nothing can be learned from a source, or its prompts would be learned."""
     if not documents:
         reasons = skipped.reasons()
         if num_held:
+            others = f"; others: {reasons}" if reasons else ""
             raise UserError(
                 f"No conversation of {source} is left to train on: {num_held} are held out, since "
-                f"data.eval_conversations is {num_asked}{f'; others: {reasons}' if reasons else ''}.",
+                f"data.eval_conversations is {num_asked}{others}.",
                 "Lower data.eval_conversations, or give more conversations.",
             )
+        why = f": {reasons}" if reasons else ""
         raise UserError(
-            f"No conversation of {source} can be trained on{f': {reasons}' if reasons else ''}.",
+            f"No conversation of {source} can be trained on{why}.",
             "Look at a record with eagle-kit data preview, or decontaminate with fewer sets.",
         )
     if all(document.covers_all for document in documents):
@@ -687,26 +752,34 @@ def _check_documents(
 
 
 def _fingerprint(settings: DataConfig, renderer: ChatRenderer, excluded: ExcludedSets) -> str:
-    """Hash of everything the arrays depend on; files count by path, size and time of change, a package's file
-    by size."""
+    """Hash of everything that decides the arrays. Files count by path, size and time of change, the file of a
+    package by its size."""
+    # Settings.
     parts: list[Any] = [FORMAT, settings.limit, settings.max_length, settings.eval_conversations]
     parts += [source.rows_depend_on | {"name": source.name} for source in settings.sources]
     parts.append(settings.template_settings)
     parts += excluded.identity
-    for file in (file for source in settings.sources for file in source.files):
-        if file.startswith("package:"):
-            parts.append(package_file_size(file.removeprefix("package:")))
-        for path in _files_of(file):
-            stat = path.stat()
-            parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+
+    # Files.
+    for source in settings.sources:
+        for file in source.files:
+            if file.startswith("package:"):
+                parts.append(package_file_size(file.removeprefix("package:")))
+            for path in _files_of(file):
+                stat = path.stat()
+                parts += [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+
+    # The tokenizer.
     parts += [renderer.tokenizer.chat_template, tokenizer_hash(renderer.tokenizer), renderer.end_names]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _files_of(source: str) -> list[Path]:
-    """Files here that a source is read from: the one that it is, or those of a data set's folder."""
+    """Local files of a source: the file that it names, or those of the folder of a data set."""
     if source.startswith("datasets:"):
         folder = DataSet.parse(source.removeprefix("datasets:")).folder
-        return sorted(path for path in folder.rglob("*") if path.is_file()) if folder else []
+        if folder is None:
+            return []
+        return sorted(path for path in folder.rglob("*") if path.is_file())
     path = expand(source)
     return [path] if path.is_file() else []

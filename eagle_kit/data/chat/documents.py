@@ -1,4 +1,4 @@
-"""Records as tokenised documents, by several processes where there are many."""
+"""Tokenised documents of records, made by several processes if there are many records."""
 
 import hashlib
 import json
@@ -21,9 +21,9 @@ from eagle_kit.data.chat.renderer import ChatRenderer, TokenizedChat
 from eagle_kit.data.tasks.excluded import ExcludedSets
 
 ALONE = 2000
-"""Records that are tokenised by this process before others are started, which takes seconds."""
+"""Records that this process tokenises alone; to start other processes takes seconds."""
 CHUNK = 32
-"""Records that a process is handed at a time."""
+"""Records that a process gets at a time."""
 MOST_WORKERS = 32
 TEXT_PROMPT = 32
 """Most tokens of a text that are its prompt where it is held out."""
@@ -35,8 +35,8 @@ class Prompt:
 
     Attributes:
         key: equal for equal messages and tools.
-        row: which of the document's rows it begins.
-        length: its tokens.
+        row: index of the document's row that it begins.
+        length: number of its tokens.
     """
 
     key: int
@@ -46,13 +46,15 @@ class Prompt:
 
 @dataclass
 class Tokenized:
-    """What came of a record.
+    """Result of tokenising a record.
 
     Attributes:
-        label: what the record is counted as.
-        rows: none where it was left out for the ``reason``.
-        prompts: of the replies in its rows, in order, as far as they fill at most half a row.
-        keys: of all prompts that the record holds, in order.
+        label: name under which the record is counted.
+        rows: its rows of tokens; empty if it is skipped.
+        prompts: prompts of the replies in its rows, in order, that fill at most half a row.
+        keys: keys of all prompts of the record, in order.
+        reason: why the record is skipped; empty if it is not.
+        remarks: counts of remarks about parts that are left out.
     """
 
     label: str
@@ -69,7 +71,9 @@ class Tokenizing:
 
     Args:
         renderer: renders and tokenises; every process gets a copy.
-        num_workers: processes; None for as many as this one has cores, 1 for none beside it.
+        excluded: evaluation sets; records with one of their prompts are skipped.
+        max_length: tokens at which rows are cut.
+        num_workers: processes; None for the number of cores, 1 for this process alone.
     """
 
     def __init__(
@@ -80,7 +84,9 @@ class Tokenizing:
         num_workers: int | None = None,
     ) -> None:
         self._work = (renderer, excluded, max_length)
-        self._num_workers = min(num_cores(), MOST_WORKERS) if num_workers is None else num_workers
+        if num_workers is None:
+            num_workers = min(num_cores(), MOST_WORKERS)
+        self._num_workers = num_workers
         self._num_done = 0
         self._pool: ProcessPoolExecutor | None = None
 
@@ -98,15 +104,22 @@ class Tokenizing:
             UserError: as :meth:`ChatRenderer.tokenize`, or a process ended.
         """
         records = iter(records)
-        alone = ALONE - self._num_done if self._num_workers > 1 else None
-        for label, record in islice(records, alone if alone is None else max(0, alone)):
+
+        # The first records, or all of them without other processes.
+        num_alone = None
+        if self._num_workers > 1:
+            num_alone = max(ALONE - self._num_done, 0)
+        for label, record in islice(records, num_alone):
             self._num_done += 1
             yield tokenize_record(*self._work, label, record)
+
+        # Start processes only if there are more.
         first = next(records, None)
         if first is not None:
             yield from self._run_many(chain([first], records))
 
     def _run_many(self, records: Iterator[tuple[str, Record]]) -> Iterator[Tokenized]:
+        """Tokenise records by the processes of a pool, in their order."""
         if self._pool is None:
             self._pool = ProcessPoolExecutor(
                 self._num_workers, multiprocessing.get_context("spawn"), _begin, self._work
@@ -114,7 +127,7 @@ class Tokenizing:
         waiting: deque[Future[list[Tokenized]]] = deque()
         try:
             while True:
-                # Some chunks for each process are on their way, so that memory has a bound.
+                # A few chunks for each process are in flight, which bounds the memory.
                 while len(waiting) < 3 * self._num_workers:
                     piece = list(islice(records, CHUNK))
                     if not piece:
@@ -129,23 +142,25 @@ class Tokenizing:
             ) from error
 
 
-_given: tuple[ChatRenderer, ExcludedSets, int]
+_work: tuple[ChatRenderer, ExcludedSets, int]
+"""First arguments of :func:`tokenize_record` in a process of the pool."""
 
 
 def _begin(*work: Any) -> None:
-    """Keep what every record of this process is tokenised with."""
-    global _given
-    _given = work  # type: ignore[assignment]
+    """Set ``_work`` at the start of a process of the pool, so that it is not pickled for every chunk."""
+    global _work
+    _work = work  # type: ignore[assignment]
 
 
 def _tokenize_piece(piece: list[tuple[str, Record]]) -> list[Tokenized]:
-    return [tokenize_record(*_given, label, record) for label, record in piece]
+    """Tokenise a chunk of records in a process of the pool."""
+    return [tokenize_record(*_work, label, record) for label, record in piece]
 
 
 def tokenize_record(
     renderer: ChatRenderer, excluded: ExcludedSets, max_length: int, label: str, record: Record
 ) -> Tokenized:
-    """Rows and prompts of one record."""
+    """Tokenise one record and find its prompts."""
     found = Tokenized(label, record)
     try:
         excluded.check(record)
@@ -153,22 +168,29 @@ def tokenize_record(
     except Unusable as reason:
         found.reason = str(reason)
         return found
+
+    # A conversation has prompts whose replies are in no row.
     prompts = _prompts(record, found.rows)
-    found.keys = [prompt.key for prompt in prompts]
+    found.prompts = [prompt for prompt in prompts if 0 < prompt.length <= max_length // 2]
     if isinstance(record, Conversation):
         keys = _turn_keys(record)
-        replies = [i for i, message in enumerate(record.messages) if message["role"] == "assistant"]
-        found.keys = [keys[turn] for turn in replies]
-    found.prompts = [prompt for prompt in prompts if 0 < prompt.length <= max_length // 2]
+        for turn, message in enumerate(record.messages):
+            if message["role"] == "assistant":
+                found.keys.append(keys[turn])
+    else:
+        found.keys = [prompt.key for prompt in prompts]
     return found
 
 
 def _prompts(record: Record, rows: list[TokenizedChat]) -> list[Prompt]:
     """Prompts of the replies of a record; of a text, its beginning."""
+    # A text.
     if isinstance(record, RawText):
         ids = rows[0].ids
         length = min(TEXT_PROMPT, len(ids) // 2)
         return [Prompt(_hash(ids[:length].tobytes()), 0, length)]
+
+    # Each reply of each row, where its first token is.
     keys = _turn_keys(record) if isinstance(record, Conversation) else None
     found = []
     for number, row in enumerate(rows):
@@ -176,13 +198,17 @@ def _prompts(record: Record, rows: list[TokenizedChat]) -> list[Prompt]:
         for reply, first in zip(replies.tolist(), firsts.tolist(), strict=True):
             if reply < 0:
                 continue
-            key = _hash(row.ids[:first].tobytes()) if keys is None else keys[row.turns[reply]]
+            if keys is None:
+                key = _hash(row.ids[:first].tobytes())
+            else:
+                key = keys[row.turns[reply]]
             found.append(Prompt(key, number, first))
     return found
 
 
 def _turn_keys(conversation: Conversation) -> list[int]:
-    """For each message, a number that conversations share whose tools and messages before it are equal."""
+    """For each message, a number that is equal for conversations with the same tools and the same messages
+    before it."""
     digest = hashlib.sha256(json.dumps(list(conversation.tools)).encode())
     keys = []
     for message in conversation.messages:

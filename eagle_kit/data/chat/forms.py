@@ -44,11 +44,11 @@ from eagle_kit.data.chat.reply.parts import read_reply
 from eagle_kit.data.chat.reply.tags import TagReader
 
 WHOLE = ("stop", "tool_calls", "function_call", "eos_token")
-"""Finish reasons of a reply that came to its own end: OpenAI's, and text-generation-inference's."""
+"""Finish reasons of a reply that the model ended itself: OpenAI's, and text-generation-inference's."""
 TURN_KEYS = ("conversations", "messages", "conversation")
 PROMPT_KEYS = ("prompt", "instruction", "question", "query", "problem")
 REPLY_KEYS = ("completion", "response", "output", "answer", "solution")
-"""Instruction sets: Alpaca's ``input`` is read behind the instruction, and ``history`` (pairs) before it."""
+"""Instruction sets: Alpaca's ``input`` is read after the instruction, and ``history`` (pairs) before it."""
 SYSTEM_KEYS = ("system", "system_prompt")
 MASK_KEYS = ("loss_mask", "assistant_masks", "labels")
 IGNORED = -100
@@ -56,7 +56,7 @@ IGNORED = -100
 LOSS_KEYS = ("weight", "train", "loss")
 """Keys of a message by which it is learned or not: OpenAI's and those of other trainers."""
 NOT_LEARNED = "not learned"
-"""Key of a message while its record is read."""
+"""Key that marks a message while its record is read."""
 FORMS = "messages, prompt and reply, text, or input_ids and loss_mask"
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 
@@ -70,13 +70,13 @@ class Conversation:
         messages: as chat templates take them.
         tools: definitions that the template shows the model.
         chat_template_kwargs: further arguments of the template.
-        complete: False when the last reply did not come to its own end, so that its end must not be learned.
-        regenerated: its replies are the target's own; those without calls or reasoning of their own are text
-            as it was generated.
-        from_start: False when the record began with replies to something it does not hold, which were left
-            out.
+        complete: False if the last reply was cut, so that its end must not be learned.
+        regenerated: the replies are the target's own. Replies without calls and without a field of reasoning
+            are text as it was generated.
+        from_start: False if the record began with replies to turns that it does not hold. These replies were
+            left out.
         category: the record's own, or empty.
-        remarks: what of the record was left out or read otherwise than it stands.
+        remarks: parts of the record that were left out or changed, a clause each.
         not_learned: indices of the assistant's messages that are given and not learned.
     """
 
@@ -93,7 +93,7 @@ class Conversation:
     not_learned: frozenset[int] = frozenset()
 
     def prompt(self, num_messages: int) -> ChatPrompt:
-        """The first ``num_messages`` messages, with what else the template is given."""
+        """The first ``num_messages`` messages, with tools and arguments of the template."""
         return ChatPrompt(self.messages[:num_messages], self.tools, self.chat_template_kwargs)
 
     @property
@@ -104,7 +104,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class RawText:
-    """A text without turns, every token of which is learned behind the first one."""
+    """A text without turns, every token of which but the first one is learned."""
 
     id: str
     text: str
@@ -138,28 +138,43 @@ def to_record(record: Any, where: str) -> Record:
     if not isinstance(record, dict):
         raise Unusable("not an object")
     record = {key: value for key, value in record.items() if value is not None}
-    remarks: dict[str, None] = {}
+    remarks: dict[str, None] = {}  # an ordered set
     name = str(record.get("id", where))
+
+    # Tokens with a mask.
     if "input_ids" in record:
         mask = next((key for key in MASK_KEYS if key in record), None)
         if mask is not None:
             ids, is_learned = _tokens(record["input_ids"], record[mask], mask)
             category = _category(record, remarks)
             return TokenRow(name, ids, is_learned, where, category, tuple(remarks))
-    if not _has_turns(record):
-        if "text" in record:
-            if not isinstance(record["text"], str) or not record["text"].strip():
-                raise Unusable("a text that is empty or no text")
-            if not is_unicode(record["text"]):
-                raise Unusable("half a character (a lone surrogate)")
-            return RawText(name, record["text"], where, _category(record, remarks), tuple(remarks))
-        if "input_ids" in record:
-            raise Unusable(f"input_ids without {', '.join(MASK_KEYS[:-1])} or {MASK_KEYS[-1]}")
+
+    # Turns.
+    if _has_turns(record):
+        return to_conversation(record, where)
+
+    # A text.
+    if "text" in record:
+        text = record["text"]
+        if not isinstance(text, str) or not text.strip():
+            raise Unusable("a text that is empty or no text")
+        if not is_unicode(text):
+            raise Unusable("half a character (a lone surrogate)")
+        category = _category(record, remarks)
+        return RawText(name, text, where, category, tuple(remarks))
+
+    # None of these: name the reason.
+    if "input_ids" in record:
+        raise Unusable(f"input_ids without {', '.join(MASK_KEYS[:-1])} or {MASK_KEYS[-1]}")
     return to_conversation(record, where)
 
 
 def _tokens(ids: Any, mask: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Ids of the tokens, and which of them are learned. Raises :class:`Unusable`."""
+    """Ids of the tokens, and which of them are learned. Raises :class:`Unusable`.
+
+    Args:
+        name: key of the mask.
+    """
     if not isinstance(ids, list) or not all(type(number) is int and number >= 0 for number in ids):
         raise Unusable("input_ids that are not a list of token ids")
     if not isinstance(mask, list) or len(mask) != len(ids):
@@ -174,6 +189,7 @@ def _tokens(ids: Any, mask: Any, name: str) -> tuple[tuple[int, ...], tuple[bool
 
 
 def _category(record: dict[str, Any], remarks: dict[str, None]) -> str:
+    """The category of a record; empty, with a remark if it is no text."""
     category = record.get("category", "")
     if isinstance(category, str):
         return category
@@ -193,47 +209,44 @@ def to_conversation(record: Any, where: str) -> Conversation:
     turns = _with_known_roles(_turns(record, remarks), remarks)
     messages = [_read(turn, remarks) for turn in turns]
     for turn in turns:
-        for key in sorted({str(k) for k, v in turn.items() if v is not None} - KNOWN_KEYS - {*LOSS_KEYS}):
-            remarks[f"the key {shown(key)} of a message is not read"] = None
-        if len({json.dumps(turn[name]) for name in REASONING if turn.get(name)}) > 1:
-            remarks["of several thoughts of a message one is read"] = None
+        _note_unread(turn, remarks)
 
     # Put a system message of the record itself first.
     system = next((record[key] for key in SYSTEM_KEYS if record.get(key)), "")
     if not isinstance(system, str):
         raise Unusable("a system that is not text")
-    said = {"role": "system", "content": system}
-    if system.strip() and messages[:1] != [said]:
-        messages.insert(0, said)
+    system_message = {"role": "system", "content": system}
+    if system.strip() and messages[:1] != [system_message]:
+        messages.insert(0, system_message)
 
-    # Read calls and results that stand in the text; calls that the target wrote stay as it wrote them.
+    # Read calls and results that are in the text. Calls that the target generated stay as they are.
     regenerated = "finish_reasons" in record
     if tools and not regenerated:
         messages = _structured(messages, remarks)
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no user turn")
 
-    # Leave out replies that nobody asked for.
-    asked = _from_first_user(messages)
-    if len(asked) < len(messages):
+    # Leave out replies before the first user turn.
+    kept = _from_first_user(messages)
+    if len(kept) < len(messages):
         remarks["it begins with a reply, which is left out"] = None
 
-    # Note which replies are not learned.
-    not_learned = frozenset(i for i, message in enumerate(asked) if NOT_LEARNED in message)
+    # Find the replies that are not learned, and remove their marks.
+    not_learned = frozenset(i for i, message in enumerate(kept) if NOT_LEARNED in message)
     if not_learned:
         remarks["replies whose weight is 0 are given and not learned"] = None
-    asked = tuple({k: v for k, v in message.items() if k != NOT_LEARNED} for message in asked)
+    kept = tuple({k: v for k, v in message.items() if k != NOT_LEARNED} for message in kept)
 
     category = _category(record, remarks)
     conversation = Conversation(
-        str(record.get("id", where)),
-        asked,
-        where,
-        tools,
-        template_kwargs(record.get("chat_template_kwargs", {})),
+        id=str(record.get("id", where)),
+        messages=kept,
+        where=where,
+        tools=tools,
+        chat_template_kwargs=template_kwargs(record.get("chat_template_kwargs", {})),
         complete=_is_complete(record.get("finish_reasons")),
         regenerated=regenerated,
-        from_start=len(asked) == len(messages),
+        from_start=len(kept) == len(messages),
         category=category,
         remarks=tuple(remarks),
         not_learned=not_learned,
@@ -242,19 +255,37 @@ def to_conversation(record: Any, where: str) -> Conversation:
     return conversation
 
 
+def _note_unread(turn: dict[str, Any], remarks: dict[str, None]) -> None:
+    """Add remarks about keys of a turn that are not read."""
+    keys = {str(key) for key, value in turn.items() if value is not None}
+    for key in sorted(keys - KNOWN_KEYS - {*LOSS_KEYS}):
+        remarks[f"the key {shown(key)} of a message is not read"] = None
+    thoughts = {json.dumps(turn[name]) for name in REASONING if turn.get(name)}
+    if len(thoughts) > 1:
+        remarks["of several thoughts of a message one is read"] = None
+
+
 def _is_complete(reasons: Any) -> bool:
-    """True unless the last of ``finish_reasons`` says that a reply was cut."""
-    if not (isinstance(reasons, list | None) and all(isinstance(each, str) for each in reasons or ())):
+    """True unless the last of ``finish_reasons`` is that of a reply that was cut."""
+    if reasons is None:
+        return True
+    if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
         raise Unusable("finish_reasons that are not a list of texts")
     return not reasons or reasons[-1] in WHOLE
 
 
 def _check_json(conversation: Conversation) -> None:
-    """Raise :class:`Unusable` for what cannot be written: values of Arrow that JSON does not have, such as
-    dates, and half characters."""
-    about = [conversation.id, conversation.category, conversation.messages, conversation.tools]
+    """Raise :class:`Unusable` for values that JSON cannot hold: those of Arrow such as dates, and half
+    characters."""
+    values = [
+        conversation.id,
+        conversation.category,
+        conversation.messages,
+        conversation.tools,
+        dict(conversation.chat_template_kwargs),
+    ]
     try:
-        text = json.dumps([*about, dict(conversation.chat_template_kwargs)], ensure_ascii=False)
+        text = json.dumps(values, ensure_ascii=False)
     except TypeError as error:
         raise Unusable(f"a value that JSON does not have ({error})") from None
     if not is_unicode(text):
@@ -272,11 +303,19 @@ def _has_turns(record: dict[str, Any]) -> bool:
 def _turns(record: dict[str, Any], remarks: dict[str, None]) -> list[dict[str, Any]]:
     """Turns of a record with the keys of OpenAI's messages."""
     # A list of turns: the first one that is not empty.
-    lists = {key: _list(record[key]) for key in TURN_KEYS if key in record}
-    lists = {key: found for key, found in lists.items() if isinstance(found, list)}
-    filled = [key for key, found in lists.items() if found]
-    if filled or (lists and not _has_pair(record)):
-        return [_named_turn(turn) for turn in _dicts(lists[filled[0]] if filled else [])]
+    lists = []
+    for key in TURN_KEYS:
+        if key in record:
+            found = _list(record[key])
+            if isinstance(found, list):
+                lists.append(found)
+    for found in lists:
+        if found:
+            return [_named_turn(turn) for turn in _dicts(found)]
+    if lists and not _has_pair(record):
+        return []
+
+    # Texts by turns.
     texts = _list(record.get("data"))
     if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
         roles = ("user", "assistant")
@@ -287,19 +326,22 @@ def _turns(record: dict[str, Any], remarks: dict[str, None]) -> list[dict[str, A
         calls = record["answers"]
         if isinstance(calls, str):
             calls = parse_json_text(calls, "answers that are not JSON")
-        said = {"role": "assistant", "content": "", "tool_calls": calls}
-        return [{"role": "user", "content": record["query"]}, said]
+        prompt = {"role": "user", "content": record["query"]}
+        return [prompt, {"role": "assistant", "content": "", "tool_calls": calls}]
     if not _has_pair(record):
         raise Unusable(f"no {FORMS}")
     prompts = [key for key in PROMPT_KEYS if key in record]
     replies = [key for key in REPLY_KEYS if key in record]
     if len(prompts) > 1 or len(replies) > 1:
-        remarks[f"of {', '.join((*prompts, *replies))} only {prompts[0]} and {replies[0]} are read"] = None
-    asked = _side(_with_input(record[prompts[0]], record.get("input")), "user")
-    return [*_history(record.get("history")), *asked, *_side(record[replies[0]], "assistant")]
+        names = ", ".join((*prompts, *replies))
+        remarks[f"of {names} only {prompts[0]} and {replies[0]} are read"] = None
+    prompt = _with_input(record[prompts[0]], record.get("input"))
+    history = _history(record.get("history"))
+    return [*history, *_side(prompt, "user"), *_side(record[replies[0]], "assistant")]
 
 
 def _has_pair(record: dict[str, Any]) -> bool:
+    """True for a record with a prompt and a reply."""
     return any(key in record for key in PROMPT_KEYS) and any(key in record for key in REPLY_KEYS)
 
 
@@ -319,7 +361,7 @@ def _side(value: Any, role: str) -> list[dict[str, Any]]:
 
 
 def _with_input(prompt: Any, given: Any) -> Any:
-    """An instruction with the text that it is about behind it."""
+    """An instruction followed by the text that it is about."""
     if isinstance(prompt, str) and isinstance(given, str) and given.strip():
         return f"{prompt}\n\n{given}"
     return prompt
@@ -331,13 +373,16 @@ def _history(value: Any) -> list[dict[str, Any]]:
         return []
     if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         raise Unusable("a history that is not a list of pairs")
-    roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in value for role, text in zip(roles, pair, strict=True)]
+    turns = []
+    for prompt, reply in value:
+        turns.append({"role": "user", "content": prompt})
+        turns.append({"role": "assistant", "content": reply})
+    return turns
 
 
 def _with_known_roles(turns: list[dict[str, Any]], remarks: dict[str, None]) -> list[dict[str, Any]]:
-    """Turns whose only unknown role is the assistant's where no other is, or the user's where no other is,
-    such as the name of a model."""
+    """Turns with the roles of a conversation. If one role is unknown, such as the name of a model, and either
+    the user's or the assistant's is missing, the unknown role is the missing one."""
     roles = [str(turn.get("role")) for turn in turns]
     unknown = {role for role in roles if role.lower() not in ROLES}
     known = {ROLES[role.lower()] for role in roles if role.lower() in ROLES}
@@ -353,7 +398,7 @@ def _with_known_roles(turns: list[dict[str, Any]], remarks: dict[str, None]) -> 
 
 
 def _read(turn: dict[str, Any], remarks: dict[str, None]) -> Message:
-    """A message, with the mark :data:`NOT_LEARNED` where its keys say that it is not learned."""
+    """A message, with the mark :data:`NOT_LEARNED` if one of ``LOSS_KEYS`` is 0 or false."""
     message = read_message(turn)
     values = [turn[key] for key in LOSS_KEYS if turn.get(key) is not None]
     if any(type(value) not in (bool, int, float) for value in values):
@@ -370,11 +415,14 @@ def _read(turn: dict[str, Any], remarks: dict[str, None]) -> Message:
 
 
 def _list(value: Any) -> Any:
-    """Turns, which some sets keep as JSON text."""
-    return parse_json_text(value, "turns that are not JSON") if isinstance(value, str) else value
+    """Turns; some sets keep them as JSON text."""
+    if isinstance(value, str):
+        return parse_json_text(value, "turns that are not JSON")
+    return value
 
 
 def _dicts(turns: list[Any]) -> list[dict[str, Any]]:
+    """Turns that are all objects. Raises :class:`Unusable` for any other."""
     if not all(isinstance(turn, dict) for turn in turns):
         raise Unusable("a turn that is not an object")
     return turns
@@ -390,34 +438,33 @@ def template_kwargs(value: Any) -> dict[str, Any]:
 
 
 def _structured(messages: list[Message], remarks: dict[str, None]) -> list[Message]:
-    """Messages of a record with tools whose calls and results are text, as Hermes writes them, in OpenAI's
-    form; a system message that lists the tools is left to the chat template."""
+    """Messages of a record with tools, with calls and results that are text, in Hermes's form, as OpenAI's
+    messages. A system message that lists the tools is left out: the chat template writes one."""
     found: list[Message] = []
     for message in messages:
         role = message["role"]
         text = message["content"]
         if role == "system" and "<tools>" in text:
-            remarks[
-                "a system message that lists the tools is left out, since the chat template writes it"
-            ] = None
+            remark = "a system message that lists the tools is left out, since the chat template writes it"
+            remarks[remark] = None
         elif role == "assistant" and "tool_calls" not in message and TOOL_CALL in text:
             parts = read_reply(TagReader(has_thoughts=False, form=HERMES), text)
             if TOOL_CALL in parts.content:
                 raise Unusable("a <tool_call> that cannot be read")
             calls = read_calls([call._asdict() for call in parts.calls])
             found.append(message | {"content": parts.content.strip(), "tool_calls": calls})
-        elif role == "tool" and (results := RESULT.findall(text)):
+        elif role == "tool" and RESULT.search(text):
             if RESULT.sub("", text).strip():
                 remarks["text beside a <tool_response> is left out"] = None
-            found += [message | {"content": result} for result in results]
+            found += [message | {"content": result} for result in RESULT.findall(text)]
         else:
             found.append(message)
     return found
 
 
 def _from_first_user(messages: list[Message]) -> tuple[Message, ...]:
-    """Without replies before the first user turn: nobody can be asked for them. ShareGPT cuts long
-    conversations into records, a third of which begin so."""
+    """The messages without replies before the first user turn, which have no prompt. ShareGPT cuts long
+    conversations into records, and a third of them begin so."""
     first = [message["role"] for message in messages].index("user")
     system = [message for message in messages[:first] if message["role"] not in ("assistant", "tool")]
     return (*system, *messages[first:])

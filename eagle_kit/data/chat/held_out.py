@@ -1,4 +1,4 @@
-"""Which documents are held out of training, and which others begin like them."""
+"""Choice of the documents that are held out of training."""
 
 from array import array
 from collections.abc import Sequence
@@ -11,12 +11,12 @@ from eagle_kit.data.chat.documents import Prompt
 
 @dataclass(frozen=True)
 class Candidate:
-    """A document as the choice sees it.
+    """A document that may be held out.
 
     Attributes:
-        part: its source.
-        keys: uint64, of all prompts that it holds, the first one first.
-        prompts: those that validation may decode; none of a document that may not be held out.
+        part: index of its source.
+        keys: uint64, keys of all its prompts, in order.
+        prompts: prompts that validation may decode; empty if the document may not be held out.
     """
 
     part: int
@@ -25,11 +25,12 @@ class Candidate:
 
 
 def choose_held_out(documents: Sequence[Candidate], shares: Sequence[int]) -> list[dict[int, Prompt]]:
-    """Documents that are held out, each with the prompt that validation decodes.
+    """Choose documents to hold out, each with the prompt that validation decodes.
 
-    Of a document it is the prompt that the fewest others begin with, the shortest of several. Documents
-    are taken in the order of that number of others, then of the turn, then as they were read. So a set whose
-    conversations all begin with "Hello" loses none of them but the ones that are held out.
+    The prompt of a document is the one with which the fewest other documents begin, the shortest of several.
+    Documents are chosen in the order of that number, then of the turn, then as they were read. Other
+    documents that begin with a prompt that is held out cannot be trained on, so a set whose conversations all
+    begin with "Hello" loses only those that are held out.
 
     Args:
         shares: number of documents to hold out of each part.
@@ -37,20 +38,22 @@ def choose_held_out(documents: Sequence[Candidate], shares: Sequence[int]) -> li
     Returns:
         For each part, prompts by the number of their document.
     """
-    # Order documents by the number of others that begin with their prompt.
+    # Count how many documents begin with each prompt.
     keys = [np.frombuffer(document.keys, dtype=np.uint64) for document in documents]
     different, counts = np.unique(np.concatenate(keys or [np.zeros(0, np.uint64)]), return_counts=True)
-    order: list[tuple[int, int, int]] = []
+
+    # Order documents by the rarest of their prompts.
+    order: list[tuple[int, int, int]] = []  # (count, turn, number of the document)
     for number, document in enumerate(documents):
         if not document.prompts or not shares[document.part]:
             continue
-        prompt_keys = np.array([each.key for each in document.prompts], np.uint64)
-        others = counts[np.searchsorted(different, prompt_keys)]
-        turn = int(np.argmin(others))
-        order.append((int(others[turn]), turn, number))
+        prompt_keys = np.array([prompt.key for prompt in document.prompts], np.uint64)
+        prompt_counts = counts[np.searchsorted(different, prompt_keys)]
+        turn = int(np.argmin(prompt_counts))
+        order.append((int(prompt_counts[turn]), turn, number))
     order.sort()
 
-    # Hold out the first ones of each part, unless they begin like one that is held out.
+    # Hold out the first ones of each part, unless they hold a prompt that is held out.
     held: set[int] = set()
     chosen: list[dict[int, Prompt]] = [{} for _ in shares]
     for _, turn, number in order:

@@ -16,12 +16,12 @@ COLON = re.compile(r":(?![^\[]*\])")
 
 @dataclass(frozen=True)
 class DataSet:
-    """What is read of a data set.
+    """A data set and the part of it that is read.
 
     Attributes:
         name: a hub id, or a folder.
         revision: branch, tag or commit of the hub.
-        files: of the repository or folder, by patterns.
+        files: patterns of files of the repository or folder.
     """
 
     name: str
@@ -36,21 +36,21 @@ class DataSet:
         name, *others = COLON.split(text)
         if len(others) > 3 or not name:
             raise UserError(f"The data set {text!r} is not a name of one.", f"Write {GRAMMAR}.")
-        split, config, files = [*others, "", "", ""][:3]
+        split, config, files = [*others, "", "", ""][:3]  # missing parts are empty
         revision = ""
         if not expand(name).is_dir():
             name, _, revision = name.partition("@")
         return cls(
-            name,
-            split or "train",
-            config or None,
-            revision or None,
-            tuple(filter(None, files.split(","))),
+            name=name,
+            split=split or "train",
+            config=config or None,
+            revision=revision or None,
+            files=tuple(filter(None, files.split(","))),
         )
 
     @property
     def folder(self) -> Path | None:
-        """The folder that is named, if it is one here."""
+        """The local folder of this name; None if there is none."""
         folder = expand(self.name)
         return folder if folder.is_dir() else None
 
@@ -60,7 +60,7 @@ class Preset:
     """A public set under a short name.
 
     Attributes:
-        source: as ``data.source`` names it.
+        source: value of ``data.source`` for the set.
         licence: a hint for people.
     """
 
@@ -87,18 +87,18 @@ PRESETS = {
 
 
 def preset(name: str) -> Preset:
-    """The preset ``name``. Raises UserError where there is none."""
+    """The preset ``name``. Raises UserError if there is none."""
     if name not in PRESETS:
         raise UserError(f"There is no preset {name!r}.", f"Use one of {', '.join(PRESETS)}.")
     return PRESETS[name]
 
 
 def read_data_set(text: str, is_limited: bool) -> Iterator[tuple[str, Any]]:
-    """Records of a data set, each with its place.
+    """Records of a data set, each with its place, such as ``name#1``.
 
     Args:
         text: :data:`GRAMMAR` without its first word.
-        is_limited: only some of the records will be taken, so that they are streamed and not all fetched.
+        is_limited: True if only some records will be read: the set is then streamed, and not downloaded.
 
     Raises:
         UserError: the library is missing, or the data set cannot be loaded or read.
@@ -147,7 +147,10 @@ def _load(data_set: DataSet, is_limited: bool) -> Any:
             )
         return load_from_disk(str(folder))
 
-    # Anything else that the library knows.
+    # Any other data set of the library.
+    names = [data_set.name]
+    if data_set.config is not None:
+        names.append(data_set.config)
     more: dict[str, Any] = {}
     if data_set.revision is not None:
         more["revision"] = data_set.revision
@@ -155,13 +158,17 @@ def _load(data_set: DataSet, is_limited: bool) -> Any:
         more["data_files"] = list(data_set.files)
     if is_limited and "[" not in data_set.split:  # a stream has no slices
         more["streaming"] = True
-    names = [data_set.name] if data_set.config is None else [data_set.name, data_set.config]
     return load_dataset(*names, split=data_set.split, **more)
 
 
 def without_null(value: Any) -> Any:
-    """A record of Arrow without the keys that are null: a column of objects gives all of them the keys of
-    any, so that arguments of one call would appear in all."""
+    """A record of Arrow without the keys that are null.
+
+    Arrow gives every object of a column the keys of all of them, so the arguments of one call would appear in
+    the others.
+    """
     if isinstance(value, dict):
         return {key: without_null(inner) for key, inner in value.items() if inner is not None}
-    return [without_null(inner) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_null(inner) for inner in value]
+    return value

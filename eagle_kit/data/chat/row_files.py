@@ -1,4 +1,4 @@
-"""Token arrays of prepared rows, written as they come: memory does not grow with their tokens.
+"""Token arrays of prepared rows, written to disk row by row, so that memory does not grow with them.
 
 Legend: n tokens of all rows.
 """
@@ -37,22 +37,26 @@ class RowFiles:
         return np.frombuffer(self._read("ids", number), dtype=np.int32)
 
     def keep(self, numbers: Sequence[int]) -> list[int]:
-        """Leave only the rows ``numbers``, ascending; returns their lengths."""
-        place = 0
+        """Delete all rows but ``numbers``, ascending; returns their lengths."""
+        # Move each row to the end of the one before.
+        end = 0
         lengths = []
         for number in numbers:
-            length = self._starts[number + 1] - self._starts[number]
-            if place != self._starts[number]:
+            start = self._starts[number]
+            if start != end:
                 for name, file in self._files.items():
                     moved = self._read(name, number)
-                    file.seek(_offset(place))
+                    file.seek(_offset(end))
                     file.write(moved)
-            place += length
+            length = self._starts[number + 1] - start
+            end += length
             lengths.append(length)
+
+        # Cut the files, and write their new length.
         for file in self._files.values():
-            file.truncate(_offset(place))
+            file.truncate(_offset(end))
             file.seek(0)
-            file.write(_header(place))
+            file.write(_header(end))
         return lengths
 
     def close(self) -> None:
@@ -61,6 +65,7 @@ class RowFiles:
             file.close()
 
     def _read(self, name: str, number: int) -> bytes:
+        """Bytes of the row ``number`` in one of the files, which is then at its end."""
         start, stop = self._starts[number : number + 2]
         file = self._files[name]
         file.seek(_offset(start))
@@ -70,8 +75,8 @@ class RowFiles:
 
 
 def read_integers(path: Path) -> np.ndarray:
-    """Read whole numbers ``[n]`` of a ``.npy`` file, mapped from the disk. Raises OSError and ValueError."""
-    if not path.is_file():  # a pipe would never end
+    """Read whole numbers ``[n]`` of a ``.npy`` file, mapped from the disk. Raises OSError or ValueError."""
+    if not path.is_file():  # reading a named pipe would never end
         raise ValueError(f"{path.name} is not a file")
     found = np.lib.format.open_memmap(path, mode="r")
     if found.ndim != 1 or found.dtype.kind != "i":
@@ -96,5 +101,5 @@ def _header(num_tokens: int) -> bytes:
 
 
 def _offset(num_tokens: int) -> int:
-    """Byte behind so many tokens."""
+    """Byte at which the tokens after the first ``num_tokens`` begin."""
     return len(_header(0)) + 4 * num_tokens

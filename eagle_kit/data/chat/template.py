@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: whether there is one, its hash, and one of a file in its place."""
+"""The chat template of a tokenizer: whether there is one, its hash, and its replacement by a file."""
 
 import hashlib
 import json
@@ -12,14 +12,16 @@ from eagle_kit.data.chat.messages import Unusable
 
 
 def has_chat_template(tokenizer: Any) -> bool:
-    """Whether a tokenizer has a chat template; those of base models have none."""
+    """True if a tokenizer has a chat template. Those of base models have none."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def template_hash(tokenizer: Any) -> str:
     """A short hash of a tokenizer's chat template; empty without one."""
     template = getattr(tokenizer, "chat_template", None)
-    return hashlib.sha256(str(template).encode()).hexdigest()[:16] if template else ""
+    if not template:
+        return ""
+    return hashlib.sha256(str(template).encode()).hexdigest()[:16]
 
 
 def read_chat_template(path: str | Path) -> str:
@@ -43,14 +45,14 @@ def read_chat_template(path: str | Path) -> str:
 
 
 def set_chat_template(tokenizer: Any, path: str | Path | None) -> None:
-    """Give ``tokenizer`` the chat template of a file in place of its own; None leaves it as it is. Raises as
+    """Replace the chat template of ``tokenizer`` by that of a file. None changes nothing. Raises as
     :func:`read_chat_template`."""
     if path is not None:
         tokenizer.chat_template = read_chat_template(path)
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is JSON, as ``tokenizer_config.json`` and ``chat_template.json`` are."""
+    """True for a text that is JSON, as ``tokenizer_config.json`` and ``chat_template.json`` are."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

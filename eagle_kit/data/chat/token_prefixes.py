@@ -7,7 +7,7 @@ import numpy as np
 
 
 def splitting_tokens(tokenizer: Any) -> dict[int, str]:
-    """Added tokens, by id, at which a tokenizer splits a text whatever stands around them."""
+    """Added tokens, by id, at which a tokenizer always splits a text."""
     found = {}
     for token_id, token in tokenizer.added_tokens_decoder.items():
         if not (token.normalized or token.lstrip or token.rstrip or token.single_word):
@@ -18,8 +18,8 @@ def splitting_tokens(tokenizer: Any) -> dict[int, str]:
 class TokenPrefixes:
     """Compares the tokens of the beginning of a text with the first tokens of the text.
 
-    A tokenizer splits a text at added tokens before anything else, so that what lies in front of one does not
-    depend on what follows. The beginning is therefore tokenised from its last added token on.
+    A tokenizer first splits a text at added tokens, so the tokens before an added token do not depend on the
+    text after it. The beginning is therefore tokenised from its last added token on.
 
     Args:
         tokenize: tokenises a text without special tokens of the tokenizer's own.
@@ -47,7 +47,7 @@ class TokenPrefixes:
         self._pieces: dict[str, list[int]] = {}
 
     def are_tokens(self, stop: int, num_tokens: int) -> bool:
-        """True where ``text[:stop]`` has the first ``num_tokens`` tokens of the text."""
+        """True if the tokens of ``text[:stop]`` are the first ``num_tokens`` tokens of the text."""
         first = self._last_split(num_tokens)
         start = int(self._starts[first]) if first else 0
         piece = self._text[start:stop]
@@ -56,7 +56,7 @@ class TokenPrefixes:
         return np.array_equal(self._pieces[piece], self._ids[first:num_tokens])
 
     def _last_split(self, num_tokens: int) -> int:
-        """Index of the last added token among the first ``num_tokens``; 0 where there is none."""
+        """Index of the last added token among the first ``num_tokens``; 0 if there is none."""
         num_splits = int(np.searchsorted(self._splits, num_tokens))
         if num_splits == 0:
             return 0

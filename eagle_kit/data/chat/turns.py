@@ -1,8 +1,8 @@
 """Prompts of the replies of a conversation, in time that grows with the number of its turns.
 
-The prompt of a late turn is the prompt of the turn before and what the chat template adds behind it. The
+The prompt of a late turn is the prompt of the turn before and the text that the chat template adds. The
 addition is rendered from the last turns alone (a *window*). Whole renderings at turns 1, 2, 4, 8 and so on,
-and at the last one, check the result; where one differs, all prompts are rendered whole.
+and at the last one, check the result; if one differs, all prompts are rendered whole.
 """
 
 import functools
@@ -16,7 +16,7 @@ from eagle_kit.data.chat.messages import ChatPrompt, Message
 WINDOW = 8
 """Messages of a window; a conversation of at most twice as many is rendered whole."""
 TESTS = ("startswith", "endswith", "find", "count", "index")
-"""Methods of a text by which a template looks for another text in it."""
+"""Methods with which a template searches for another text in a text."""
 RenderPrompt = Callable[[ChatPrompt], str]
 """Renders messages with the generation prompt."""
 
@@ -49,7 +49,7 @@ def whole_prompt(render: RenderPrompt, conversation: Conversation, turn: int) ->
 
 
 class WindowedPrompts:
-    """Prompts of one conversation, asked for in the order of its replies and rendered from windows.
+    """Prompts of one conversation, in the order of its replies, rendered from windows.
 
     Args:
         render: the chat template.
@@ -68,7 +68,7 @@ class WindowedPrompts:
         window = self._window(turn)
         window_text = self._render_window(window)
 
-        # The prompt is the previous one, and what the window has behind it.
+        # The prompt is the previous one and the text that the window adds to it.
         text = window_text
         previous = self._previous
         if self._start > 0:
@@ -79,7 +79,7 @@ class WindowedPrompts:
                 text = self._render(self._conversation.prompt(turn))
         found = TurnPrompt(text, window, window_text)
 
-        # The next prompt continues this one, in a later window where this one has grown long.
+        # The next prompt continues this one, in a later window if this one has grown long.
         self._previous = found
         if turn - self._start > WINDOW and self._move(turn):
             window = self._window(turn)
@@ -87,19 +87,21 @@ class WindowedPrompts:
         return found
 
     def _window(self, turn: int) -> Conversation:
+        """The window up to message ``turn``."""
         messages = (*self._leading, *self._conversation.messages[self._start : turn + 1])
         return replace(self._conversation, messages=messages)
 
     def _render_window(self, window: Conversation) -> str:
+        """The prompt of the window's last message."""
         return self._render(window.prompt(len(window.messages) - 1))
 
     def _move(self, turn: int) -> bool:
-        """Begin the window with a later message, if there is one that a conversation can begin with.
+        """Begin the window with a later message that a conversation can begin with. False if there is none.
 
-        It begins with a user turn at an even distance from the first one, since templates count turns. Within
-        a long chain of calls it is the last user turn and the last calls.
+        It is a user turn at an even distance from the first one, since templates count turns. Within a long
+        chain of calls the window is the last user turn and the last calls.
         """
-        # A user turn, before the exchange that is the last but one.
+        # A user turn before the last exchange but one.
         messages = self._conversation.messages
         num_system = num_leading_system(messages)
         system = messages[:num_system]
@@ -115,17 +117,17 @@ class WindowedPrompts:
         calls = [i for i in range(self._start + 1, latest + 1) if messages[i]["role"] == "assistant"]
         if not calls:
             return False
-        asked = max((i for i in range(calls[-1]) if messages[i]["role"] == "user"), default=None)
-        if asked is None:
+        earlier_users = [i for i in range(calls[-1]) if messages[i]["role"] == "user"]
+        if not earlier_users:
             return False
-        self._leading = (*system, messages[asked])
+        self._leading = (*system, messages[earlier_users[-1]])
         self._start = calls[-1]
         return True
 
 
 def can_be_windowed(template: str, conversation: Conversation) -> bool:
-    """True for a long conversation of which a chat template cannot know the middle: system messages lead it,
-    and no message holds a text that the template looks for."""
+    """True for a long conversation whose middle does not change how a template renders its end: system
+    messages are at the beginning only, and no message holds a text that the template searches for."""
     messages = conversation.messages
     if len(messages) <= 2 * WINDOW:
         return False
@@ -133,23 +135,24 @@ def can_be_windowed(template: str, conversation: Conversation) -> bool:
     if any(message["role"] in ("system", "developer") for message in messages[num_system:]):
         return False
     sought = sought_texts(template)
-    texts = [
-        message[name] for message in messages for name in ("content", "reasoning_content") if name in message
-    ]
-    return not any(one in text for one in sought for text in texts)
+    for message in messages:
+        for name in ("content", "reasoning_content"):
+            if any(text in message.get(name, "") for text in sought):
+                return False
+    return True
 
 
 def num_leading_system(messages: Sequence[Message]) -> int:
     """Number of system and developer messages before any other."""
-    number = 0
-    while number < len(messages) and messages[number]["role"] in ("system", "developer"):
-        number += 1
-    return number
+    count = 0
+    while count < len(messages) and messages[count]["role"] in ("system", "developer"):
+        count += 1
+    return count
 
 
 @functools.lru_cache
 def sought_texts(template: str) -> frozenset[str]:
-    """Texts that a template looks for in others, such as ``/no_think``."""
+    """Texts that a template searches for in other texts, such as ``/no_think``."""
     from jinja2 import nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

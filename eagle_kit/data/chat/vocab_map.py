@@ -15,7 +15,7 @@ from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import replacing
 
 MOST_BYTES = 1 << 26
-"""Bytes of the largest map's arrays, which a file can hold compressed."""
+"""Most bytes of a map's arrays; a compressed file may be much smaller."""
 
 
 @dataclass
@@ -24,12 +24,12 @@ class VocabMap:
 
     Attributes:
         d2t: int64 ``[Vd]``, offsets (target id = draft id + ``d2t[draft id]``), target ids ascending.
-        t2d: bool ``[V]``, the tokens it can propose.
-        coverage: share of the reply tokens it can propose.
+        t2d: bool ``[V]``, True for tokens that the draft can propose.
+        coverage: share of the tokens of replies that the draft can propose.
         num_distinct: number of distinct tokens in the replies.
-        num_seen: number of those that it can propose; the rest of the map is in no reply.
-        fingerprint: of the data that it was made of.
-        tokenizer: :func:`tokenizer_hash` of the tokenizer whose ids these are.
+        num_seen: number of tokens of the map that are in the replies.
+        fingerprint: of the data from which the map was made.
+        tokenizer: :func:`tokenizer_hash` of the tokenizer of these ids.
     """
 
     d2t: np.ndarray
@@ -41,7 +41,7 @@ class VocabMap:
     num_seen: int = 0
 
     def count(self, counts: np.ndarray) -> None:
-        """Measure the map on replies. ``counts`` int64 ``[V]``: how often each token is in them."""
+        """Set the coverage on replies. ``counts`` int64 ``[V]``: how often each token is in them."""
         tokens = np.flatnonzero(self.t2d)
         total = int(counts.sum())
         covered = int(counts[tokens].sum())
@@ -51,7 +51,7 @@ class VocabMap:
 
     @property
     def contents(self) -> str:
-        """What the map is made of, in words."""
+        """Description of the map: how many of its tokens are in the replies."""
         text = f"the replies have {self.num_distinct} distinct tokens, of which it has {self.num_seen}"
         num_unseen = len(self.d2t) - self.num_seen
         if num_unseen:
@@ -59,9 +59,10 @@ class VocabMap:
         return text
 
     def save(self, path: Path) -> None:
-        """Write one file in numpy's ``.npz`` form. Raises UserError when that is impossible."""
+        """Write one file in numpy's ``.npz`` form. Raises UserError if it cannot be written."""
         try:
-            with replacing(path) as work, work.open("wb") as file:  # given a name, numpy would add an ending
+            # numpy would add an ending to a name, so it gets the open file.
+            with replacing(path) as work, work.open("wb") as file:
                 np.savez(file, **vars(self))
         except OSError as error:
             raise UserError(
@@ -75,16 +76,24 @@ def read_vocab_map(path: Path) -> VocabMap:
     if not path.is_file():
         raise ValueError("it is not a file")
     try:
-        # Compressed, a small file can hold more than there is memory.
+        # The arrays of a small compressed file may not fit into the memory.
         with ZipFile(path) as members:
             size = sum(member.file_size for member in members.infolist())
         if size > MOST_BYTES:
             raise ValueError(f"its arrays have more than {MOST_BYTES >> 20} MiB")
 
         with np.load(path, allow_pickle=False) as file:
-            found = VocabMap(file["d2t"], file["t2d"], 0.0, str(file["fingerprint"]), str(file["tokenizer"]))
+            found = VocabMap(
+                d2t=file["d2t"],
+                t2d=file["t2d"],
+                coverage=0.0,
+                fingerprint=str(file["fingerprint"]),
+                tokenizer=str(file["tokenizer"]),
+            )
     except (OSError, EOFError, KeyError, TypeError, BadZipFile, RuntimeError, MemoryError) as error:
         raise ValueError(str(error)) from error
+
+    # Both arrays must name the same tokens.
     if found.d2t.ndim != 1 or found.d2t.dtype != np.int64 or found.t2d.ndim != 1:
         raise ValueError("d2t is not a list of whole numbers")
     tokens = found.d2t + np.arange(len(found.d2t))
@@ -98,11 +107,11 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
 
     Args:
         tokenizer: :func:`tokenizer_hash` of the target's tokenizer.
-        counts: int64 ``[V]``, how often each token is produced in the data it will be used for, which may be
-            other data than it was made of; the coverage is that of these.
+        counts: int64 ``[V]``, how often each token is in the replies of the data that will be trained on,
+            which may be other data than the map was made of. The coverage is computed from them.
 
     Raises:
-        UserError: it cannot be read, is of another tokenizer or of another size.
+        UserError: the map cannot be read, or is of another tokenizer or size.
     """
     try:
         found = read_vocab_map(path)
@@ -127,23 +136,30 @@ def load_vocab_map(path: Path, tokenizer: str, draft_vocab_size: int, counts: np
 
 
 def build_vocab_map(counts: np.ndarray, draft_vocab_size: int, fingerprint: str, tokenizer: str) -> VocabMap:
-    """The ``draft_vocab_size`` most frequent tokens, equal counts in the order of their ids.
+    """The map of the ``draft_vocab_size`` most frequent tokens, equal counts in the order of their ids.
+
+    A target may have more rows than its tokenizer has tokens. With as many as ``draft_vocab_size``, the map
+    ends with the ids beyond the tokenizer's.
 
     Args:
-        counts: int64 ``[V]``, how often each token is produced.
-        fingerprint, tokenizer: see :class:`VocabMap`.
-
-    A target may have more rows than its tokenizer has tokens: ``draft_vocab_size`` may be their number, and
-    the ids behind the tokenizer's are then the last of the map.
+        counts: int64 ``[V]``, how often each token is in the replies.
+        fingerprint: see :class:`VocabMap`.
+        tokenizer: see :class:`VocabMap`.
     """
     counts = np.pad(counts, (0, max(0, draft_vocab_size - len(counts))))
-    hot = np.sort(np.argsort(-counts, kind="stable")[:draft_vocab_size])
-    return vocab_map_of(hot, counts, fingerprint, tokenizer)
+    most_frequent = np.sort(np.argsort(-counts, kind="stable")[:draft_vocab_size])
+    return vocab_map_of(most_frequent, counts, fingerprint, tokenizer)
 
 
 def vocab_map_of(tokens: np.ndarray, counts: np.ndarray, fingerprint: str, tokenizer: str) -> VocabMap:
-    """The map of ``tokens``, int64 target ids ascending; the rest as in :func:`build_vocab_map`. A target may
-    have more rows than its tokenizer has tokens, and a head that is there may be able to say them."""
+    """The map of given tokens, for example those of an existing head. They may be beyond the tokenizer's.
+
+    Args:
+        tokens: int64 target ids, ascending.
+        counts: see :func:`build_vocab_map`.
+        fingerprint: see :class:`VocabMap`.
+        tokenizer: see :class:`VocabMap`.
+    """
     counts = np.pad(counts, (0, max(0, int(tokens.max(initial=-1)) + 1 - len(counts))))
     t2d = np.zeros(len(counts), dtype=bool)
     t2d[tokens] = True

@@ -1,9 +1,9 @@
 """Formats of a target's states: as they were computed, in bfloat16, or in 8 bits with a scale per row.
 
-``fp8`` is e4m3 with one fp32 scale for the ``H`` values that one layer has at one token, so that the largest
-of them is 448, the largest number e4m3 has. States of different layers lie apart by orders of magnitude, and
-single channels by as much; a format with an exponent keeps the small ones, which integers of 8 bits would
-not. A value is off by at most 1/16 of itself, or by 2^-10 of the scale where it is smaller than that.
+``fp8`` is e4m3 with one fp32 scale for the ``H`` values of one layer at one token. The scale maps the largest
+of them to 448, the largest number of e4m3. Layers, and single channels of a layer, differ by orders of
+magnitude. A format with an exponent keeps small values, which integers of 8 bits would round to zero. The
+error of a value is at most 1/16 of it, or 2^-10 of the scale for values below the smallest normal number.
 
 Legend: T tokens, H hidden, L captured layers.
 """
@@ -23,7 +23,8 @@ def encode(tensors: dict[str, torch.Tensor], form: str, hidden_size: int) -> dic
     """Encode ``tensors`` for a store.
 
     Args:
-        tensors: by name: states, floating ``[T, L H]``; anything else as it is, whole numbers in 32 bits.
+        tensors: by name. States are floating, ``[T, L H]``; integers become int32; other tensors stay as they
+            are.
         form: one of :data:`FORMATS`, for the states.
         hidden_size: H, the values that share a scale.
 
@@ -45,31 +46,40 @@ def encode(tensors: dict[str, torch.Tensor], form: str, hidden_size: int) -> dic
         elif form == "bf16":
             stored[name] = tensor.to(torch.bfloat16)
         else:
-            stored[name], stored[name + SCALE] = _to_fp8(tensor, hidden_size)
+            values, scale = _to_fp8(tensor, hidden_size)
+            stored[name] = values
+            stored[name + SCALE] = scale
     return stored
 
 
 def is_finite(stored: dict[str, torch.Tensor]) -> bool:
-    """Return False if an encoded state is NaN or infinite, which :func:`encode` does not make."""
+    """Return False if an encoded state is NaN or infinite. :func:`encode` makes no such states: the file is
+    damaged."""
     return all(_is_finite(tensor) for tensor in stored.values())
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    if tensor.dtype == FP8:  # it has no infinity, and torch does not look for its NaN
-        return not bool((tensor.view(torch.uint8) & 0x7F == 0x7F).any())
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+    if tensor.dtype == FP8:
+        # e4m3 has no infinity. torch.isfinite does not find its NaN, 0x7F or 0xFF.
+        is_nan = tensor.view(torch.uint8) & 0x7F == 0x7F
+        return not bool(is_nan.any())
+    if not tensor.is_floating_point():
+        return True
+    return bool(torch.isfinite(tensor).all())
 
 
 def decode(stored: dict[str, torch.Tensor], dtypes: dict[str, str]) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`encode`, on whatever device ``stored`` is.
+    """The inverse of :func:`encode`, on the device of ``stored``.
 
     Args:
-        dtypes: name and type, such as ``float32``, of every tensor before it was encoded.
+        dtypes: name and dtype, such as ``float32``, of every tensor before it was encoded.
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, dtype in dtypes.items():
+        value = stored[name]
         scale = stored.get(name + SCALE)
-        value = stored[name] if scale is None else _from_fp8(stored[name], scale)
+        if scale is not None:
+            value = _from_fp8(value, scale)
         tensors[name] = value.to(getattr(torch, dtype))
     return tensors
 
@@ -77,33 +87,52 @@ def decode(stored: dict[str, torch.Tensor], dtypes: dict[str, str]) -> dict[str,
 def choose_layers(
     stored: dict[str, torch.Tensor], name: str, places: list[int], hidden_size: int
 ) -> dict[str, torch.Tensor]:
-    """Encoded tensors with the layers at ``places`` alone, in this order, in the states called ``name``."""
-    states = stored[name]
-    chosen = {name: states.unflatten(1, (-1, hidden_size))[:, places].flatten(1)}
-    if (scale := stored.get(name + SCALE)) is not None:
+    """Encoded tensors of which the states ``name`` are reduced to some layers.
+
+    Args:
+        stored: encoded tensors, of which ``name`` is ``[T, L H]``.
+        places: indices of the layers to keep, in the order of the result.
+        hidden_size: H.
+    """
+    by_layer = stored[name].unflatten(1, (-1, hidden_size))  # [T, L, H]
+    chosen = {name: by_layer[:, places].flatten(1)}
+    scale = stored.get(name + SCALE)
+    if scale is not None:
         chosen[name + SCALE] = scale[:, places]
     return stored | chosen
 
 
 def bytes_per_token(form: str, precision: str, num_layers: int, hidden_size: int) -> int:
-    """Bytes on disk of a token: states of ``num_layers`` layers and the last one, and its best next token."""
-    states = num_layers + 1
+    """Bytes on disk of a token: the states of ``num_layers`` captured layers, the final hidden state, and the
+    int32 id of the target's most likely next token.
+
+    Args:
+        form: one of :data:`FORMATS`.
+        precision: dtype in which the target computes.
+    """
+    num_states = num_layers + 1
+    token_bytes = 4
+    scale_bytes = 4
     if form == "fp8":
-        return states * (hidden_size + 4) + 4
-    half = form == "bf16" or precision == "bfloat16"
-    return states * hidden_size * (2 if half else 4) + 4
+        return num_states * (hidden_size + scale_bytes) + token_bytes
+    is_16_bit = form == "bf16" or precision == "bfloat16"
+    value_bytes = 2 if is_16_bit else 4
+    return num_states * hidden_size * value_bytes + token_bytes
 
 
 def _to_fp8(x: torch.Tensor, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """``[T, L H]`` -> fp8 ``[T, L H]`` and fp32 scales ``[T, L]``; a row of zeros has the scale 1."""
-    parts = x.float().unflatten(1, (x.shape[1] // hidden_size, hidden_size))
-    scale = parts.abs().amax(-1) / FP8_MAX
+    by_layer = x.float().unflatten(1, (x.shape[1] // hidden_size, hidden_size))  # [T, L, H]
+    scale = by_layer.abs().amax(-1) / FP8_MAX
     scale = torch.where(scale > torch.finfo(torch.float32).tiny, scale, 1.0)
-    return (parts / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).flatten(1).to(FP8), scale
+    values = (by_layer / scale[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    return values.flatten(1).to(FP8), scale
 
 
 def _from_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    layers = scale.shape[1]
-    if not layers:
+    """The inverse of :func:`_to_fp8`, in fp32."""
+    num_layers = scale.shape[1]
+    if num_layers == 0:
         return x.float()
-    return (x.float().unflatten(1, (layers, x.shape[1] // layers)) * scale[..., None]).flatten(1)
+    by_layer = x.float().unflatten(1, (num_layers, x.shape[1] // num_layers))  # [T, L, H]
+    return (by_layer * scale[..., None]).flatten(1)

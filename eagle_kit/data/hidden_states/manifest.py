@@ -3,7 +3,7 @@
 ::
 
     manifest.json          this
-    data/                  the packed rows, as the data cache keeps them
+    data/                  the packed sequences, as the data cache keeps them
     states-*.safetensors   shards, see shards.py
 """
 
@@ -32,6 +32,7 @@ DATA_FILES = (
     "skipped.txt",
 )
 
+"""Files of the folder ``DATA``."""
 IDENTITY = (
     "version",
     "target.weights",
@@ -46,6 +47,7 @@ IDENTITY = (
 )
 """Fields that decide the bytes of the states; names, folders and dates do not."""
 NO_FIELD = "nothing"
+"""Value of a field that a manifest does not have, for comparisons and messages."""
 MOST_ROWS = 10**7
 """Rows of the largest store, so that a damaged manifest does not take memory for more."""
 AGAIN = "Copy it again, or capture again."
@@ -54,14 +56,14 @@ TypeName = Literal["float64", "float32", "float16", "bfloat16", "int64", "int32"
 
 
 class DataFile(BaseModel):
-    """Size and checksum of a file of the packed rows."""
+    """Size and checksum of a file of the packed sequences."""
 
     bytes: Count
     sha256: str
 
 
 class StoredData(BaseModel):
-    """The packed rows; their settings are compared where they are used."""
+    """The packed sequences; their settings are compared where they are used."""
 
     source: Any
     max_length: int
@@ -89,7 +91,7 @@ class ShardRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Fields of a manifest on the disk whose values are used, and not only compared."""
+    """Fields of a manifest that the code reads. Others are only compared (:func:`check_fields`)."""
 
     target: Origin
     layer_ids: list[int]
@@ -110,6 +112,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     manifest = read_object(path, AGAIN)
+
+    # Check the types of fields, and that no name of a shard leads out of the folder.
     try:
         Manifest.model_validate(manifest, strict=True)
     except ValidationError as error:
@@ -150,39 +154,43 @@ def identity(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def key(manifest: Mapping[str, Any]) -> str:
-    """A folder name that is another one for another identity."""
-    return hashlib.sha256(json.dumps(identity(manifest), sort_keys=True).encode()).hexdigest()[:16]
+    """A folder name for the store: a hash of its :func:`identity`."""
+    text = json.dumps(identity(manifest), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def check_fields(
     folder: Path, manifest: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str, now: str = "here"
 ) -> None:
-    """Raise UserError, with both values, for the first field that is not as ``wanted``.
+    """Raise UserError, with both values, for the first field that differs from its value in ``wanted``.
 
     Args:
         wanted: values by dotted field name.
+        remedy: second sentence of the error.
         now: owner of the wanted values, for the message.
     """
     for name, value in wanted.items():
-        found, asked = (json.loads(json.dumps(one)) for one in (field(manifest, name), value))
-        if found != asked:
+        found = _from_json(field(manifest, name))
+        expected = _from_json(value)
+        if found != expected:
             raise UserError(
-                f"The store {folder} has {name} {_shown(found)}, but {now} it is {_shown(asked)}.", remedy
+                f"The store {folder} has {name} {_shown(found)}, but {now} it is {_shown(expected)}.", remedy
             )
 
 
 def describe_files(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of the packed rows' files in ``folder``."""
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": hash_file(folder / name)}
-        for name in DATA_FILES
-        if (folder / name).exists()
-    }
+    """Size and SHA-256 of the packed sequences' files in ``folder``."""
+    described: dict[str, dict[str, Any]] = {}
+    for name in DATA_FILES:
+        path = folder / name
+        if path.exists():
+            described[name] = {"bytes": path.stat().st_size, "sha256": hash_file(path)}
+    return described
 
 
 def check_data_files(folder: Path, manifest: Mapping[str, Any], *, whole: bool) -> None:
-    """Raise UserError when a file of the packed rows is missing or of another size; or, for ``whole``, of
-    other bytes."""
+    """Raise UserError for a file of the packed sequences that is missing or of another size. With ``whole``,
+    files are read and their checksums compared too."""
     for name, about in manifest["data"]["files"].items():
         check_name(name, folder / NAME)
         path = folder / DATA / name
@@ -198,6 +206,12 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _from_json(value: Any) -> Any:
+    """The value as it is read back from a file: lists for tuples, text for keys."""
+    return json.loads(json.dumps(value))
+
+
 def _shown(value: Any) -> str:
+    """The value on at most 80 characters."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Rows of a store, read ahead by a thread while a step is computed."""
+"""Rows of a store, read ahead by a thread while a training step is computed."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -9,33 +9,35 @@ from eagle_kit.data.hidden_states.shards import Parts
 from eagle_kit.data.hidden_states.store import StateStore
 
 AHEAD = 2
-"""Forwards that are read and wait; a third is in the thread's hands."""
+"""Forwards whose rows are in memory; those of one more are being read."""
 
 
 class Prefetcher:
-    """Reader of rows in the order in which they will be asked for; :meth:`close` ends its thread.
+    """Reads rows in the order in which training takes them; :meth:`close` ends its thread.
 
     Args:
-        store: read. A row that it lacks is handed over as None.
+        store: the store that is read.
         order: the rows of every forward to come; it may be endless.
-        pin: read into page-locked memory, from which copies to a GPU do not wait.
-        ahead: forwards that may wait, >= 1: the bound of what is held in memory.
+        pin: read into page-locked memory, from which copies to a GPU are asynchronous.
+        ahead: forwards whose rows may wait in memory, >= 1.
     """
 
     def __init__(
         self, store: StateStore, order: Iterable[list[int]], *, pin: bool = False, ahead: int = AHEAD
     ) -> None:
-        self.store, self.pin = store, pin
+        self.store = store
+        self.pin = pin
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="states")
         self._order = iter(order)
         self._ready: deque[tuple[list[int], Future[Parts | None]]] = deque()
         self._read_ahead(ahead + 1)
 
     def take(self, rows: list[int]) -> Parts | None:
-        """The encoded tensors of ``rows``, which must be next in the order; None when the store lacked one.
+        """The encoded tensors of ``rows``, which must be next in the order; None if the store lacked one of
+        them.
 
         Raises:
-            UserError: or whatever else the thread met while reading them.
+            UserError: as :meth:`StateStore.read`. Any other error of the thread is raised here too.
         """
         expected, found = self._ready.popleft()
         assert expected == rows, f"rows {rows} were asked for, {expected} are next"
@@ -44,7 +46,7 @@ class Prefetcher:
         return parts
 
     def close(self) -> None:
-        """End the thread; rows that wait are dropped."""
+        """End the thread and drop the rows that wait."""
         self._thread.shutdown(cancel_futures=True)
 
     def _read_ahead(self, count: int) -> None:

@@ -1,6 +1,7 @@
 """One shard of captured states: a safetensors file of some rows, with its checksums in its header.
 
-Tensors are named ``ROW/NAME``. The metadata has the rows, their tokens, and a SHA-256 of everything.
+Tensors are named ``ROW/NAME``. The metadata has the rows, the number of their tokens, and a SHA-256 of the
+tensors.
 """
 
 import hashlib
@@ -20,7 +21,14 @@ Parts = dict[str, torch.Tensor]
 
 
 class Shard(NamedTuple):
-    """A file, the rows in it, their tokens, its bytes, and the checksum of its tensors."""
+    """A file of captured states.
+
+    Attributes:
+        rows: packed sequences in it, ascending.
+        tokens: number of their tokens.
+        bytes: size of the file.
+        sha256: checksum of its tensors.
+    """
 
     path: Path
     rows: tuple[int, ...]
@@ -34,23 +42,34 @@ class Shard(NamedTuple):
 
 
 class Damaged(Exception):
-    """A shard is not as it was written; the text is a predicate of its path."""
+    """A shard is not as it was written. The message is a predicate, such as "is not a file": callers put the
+    path before it."""
 
 
 def write_shard(folder: Path, rows: dict[int, Parts]) -> Shard:
-    """Write a shard into ``folder``. Raises OSError or SafetensorError."""
-    tensors = {f"{row}/{name}": tensor for row, part in rows.items() for name, tensor in part.items()}
-    numbers, sha256 = sorted(rows), _checksum(tensors)
-    name = f"states-{numbers[0]:07d}-{sha256[:12]}.safetensors"
-    metadata = {
-        "rows": json.dumps(numbers),
-        "tokens": str(sum(len(part["argmax"]) for part in rows.values())),
-        "sha256": sha256,
-    }
-    with replacing(folder / name) as work:
+    """Write the encoded tensors of some rows as a shard into ``folder``.
+
+    Raises:
+        OSError, SafetensorError: the file cannot be written.
+        Damaged: the file that was written cannot be read back.
+    """
+    # Name the tensors.
+    tensors = {}
+    num_tokens = 0
+    for row, part in rows.items():
+        for name, tensor in part.items():
+            tensors[f"{row}/{name}"] = tensor
+        num_tokens += len(part["argmax"])
+
+    # Write them; the name is unique to the rows and their contents.
+    numbers = sorted(rows)
+    sha256 = _checksum(tensors)
+    path = folder / f"states-{numbers[0]:07d}-{sha256[:12]}.safetensors"
+    metadata = {"rows": json.dumps(numbers), "tokens": str(num_tokens), "sha256": sha256}
+    with replacing(path) as work:
         save_file(tensors, work, metadata)
         give_usual_mode(work)
-    return read_shard(folder / name)
+    return read_shard(path)
 
 
 def read_row(shard: Shard, row: int) -> Parts:
@@ -61,7 +80,7 @@ def read_row(shard: Shard, row: int) -> Parts:
 
 
 def check_shard(shard: Shard) -> None:
-    """Read every byte; raises :class:`Damaged` when one differs from what was written."""
+    """Read every byte. Raises :class:`Damaged` if the checksum is not that of the header."""
     try:
         with safe_open(shard.path, "pt") as file:
             found = _checksum({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
@@ -77,8 +96,9 @@ def num_bytes(parts: Iterable[Parts]) -> int:
 
 
 def read_shard(path: Path) -> Shard:
-    """The shard in ``path``, by its header; raises :class:`Damaged` when the file is not of its size."""
-    if not path.is_file():  # a pipe would never end
+    """The shard in ``path``, from its header. Raises :class:`Damaged` if it cannot be read or the file
+    is shorter or longer than it says."""
+    if not path.is_file():  # reading a named pipe would never end
         raise Damaged("is not a file")
     try:
         with safe_open(path, "pt") as file:

@@ -1,9 +1,9 @@
-"""Captured states on disk: the results of the target's forward for every packed row, so that it is run once.
+"""Captured states on disk: the results of the target's forward for every packed sequence, so that it runs
+once.
 
-A store is a folder of shards beside a manifest (``manifest.py``) and the packed rows, so
-it is enough to train from, here or on another machine. Shards (``shards.py``) are
-written beside their name and renamed, so there are whole ones only; any number of processes may write
-different rows.
+A store is a folder of shards (``shards.py``), a manifest (``manifest.py``) and the packed sequences: all that
+training needs, here or on another machine. A shard is written under another name and renamed, so every shard
+is whole, and any number of processes may write different rows.
 
 Bytes and dtypes are those of :mod:`eagle_kit.data.hidden_states.format`.
 """
@@ -59,20 +59,22 @@ WITHOUT_STORE = "choose another disk with --out, or data.cache_dir for the cache
 
 
 class StateStore:
-    """Encoded tensors of packed rows by row number. Nothing is made on disk before the first :meth:`flush`.
+    """Encoded tensors of packed sequences by row number. Nothing is written before the first :meth:`flush`.
+
+    With a ``manifest`` the store may grow: a damaged shard is renamed with a warning, so that its rows are
+    captured again. Without one the store is only read, and a damaged shard is an error.
 
     Args:
-        folder: of the store; it is opened when its manifest is there.
-        manifest: what the states to come are of: the store may grow, and a damaged shard is set aside with a
-            warning, so that its rows are captured again. None opens a store that is there to be read, where
-            damage is an error.
-        data_folder: the packed rows, copied into a new store.
-        layer_ids: which of the captured layers are read, of a store that does not grow, in this order; None
-            reads all of them.
+        folder: of the store. If there is a manifest in it, that store is opened.
+        manifest: describes the states that will be added; None to read an existing store.
+        data_folder: the packed sequences, copied into a new store.
+        shard_bytes: largest size of a shard of more than one row.
+        layer_ids: the captured layers to read, in this order, of a store that is only read; None reads all of
+            them.
 
     Raises:
-        UserError: another identity than the store that is there, with the differing field; a missing or
-            damaged shard; layers that it does not have.
+        UserError: the store in ``folder`` has another identity than ``manifest`` (the message names the
+            field); a shard is missing or damaged; or a layer is not in the store.
     """
 
     def __init__(
@@ -84,16 +86,28 @@ class StateStore:
         shard_bytes: int = SHARD_BYTES,
         layer_ids: Sequence[int] | None = None,
     ) -> None:
-        self.folder, self.data_folder, self.shard_bytes = folder, data_folder, shard_bytes
+        self.folder = folder
+        self.data_folder = data_folder
+        self.shard_bytes = shard_bytes
         self.can_grow = manifest is not None
-        found = read_manifest(folder) if manifest is not None else need_manifest(folder)
-        if found is not None and manifest is not None:
-            check_fields(folder, found, identity(manifest), ANOTHER, "of this run")
-        self.manifest: dict[str, Any] = found or manifest or {}
-        self._columns = None if layer_ids is None else self._find_columns(layer_ids)
+
+        # Read the manifest of the folder, and compare it with that of the run.
+        found: dict[str, Any] | None
+        if manifest is None:
+            found = need_manifest(folder)
+            self.manifest = found
+        else:
+            found = read_manifest(folder)
+            if found is not None:
+                check_fields(folder, found, identity(manifest), ANOTHER, "of this run")
+            self.manifest = found or manifest
+
+        self._layer_indices = None if layer_ids is None else self._find_layers(layer_ids)
+
+        # Rows are in the buffer until their shard is written.
         self._buffer: dict[int, Parts] = {}
-        self._shards: dict[str, Shard] = {}
-        self._place: dict[int, Shard] = {}
+        self._shards: dict[str, Shard] = {}  # by file name
+        self._shard_of_row: dict[int, Shard] = {}
         if found is not None:
             if not self.can_grow:
                 check_data_files(folder, found, whole=False)
@@ -106,14 +120,14 @@ class StateStore:
 
     @property
     def is_exact(self) -> bool:
-        """True when states come back to the bit."""
-        return self.format == "computed" or (
-            self.format == "bf16" and self.manifest["precision"] == "bfloat16"
-        )
+        """True if states are read back as they were computed, to the bit."""
+        if self.format == "bf16":
+            return bool(self.manifest["precision"] == "bfloat16")
+        return self.format == "computed"
 
     def rows(self) -> set[int]:
         """The rows that are stored or wait to be written."""
-        return self._place.keys() | self._buffer.keys()
+        return self._shard_of_row.keys() | self._buffer.keys()
 
     def shards(self) -> list[Shard]:
         """The shards, in the order of their first rows."""
@@ -125,16 +139,18 @@ class StateStore:
         return sum(shard.bytes for shard in self._shards.values())
 
     def read(self, rows: Sequence[int]) -> Parts | None:
-        """The encoded tensors of ``rows`` on the CPU; None unless every row is there. May be called from
-        another thread than the one that adds.
+        """The encoded tensors of ``rows`` on the CPU, end to end; None if a row is missing. One thread
+        may read while another adds rows.
 
         Raises:
             UserError: a shard cannot be read any more.
         """
-        found = [self._read_row(row) for row in rows]
-        parts = [part for part in found if part is not None]
-        if len(parts) < len(found):
-            return None
+        parts = []
+        for row in rows:
+            part = self._read_row(row)
+            if part is None:
+                return None
+            parts.append(part)
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def decode(self, parts: Parts, device: torch.device) -> dict[str, torch.Tensor]:
@@ -143,29 +159,37 @@ class StateStore:
         return decode(moved, self.manifest["tensors"])
 
     def load(self, rows: Sequence[int], device: torch.device) -> dict[str, torch.Tensor] | None:
-        """:meth:`read`, and where it found nothing once more after a look for other processes' shards; then
-        :meth:`decode`."""
+        """:meth:`read` and :meth:`decode`. If a row is missing, shards of other processes are opened first.
+        None if it is missing there too."""
         parts = self.read(rows)
         if parts is None and self._find_new_shards():
             parts = self.read(rows)
-        return None if parts is None else self.decode(parts, device)
+        if parts is None:
+            return None
+        return self.decode(parts, device)
 
     def add(self, rows: Sequence[int], lengths: Sequence[int], tensors: dict[str, torch.Tensor]) -> Parts:
-        """Take in ``tensors``, rows of ``lengths`` tokens end to end, and write a shard when it is full.
+        """Encode ``tensors`` and add them to the buffer; write a shard whenever it is full.
+
+        Args:
+            rows: numbers of the packed sequences; those that are stored already are skipped.
+            lengths: tokens of each row.
+            tensors: of all rows end to end along dimension 0.
 
         Returns:
-            The encoded tensors, for :meth:`decode`: the same as will be read.
+            The encoded tensors, as :meth:`read` will return them.
 
         Raises:
             UserError: states that are not finite, a full disk, or a folder that cannot be written to.
         """
         encoded = encode(tensors, self.format, self.manifest["hidden_size"])
-        self.manifest.setdefault(
-            "tensors", {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
-        )
+        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+        self.manifest.setdefault("tensors", dtypes)
+
+        # Buffer each row, in shards of at most ``shard_bytes``.
         split = {name: tensor.split(list(lengths)) for name, tensor in encoded.items()}
         for i, row in enumerate(rows):
-            if row in self._place or row in self._buffer:
+            if row in self._shard_of_row or row in self._buffer:
                 continue
             part = {name: pieces[i].contiguous().cpu() for name, pieces in split.items()}
             if self._buffer and num_bytes([*self._buffer.values(), part]) > self.shard_bytes:
@@ -176,7 +200,7 @@ class StateStore:
         return encoded
 
     def flush(self) -> None:
-        """Write what waits as a shard. Raises UserError as :meth:`add` does."""
+        """Write the buffered rows as a shard. Raises UserError as :meth:`add` does."""
         if not self._buffer:
             return
         first = min(self._buffer)
@@ -184,40 +208,47 @@ class StateStore:
             self._start()
             need = 2 * num_bytes(self._buffer.values())
             check_disk_space(self.folder, need, f"Free some space, or {WITHOUT_STORE}.")
-            self._take(write_shard(self.folder, self._buffer))
+            self._register(write_shard(self.folder, self._buffer))
         except (OSError, SafetensorError, Damaged) as error:
             raise UserError(
                 f"The captured states of row {first} could not be written to {self.folder}: {error}.",
                 writing_remedy(error, WITHOUT_STORE),
             ) from error
-        self._buffer = {}  # after the rows have their place: another thread may look for them meanwhile
+        # Only after the shard is registered: another thread may read these rows meanwhile.
+        self._buffer = {}
 
     def finish(self) -> None:
-        """Put the table of shards into the manifest: from now on each of them must be there."""
+        """Write the list of shards into the manifest. From now on a missing shard is an error."""
         self._find_new_shards()
-        self._adopt()
+        self._adopt_manifest()
         self.manifest["shards"] = [shard.record() for shard in self.shards()]
         write_json_atomically(self.folder / NAME, self.manifest, indent=1)
 
     def missing(self) -> list[int]:
-        """Rows of the data that are not stored, those of other processes looked for."""
+        """Rows of the data that neither this process nor another one has stored, ascending."""
         self._find_new_shards()
         return sorted(set(range(self.manifest["data"]["rows"])) - self.rows())
 
     def verify(self, progress: Iterable[Shard] | None = None) -> None:
-        """Read every byte and compare checksums. Raises UserError for the first file that differs."""
+        """Read every byte and compare checksums. Raises UserError for the first file that differs.
+
+        Args:
+            progress: :meth:`shards` wrapped to show progress.
+        """
         check_data_files(self.folder, self.manifest, whole=True)
-        for shard in self.shards() if progress is None else progress:
+        shards = self.shards() if progress is None else progress
+        for shard in shards:
             try:
                 check_shard(shard)
             except Damaged as error:
                 raise self._unusable(shard.path, str(error)) from error
 
     def _read_row(self, row: int) -> Parts | None:
-        waiting = self._buffer.get(row)
-        if waiting is not None:
-            return waiting
-        shard = self._place.get(row)
+        """The encoded tensors of a row, from the buffer or its shard; None if it is in neither."""
+        buffered = self._buffer.get(row)
+        if buffered is not None:
+            return buffered
+        shard = self._shard_of_row.get(row)
         if shard is None:
             return None
         try:
@@ -226,43 +257,52 @@ class StateStore:
             raise self._unusable(shard.path, f"cannot be read any more ({error})") from error
         if not is_finite(part):
             raise self._unusable(shard.path, f"has states of row {row} that are not finite")
-        if self._columns is None:
+        if self._layer_indices is None:
             return part
-        return choose_layers(part, LAYERS, self._columns, self.manifest["hidden_size"])
+        return choose_layers(part, LAYERS, self._layer_indices, self.manifest["hidden_size"])
 
-    def _find_columns(self, layer_ids: Sequence[int]) -> list[int] | None:
-        """Places of ``layer_ids`` among the captured layers; None where they are all of them, in order."""
+    def _find_layers(self, layer_ids: Sequence[int]) -> list[int] | None:
+        """Indices of ``layer_ids`` among the captured layers; None if they are all of them, in order."""
         assert not self.can_grow, "a store that grows takes in all of its layers"
-        held = list(self.manifest.get("layer_ids", ()))
-        if missing := [layer for layer in layer_ids if layer not in held]:
-            raise UserError(
-                f"The store {self.folder} has the inputs of layers {held}, but not that of {missing[0]}.",
-                "Set head.aux_layer_ids to layers that it has, or capture for this head.",
-            )
-        return None if list(layer_ids) == held else [held.index(layer) for layer in layer_ids]
+        captured = list(self.manifest.get("layer_ids", ()))
+        for layer in layer_ids:
+            if layer not in captured:
+                raise UserError(
+                    f"The store {self.folder} has the inputs of layers {captured}, but not that of {layer}.",
+                    "Set head.aux_layer_ids to layers that it has, or capture for this head.",
+                )
+        if list(layer_ids) == captured:
+            return None
+        return [captured.index(layer) for layer in layer_ids]
 
     def _start(self) -> None:
-        """Make the folder, its manifest and the copy of the packed rows, once."""
+        """Make the folder, its manifest and the copy of the packed sequences, unless a process has made
+        them."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._adopt():
+        if self._adopt_manifest():
             return
-        data = self.folder / DATA
-        if self.data_folder is not None and not data.is_dir():
-            with making(data) as work:
-                work.mkdir()
-                for name in DATA_FILES:
-                    shutil.copyfile(self.data_folder / name, work / name)
         if self.data_folder is not None:
+            data = self.folder / DATA
+            if not data.is_dir():
+                with making(data) as work:
+                    work.mkdir()
+                    for name in DATA_FILES:
+                        shutil.copyfile(self.data_folder / name, work / name)
             self.manifest["data"]["files"] = describe_files(data)
         write_json_atomically(self.folder / NAME, self.manifest, indent=1)
 
     def _open_shards(self) -> None:
+        """Register the shards of the folder. Raises UserError, in a store that is only read, for one that is
+        damaged or not as the manifest has it."""
         remove_leftovers(self.folder)
-        table = self.manifest.get("shards")
-        if table is None or self.can_grow:
+
+        # While rows are added the manifest has no list of shards.
+        records = self.manifest.get("shards")
+        if records is None or self.can_grow:
             self._find_new_shards()
             return
-        for record in table:
+
+        for record in records:
             path = self.folder / record["path"]
             if not path.exists():
                 raise self._unusable(path, "is missing")
@@ -272,39 +312,45 @@ class StateStore:
                 raise self._unusable(path, str(error)) from None
             if shard.record() != record:
                 raise self._unusable(path, "is not the one in the manifest")
-            self._take(shard)
+            self._register(shard)
 
     def _find_new_shards(self) -> bool:
-        """Take in shards that other processes have written; True when there were any."""
-        known = len(self._shards)
+        """Register shards that other processes have written; True if there were any."""
+        num_known = len(self._shards)
         for path in sorted(self.folder.glob("states-*.safetensors")):
             if path.name in self._shards:
                 continue
             try:
-                self._take(read_shard(path))
+                self._register(read_shard(path))
             except Damaged as error:
                 if not self.can_grow:
                     raise self._unusable(path, str(error)) from None
                 path.replace(path.with_name(f"{path.name}.damaged"))
                 warnings.warn(f"{path} {error}; it is set aside, its rows are captured again.", stacklevel=2)
-        if len(self._shards) > known and "tensors" not in self.manifest:
-            self._adopt()
-        return len(self._shards) > known
 
-    def _adopt(self) -> bool:
-        """Take over the manifest that another process may have written; True when there is one."""
+        # The dtypes of the tensors are in the manifest of the process that wrote first.
+        has_new = len(self._shards) > num_known
+        if has_new and "tensors" not in self.manifest:
+            self._adopt_manifest()
+        return has_new
+
+    def _adopt_manifest(self) -> bool:
+        """Use the manifest that another process has written; False if there is none."""
         found = read_manifest(self.folder)
-        if found is not None:
-            check_fields(self.folder, found, identity(self.manifest), ANOTHER, "of this run")
-            self.manifest = found
-        return found is not None
+        if found is None:
+            return False
+        check_fields(self.folder, found, identity(self.manifest), ANOTHER, "of this run")
+        self.manifest = found
+        return True
 
-    def _take(self, shard: Shard) -> None:
+    def _register(self, shard: Shard) -> None:
+        """Record which rows are in a shard; a row that is in several is read from the first one."""
         self._shards[shard.path.name] = shard
         for row in shard.rows:
-            self._place.setdefault(row, shard)
+            self._shard_of_row.setdefault(row, shard)
 
     def _unusable(self, path: Path, problem: str) -> UserError:
+        """The error for a shard; ``problem`` is a predicate."""
         return UserError(
             f"The shard {path} {problem}.",
             "Copy it again, or delete it and run the eagle-kit data capture command of the store again.",
@@ -312,7 +358,7 @@ class StateStore:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete half-written files of processes of this machine that are no more."""
+    """Delete partly written files of processes of this machine that have ended."""
     for path in folder.glob(f".*.{socket.gethostname()}.*.partial"):
         owner = path.name.split(".")[-2]
         if owner.isdigit() and not is_alive(int(owner)):

@@ -41,17 +41,17 @@ class ExcludedSets:
 
     @cached_property
     def _prompts(self) -> TestPrompts:
-        """Not needed where rows are packed already."""
+        """N-grams of the prompts, counted for the first record: none is checked if rows are in the cache."""
         return TestPrompts(user_messages(self.tasks.values()))
 
     @property
     def identity(self) -> list[Any]:
-        """What packed rows depend on; empty without sets."""
+        """The part of a fingerprint of packed sequences that these sets decide; empty without sets."""
         return [RULE, *self.about.values()] if self.tasks else []
 
     def check(self, record: Record) -> None:
-        """Raise :class:`Unusable` for a record that holds a prompt of a set, replies and calls too; tokens
-        have no words and are not looked at."""
+        """Raise :class:`Unusable` for a record that holds a prompt of a set in any of its messages, replies
+        and calls included. Rows of tokens have no words and are not checked."""
         if not self.tasks or isinstance(record, TokenRow):
             return
         texts = [record.text] if isinstance(record, RawText) else _texts(record.messages)
@@ -60,10 +60,13 @@ class ExcludedSets:
 
 
 def user_messages(tasks: Iterable[Task]) -> Iterator[str]:
-    """User messages of all prompts, those before their first turns too."""
-    for prompt in (prompt for task in tasks for prompt in task.prompts):
-        yield from (message["content"] for message in prompt.context if message["role"] == "user")
-        yield from prompt.turns
+    """User messages of all prompts: of the context before the first turn, and the turns."""
+    for task in tasks:
+        for prompt in task.prompts:
+            for message in prompt.context:
+                if message["role"] == "user":
+                    yield message["content"]
+            yield from prompt.turns
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Prompts out of the records of published prompt sets, each told by its own keys.
+"""Prompts out of the records of published prompt sets. The keys of a record name its set.
 
 | keys | set |
 |---|---|
@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle_kit.core.files import is_unicode
 from eagle_kit.data.chat.forms import template_kwargs, to_conversation
@@ -86,42 +86,66 @@ def read_record(record: Any, task: str, number: int) -> EvalPrompt:
     if not is_unicode(json.dumps(record, ensure_ascii=False)):
         raise Unusable("half a character (a lone surrogate)")
     record = {key: value for key, value in record.items() if value not in (None, "") or key == "prompt"}
-    category, turns, context, tools = _read(record)
-    category = record.get("category", category or task)
+
+    # Read the prompt, which every set keeps under keys of its own.
+    found = _read_form(record)
+    category = record.get("category", found.category or task)
     if not isinstance(category, str):
         raise Unusable("a category that is not a name")
-    if not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if not found.turns or not all(isinstance(turn, str) and turn.strip() for turn in found.turns):
         raise Unusable("an empty prompt or one that is not text")
-    names = (record[key] for key in ("question_id", "id", "task_id") if key in record)
+
+    # Read the keys that records of all sets may have.
+    names = [record[key] for key in ("question_id", "id", "task_id") if key in record]
+    name = str(names[0]) if names else f"{task}-{number}"
     kwargs = template_kwargs(record.get("chat_template_kwargs", {}))
-    return EvalPrompt(str(next(names, f"{task}-{number}")), category, turns, context, tools, kwargs)
+    return EvalPrompt(name, category, found.turns, found.context, found.tools, kwargs)
 
 
-Read = tuple[str, tuple[Any, ...], tuple[Message, ...], tuple[Message, ...]]
-"""Category of the set or "", turns, context, tools."""
+class _Form(NamedTuple):
+    """What the keys of one set hold.
+
+    Attributes:
+        turns: user messages, not yet checked to be text.
+        category: of the set, or empty.
+        context: messages before the first turn.
+        tools: definitions of tools.
+    """
+
+    turns: tuple[Any, ...]
+    category: str = ""
+    context: tuple[Message, ...] = ()
+    tools: tuple[Message, ...] = ()
 
 
-def _read(record: dict[str, Any]) -> Read:
+def _read_form(record: dict[str, Any]) -> _Form:
+    """Recognise the set of a record by its keys and read them. Raises :class:`Unusable`."""
+    # Published sets.
     if "test_list" in record:
-        return "code", (mbpp_turn(record),), (), ()
+        return _Form((mbpp_turn(record),), "code")
     if "entry_point" in record and isinstance(record.get("prompt"), str):
-        return "code", (human_eval_turn(record["prompt"]),), (), ()
+        return _Form((human_eval_turn(record["prompt"]),), "code")
     if "function" in record and isinstance(record.get("question"), list):
-        return _leaderboard(record)
+        return _read_leaderboard(record)
     if "query" in record and "tools" in record:
-        return "tools", (record["query"],), (), read_tools(record["tools"])
+        return _Form((record["query"],), "tools", tools=read_tools(record["tools"]))
     if isinstance(record.get("question"), str) and "answer" in record:
-        return "math", (record["question"],), (), ()
+        return _Form((record["question"],), "math")
+
+    # Turns, one prompt, or messages.
     present = [key for key in ("turns", "prompt", "messages") if key in record]
     if len(present) != 1:
         raise Unusable(f"{' and '.join(present) or 'none'} of turns, prompt and messages")
-    value, tools = record[present[0]], read_tools(record.get("tools", []))
-    if present[0] == "messages":
-        context, turns = _read_messages(value)
-        return "", turns, context, tools
-    if isinstance(value, list) != (present[0] == "turns"):
+    key = present[0]
+    value = record[key]
+    tools = read_tools(record.get("tools", []))
+    if key == "messages":
+        context, turn = _split_last_turn(value)
+        return _Form((turn,), context=context, tools=tools)
+    if isinstance(value, list) != (key == "turns"):
         raise Unusable("turns that are not a list, or a prompt that is one")
-    return "", tuple(value) if isinstance(value, list) else (value,), (), tools
+    turns = tuple(value) if key == "turns" else (value,)
+    return _Form(turns, tools=tools)
 
 
 def human_eval_turn(prompt: str) -> str:
@@ -135,44 +159,54 @@ def human_eval_turn(prompt: str) -> str:
 def mbpp_turn(record: dict[str, Any]) -> str:
     """A user message that asks for one of MBPP's functions and names its tests, as its paper does (arXiv
     2108.07732)."""
-    text, tests = record.get("text", record.get("prompt")), record["test_list"]
-    if not isinstance(text, str) or not isinstance(tests, list) or not all(isinstance(t, str) for t in tests):
+    text = record.get("text", record.get("prompt"))
+    tests = record["test_list"]
+    has_tests = isinstance(tests, list) and all(isinstance(test, str) for test in tests)
+    if not isinstance(text, str) or not has_tests:
         raise Unusable("a text or tests that are not text")
     return f"{text.strip()} Your code should pass these tests:\n\n" + "\n".join(tests)
 
 
-def _leaderboard(record: dict[str, Any]) -> Read:
+def _read_leaderboard(record: dict[str, Any]) -> _Form:
     """A prompt with functions; its category is in its id: ``live_simple_0-0-0``."""
+    # Every round of the question is a list of messages.
     rounds = record["question"]
-    if not all(isinstance(turn, list) and turn for turn in rounds) or not rounds:
+    if not all(isinstance(messages, list) and messages for messages in rounds) or not rounds:
         raise Unusable("a question that is not turns of messages")
-    context, first = _read_messages(rounds[0])
-    later = [_read_messages(turn)[1][0] for turn in rounds[1:]]
-    tools = [{"type": "function", "function": _json_schema(one)} for one in _objects(record["function"])]
-    category = re.sub(r"_\d[\d-]*$", "", str(record.get("id", "")))
-    return category or "tools", (*first, *later), context, tuple(tools)
+    context, first = _split_last_turn(rounds[0])
+    turns = [first]
+    for messages in rounds[1:]:
+        _, turn = _split_last_turn(messages)
+        turns.append(turn)
 
-
-def _json_schema(value: Any) -> Any:
-    """A definition whose types are JSON Schema's."""
-    if isinstance(value, dict):
-        kind = value.get("type")
-        named = {"type": JSON_TYPES[kind]} if isinstance(kind, str) and kind in JSON_TYPES else {}
-        return {key: _json_schema(inner) for key, inner in value.items()} | named
-    return [_json_schema(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _objects(value: Any) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    # Functions have other names of types than JSON Schema.
+    functions = record["function"]
+    if not isinstance(functions, list) or not all(isinstance(function, dict) for function in functions):
         raise Unusable("tools that are not a list of objects")
-    return value
+    tools = [{"type": "function", "function": _with_json_types(function)} for function in functions]
+    category = re.sub(r"_\d[\d-]*$", "", str(record.get("id", "")))
+    return _Form(tuple(turns), category or "tools", context, tuple(tools))
 
 
-def _read_messages(value: Any) -> tuple[tuple[Message, ...], tuple[Any, ...]]:
-    """Context and turn of a list of messages: replies at its end, and results of tools, are left out."""
+def _with_json_types(value: Any) -> Any:
+    """A definition of a function with JSON Schema's names of types in all its objects."""
+    if isinstance(value, list):
+        return [_with_json_types(inner) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    named = {key: _with_json_types(inner) for key, inner in value.items()}
+    kind = value.get("type")
+    if isinstance(kind, str) and kind in JSON_TYPES:
+        named["type"] = JSON_TYPES[kind]
+    return named
+
+
+def _split_last_turn(value: Any) -> tuple[tuple[Message, ...], str]:
+    """Context and text of the last user turn of messages: replies at their end, and results of tools, are
+    left out."""
     messages = to_conversation({"messages": value}, "").messages
     while messages[-1]["role"] in ("assistant", "tool"):
         messages = messages[:-1]
     if messages[-1]["role"] != "user":
         raise Unusable("messages without a user turn at their end")
-    return messages[:-1], (messages[-1]["content"],)
+    return messages[:-1], messages[-1]["content"]

@@ -1,7 +1,6 @@
 """Prompt sets by name or path: ``human_eval``, ``ours``, ``bfcl``, or any file of prompts."""
 
 import difflib
-import gzip
 import hashlib
 import importlib.util
 import json
@@ -18,6 +17,7 @@ from typing import Any
 from eagle_kit.core.errors import UserError
 from eagle_kit.core.files import MAX_TEXT, expand, parse_json
 from eagle_kit.data.chat.messages import Unusable
+from eagle_kit.data.chat.records import open_unpacked
 from eagle_kit.data.tasks.records import FORMS, EvalPrompt, human_eval_turn, read_record
 
 __all__ = ["EvalPrompt", "Task", "load_task", "load_tasks"]
@@ -45,17 +45,23 @@ class Task:
     @property
     def fingerprint(self) -> str:
         """Short hash of every prompt, so that a resumed run is known to measure the same ones."""
-        later = ("tools", "chat_template_kwargs")  # which prompts of before they existed do not have
-        found = ({k: v for k, v in asdict(prompt).items() if v or k not in later} for prompt in self.prompts)
-        text = json.dumps(list(found), sort_keys=True)
+        # Empty fields that were added later are left out, so that older fingerprints stay valid.
+        added_later = ("tools", "chat_template_kwargs")
+        records = []
+        for prompt in self.prompts:
+            record = asdict(prompt)
+            records.append({k: v for k, v in record.items() if v or k not in added_later})
+        text = json.dumps(records, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def given(self, chat_template_kwargs: Mapping[str, Any]) -> "Task":
         """The task with arguments of the chat template; a prompt's own come first."""
         if not chat_template_kwargs:
             return self
-        both = ({**chat_template_kwargs, **prompt.chat_template_kwargs} for prompt in self.prompts)
-        prompts = (replace(p, chat_template_kwargs=each) for p, each in zip(self.prompts, both, strict=True))
+        prompts = []
+        for prompt in self.prompts:
+            merged = {**chat_template_kwargs, **prompt.chat_template_kwargs}
+            prompts.append(replace(prompt, chat_template_kwargs=merged))
         return Task(self.name, tuple(prompts))
 
     def limited(self, limit: int | None, seed: int) -> "Task":
@@ -64,35 +70,49 @@ class Task:
             return self
         if limit < 1:
             raise UserError(f"The limit of prompts is {limit}.", "Ask for at least one prompt of each task.")
+
+        # Shuffle the prompts of each category.
         rng = random.Random(f"{seed}:{self.name}")
-        piles: dict[str, list[int]] = {}
+        by_category: dict[str, list[int]] = {}
         for index, prompt in enumerate(self.prompts):
-            piles.setdefault(prompt.category, []).append(index)
-        for pile in piles.values():
-            rng.shuffle(pile)
-        # One prompt of every category, then a second of every category, ...
-        deal = [pile[i] for i in range(len(self.prompts)) for pile in piles.values() if i < len(pile)]
-        return Task(self.name, tuple(self.prompts[index] for index in sorted(deal[:limit])))
+            by_category.setdefault(prompt.category, []).append(index)
+        for indices in by_category.values():
+            rng.shuffle(indices)
+
+        # Draw one prompt of every category, then a second of every category, and so on.
+        drawn: list[int] = []
+        for i in range(len(self.prompts)):
+            drawn += [indices[i] for indices in by_category.values() if i < len(indices)]
+        return Task(self.name, tuple(self.prompts[index] for index in sorted(drawn[:limit])))
 
 
 def load_tasks(names: Sequence[str | Path]) -> list[Task]:
-    """Load several tasks; files of the same name are told apart by their folders, as ``alpaca/question``. The
-    same task twice is refused with a UserError."""
+    """Load several tasks. Files of the same name have their folder in the task's name, as in
+    ``alpaca/question``.
+
+    Raises:
+        UserError: no task is named, one is named twice, or :func:`load_task` raises.
+    """
     if not names:
         raise UserError(
             "No task was given.", f"Name one or more of {', '.join(KNOWN_TASKS)}, or a JSONL file."
         )
-    tasks = [load_task(name) for name in names]
-    counts = Counter(task.name for task in tasks)
-    tasks = [
-        replace(task, name=f"{Path(name).resolve().parent.name}/{task.name}")
-        if counts[task.name] > 1 and name not in KNOWN_TASKS
-        else task
-        for name, task in zip(names, tasks, strict=True)
-    ]
-    (most, count), *_ = Counter(task.name for task in tasks).most_common()
+    loaded = [load_task(name) for name in names]
+
+    # Put the folder before names that several files share.
+    counts = Counter(task.name for task in loaded)
+    tasks = []
+    for name, task in zip(names, loaded, strict=True):
+        if counts[task.name] > 1 and name not in KNOWN_TASKS:
+            folder = Path(name).resolve().parent.name
+            task = replace(task, name=f"{folder}/{task.name}")
+        tasks.append(task)
+
+    most_frequent, count = Counter(task.name for task in tasks).most_common(1)[0]
     if count > 1:
-        raise UserError(f"The task {most!r} was given twice.", "Give every task once, or rename the file.")
+        raise UserError(
+            f"The task {most_frequent!r} was given twice.", "Give every task once, or rename the file."
+        )
     return tasks
 
 
@@ -113,6 +133,7 @@ def load_task(name: str | Path) -> Task:
         UserError: an unknown name, with the place to get it where it is a published set; a missing package;
             or a record that is none of these, with its number.
     """
+    # Sets of packages.
     if name == "bfcl":
         return Task("bfcl", tuple(_leaderboard_prompts()))
     if name == "human_eval":
@@ -120,11 +141,13 @@ def load_task(name: str | Path) -> Task:
     if name == "ours":
         data = files("eagle_kit.data.tasks").joinpath("prompts.jsonl").read_bytes()
         return Task("ours", tuple(_parse(data, "prompts.jsonl", "ours")))
+
+    # A file of prompts.
     path = expand(name)
     if not path.is_file():
         raise UserError(f"There is no task and no file {str(name)!r}.", _where_to_get(str(name)))
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_unpacked(path) as file:
             data = file.read(MAX_TEXT + 1)
     except (OSError, EOFError, zlib.error) as error:  # gzip's own error is an OSError
         raise UserError(
@@ -150,7 +173,8 @@ def _where_to_get(name: str) -> str:
 
 
 def _leaderboard_prompts() -> Iterator[EvalPrompt]:
-    """Prompts with functions of bfcl-eval, whose files are read without importing it and what it needs."""
+    """Prompts with functions of bfcl-eval. Its files are read without importing the package, which needs many
+    others."""
     spec = importlib.util.find_spec("bfcl_eval")
     if spec is None or not spec.submodule_search_locations:
         raise UserError("bfcl-eval is not installed.", "Install it with pip install --no-deps bfcl-eval.")
@@ -175,10 +199,12 @@ def _human_eval_prompts() -> Iterable[EvalPrompt]:
 def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
     """Prompts of the bytes of a JSONL file, or of a JSON list. Raises UserError with the number of the line
     or the record."""
-    prompts: list[EvalPrompt] = []
-    seen: set[str] = set()
     is_list = file.endswith(".json") and data.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     unit = "Record" if is_list else "Line"
+
+    # An id that was used before gets the record's number.
+    prompts: list[EvalPrompt] = []
+    seen: set[str] = set()
     for number, record in _records(data, file, is_list=is_list):
         try:
             prompt = read_record(record, task, number)
@@ -190,9 +216,16 @@ def _parse(data: bytes, file: str, task: str) -> list[EvalPrompt]:
         prompts.append(prompt)
     if not prompts:
         raise UserError(f"{file} holds no prompts.", FORMS)
-    if {prompt.category for prompt in prompts} == SPEC_BENCH:
-        prompts = [replace(p, category="mt_bench") if p.category in MT_BENCH else p for p in prompts]
-    return prompts
+    if {prompt.category for prompt in prompts} != SPEC_BENCH:
+        return prompts
+
+    # Spec-Bench counts the categories of MT-Bench as one.
+    merged = []
+    for prompt in prompts:
+        if prompt.category in MT_BENCH:
+            prompt = replace(prompt, category="mt_bench")
+        merged.append(prompt)
+    return merged
 
 
 def _records(data: bytes, file: str, *, is_list: bool) -> Iterator[tuple[int, Any]]:

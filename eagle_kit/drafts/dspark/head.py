@@ -50,7 +50,7 @@ class ConfidenceHead(nn.Module):
 class DSparkHead(DFlashHead):
     """DSpark head.
 
-    What its output layer reads is a row of H values and, behind them, the r values of its correction.
+    What its output layer reads is a row of H values and, after them, the r values of its correction.
     """
 
     config: DSparkConfig
@@ -96,11 +96,11 @@ class DSparkHead(DFlashHead):
         rows, values = fed_back.split((self.config.hidden_size, self.config.markov_rank), -1)
         return super().logits(rows) + self.markov_head.markov_w2(values)
 
-    def confidence_logits(self, read: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
+    def confidence_logits(self, lm_head_input: torch.Tensor, before: torch.Tensor) -> torch.Tensor | None:
         """See :class:`~eagle_kit.models.draft_head.DraftHead`."""
         if self.confidence_head is None:
             return None
-        rows = read[..., : self.config.hidden_size]
+        rows = lm_head_input[..., : self.config.hidden_size]
         if self.config.confidence_reads_token and self.markov_head is not None:
             rows = torch.cat((rows, self.markov_head.markov_w1(before).to(rows.dtype)), -1)
         return self.confidence_head.proj(rows)[..., 0]

@@ -10,7 +10,7 @@ Legend: B requests of a batch, S steps, N window nodes, V vocabulary.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from eagle_kit.autotune.shapes import MENU
+from eagle_kit.autotune.shapes import MAX_CANDIDATES
 from eagle_kit.config.engine import ResolvedConfig
 from eagle_kit.config.server import WarmUpExtent
 from eagle_kit.core.sampling_params import MAX_LOGPROBS
@@ -26,9 +26,10 @@ kernel took 64 KB (NVIDIA's forum, topic 244901)."""
 LAUNCHES = 10
 """Of a layer with attention and an MLP, verified; a head's step has one more layer of glue. Counted: 9.1 of
 Llama-3.1-8B, 14 of a step of its head (``python kernels check``)."""
-LAUNCHES_OF_EXPERTS, LAUNCHES_OF_LATENTS, LAUNCHES_OF_RECURRENCE = 12, 22, 108
-"""What a layer of experts, latent attention or a recurrence has in addition, counted in the small targets of
-``tests/benchmarks/test_launches.py``."""
+# What some layers have in addition, counted in the small targets of ``tests/benchmarks/test_launches.py``.
+LAUNCHES_OF_EXPERTS = 12
+LAUNCHES_OF_LATENTS = 22
+LAUNCHES_OF_RECURRENCE = 108
 LAUNCHES_AROUND = 40
 """Of a cycle outside of layers: slots, embedding, acceptance, filters, draft-extend."""
 
@@ -52,15 +53,15 @@ def graphs_of(
 
     Args:
         config: resolved; batches have the sizes and shapes in it.
-        chooses_shapes: whether shapes are measured later, so that a size has up to ``MENU`` of them and plain
-            decoding.
+        chooses_shapes: whether shapes are measured later, so that a size has up to ``MAX_CANDIDATES``
+            of them and plain decoding.
     """
     number = total = 0
     wanted = [] if extent == "none" else list(kinds(extent, can_have_grammars=True))
     for size in config.batch_sizes:
         shapes = [config.shape.at(size)]
         if chooses_shapes:
-            shapes = [*shapes * MENU, NO_SPECULATION]
+            shapes = [*shapes * MAX_CANDIDATES, NO_SPECULATION]
         for shape in shapes:
             proposals = 2 if config.sampled_drafts and draft is not None else 1
             if config.algorithm == "NGRAM" and shape.steps:

@@ -23,18 +23,22 @@ class Attend(Protocol):
     ``q [T, Hq, D]``, ``k`` and ``v [T, Hkv, D]`` of layer ``layer``, RoPE applied -> ``[T, Hq, D]``. It may
     store ``k`` and ``v`` and must let every query attend to its own key. Values and outputs of latent
     attention may be narrower than D.
+
+    Two members are optional: ``kv_rows(layer)``, the rows of a store that keys and values are written to as
+    they are computed (:func:`kv_rows_of`), and ``shard_rows``, the rows that this rank attends for
+    (:func:`shard_rows_of`).
     """
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
 
 
-class KVSlots(NamedTuple):
+class KVRows(NamedTuple):
     """Rows of a store that the keys and values of a forward are written to.
 
     Attributes:
         k_rows: keys of a layer ``[Hkv, R, D]``.
         v_rows: values of a layer ``[Hkv, R, D]``.
-        rows: the T rows of the tokens.
+        rows: the T rows of the tokens: of the pool for a prompt, of the scratch for a window.
     """
 
     k_rows: torch.Tensor
@@ -42,17 +46,17 @@ class KVSlots(NamedTuple):
     rows: Rows
 
 
-def kv_slots_of(attend: Attend, layer: int) -> KVSlots | None:
+def kv_rows_of(attend: Attend, layer: int) -> KVRows | None:
     """Rows of the store that the keys and values of ``layer`` are written to as soon as they are computed.
 
-    ``attend`` is then called with empty ``k`` and ``v``. None if ``attend`` has no method ``kv_slots``: it
+    ``attend`` is then called with empty ``k`` and ``v``. None if ``attend`` has no method ``kv_rows``: it
     takes keys and values as arguments.
     """
-    kv_slots = getattr(attend, "kv_slots", None)
-    if kv_slots is None:
+    kv_rows = getattr(attend, "kv_rows", None)
+    if kv_rows is None:
         return None
-    slots: KVSlots = kv_slots(layer)
-    return slots
+    rows: KVRows = kv_rows(layer)
+    return rows
 
 
 class ShardRows(NamedTuple):
@@ -235,17 +239,17 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(size, config.rms_norm_eps)
 
     def qkv(
-        self, x: torch.Tensor, rotation: Rotation, slots: KVSlots | None = None
+        self, x: torch.Tensor, rotation: Rotation, kv_rows: KVRows | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of a layer, with RoPE applied.
 
         Args:
             x: ``[T, input_size]``.
             rotation: rotation at the T positions.
-            slots: rows that keys and values are written to; None to return them.
+            kv_rows: rows that keys and values are written to; None to return them.
 
         Returns:
-            q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``; with ``slots``, k and v are empty.
+            q ``[T, Hq, D]``, k and v ``[T, Hkv, D]``; with ``kv_rows``, k and v are empty.
         """
         heads = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim))  # [T, Hq + 2 Hkv, D]
         options: dict[str, Any] = {}
@@ -253,14 +257,14 @@ class Attention(nn.Module):
             options["q_norm"] = _norm_weight(self.q_norm, heads.dtype)
             options["k_norm"] = _norm_weight(self.k_norm, heads.dtype)
             options["eps"] = self.q_norm.eps
-        if slots is not None:
-            options.update(slots._asdict())
+        if kv_rows is not None:
+            options.update(kv_rows._asdict())
             options["returns_kv"] = False
         return rope_store(heads, rotation, num_heads=self.num_heads, **options)
 
     def attended(self, x: torch.Tensor, rotation: Rotation, layer: int, attend: Attend) -> torch.Tensor:
         """Output of attention before ``o_proj``: ``[T, input_size]`` -> ``[T, Hq, D]``."""
-        q, k, v = self.qkv(x, rotation, kv_slots_of(attend, layer))
+        q, k, v = self.qkv(x, rotation, kv_rows_of(attend, layer))
         return self.gated(attend(layer, q, k, v), x)
 
     def gated(self, attended: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -74,7 +74,7 @@ class Hybrid:
         return self._recur.recur(number, inputs, delta=delta)
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes of the attention, such as ``kv_slots``."""
+        """Other attributes of the attention, such as ``kv_rows``."""
         return getattr(self.__dict__["_attend"], name)
 
 

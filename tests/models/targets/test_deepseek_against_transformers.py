@@ -29,7 +29,7 @@ def test_logits_and_captured_states_equal_those_of_transformers(name, tmp_path):
 
 
 def test_states_of_a_packed_row_are_those_of_its_documents(tmp_path):
-    """Captured states of a packed row."""
+    """Captured states of a packed sequence."""
     randomised(DEEPSEEK["v3: YaRN"]).save_pretrained(tmp_path)
     target = load_target(tmp_path)
     ids = torch.randint(0, 271, (60,), generator=torch.Generator().manual_seed(0))

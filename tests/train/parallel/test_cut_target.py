@@ -23,11 +23,11 @@ from eagle_kit.train.run.state_source import state_source
 
 LAYERS = (1, 2, 3)
 LENGTHS = ((37, 1, 20), (11, 50), (64,), (5, 5, 5, 5))
-"""Of the documents in the packed row of each process."""
+"""Of the documents in the packed sequence of each process."""
 
 
 def row(rank: int) -> Any:
-    """What a source reads of a packed row."""
+    """What a source reads of a packed sequence."""
     generator = torch.Generator().manual_seed(rank)
     lengths = LENGTHS[rank]
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]

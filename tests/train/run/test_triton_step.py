@@ -7,7 +7,7 @@ import torch
 from tiny import tiny_head, tiny_target
 
 from eagle_kit.objective.loss import TTTBatch
-from eagle_kit.objective.row_plan import plan_row
+from eagle_kit.objective.row_plan import make_row_plan
 from eagle_kit.objective.target_features import capture_features
 from eagle_kit.objective.ttt import ttt_forward_backward
 from eagle_kit.ops.backend import use
@@ -57,7 +57,7 @@ class Step:
         reply = torch.full_like(doc_start, -1)
         reply[5:12], reply[15:20], reply[24:] = 0, 1, 2
         self.ids = torch.randint(0, 131, (LENGTH,), generator=torch.Generator().manual_seed(5)).to(device)
-        self.plan = plan_row(reply.to(device), doc_start.to(device), STEPS)
+        self.plan = make_row_plan(reply.to(device), doc_start.to(device), STEPS)
         self.weights = [torch.full((n,), 0.8**k / n, device=device) for k, n in enumerate(self.plan.counts)]
 
     def capture(self, backend):
@@ -85,7 +85,7 @@ class Step:
                     self.weights,
                     features,
                     self.target.embed_tokens.weight,
-                    self.target.head_weight[self.head.target_ids],
+                    self.target.head_weight[self.head.token_map],
                 ),
             )
         return result, {name: parameter.grad for name, parameter in self.head.named_parameters()}

@@ -1,14 +1,14 @@
 """Forms in which models write calls of tools.
 
 A form finds its calls by the text of its markers, which are special tokens in some tokenizers and ordinary
-ones in others. ``take`` reads the reply from a marker on: one call, or several of a list.
+tokens in others. ``take`` reads the reply from a marker on: one call, or the calls of a list.
 
 | form | a call |
 |---|---|
 | ``hermes`` | ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``, or Qwen3-Coder's XML in the tags |
 | ``deepseek`` | between DeepSeek-V3's tokens, the arguments in a code block, or as V3.1 writes them |
 | ``mistral`` | ``[TOOL_CALLS]`` before a list of objects, or before a name and an object |
-| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}`` or a list, also behind ``<|python_tag|>`` |
+| ``llama3`` | the reply is ``{"name": ..., "parameters": ...}`` or a list, also after ``<|python_tag|>`` |
 """
 
 import ast
@@ -48,7 +48,7 @@ END_OF_CALL = re.compile(CALL_END)
 FENCE = "```"
 TOOL_CALLS = "[TOOL_CALLS]"
 MOST_NAME = 256
-"""Characters from a function's name to its arguments in Mistral's form; what is longer is no call."""
+"""Most characters from a function's name to its arguments in Mistral's form."""
 MISTRAL_NAME = re.compile(r"([\w.-]++)(?:\[CALL_ID\]\w++)?(?:\[ARGS\])?\s*+(?=\{)")
 MISTRAL_BEGUN = re.compile(r"[\w.-]*+(?:\[[\w\]]*+)*+\s*+")
 PYTHON_TAG = "<|python_tag|>"
@@ -56,11 +56,11 @@ BARE_BEGINNINGS = ('{"name":', '{"type":', '[{"name":', '[{"type":')
 
 
 class Taken(NamedTuple):
-    """What was read from a marker on.
+    """Result of reading from a marker on.
 
     Attributes:
-        end: place in the reply behind the call, or behind the text that is no call.
-        calls: None where there is none.
+        end: place in the reply at which the call, or the text that is no call, ends.
+        calls: the calls; None for text that is no call.
     """
 
     end: int
@@ -71,7 +71,7 @@ class KnownTools:
     """Tools of a request, by name, with the types of their parameters.
 
     Args:
-        tools: definitions of the tools; of two with one name the first counts.
+        tools: definitions of the tools. If two have one name, the first is used.
     """
 
     def __init__(self, tools: Sequence[Tool]) -> None:
@@ -83,7 +83,7 @@ class KnownTools:
         return name in self._schemas
 
     def typed(self, name: str, key: str, text: str) -> Any:
-        """Return the value of a parameter that was written as text; see
+        """Value of the parameter ``key`` of the tool ``name`` that was written as text; see
         :func:`~eagle_kit.data.chat.reply.literals.typed`."""
         if (name, key) not in self._kinds:
             schema = self._schemas.get(name)
@@ -99,10 +99,10 @@ class CallForm:
     """A form of calls.
 
     Attributes:
-        openers: markers, one of which begins a call.
+        openers: markers that begin a call.
         markers: all of its markers.
         take: reads a call, or a list of them, from a marked tape whose next characters are an opener.
-        after: what may stand between calls, and behind them.
+        after: texts that may be between calls and after them; they are left out.
         is_bare: a reply that begins as in ``BARE_BEGINNINGS`` may be a call too.
     """
 
@@ -114,7 +114,7 @@ class CallForm:
 
 
 def make_call(name: Any, arguments: Any) -> Call:
-    """Make a call. Raise :class:`Unusable` where the two are none."""
+    """Make a call. Raise :class:`Unusable` for a name or arguments that no call has."""
     if isinstance(name, str):
         name = name.strip()
     (found,) = read_calls({"name": name, "arguments": arguments})
@@ -131,22 +131,24 @@ def make_call(name: Any, arguments: Any) -> Call:
 def calls_of(value: Any) -> list[Call]:
     """Make the calls of a JSON value, an object or a list of them. Raise :class:`Unusable` for others.
 
-    The name is ``name``, or ``function`` where that is a text, as some of Llama's replies have it.
+    The name is ``name``, or ``function`` if that is a text, as in some of Llama's replies.
     """
-    found = []
-    for one in value if isinstance(value, list) else [value]:
-        if not isinstance(one, dict):
+    calls = []
+    given = value if isinstance(value, list) else [value]
+    for call in given:
+        if not isinstance(call, dict):
             raise Unusable("a call that is no object")
-        function = one["function"] if isinstance(one.get("function"), dict) else one
+        function = call["function"] if isinstance(call.get("function"), dict) else call
         name = function.get("name", function.get("function"))
-        found.append(make_call(name, function.get("arguments", function.get("parameters"))))
-    if not found:
+        arguments = function.get("arguments", function.get("parameters"))
+        calls.append(make_call(name, arguments))
+    if not calls:
         raise Unusable("no call")
-    return found
+    return calls
 
 
 def _made(end: int, calls: Callable[[str], list[Call]], body: str) -> Taken:
-    """Read a whole call, which ends at ``end``."""
+    """The result for a call that ends at ``end``: ``calls`` of its ``body``, or none if that raises."""
     try:
         return Taken(end, calls(body))
     except (Unusable, ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -154,16 +156,21 @@ def _made(end: int, calls: Callable[[str], list[Call]], body: str) -> Taken:
 
 
 def _take_hermes(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    """Take a call of Hermes's form."""
     yield from tape.take(TOOL_CALL)
     start = tape.place
     no_call = Taken(start)
     yield from tape.skip_space()
 
-    # The call up to its last character.
+    # The call up to its last character: a function in tags, or a value.
+    function: str | None = ""
     is_xml = bool((yield from tape.next_is("<")))
     try:
-        function = (yield from _read_function(tape)) if is_xml else ""
-        is_whole = is_xml or (yield from read_value(tape))
+        if is_xml:
+            function = yield from _read_function(tape)
+            is_whole = function is not None
+        else:
+            is_whole = yield from read_value(tape)
     except NoValue:
         return no_call
     if function is None or not is_whole:
@@ -184,10 +191,13 @@ def _take_hermes(tape: Tape, tools: KnownTools) -> Reading[Taken]:
 
 
 def _read_function(tape: Tape) -> Reading[str | None]:
-    """Read a function in tags -> its name; None where the reply ends before.
+    """Read a function in tags, up to its end tag.
+
+    Returns:
+        Its name; None if the reply ends before the end tag.
 
     Raises:
-        NoValue: whatever follows, there is no function with parameters before another call.
+        NoValue: the text is no function with parameters, however it goes on.
     """
     # Its name.
     if not (yield from tape.take(FUNCTION_TAG)):
@@ -200,12 +210,12 @@ def _read_function(tape: Tape) -> Reading[str | None]:
         raise NoValue
     name = tape.since(begin, tape.place - 1)
 
-    # A parameter, or none at all.
+    # A parameter, or the end tag.
     yield from tape.skip_space()
     if not (yield from tape.next_is(PARAMETER_TAG, END_FUNCTION)):
         raise NoValue
 
-    # The end tag that the end of the call follows: a parameter may have others.
+    # The end tag before the end of the call. The text of a parameter may hold other end tags.
     while True:
         mark = yield from tape.find(IN_FUNCTION, (END_FUNCTION, TOOL_CALL))
         if not mark:
@@ -221,7 +231,7 @@ def _read_function(tape: Tape) -> Reading[str | None]:
 
 
 def hermes_calls(body: str) -> list[Call]:
-    """Read what stands between the tags: JSON, or an object as Python writes it. Raise :class:`Unusable`,
+    """Calls of the text between the tags: JSON, or an object as Python writes it. Raise :class:`Unusable`,
     ValueError or SyntaxError for anything else."""
     try:
         return calls_of(json.loads(body))
@@ -250,6 +260,7 @@ def _xml_call(name: str, body: str, tools: KnownTools) -> Call:
 
 
 def _take_deepseek(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    """Take a call of DeepSeek's forms."""
     yield from tape.take(CALLS_BEGIN)
     yield from tape.skip_space()
     if not (yield from tape.take(CALL_BEGIN)):
@@ -261,11 +272,16 @@ def _take_deepseek(tape: Tape, tools: KnownTools) -> Reading[Taken]:
 
 
 def _deepseek_calls(body: str) -> list[Call]:
+    """The call of the text between DeepSeek's markers."""
     head, separator, rest = body.partition(SEPARATOR)
     if not separator:
         raise Unusable("no separator")
+
+    # V3.1: a name and arguments.
     name = head
     arguments = rest
+
+    # V3: the word function, a name, and arguments in a code block.
     if head.strip() == "function":
         before, _, block = rest.partition("\n")
         block = block.rstrip()
@@ -277,6 +293,7 @@ def _deepseek_calls(body: str) -> list[Call]:
 
 
 def _take_mistral(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    """Take a list of calls, or one call, of Mistral's forms."""
     yield from tape.take(TOOL_CALLS)
     no_call = Taken(tape.place)
     yield from tape.skip_space()
@@ -297,6 +314,7 @@ def _take_mistral(tape: Tape, tools: KnownTools) -> Reading[Taken]:
 
 
 def _take_llama3(tape: Tape, tools: KnownTools) -> Reading[Taken]:
+    """Take calls of Llama's form. An object that names no tool is no call: it may be the answer."""
     yield from tape.take(PYTHON_TAG)
     no_call = Taken(tape.place)
     yield from tape.skip_space()
@@ -317,8 +335,11 @@ def _take_llama3(tape: Tape, tools: KnownTools) -> Reading[Taken]:
 
 
 def _take_json(tape: Tape, start: int, calls: Callable[[Any], list[Call]], depth: int = 0) -> Reading[Taken]:
-    """Take the JSON value that begins at ``start``, of which ``depth`` brackets were read, once there is all
-    of it."""
+    """Take the JSON value that begins at ``start``, up to its end.
+
+    Args:
+        depth: number of its brackets that were read.
+    """
     if not (yield from read_json(tape, depth)):
         return Taken(tape.place)
     body = tape.since(start, tape.place)

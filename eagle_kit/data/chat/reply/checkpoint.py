@@ -1,7 +1,7 @@
 """Replies read by a checkpoint's own ``response_template``, with the parser of transformers.
 
-That parser raises where a call cannot be read, and does not say which text it took for a marker. So it is fed
-character by character, by which the text of a call is known, and becomes content where it must.
+That parser raises for a call that cannot be read, and does not name the text of its markers. So it is fed
+character by character: the text of a call is then known, and becomes content if the parser raises.
 """
 
 from collections import deque
@@ -22,7 +22,7 @@ class CheckpointReader:
     Args:
         tokenizer: has the template.
         prompt: text of the prompt, its special tokens included.
-        tools: definitions of the request's tools, by which arguments get their types.
+        tools: definitions of the request's tools, which have the types of arguments.
         has_thoughts: whether reasoning is read.
         has_calls: whether calls are read.
     """
@@ -43,7 +43,7 @@ class CheckpointReader:
             if about.get("content", "text") == "text" and (has_thoughts or name not in REASONING):
                 self._texts.add(name)
         self._has_calls = has_calls
-        self._raw: deque[str] = deque()  # characters of the reply that have not been handed on
+        self._raw: deque[str] = deque()  # characters of the reply that are in no part yet
         self._is_broken = False
         self._parts = Collected()
 
@@ -70,37 +70,49 @@ class CheckpointReader:
         return self._parts.take()
 
     def _give_up(self) -> None:
-        self._parts.say("".join(self._raw))
+        """Add all characters that are in no part to the content."""
+        self._parts.add_content("".join(self._raw))
         self._raw.clear()
 
     def _pop(self, count: int) -> str:
-        """Remove the first ``count`` characters that have not been handed on, or all where they are fewer."""
+        """Remove the first ``count`` characters that are in no part, or all if there are fewer."""
         return "".join(self._raw.popleft() for _ in range(min(count, len(self._raw))))
 
     def _take(self, events: Sequence[dict[str, Any]], num_ahead: int) -> None:
-        """Take events of the parser; a marker that is a pattern is known ``num_ahead`` characters late."""
+        """Apply events of the parser.
+
+        Args:
+            num_ahead: characters that the parser reads beyond a marker that is a pattern.
+        """
         for i, event in enumerate(events):
+            # Characters through the marker of the event.
             name = event["field"]
             kind = event["type"].removeprefix("region_")
-            length = num_ahead if f"{kind}_pattern" in self._fields[name] else 0
-            behind = len(self._raw) - length
+            num_read = len(self._raw)
+            if f"{kind}_pattern" in self._fields[name]:
+                num_read -= num_ahead
+
+            # Text of a part, or the beginning of one.
             if kind == "chunk":
                 if name in self._texts:
-                    self._hand_on(name, event["text"])
+                    self._add(name, event["text"])
             elif kind == "open":
                 if name in self._texts:
-                    self._pop(behind)
+                    self._pop(num_read)
+
+            # The end of a part: a call, a part that is not read and becomes content, or a text.
             elif name == CALLS and self._has_calls:
                 self._parts.calls += calls_of(event["value"])
-                self._pop(behind)
+                self._pop(num_read)
             elif name not in self._texts:
-                self._parts.say(self._pop(behind))
+                self._parts.add_content(self._pop(num_read))
             elif not any(later["type"] == "region_open" for later in events[i + 1 :]):
-                self._pop(behind)
+                self._pop(num_read)
 
-    def _hand_on(self, name: str, text: str) -> None:
+    def _add(self, name: str, text: str) -> None:
+        """Add text to the reasoning or the content."""
         self._pop(len(text))
         if name in REASONING:
-            self._parts.think(text)
+            self._parts.add_reasoning(text)
         else:
-            self._parts.say(text)
+            self._parts.add_content(text)

@@ -1,4 +1,4 @@
-"""The form in which a target writes its replies: by name, or found in what its chat template renders."""
+"""The form in which a target writes its replies: by name, or found in renderings of its chat template."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from eagle_kit.data.chat.reply.parts import Call, ReplyReader, read_reply
 from eagle_kit.data.chat.reply.tags import (
     END_THINK,
     THINK,
-    BoundReader,
+    ConstrainedReader,
     TagReader,
     closes_thought,
     opens_thought,
@@ -33,7 +33,8 @@ CHECKPOINT = "checkpoint"
 HARMONY = "harmony"
 TAGS = "think"
 DEEPSEEK_R1 = "deepseek_r1"
-"""Form ``think`` whose replies begin with a thought, opened or not, unless the prompt has closed it."""
+"""Form ``think`` whose replies begin with a thought, with or without its opening tag, unless the prompt has
+closed it."""
 REASONING_PARSERS: dict[str, str] = {
     **dict.fromkeys((TAGS, "deepseek_v3", "deepseek-v3", "qwen3"), TAGS),
     **dict.fromkeys((DEEPSEEK_R1, "deepseek-r1"), DEEPSEEK_R1),
@@ -49,7 +50,7 @@ TOOL_CALL_PARSERS: dict[str, CallForm | str] = {
 }
 """Forms of calls by their names here, in vLLM and in SGLang."""
 TAIL = 64
-"""Last tokens of a prompt that can have begun a reply."""
+"""Last tokens of a prompt among which the beginning of a reply is searched."""
 THOUGHT = "eaglekitthought"
 QUESTION = {"role": "user", "content": "eaglekitquestion"}
 TOOL: Tool = {
@@ -63,13 +64,13 @@ TOOL: Tool = {
 CALL = Call("eaglekitprobe", {"x": "y"})
 
 
-class BoundReply(NamedTuple):
-    """How a reply is read whose answer is held by a grammar.
+class ConstrainedReply(NamedTuple):
+    """Reading of a reply whose answer must match a grammar.
 
     Attributes:
-        thought: where its reasoning ends; None where the grammar holds from the first token.
-        make_reader: makes a reader of reasoning and content; None where all of it is content.
-        shown_tokens: special tokens that the reader must see in the text.
+        thought: bounds of its reasoning; None if the grammar holds from the first token.
+        make_reader: makes a reader of reasoning and content; None if the whole reply is content.
+        shown_tokens: special tokens that the text for the reader must have.
     """
 
     thought: Thought | None = None
@@ -79,7 +80,7 @@ class BoundReply(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplyForms:
-    """How replies of a target are read.
+    """Forms of the reasoning and the calls in replies of a target.
 
     Attributes:
         renderer: of the prompts; its tokenizer is the target's.
@@ -92,11 +93,11 @@ class ReplyForms:
     calls: CallForm | str | None = None
 
     def reader(self, prompt_ids: Sequence[int], tools: Sequence[Tool] = ()) -> ReplyReader | None:
-        """Make a reader of one reply; None where all of it is content.
+        """Make a reader of one reply; None if the whole reply is content.
 
         Args:
             prompt_ids: the prompt, which may have begun the reply.
-            tools: those that the prompt shows; without any, calls are not read.
+            tools: tools of the request; without any, calls are not read.
         """
         calls = self.calls if tools else None
         if self.reasoning is None and calls is None:
@@ -114,25 +115,33 @@ class ReplyForms:
         tail = tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
         return _reader(self.reasoning, calls, tail, tools)
 
-    def bound(self, prompt_ids: Sequence[int]) -> BoundReply:
-        """Say how a reply to a prompt is read whose answer is held by a grammar, which has no room for the
-        markers of calls. It has no reasoning where the prompt has closed that, or where its markers are no
-        tokens of their own."""
-        form = _probe_thoughts(self.renderer) if self.reasoning == CHECKPOINT else self.reasoning
+    def constrained(self, prompt_ids: Sequence[int]) -> ConstrainedReply:
+        """Choose the reading of a reply to a prompt whose answer must match a grammar. Grammars have no
+        markers of calls.
+
+        There is no reasoning if the prompt has closed it, or if its markers are no tokens of their own.
+        """
+        form = self.reasoning
+        if form == CHECKPOINT:
+            form = _probe_thoughts(self.renderer)
+        if form is None:
+            return ConstrainedReply()
         tail = self.renderer.tokenizer.decode(list(prompt_ids[-TAIL:]), skip_special_tokens=False)
-        thought = None if form is None else self._thought(form, tail)
+        thought = self._thought(form, tail)
         if thought is None:
-            return BoundReply()
-        make_reader: Callable[[], ReplyReader] = partial(BoundReader, is_opened=thought.opener is None)
+            return ConstrainedReply()
+        make_reader: Callable[[], ReplyReader] = partial(ConstrainedReader, is_opened=thought.opener is None)
         if form == HARMONY:
             make_reader = partial(_reader, form, None, tail, ())
-        return BoundReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
+        return ConstrainedReply(thought, make_reader, ReplyForms(self.renderer, form).shown_tokens(False))
 
     def _thought(self, form: str, prompt: str) -> Thought | None:
+        """Bounds of the reasoning in a reply to ``prompt``; None if there is none."""
         if form == HARMONY:
+            if begun_part(prompt) == "content":
+                return None
             final = self._tokens(f"{CHANNEL}final{MESSAGE}")
-            is_begun = begun_part(prompt) == "content"
-            return None if is_begun else Thought(final, others=self._tokens("analysis")[:1])
+            return Thought(final, others=self._tokens("analysis")[:1])
         begin = self._tokens(THINK)
         end = self._tokens(END_THINK)
         if closes_thought(prompt) or len(begin) != 1 or len(end) != 1:
@@ -141,22 +150,33 @@ class ReplyForms:
         return Thought(end, None if is_opened else begin[0])
 
     def _tokens(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text."""
         return tuple(self.renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def shown_tokens(self, has_tools: bool) -> frozenset[int]:
-        """Special tokens that a reader of replies must see in the text, with tools or without."""
+        """Special tokens that the text of replies must have for a reader, with tools or without."""
         calls = self.calls if has_tools else None
-        found = self.renderer.tokenizer.added_tokens_decoder.items()
+        added = self.renderer.tokenizer.added_tokens_decoder
+        special = {token: about.content for token, about in added.items() if about.special}
         if CHECKPOINT in (self.reasoning, calls):
-            return frozenset(token for token, about in found if about.special)
-        markers = {THINK, END_THINK} if self.reasoning in (TAGS, DEEPSEEK_R1) else set()
-        markers |= set(calls.markers) if isinstance(calls, CallForm) else set()
-        markers |= set(MARKERS) if HARMONY in (self.reasoning, calls) else set()
-        return frozenset(token for token, about in found if about.special and about.content in markers)
+            return frozenset(special)
+
+        markers: set[str] = set()
+        if self.reasoning in (TAGS, DEEPSEEK_R1):
+            markers.update((THINK, END_THINK))
+        if isinstance(calls, CallForm):
+            markers.update(calls.markers)
+        if HARMONY in (self.reasoning, calls):
+            markers.update(MARKERS)
+        return frozenset(token for token, text in special.items() if text in markers)
 
     def __str__(self) -> str:
         """Names of the two forms."""
-        calls = next((name for name, form in TOOL_CALL_PARSERS.items() if form is self.calls), self.calls)
+        calls = self.calls
+        for name, form in TOOL_CALL_PARSERS.items():
+            if form is self.calls:
+                calls = name
+                break
         return f"reasoning {self.reasoning or 'none'}, tool calls {calls or 'none'}"
 
 
@@ -166,6 +186,7 @@ def _reader(
     prompt: str,
     tools: Sequence[Tool],
 ) -> ReplyReader:
+    """Make a reader of a reply to ``prompt`` in two forms, of which none is the checkpoint's."""
     if HARMONY in (reasoning, calls):
         return HarmonyReader(
             has_thoughts=reasoning == HARMONY,
@@ -181,13 +202,13 @@ def _reader(
 
 
 def choose_forms(renderer: ChatRenderer, reasoning: str = "auto", calls: str = "auto") -> ReplyForms:
-    """Choose how the replies of a target are read.
+    """Choose the forms of a target's replies.
 
     Args:
         renderer: of the prompts of the target.
         reasoning: ``auto``, ``none`` or one of ``REASONING_PARSERS``.
-        calls: ``auto``, ``none`` or one of ``TOOL_CALL_PARSERS``. ``auto`` takes the checkpoint's own
-            response template, else the first form that reads back what the chat template renders.
+        calls: ``auto``, ``none`` or one of ``TOOL_CALL_PARSERS``. ``auto`` is the checkpoint's own response
+            template, or else the first form that reads a reply back from a rendering of the chat template.
 
     Raises:
         UserError: an unknown name, or harmony for one of them and another form for the other.
@@ -210,7 +231,7 @@ def choose_forms(renderer: ChatRenderer, reasoning: str = "auto", calls: str = "
 
 
 def check_names(reasoning: str, calls: str) -> None:
-    """Raise UserError for a name of no form."""
+    """Raise UserError for a name that is not that of a form."""
     for flag, name, known in (
         ("--reasoning-parser", reasoning, REASONING_PARSERS),
         ("--tool-call-parser", calls, TOOL_CALL_PARSERS),
@@ -220,7 +241,7 @@ def check_names(reasoning: str, calls: str) -> None:
 
 
 def _has_response_template(tokenizer: Any) -> bool:
-    """True where the tokenizer brings a response template. Raises UserError for one that is none."""
+    """True if the tokenizer has a response template. Raises UserError if it cannot be read."""
     if getattr(tokenizer, "response_template", None) is None:
         return False
     try:
@@ -234,45 +255,61 @@ def _has_response_template(tokenizer: Any) -> bool:
 
 
 def _probe_thoughts(renderer: ChatRenderer) -> str | None:
+    """The form that reads back the thought of a reply that the chat template renders; None if none does."""
     message = {"role": "assistant", "reasoning_content": THOUGHT, "content": "eaglekitanswer"}
-    found = _written(renderer, message, ())
-    if found is None:
+    rendered = _render_reply(renderer, message, ())
+    if rendered is None:
         return None
     for form in (HARMONY, TAGS):
-        if read_reply(_reader(form, None, found[0], ()), found[1]).reasoning == THOUGHT:
+        reader = _reader(form, None, rendered.prompt, ())
+        if read_reply(reader, rendered.reply).reasoning == THOUGHT:
             return form
+
     # A template may drop the thought even of the last reply (DeepSeek-R1).
     return TAGS if END_THINK in renderer.template() else None
 
 
 def _probe_calls(renderer: ChatRenderer) -> CallForm | str | None:
+    """The form that reads back the call of a reply that the chat template renders; None if none does."""
     call = {
         "id": "eaglekit1",  # nine letters and digits, as Mistral asks for
         "type": "function",
         "function": {"name": CALL.name, "arguments": CALL.arguments},
     }
-    found = _written(renderer, {"role": "assistant", "content": "", "tool_calls": [call]}, (TOOL,))
-    if found is None or CALL.name not in found[1]:
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    rendered = _render_reply(renderer, message, (TOOL,))
+    if rendered is None or CALL.name not in rendered.reply:
         return None
     forms: tuple[CallForm | str, ...] = (HARMONY, HERMES, DEEPSEEK, MISTRAL, LLAMA3)
     for form in forms:
-        if read_reply(_reader(None, form, found[0], (TOOL,)), found[1]).calls == [CALL]:
+        reader = _reader(None, form, rendered.prompt, (TOOL,))
+        if read_reply(reader, rendered.reply).calls == [CALL]:
             return form
     return None
 
 
-def _written(renderer: ChatRenderer, message: Message, tools: Sequence[Tool]) -> tuple[str, str] | None:
-    """Prompt, and what the template renders of a reply behind it; None where it refuses them."""
+class _Rendered(NamedTuple):
+    """Renderings of a prompt, and of the reply after it without its end."""
+
+    prompt: str
+    reply: str
+
+
+def _render_reply(renderer: ChatRenderer, message: Message, tools: Sequence[Tool]) -> _Rendered | None:
+    """Render a question and the reply ``message``; None if the chat template refuses them."""
+    # Some templates write the generation prompt only if no reply follows.
     try:
-        asked = ChatPrompt([QUESTION], tools)
-        prompt = renderer.render(asked, generation_prompt=True)
+        question = ChatPrompt([QUESTION], tools)
+        prompt = renderer.render(question, generation_prompt=True)
         text = renderer.render(ChatPrompt([QUESTION, message], tools), generation_prompt=False)
         if not text.startswith(prompt):
-            prompt = renderer.render(asked, generation_prompt=False)
+            prompt = renderer.render(question, generation_prompt=False)
     except (Unusable, UserError):
         return None
     if not text.startswith(prompt):
         return None
+
+    # Cut the reply before its end token.
     reply = text[len(prompt) :]
     ends = [reply.index(end) for end in renderer.end_names if end in reply]
-    return prompt, reply[: min(ends, default=len(reply))]
+    return _Rendered(prompt, reply[: min(ends, default=len(reply))])

@@ -1,4 +1,4 @@
-"""Values written as text: where one ends, and which types a schema lets it have."""
+"""Values written as text: the place where one ends, and the types that a schema allows."""
 
 import json
 import re
@@ -20,7 +20,7 @@ VALUE = OPENERS | QUOTES | {"word"}
 ITEM = VALUE | ENDS
 KEY = QUOTES | ENDS
 COLON = frozenset({":"})
-BEHIND = ENDS | {","}
+AFTER_VALUE = ENDS | {","}
 BRACKET = re.compile(r'["{}\[\]]')
 JSON_STRING = re.compile(r'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 KINDS: dict[type, str] = {
@@ -37,20 +37,20 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 class NoValue(ValueError):
-    """Whatever follows, there is neither an object nor a list."""
+    """The text is neither an object nor a list, however it goes on."""
 
 
 def read_value(tape: Tape) -> Reading[bool]:
     """Read the object or list that comes next, in JSON or as Python writes it, up to its end.
 
     Returns:
-        True at its end; False where the reply ends before.
+        True at its end; False if the reply ends before.
 
     Raises:
-        NoValue: whatever follows, there is no such value. The tape is at the character that shows it.
+        NoValue: the text is no such value, however it goes on. The tape is at the first wrong character.
     """
-    closers: list[str] = []
-    wanted = OPENERS
+    closers: list[str] = []  # brackets that must be closed, the innermost last
+    wanted = OPENERS  # signs that may come next
     while True:
         yield from tape.skip_space()
         if tape.at == len(tape.text):
@@ -78,7 +78,7 @@ def read_value(tape: Tape) -> Reading[bool]:
         else:
             tape.at += 1
 
-        # What may come behind it.
+        # Open or close a bracket.
         if sign in CLOSERS:
             closers.append(CLOSERS[sign])
         elif sign in ENDS:
@@ -86,6 +86,8 @@ def read_value(tape: Tape) -> Reading[bool]:
                 raise NoValue
             if not closers:
                 return True
+
+        # Choose the signs that may follow.
         if sign == ":":
             wanted = VALUE
         elif sign in CLOSERS or sign == ",":
@@ -93,29 +95,29 @@ def read_value(tape: Tape) -> Reading[bool]:
         elif sign in IN_STRING and wanted is KEY:
             wanted = COLON
         else:
-            wanted = BEHIND
+            wanted = AFTER_VALUE
 
 
 def _read_string(tape: Tape, quote: str) -> Reading[bool]:
-    """Read the rest of a string -> False where the reply ends before."""
+    """Read the rest of a string. False if the reply ends before its end. Raises NoValue for a line end."""
     while True:
         found = IN_STRING[quote].match(tape.text, tape.at)
         assert found is not None
         tape.at = found.end()
-        behind = tape.text[tape.at : tape.at + 1]
-        if behind == quote:
+        following = tape.text[tape.at : tape.at + 1]
+        if following == quote:
             tape.at += 1
             return True
-        if behind in ("\n", "\r"):
+        if following in ("\n", "\r"):
             raise NoValue
-        # Only a backslash may be left, whose character has not come.
+        # A backslash whose character has not come may be left.
         if not (yield from tape.more()):
             tape.at = len(tape.text)
             return False
 
 
 def _read_word(tape: Tape) -> Reading[str | None]:
-    """Read a word -> None where the reply ends before a character that is none of it."""
+    """Read a word. None if the reply ends before a character that is not of the word."""
     pieces: list[str] = []
     while True:
         found = IN_WORD.match(tape.text, tape.at)
@@ -129,8 +131,12 @@ def _read_word(tape: Tape) -> Reading[str | None]:
 
 
 def read_json(tape: Tape, depth: int = 0) -> Reading[bool]:
-    """Read up to the bracket that closes the JSON object or list that comes next, of which ``depth`` brackets
-    were read -> False where the reply ends before. Whether it is JSON is not checked."""
+    """Read up to the bracket that closes the JSON object or list that comes next. False if the reply ends
+    before. Whether it is JSON is not checked.
+
+    Args:
+        depth: number of its brackets that were read already.
+    """
     while True:
         found = BRACKET.search(tape.text, tape.at)
         if found is None:
@@ -151,7 +157,7 @@ def read_json(tape: Tape, depth: int = 0) -> Reading[bool]:
 
 
 def _skip_string(tape: Tape) -> Reading[bool]:
-    """Read the rest of a JSON string, line ends included -> False where the reply ends before."""
+    """Read the rest of a JSON string, line ends included. False if the reply ends before its end."""
     while True:
         found = JSON_STRING.match(tape.text, tape.at)
         assert found is not None
@@ -168,10 +174,10 @@ def end_of_value(text: str, start: int) -> int | None:
     """Find the end of the value that begins at ``start``; see :func:`read_value`.
 
     Returns:
-        the end; None while more text could bring it.
+        The end; None if the value may end in text that is still to come.
 
     Raises:
-        ValueError: whatever follows, there is no such value.
+        ValueError: the text is no such value, however it goes on.
     """
     tape = Tape()
     tape.feed(text[start:])
@@ -186,14 +192,14 @@ def end_of_value(text: str, start: int) -> int | None:
 def typed(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
     """Value of a parameter that was written as plain text.
 
-    It is the text where the schema allows strings alone. Otherwise it is what JSON (or Python's ``True``,
-    ``False`` and ``None``) reads, and text where that fails, or where the schema allows strings and not what
-    was read: of ``int | str`` ``3`` is a number and ``x`` or ``[3]`` a text.
+    It is the text itself if the schema allows strings alone. Otherwise it is read as JSON, or as Python's
+    ``True``, ``False`` and ``None``. It stays text if that fails, or if the schema allows strings and not the
+    type that was read: of ``int | str`` ``3`` is a number and ``x`` or ``[3]`` a text.
 
     Args:
         text: as the model wrote it.
-        schema: JSON schema of the parameter; None where there is none, so that it stays text.
-        root: schema in which ``$ref`` points.
+        schema: JSON schema of the parameter; None for none, so that it stays text.
+        root: schema that holds the definitions to which ``$ref`` points.
     """
     return with_kind(text, allowed_kinds(schema, root))
 
@@ -207,12 +213,16 @@ def with_kind(text: str, kinds: frozenset[str]) -> Any:
         json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
+
+    # A quoted string stays as it was written.
     kind = KINDS[type(value)]
-    return text if "string" in kinds and (kind not in kinds or kind == "string") else value
+    if "string" in kinds and (kind not in kinds or kind == "string"):
+        return text
+    return value
 
 
 def allowed_kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
-    """Types of a parameter: text alone where it has no schema, all of them where its schema is too deep."""
+    """Types of a parameter: text alone if it has no schema, all of them if its schema is too deep."""
     if schema is None:
         return frozenset({"string"})
     try:
@@ -222,40 +232,55 @@ def allowed_kinds(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[str]]) -> frozenset[str]:
-    """Types that values of a JSON schema may have, as far as ``type``, ``enum``, ``const``, ``anyOf``,
-    ``oneOf``, ``allOf`` and ``$ref`` tell.
+    """Types that values of a JSON schema may have, by ``type``, ``enum``, ``const``, ``anyOf``, ``oneOf``,
+    ``allOf`` and ``$ref``. Other keywords are ignored.
 
     Args:
-        schema: a schema; all types where it is none.
-        root: schema in which ``$ref`` points.
-        known: types by ``$ref``, to which those that are met are added.
+        schema: a schema; anything else has all types.
+        root: schema that holds the definitions to which ``$ref`` points.
+        known: types by ``$ref``; those of further references are added.
     """
     if not isinstance(schema, dict):
         return ALL_KINDS
     kinds = ALL_KINDS
+
+    # Types by name; an integer is a number.
     if "type" in schema:
         named = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        names = frozenset(name for name in named if isinstance(name, str))
-        kinds &= names | ({"integer"} if "number" in names else frozenset())
+        names = {name for name in named if isinstance(name, str)}
+        if "number" in names:
+            names.add("integer")
+        kinds &= names
+
+    # Types of listed values.
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         kinds &= {KINDS[type(value)] for value in values}
+
+    # Types of one of several schemas, or of all of several.
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
             kinds &= frozenset().union(*(kinds_of(each, root, known) for each in schema[name]))
-    joined = schema.get("allOf")
-    for each in joined if isinstance(joined, list) else ():
-        kinds &= kinds_of(each, root, known)
-    if isinstance(ref := schema.get("$ref"), str):
+    if isinstance(schema.get("allOf"), list):
+        for each in schema["allOf"]:
+            kinds &= kinds_of(each, root, known)
+
+    # Types of a definition. A reference within itself adds nothing.
+    ref = schema.get("$ref")
+    if isinstance(ref, str):
         if ref not in known:
-            known[ref] = frozenset()  # a reference to itself adds nothing
+            known[ref] = frozenset()
             known[ref] = kinds_of(_target(ref, root), root, known)
         kinds &= known[ref]
     return kinds
 
 
 def _target(ref: str, root: Any) -> Any:
-    """Schema that a ``$ref`` within ``root`` points to; None where there is none."""
+    """Schema to which a ``$ref`` within ``root`` points; None if there is none."""
+    if not ref.startswith("#"):
+        return None
     for key in ref.removeprefix("#").split("/")[1:]:
-        root = root.get(key.replace("~1", "/").replace("~0", "~")) if isinstance(root, dict) else None
-    return root if ref.startswith("#") else None
+        if not isinstance(root, dict):
+            return None
+        root = root.get(key.replace("~1", "/").replace("~0", "~"))
+    return root

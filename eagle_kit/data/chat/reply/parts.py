@@ -1,11 +1,11 @@
-"""Parts of a generated reply, and what every reader of replies does."""
+"""Parts of a generated reply, and the interface of its readers."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 BLOCK = 512
-"""Characters that a reader looks at together; a copy of so many costs no more than a statement."""
+"""Characters that a reader processes at a time. To copy so many costs no more than a statement."""
 
 
 class Call(NamedTuple):
@@ -17,7 +17,7 @@ class Call(NamedTuple):
 
 @dataclass
 class ReplyParts:
-    """Parts of a reply, or an addition to each of them; ``calls`` in the order in which they were written."""
+    """Parts of a reply, or an addition to each of them. Calls are in the order in which they were written."""
 
     reasoning: str = ""
     content: str = ""
@@ -31,24 +31,24 @@ class ReplyParts:
 
 
 class Collected:
-    """Texts and calls of a reply since they were last taken. Pieces are joined once, so that many short ones
-    take time in proportion to their length."""
+    """Texts and calls of a reply since they were last taken. Pieces are joined once, so the time is linear in
+    their length."""
 
     def __init__(self) -> None:
         self._reasoning: list[str] = []
         self._content: list[str] = []
         self.calls: list[Call] = []
 
-    def think(self, text: str) -> None:
+    def add_reasoning(self, text: str) -> None:
         """Append to the reasoning."""
         self._reasoning.append(text)
 
-    def say(self, text: str) -> None:
+    def add_content(self, text: str) -> None:
         """Append to the content."""
         self._content.append(text)
 
     def take(self) -> ReplyParts:
-        """Return all of it, and begin anew."""
+        """Return the parts, and begin with empty ones."""
         parts = ReplyParts("".join(self._reasoning), "".join(self._content), self.calls)
         self._reasoning = []
         self._content = []
@@ -57,16 +57,22 @@ class Collected:
 
 
 class ReplyReader(Protocol):
-    """Reader of one reply, piece by piece. However the text is cut into pieces, the additions join to the
-    same parts. What cannot be read stays in the content as it was written, and text is held back only while
-    it may be the beginning of a marker, or is within a call."""
+    """Reader of one reply, piece by piece.
+
+    The parts do not depend on how the text is cut into pieces. Text that cannot be read as reasoning or calls
+    stays in the content as it was written. Text is held back only while it may be the beginning of a marker,
+    or is within a call.
+    """
 
     def feed(self, text: str) -> ReplyParts:
         """Read a further piece of text."""
 
     def finish(self, end: str = "") -> ReplyParts:
-        """Release what is held back, after the last piece. ``end`` is the text of the token that ended the
-        reply; empty where it was cut."""
+        """Release text that is held back, after the last piece.
+
+        Args:
+            end: text of the token that ended the reply; empty if the reply was cut.
+        """
 
 
 def blocks(text: str) -> Iterator[str]:
@@ -83,9 +89,11 @@ def read_reply(reader: ReplyReader, text: str, end: str = "") -> ReplyParts:
 
 
 def len_of_beginning(text: str, markers: Iterable[str]) -> int:
-    """Length of the longest end of ``text`` that one of ``markers``, longer than it, begins with."""
+    """Length of the longest end of ``text`` that is the beginning, but not the whole, of one of
+    ``markers``."""
     markers = tuple(markers)
-    for length in range(min(max(map(len, markers), default=1) - 1, len(text)), 0, -1):
+    most = max(map(len, markers), default=1) - 1
+    for length in range(min(most, len(text)), 0, -1):
         end = text[-length:]
         if any(marker.startswith(end) for marker in markers if len(marker) > length):
             return length

@@ -1,8 +1,8 @@
 """Replies with a thought between ``<think>`` and ``</think>``, and calls in one of the forms of
 :mod:`.calls`.
 
-A thought may stand at the beginning only. White space around a thought, and between text and calls, belongs
-to neither, as chat templates write it.
+A thought may be at the beginning only. White space around a thought, and between text and calls, is left out:
+chat templates write it.
 """
 
 import re
@@ -19,7 +19,7 @@ OPENED = re.compile(r"<think>\s*+\Z")
 CLOSED = re.compile(r"</think>\s*+\Z")
 MOST_REREAD = 8
 """Text that is no call is read again, for a call within it, up to so many times the length of the reply so
-far. What is read beyond that is text."""
+far. Beyond that it is text."""
 
 
 def opens_thought(prompt: str) -> bool:
@@ -36,7 +36,7 @@ class TagReader:
     """:class:`~eagle_kit.data.chat.reply.parts.ReplyReader` of tags.
 
     Args:
-        has_thoughts: whether a thought is looked for.
+        has_thoughts: whether a thought is read.
         form: of calls; None leaves them in the content.
         tools: definitions of the request's tools.
         is_opened: the prompt has opened the thought.
@@ -54,11 +54,11 @@ class TagReader:
         self._tools = KnownTools(tools)
         self._tape = Tape()
         self._found = Collected()
-        self._gap: list[str] = []  # white space that belongs to the text only if more of it follows
-        self._has_said = False
-        self._is_fresh = False  # behind a marker, so that white space is no text
-        self._is_behind_call = False
-        self._num_reread = 0
+        self._gap: list[str] = []  # white space that is part of the text only if more text follows
+        self._has_content = False  # there is content
+        self._is_fresh = False  # after a marker, where white space is left out
+        self._follows_call = False
+        self._num_reread = 0  # characters
         self._reading = self._read(has_thoughts, is_opened)
 
     def feed(self, text: str) -> ReplyParts:
@@ -68,11 +68,11 @@ class TagReader:
         return self._found.take()
 
     def finish(self, end: str = "") -> ReplyParts:
-        """Release what is held back, after the last piece."""
+        """Release text that is held back, after the last piece."""
         self._tape.is_end = True
         next(self._reading, None)
-        if not (self._is_fresh or self._is_behind_call):
-            self._found.say("".join(self._gap))
+        if not (self._is_fresh or self._follows_call):
+            self._found.add_content("".join(self._gap))
         self._gap = []
         return self._found.take()
 
@@ -98,40 +98,46 @@ class TagReader:
         yield from tape.skip_space()
         while True:
             place = tape.text.find(END_THINK, tape.at)
-            kept = len_of_beginning(tape.text[tape.at :], (END_THINK,))
-            until = place if place >= 0 else len(tape.text) - kept
-            self._think(tape.text[tape.at : until])
+
+            # The thought so far. The beginning of the end tag is held back.
+            if place >= 0:
+                until = place
+            else:
+                until = len(tape.text) - len_of_beginning(tape.text[tape.at :], (END_THINK,))
+            self._add_reasoning(tape.text[tape.at : until])
             tape.at = until
+
+            # Its end, or that of the reply.
             if place >= 0:
                 tape.at += len(END_THINK)
                 self._gap = []
                 self._is_fresh = True
                 return
             if not (yield from tape.more()):
-                self._found.think("".join([*self._gap, tape.text[tape.at :]]))
+                self._found.add_reasoning("".join([*self._gap, tape.text[tape.at :]]))
                 self._gap = []
                 tape.at = len(tape.text)
                 return
 
-    def _think(self, text: str) -> None:
+    def _add_reasoning(self, text: str) -> None:
         """Add to the reasoning; white space at its end waits for what follows."""
-        said = text.rstrip()
-        if said:
-            self._found.think("".join([*self._gap, said]))
+        stripped = text.rstrip()
+        if stripped:
+            self._found.add_reasoning("".join([*self._gap, stripped]))
             self._gap = []
-        self._gap.append(text[len(said) :])
+        self._gap.append(text[len(stripped) :])
 
     def _content(self) -> Reading[bool]:
-        """Read text up to a call, and the call -> False at the end of the reply."""
+        """Read text up to a call, and the call. False at the end of the reply."""
         tape = self._tape
         form = self._form
         if form is None:
-            self._say(tape.text[tape.at :])
+            self._add_content(tape.text[tape.at :])
             tape.at = len(tape.text)
             return (yield from tape.more())
 
-        # What may stand between calls.
-        while self._is_behind_call and form.after:
+        # Texts that the form has between calls are left out.
+        while self._follows_call and form.after:
             begin = tape.mark()
             yield from tape.skip_space()
             mark = yield from tape.next_is(*form.after)
@@ -142,13 +148,13 @@ class TagReader:
             tape.release()
 
         # A call without a marker.
-        if form.is_bare and not self._has_said:
+        if form.is_bare and not self._has_content:
             begin = tape.mark()
             yield from tape.skip_space()
             place = tape.place
             is_bare = yield from self._begins_bare()
             if is_bare:
-                self._say(tape.since(begin, place))
+                self._add_content(tape.since(begin, place))
                 tape.rewind(place)
                 yield from self._call(form)
                 return True
@@ -158,20 +164,21 @@ class TagReader:
         while True:
             places = [tape.text.find(opener, tape.at) for opener in form.openers]
             places = [place for place in places if place >= 0]
-            kept = len_of_beginning(tape.text[tape.at :], form.openers)
-            until = min(places, default=len(tape.text) - kept)
-            self._say(tape.text[tape.at : until])
+            held_back = len_of_beginning(tape.text[tape.at :], form.openers)
+            until = min(places, default=len(tape.text) - held_back)
+            self._add_content(tape.text[tape.at : until])
             tape.at = until
             if places:
                 yield from self._call(form)
                 return True
             if not (yield from tape.more()):
-                self._say(tape.text[tape.at :])
+                self._add_content(tape.text[tape.at :])
                 tape.at = len(tape.text)
                 return False
 
     def _begins_bare(self) -> Reading[bool]:
-        """Read, white space aside, one of ``BARE_BEGINNINGS`` -> False where the text begins otherwise."""
+        """Read one of ``BARE_BEGINNINGS``, in which white space is ignored. False if the text begins
+        otherwise."""
         tape = self._tape
         read = ""
         while read not in BARE_BEGINNINGS:
@@ -183,45 +190,49 @@ class TagReader:
         return True
 
     def _call(self, form: CallForm) -> Reading[None]:
-        """Read calls; what is no call is text, in which a marker may be found again."""
+        """Read calls. Text that is no call is content, in which another marker may follow."""
         tape = self._tape
         begin = tape.mark()
         taken = yield from form.take(tape, self._tools)
+
+        # Calls.
         if taken.calls is not None:
             tape.release()
-            self._is_behind_call = True
-            self._is_fresh = self._is_fresh or not self._has_said
+            self._follows_call = True
+            self._is_fresh = self._is_fresh or not self._has_content
             self._found.calls += taken.calls
             return
+
+        # No call: read on after its end, or after all that was read if that is too often.
         end = taken.end
         self._num_reread += tape.place - end
         if self._num_reread > MOST_REREAD * tape.place:
             end = tape.place
-        self._say(tape.since(begin, end))
+        self._add_content(tape.since(begin, end))
         tape.rewind(end)
 
-    def _say(self, text: str) -> None:
-        """Add content; white space at its end waits for what follows, where that may be a call."""
+    def _add_content(self, text: str) -> None:
+        """Add content. If a call may follow, white space at its end waits for the next text."""
         if self._form is not None:
-            said = text.rstrip()
-            if not said:
+            stripped = text.rstrip()
+            if not stripped:
                 self._gap.append(text)
                 return
-            gap = text[len(said) :]
-            text = "".join([*self._gap, said])
+            gap = text[len(stripped) :]
+            text = "".join([*self._gap, stripped])
             self._gap = [gap]
         if self._is_fresh:
             text = text.lstrip()
         if text:
-            self._found.say(text)
-            self._has_said = True
+            self._found.add_content(text)
+            self._has_content = True
             self._is_fresh = False
-            self._is_behind_call = False
+            self._follows_call = False
 
 
-class BoundReader(TagReader):
-    """Reader of replies whose answer is held by a grammar: all behind the thought is content, white space
-    included.
+class ConstrainedReader(TagReader):
+    """Reader of replies whose answer must match a grammar: everything after the thought is content, white
+    space included.
 
     Args:
         is_opened: the prompt has opened the thought.
@@ -230,5 +241,5 @@ class BoundReader(TagReader):
     def __init__(self, *, is_opened: bool) -> None:
         super().__init__(has_thoughts=True, is_opened=is_opened)
 
-    def _say(self, text: str) -> None:
-        self._found.say(text)
+    def _add_content(self, text: str) -> None:
+        self._found.add_content(text)

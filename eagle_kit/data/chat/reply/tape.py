@@ -1,8 +1,7 @@
 """Text of a reply that arrives in pieces, for readers written as generators.
 
-A reader yields wherever it needs more text than there is, and goes on with the same statement when more has
-come. It reads each character once: what may be looked at again is marked, and given back with
-:meth:`Tape.rewind`.
+A reader yields whenever it needs more text, and continues at the same statement when more has come. It reads
+each character once. Text that may be read again is marked, and returned with :meth:`Tape.rewind`.
 """
 
 import re
@@ -22,9 +21,9 @@ class Tape:
     """Characters of a reply, and the place up to which they were read.
 
     Attributes:
-        text: a block of the reply, with the characters before it that nobody has read.
+        text: a block of the reply, and the unread characters before it.
         at: place in ``text`` up to which it was read.
-        is_end: no text follows what was fed.
+        is_end: the reply has ended: no more text will be fed.
     """
 
     def __init__(self) -> None:
@@ -32,13 +31,13 @@ class Tape:
         self.at = 0
         self.is_end = False
         self._base = 0  # place of ``text`` in the reply
-        self._unread: deque[str] = deque()  # blocks behind ``text``
+        self._unread: deque[str] = deque()  # blocks after ``text``
         self._marked: list[str] | None = None  # text from the mark to the end of ``text``
         self._mark = 0
 
     @property
     def place(self) -> int:
-        """Characters of the reply that were read."""
+        """Number of characters of the reply that were read."""
         return self._base + self.at
 
     def feed(self, text: str) -> None:
@@ -60,19 +59,20 @@ class Tape:
         return True
 
     def mark(self) -> int:
-        """Keep the text from here on for :meth:`since` and :meth:`rewind` -> this place."""
+        """Mark this place and return it. The text from here on is kept for :meth:`since` and
+        :meth:`rewind`."""
         self._mark = self.place
         self._marked = [self.text[self.at :]]
         return self._mark
 
     def since(self, start: int, end: int) -> str:
-        """Return the text from ``start`` to ``end``, places behind the mark."""
+        """Return the text from ``start`` to ``end``, places after the mark."""
         assert self._marked is not None
         whole = "".join(self._marked)
         return whole[start - self._mark : end - self._mark]
 
     def rewind(self, place: int) -> None:
-        """Go back to a place behind the mark, which is removed."""
+        """Go back to a place after the mark, and remove the mark."""
         assert self._marked is not None
         unread = "".join(self._marked)[place - self._mark :]
         self._unread.extendleft(reversed(list(blocks(unread))))
@@ -95,7 +95,7 @@ class Tape:
                 return
 
     def next_is(self, *markers: str) -> Reading[str]:
-        """Return which marker the unread text begins with, without reading it; empty for none."""
+        """Return the marker with which the unread text begins, without reading it; empty for none."""
         while True:
             begun = self.text[self.at : self.at + max(map(len, markers))]
             for marker in markers:
@@ -106,14 +106,17 @@ class Tape:
                 return ""
 
     def take(self, marker: str) -> Reading[bool]:
-        """Read ``marker`` if it comes next -> whether it did."""
+        """Read ``marker`` if it comes next. False if it does not."""
         found = yield from self.next_is(marker)
         self.at += len(found)
         return bool(found)
 
     def find(self, pattern: re.Pattern[str], markers: tuple[str, ...]) -> Reading[str]:
-        """Read up to the end of the first of ``markers``, which ``pattern`` matches -> it; empty where the
-        reply ends before."""
+        """Read up to the end of the first of ``markers`` and return it; empty if the reply ends before.
+
+        Args:
+            pattern: matches any of the markers.
+        """
         while True:
             found = pattern.search(self.text, self.at)
             if found is not None:

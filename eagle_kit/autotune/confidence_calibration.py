@@ -1,8 +1,8 @@
-"""Calibration of a draft's confidences by depth, learnt while it serves.
+"""Calibration, by depth and while serving, of the confidences of heads that predict acceptance (DSpark).
 
-A confidence head is trained on other text, behind the target's own tokens; in use its log-odds x of a depth
-are too high or too low, and too far or not far enough apart. The calibrated ones are ``slope * x + offset``,
-a line for each depth, which the outcomes of all requests teach by logistic regression (a Kalman filter of a
+A confidence head is trained on other text and after the target's own tokens, so its log-odds x of a depth are
+biased and of the wrong scale in use. The calibrated log-odds are ``slope * x + offset``, with a line for each
+depth. The lines are learnt from the outcomes of all requests by logistic regression (a Kalman filter of a
 binary outcome).
 """
 
@@ -14,7 +14,7 @@ from eagle_kit.core.shape import MAX_WINDOW
 
 SLOPE_VARIANCE = 0.25  # of the slope about 1 at first
 OFFSET_VARIANCE = 1.0  # of the offset about 0 at first
-DRIFT = 3e-5  # that every outcome adds to both variances, up to the first: texts change
+DRIFT = 3e-5  # added to both variances by every outcome, up to their first values: texts change
 MOST_SLOPE = 4.0
 
 
@@ -34,18 +34,23 @@ class Line:
 
     def learn(self, odds: float, is_accepted: bool) -> None:
         """Learn from an outcome of a draft with log-odds ``odds``."""
+        # Surprise and Fisher information of the outcome.
         slope_gain = self.slope_variance * odds + self.covariance
         offset_gain = self.covariance * odds + self.offset_variance
         chance = chance_of(self.at(odds))
         information = chance * (1.0 - chance)
-        left = 1.0 + information * (slope_gain * odds + offset_gain)
-        surprise = (is_accepted - chance) / left
+        spread = 1.0 + information * (slope_gain * odds + offset_gain)
+        surprise = (is_accepted - chance) / spread
+
+        # Update the line and its covariances.
         self.slope = min(max(self.slope + slope_gain * surprise, 0.0), MOST_SLOPE)
         self.offset += offset_gain * surprise
-        share = information / left
+        share = information / spread
         self.slope_variance -= share * slope_gain**2
         self.offset_variance -= share * offset_gain**2
         self.covariance -= share * slope_gain * offset_gain
+
+        # Let the variances grow.
         self.slope_variance = min(self.slope_variance + DRIFT, SLOPE_VARIANCE)
         self.offset_variance = min(self.offset_variance + DRIFT, OFFSET_VARIANCE)
 
@@ -57,10 +62,11 @@ class Calibration:
         self.lines = [Line() for _ in range(MAX_WINDOW)]
 
     def log_odds(self, confidences: Sequence[float]) -> list[float]:
-        """Calibrate the log-odds of each depth, where all before it are accepted."""
+        """Calibrated log-odds that each depth is accepted once all before it are."""
         return [line.at(odds) for line, odds in zip(self.lines, confidences, strict=False)]
 
     def learn(self, confidences: Sequence[float], num_accepted: int) -> None:
-        """Learn from a cycle that verified drafts with some log-odds and accepted the first of them."""
+        """Learn from a cycle that verified drafts of these log-odds and accepted the first
+        ``num_accepted``."""
         for depth, odds in enumerate(confidences[: num_accepted + 1]):
             self.lines[depth].learn(odds, depth < num_accepted)
